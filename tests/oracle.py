@@ -1,0 +1,163 @@
+"""GRU and LSTM, forward and backward, as float64 NumPy loops over time: what every other path is measured against.
+
+Written from the equations, with hand-derived gradients, and time first only. `ct_` names a cotangent that comes in, `d`
+a gradient that goes out.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from numpy.typing import NDArray
+
+    Arrays = Mapping[str, NDArray | None]
+    Results = dict[str, NDArray]
+
+
+def error(got: NDArray, want: NDArray) -> float:
+    """`||got - want|| / ||want||`, or `||got||` where `want` is zero. NaN if anything is NaN."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    if got.shape != want.shape:
+        raise ValueError(f"shapes differ: got {got.shape}, want {want.shape}")
+    scale = np.linalg.norm(want)
+    return float(np.linalg.norm(got - want) / (1.0 if scale == 0 else scale))
+
+
+def gru(inputs: Arrays, *, reverse: bool = False) -> Results:
+    """Outputs and gradients of a GRU.
+
+    Args:
+      inputs: `w_ih [D, 3H]`, `w_hh [H, 3H]`, `b_ih [3H]`, `b_hn [H]`, `xs [T, B, D]`, `carry [B, H]`, optionally
+        `resets [T, B]` and `reset_state` (`[H]`, `[B, H]` or `[T, B, H]`), and the cotangents `ct_ys [T, B, H]`,
+        `ct_carry [B, H]`.
+      reverse: run from the last step to the first.
+
+    Returns:
+      `ys`, `carry`, and the gradients `dw_ih`, `dw_hh`, `db_ih`, `db_hn`, `dxs`, `dcarry`, and `dreset_state` if there
+      is one.
+    """
+    w_ih, w_hh, b_ih, b_hn, xs, h, ct_ys, ct_carry = _float64(
+        inputs, "w_ih", "w_hh", "b_ih", "b_hn", "xs", "carry", "ct_ys", "ct_carry"
+    )
+    reset_state = inputs.get("reset_state")
+    T, B, H = *xs.shape[:2], w_hh.shape[0]
+    reset = _resets(inputs, T, B)
+    start = _per_step(reset_state, T, B, H)
+    order = range(T)[::-1] if reverse else range(T)
+
+    xp = xs @ w_ih + b_ih
+    h_in, r, z, n, u, ys = (np.empty((T, B, H)) for _ in range(6))
+    for t in order:
+        h_in[t] = np.where(reset[t], start[t], h)
+        x_r, x_z, x_n = np.split(xp[t], 3, axis=-1)
+        w_r, w_z, w_n = np.split(h_in[t] @ w_hh, 3, axis=-1)
+        r[t], z[t], u[t] = _sigmoid(x_r + w_r), _sigmoid(x_z + w_z), w_n + b_hn
+        n[t] = np.tanh(x_n + r[t] * u[t])
+        ys[t] = h = (1 - z[t]) * n[t] + z[t] * h_in[t]
+
+    d_xp, d_hp, d_start = np.empty((T, B, 3 * H)), np.empty((T, B, 3 * H)), np.zeros((T, B, H))
+    dh = ct_carry
+    for t in order[::-1]:
+        dh = dh + ct_ys[t]
+        d_n = dh * (1 - z[t]) * (1 - n[t] ** 2)
+        d_z = dh * (h_in[t] - n[t]) * z[t] * (1 - z[t])
+        d_r = d_n * u[t] * r[t] * (1 - r[t])
+        d_xp[t] = np.concatenate([d_r, d_z, d_n], axis=-1)
+        d_hp[t] = np.concatenate([d_r, d_z, d_n * r[t]], axis=-1)
+        d_in = dh * z[t] + d_hp[t] @ w_hh.T
+        d_start[t], dh = np.where(reset[t], d_in, 0), np.where(reset[t], 0, d_in)
+
+    results = {"ys": ys, "carry": h, "dcarry": dh, "db_hn": d_hp[..., 2 * H :].sum((0, 1))}
+    results |= _projection_gradients(w_ih, xs, d_xp, "db_ih") | {"dw_hh": _outer(h_in, d_hp)}
+    if reset_state is not None:
+        results["dreset_state"] = _sum_to(d_start, np.shape(reset_state))
+    return results
+
+
+def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
+    """Outputs and gradients of an LSTM.
+
+    Args:
+      inputs: `w_ih [D, 4H]`, `w_hh [H, 4H]`, `b [4H]`, `xs [T, B, D]`, `carry_c` and `carry_h [B, H]`, optionally
+        `resets [T, B]`, `reset_c` and `reset_h` (as `reset_state` of `gru`), and the cotangents `ct_ys [T, B, H]`,
+        `ct_carry_c`, `ct_carry_h [B, H]` and optionally `ct_cs [T, B, H]`.
+      reverse: run from the last step to the first.
+
+    Returns:
+      `ys`, `cs`, `carry_c`, `carry_h`, and the gradients `dw_ih`, `dw_hh`, `db`, `dxs`, `dcarry_c`, `dcarry_h`, and
+      `dreset_c`, `dreset_h` where there is one.
+    """
+    w_ih, w_hh, b, xs, c, h, ct_ys, ct_c, ct_h = _float64(
+        inputs, "w_ih", "w_hh", "b", "xs", "carry_c", "carry_h", "ct_ys", "ct_carry_c", "ct_carry_h"
+    )
+    T, B, H = *xs.shape[:2], w_hh.shape[0]
+    ct_cs = np.zeros((T, B, H)) if inputs.get("ct_cs") is None else _float64(inputs, "ct_cs")[0]
+    reset = _resets(inputs, T, B)
+    start_c, start_h = (_per_step(inputs.get(name), T, B, H) for name in ("reset_c", "reset_h"))
+    order = range(T)[::-1] if reverse else range(T)
+
+    xp = xs @ w_ih + b
+    c_in, h_in, i, f, g, o, cs, ys = (np.empty((T, B, H)) for _ in range(8))
+    for t in order:
+        c_in[t], h_in[t] = np.where(reset[t], start_c[t], c), np.where(reset[t], start_h[t], h)
+        p_i, p_f, p_g, p_o = np.split(xp[t] + h_in[t] @ w_hh, 4, axis=-1)
+        i[t], f[t], g[t], o[t] = _sigmoid(p_i), _sigmoid(p_f), np.tanh(p_g), _sigmoid(p_o)
+        cs[t] = c = f[t] * c_in[t] + i[t] * g[t]
+        ys[t] = h = o[t] * np.tanh(c)
+
+    d_p, d_start_c, d_start_h = np.empty((T, B, 4 * H)), np.zeros((T, B, H)), np.zeros((T, B, H))
+    dc, dh = ct_c, ct_h
+    for t in order[::-1]:
+        dh = dh + ct_ys[t]
+        tanh_c = np.tanh(cs[t])
+        dc = dc + ct_cs[t] + dh * o[t] * (1 - tanh_c**2)
+        d_i, d_f = dc * g[t] * i[t] * (1 - i[t]), dc * c_in[t] * f[t] * (1 - f[t])
+        d_g, d_o = dc * i[t] * (1 - g[t] ** 2), dh * tanh_c * o[t] * (1 - o[t])
+        d_p[t] = np.concatenate([d_i, d_f, d_g, d_o], axis=-1)
+        d_c_in, d_h_in = dc * f[t], d_p[t] @ w_hh.T
+        d_start_c[t], dc = np.where(reset[t], d_c_in, 0), np.where(reset[t], 0, d_c_in)
+        d_start_h[t], dh = np.where(reset[t], d_h_in, 0), np.where(reset[t], 0, d_h_in)
+
+    results = {"ys": ys, "cs": cs, "carry_c": c, "carry_h": h, "dcarry_c": dc, "dcarry_h": dh}
+    results |= _projection_gradients(w_ih, xs, d_p, "db") | {"dw_hh": _outer(h_in, d_p)}
+    for name, d_start in (("reset_c", d_start_c), ("reset_h", d_start_h)):
+        if inputs.get(name) is not None:
+            results["d" + name] = _sum_to(d_start, np.shape(inputs[name]))
+    return results
+
+
+CELLS = {"gru": gru, "lstm": lstm}
+
+
+def _float64(inputs: Arrays, *names: str) -> list[NDArray]:
+    return [np.asarray(inputs[name], np.float64) for name in names]
+
+
+def _sigmoid(x: NDArray) -> NDArray:
+    return 0.5 * (1 + np.tanh(0.5 * x))
+
+
+def _resets(inputs: Arrays, T: int, B: int) -> NDArray:
+    resets = inputs.get("resets")
+    return np.zeros((T, B, 1), bool) if resets is None else (np.asarray(resets) != 0)[..., None]
+
+
+def _per_step(reset_state: NDArray | None, T: int, B: int, H: int) -> NDArray:
+    return np.broadcast_to(np.float64(0) if reset_state is None else np.asarray(reset_state, np.float64), (T, B, H))
+
+
+def _sum_to(x: NDArray, shape: tuple[int, ...]) -> NDArray:
+    return x.sum(axis=tuple(range(x.ndim - len(shape))))
+
+
+def _outer(x: NDArray, y: NDArray) -> NDArray:
+    return x.reshape(-1, x.shape[-1]).T @ y.reshape(-1, y.shape[-1])
+
+
+def _projection_gradients(w_ih: NDArray, xs: NDArray, d_xp: NDArray, bias: str) -> Results:
+    return {"dxs": d_xp @ w_ih.T, "dw_ih": _outer(xs, d_xp), bias: d_xp.sum((0, 1))}

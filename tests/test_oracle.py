@@ -1,0 +1,65 @@
+"""The oracle's hand-derived gradients against central differences of its own outputs."""
+
+import numpy as np
+import oracle
+import pytest
+
+T, B, H, D = 4, 3, 2, 3
+STEP = 1e-5
+STATE_SHAPES = {"h": (H,), "bh": (B, H), "tbh": (T, B, H)}
+CELLS = {
+    "gru": {
+        "weights": {"w_ih": (D, 3 * H), "w_hh": (H, 3 * H), "b_ih": (3 * H,), "b_hn": (H,)},
+        "carry": ["carry"],
+        "reset": ["reset_state"],
+        "sequences": ["ys"],
+    },
+    "lstm": {
+        "weights": {"w_ih": (D, 4 * H), "w_hh": (H, 4 * H), "b": (4 * H,)},
+        "carry": ["carry_c", "carry_h"],
+        "reset": ["reset_c", "reset_h"],
+        "sequences": ["ys", "cs"],
+    },
+}
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("reset_state", [None, "h", "bh", "tbh"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_gradients_are_central_differences(cell, reset_state, reverse):
+    rng = np.random.default_rng(0)
+    names = CELLS[cell]
+    inputs = {name: rng.normal(size=shape) for name, shape in names["weights"].items()}
+    inputs |= {"xs": rng.normal(size=(T, B, D))} | {name: rng.normal(size=(B, H)) for name in names["carry"]}
+    if reset_state is not None:
+        inputs |= {name: rng.normal(size=STATE_SHAPES[reset_state]) for name in names["reset"]}
+    cotangents = {"ct_" + name: rng.normal(size=(T, B, H)) for name in names["sequences"]}
+    cotangents |= {"ct_" + name: rng.normal(size=(B, H)) for name in names["carry"]}
+    resets = np.array([[0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 0]], bool)
+
+    def run(inputs):
+        return oracle.CELLS[cell](inputs | cotangents | {"resets": resets}, reverse=reverse)
+
+    def loss(inputs):
+        results = run(inputs)
+        return sum(np.vdot(ct, results[name.removeprefix("ct_")]) for name, ct in cotangents.items())
+
+    gradients = run(inputs)
+    for name, value in inputs.items():
+        difference = np.empty(value.shape)
+        for index in np.ndindex(value.shape):
+            shift = np.zeros(value.shape)
+            shift[index] = STEP
+            up, down = loss(inputs | {name: value + shift}), loss(inputs | {name: value - shift})
+            difference[index] = (up - down) / (2 * STEP)
+        assert oracle.error(gradients["d" + name], difference) < 1e-8, name
+
+
+def test_error_is_relative_sees_nan_and_takes_a_zero_want():
+    assert oracle.error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
+    assert oracle.error(np.array([3.0, 4.0]), np.zeros(2)) == pytest.approx(5.0)
+    assert oracle.error(np.zeros(2), np.zeros(2)) == 0
+    assert np.isnan(oracle.error(np.array([np.nan, 0]), np.zeros(2)))
+    assert np.isnan(oracle.error(np.zeros(2), np.array([np.nan, 0])))
+    with pytest.raises(ValueError, match="shapes differ"):
+        oracle.error(np.zeros((2, 1)), np.zeros(2))
