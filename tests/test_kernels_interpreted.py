@@ -1,0 +1,36 @@
+"""The kernels in Triton's interpreter, end to end inside `jit` on the CPU, against float64."""
+
+import cases
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.interpret
+
+# Default precision rounds float32 operands to TF32 in the kernel, while XLA on a CPU keeps them whole.
+TF32 = 2e-3
+
+
+def check(case, got, xla, want):
+    if case.dtype == "f32" and case.precision == "default":
+        cases.compare(got, want, lambda name: TF32)
+    else:
+        cases.check(case, got, xla, want)
+
+
+@pytest.mark.parametrize("case", cases.INTERPRETED, ids=str)
+def test_outputs_and_gradients_match_the_oracle(case):
+    inputs = cases.make_inputs(case)
+    want = cases.run_oracle(case, inputs)
+    got, again, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "triton", "xla"))
+    assert got.keys() == want.keys()
+    check(case, got, xla, want)
+    for name in got:
+        np.testing.assert_array_equal(got[name], again[name], err_msg=name)
+
+
+@pytest.mark.parametrize("case", cases.INTERPRETED[::3], ids=str)
+def test_without_gradients_nothing_changes(case):
+    inputs = cases.make_inputs(case)
+    want = cases.run_oracle(case, inputs)
+    got, xla = (cases.run_forward(case, inputs, implementation) for implementation in ("triton", "xla"))
+    check(case, got, xla, want)
