@@ -8,13 +8,15 @@ and `vmap` adds groups, or models if the weights are batched. None of these cost
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrnn import reference
+from jaxrnn import _bridge, cells, reference
 from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
@@ -71,16 +73,23 @@ def gru(
     raise_unless_params(params, GRUParams, "gru")
     hidden = check_carry("carry", carry)
     check_sequence(xs, carry, time_major)
-    check_params(params, {"w_ih": (xs.shape[-1], 3 * hidden), "w_hh": (hidden, 3 * hidden), "b_ih": (3 * hidden,), "b_hn": (hidden,)})
+    wide = 3 * hidden
+    check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
     check_resets(resets, xs, time_major)
     check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
-    check_implementation(implementation)
-    if implementation == "triton":
-        raise NotImplementedError
-    return reference.gru(
-        params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
-        precision=precision,
-    )  # fmt: skip
+    if use_triton(implementation, precision, (carry, xs, *params)) and xs.size and carry.size:
+        (h,), (hs,) = _run_triton(
+            cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat
+        )
+        return h, hs
+
+    def run(params: GRUParams, carry: Array, xs: Array, reset_state: Array | None) -> tuple[Array, Array]:
+        return reference.gru(
+            params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
+            precision=precision,
+        )  # fmt: skip
+
+    return (jax.checkpoint(run) if remat else run)(params, carry, xs, reset_state)
 
 
 def lstm(
@@ -137,13 +146,21 @@ def lstm(
     check_resets(resets, xs, time_major)
     for i, state in enumerate((None, None) if reset_state is None else check_pair("reset_state", reset_state)):
         check_reset_state(f"reset_state[{i}]", state, resets, h0, xs, time_major)
-    check_implementation(implementation)
-    if implementation == "triton":
-        raise NotImplementedError
-    return reference.lstm(
-        params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
-        return_cells=return_cells, precision=precision,
-    )  # fmt: skip
+    if use_triton(implementation, precision, (c0, h0, xs, *params)) and xs.size and h0.size:
+        reset_c, reset_h = (None, None) if reset_state is None else reset_state
+        (h, c), (hs, cs) = _run_triton(
+            cells.LSTM, params, (h0, c0), xs, resets, (reset_h, reset_c), reverse, time_major, precision, remat,
+            return_cells,
+        )  # fmt: skip
+        return (c, h), (hs, cs) if return_cells else hs
+
+    def run(params: LSTMParams, carry: tuple[Array, Array], xs: Array, reset_state: tuple[Array, Array] | None) -> Any:
+        return reference.lstm(
+            params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
+            return_cells=return_cells, precision=precision,
+        )  # fmt: skip
+
+    return (jax.checkpoint(run) if remat else run)(params, (c0, h0), xs, reset_state)
 
 
 def raise_unless_params(params: Any, kind: type, function: str) -> None:
@@ -224,7 +241,233 @@ def check_reset_state(
         )
 
 
-def check_implementation(implementation: Any) -> None:
-    """Raises ValueError for a name that no implementation has."""
+def use_triton(implementation: Any, precision: Any, operands: tuple[Array, ...]) -> bool:
+    """Whether to run the Triton kernels.
+
+    Raises:
+      ValueError: no implementation has that name.
+      NotImplementedError: "triton" was asked for and cannot run; the message says why.
+    """
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
+    if implementation == "xla" or (implementation is None and not _bridge.preferred()):
+        return False
+    reason = _bridge.unsupported([x.dtype for x in operands])
+    if reason is None and kernel_precision(precision) is None:
+        reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
+    if reason is not None and implementation == "triton":
+        raise NotImplementedError(f"the Triton implementation {reason}")
+    return reason is None
+
+
+def kernel_precision(precision: Any) -> str | None:
+    """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision
+    if precision is None:
+        return "tf32"
+    if isinstance(precision, tuple):
+        return kernel_precision(precision[0]) if len(set(precision)) == 1 else None
+    try:
+        precision = jax.lax.Precision(precision)
+    except ValueError:
+        return None
+    return {
+        jax.lax.Precision.DEFAULT: "tf32", jax.lax.Precision.HIGH: "tf32x3", jax.lax.Precision.HIGHEST: "tf32x3",
+    }[precision]  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """What a recurrence is specialised on, besides shapes and dtypes."""
+
+    cell: cells.Cell
+    reset_state: str
+    reverse: bool
+    precision: Any
+    kernel_precision: str
+    remat: bool
+    return_cells: bool
+
+
+def _run_triton(
+    cell: cells.Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array | None, ...], reverse: bool, time_major: bool, precision: Any, remat: bool,
+    return_cells: bool = False,
+) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:  # fmt: skip
+    """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
+    hidden = states[0].shape[-1]
+    batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
+    steps = xs.shape[0] if time_major else xs.shape[-2]
+    n = math.prod(batch)
+    groups, per_group = (1, n) if time_major else (n, 1)
+
+    def sequence(x: Array, width: tuple[int, ...]) -> Array:
+        return x.reshape(groups, steps, per_group, *width)
+
+    def state(x: Array) -> Array:
+        return x.reshape(groups, per_group, hidden)
+
+    def canonical_reset_state(x: Array) -> Array:
+        if x.shape == xs.shape[:-1] + (hidden,) and x.ndim > states[0].ndim:
+            return sequence(x, (hidden,))
+        return state(jnp.broadcast_to(x, (*batch, hidden)))
+
+    operand_dtype = jnp.result_type(xs, params.w_ih)
+    # the kernels carry float32; they read and write states in float32 or in the dtype of the operands
+    state_dtypes = [s.dtype if s.dtype == operand_dtype else jnp.dtype(jnp.float32) for s in states]
+    canonical_states = tuple(state(s.astype(dtype)) for s, dtype in zip(states, state_dtypes, strict=True))
+    kind, canonical_resets = "zeros", None
+    if any(r is not None for r in reset_states):
+        given = [jnp.zeros((hidden,), d) if r is None else r for r, d in zip(reset_states, state_dtypes, strict=True)]
+        if any(r.ndim > states[0].ndim for r in given):
+            given = [jnp.broadcast_to(r, xs.shape[:-1] + (hidden,)) if r.ndim < xs.ndim else r for r in given]
+        canonical_resets = tuple(
+            canonical_reset_state(r).astype(dtype) for r, dtype in zip(given, state_dtypes, strict=True)
+        )
+        kind = "stepped" if canonical_resets[0].ndim == 4 else "fixed"
+    static = _Static(
+        cell, kind, reverse, _hashable(precision), kernel_precision(precision) or "", remat, return_cells
+    )  # fmt: skip
+    last, sequences = _recurrence(
+        static, params, canonical_states, sequence(xs, xs.shape[-1:]),
+        None if resets is None else sequence(resets, ()), canonical_resets,
+    )  # fmt: skip
+    last = tuple(x.reshape(s.shape).astype(s.dtype) for x, s in zip(last, states, strict=True))
+    sequences = tuple(
+        None if x is None else x.reshape(xs.shape[:-1] + (hidden,)).astype(s.dtype)
+        for x, s in zip(sequences, states, strict=False)
+    )
+    return last, sequences
+
+
+def _hashable(precision: Any) -> Any:
+    return tuple(precision) if isinstance(precision, list) else precision
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def _recurrence(
+    static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None,
+) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:  # fmt: skip
+    """Runs the recurrence on canonical arrays: returns the last states, and those of all steps (float32 or operand)."""
+    last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, keep=False)
+    return last, sequences
+
+
+def _forward(
+    static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, keep: bool,
+) -> tuple[tuple[Array, ...], tuple[Array | None, ...], dict[str, Array]]:  # fmt: skip
+    cell, hidden = static.cell, states[0].shape[-1]
+    operand_dtype = jnp.result_type(xs, params.w_ih)
+    xp = cells.project(cell, params, xs, static.precision)
+    arrays = {name: w.astype(operand_dtype)[None] for name, w in cell.weights(params).items()}
+    arrays |= {"xp": xp} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)} | {"reset": resets}
+    arrays |= {f"reset_{s}": x for s, x in zip(cell.states, reset_states or (), strict=False)}
+    stepped = [s for s in cell.states if s == "h" or static.return_cells or (keep and s == cell.saved_state)]
+    outputs = [
+        _bridge.Output(f"{s}s", True, hidden, x.dtype) for s, x in zip(cell.states, states, strict=True) if s in stepped
+    ]
+    outputs += [_bridge.Output(f"{s}_last", False, hidden, jnp.dtype(jnp.float32)) for s in cell.states]
+    if keep and not static.remat:
+        outputs.append(_bridge.Output("gates", True, 4 * hidden, _gates_dtype(operand_dtype)))
+    results = _bridge.launch(
+        cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
+        precision=static.kernel_precision,
+    )  # fmt: skip
+    last = tuple(results[f"{s}_last"] for s in cell.states)
+    sequences = tuple(results.get(f"{s}s") if s == "h" or static.return_cells else None for s in cell.states)
+    return last, sequences, results
+
+
+def _gates_dtype(operand_dtype: Any) -> Any:
+    """Gates lie in [-1, 1]: float16 holds them to 2^-11, better than bfloat16 would."""
+    return jnp.dtype(jnp.float32 if operand_dtype == jnp.float32 else jnp.float16)
+
+
+def _recurrence_fwd(
+    static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    last, sequences, results = _forward(static, params, states, xs, resets, reset_states, keep=True)
+    saved = {name: results[name] for name in ("hs", "cs", "gates") if name in results}
+    return (last, sequences), (params, states, xs, resets, reset_states, saved)
+
+
+def _previous(static: _Static, history: Array, state: Array, resets: Array | None, reset_state: Array | None) -> Array:
+    """`[G, T, B, H]` the state that every step started from, resets applied."""
+    if static.reverse:
+        previous = jnp.concatenate([history[:, 1:], state[:, None]], axis=1)
+    else:
+        previous = jnp.concatenate([state[:, None], history[:, :-1]], axis=1)
+    if resets is None:
+        return previous
+    new = jnp.zeros_like(previous)
+    if reset_state is not None:
+        new = reset_state if static.reset_state == "stepped" else reset_state[:, None]
+    return jnp.where((resets != 0)[..., None], new, previous)
+
+
+def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    params, states, xs, resets, reset_states, saved = residuals
+    d_last, d_sequences = cotangents
+    cell, hidden = static.cell, states[0].shape[-1]
+    operand_dtype = jnp.result_type(xs, params.w_ih)
+    f32 = jnp.dtype(jnp.float32)
+    h_prev = _previous(static, saved["hs"], states[0], resets, reset_states[0] if reset_states else None)
+    h_prev = h_prev.astype(operand_dtype)
+    gates = saved.get("gates")
+    if gates is None:
+        xp = cells.project(cell, params, xs, static.precision)
+        gates = cell.activations(params, xp, reference.matmul(h_prev, params.w_hh, static.precision, f32))
+        gates = gates.astype(_gates_dtype(operand_dtype))
+
+    index = cell.states.index(cell.saved_state)
+    arrays = {"w_hh": params.w_hh.astype(operand_dtype)[None], "gates": gates}
+    arrays |= {f"{cell.saved_state}s": saved[f"{cell.saved_state}s"], f"{cell.saved_state}0": states[index]}
+    arrays |= {"reset": resets} | ({f"reset_{cell.saved_state}": reset_states[index]} if reset_states else {})
+    arrays |= {f"d{s}s": d for s, d in zip(cell.states, d_sequences, strict=True)}
+    arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
+    outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]
+    outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
+    outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
+    if reset_states:
+        outputs += [
+            _bridge.Output(f"dreset_{s}", static.reset_state == "stepped", hidden, f32) for s in cell.states
+        ]
+    results = _bridge.launch(
+        cell.name, "bwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
+        precision=static.kernel_precision,
+    )  # fmt: skip
+
+    def contract(x: Array, y: Array) -> Array:
+        """`x^T @ y` over groups, steps and batch."""
+        return jnp.einsum("gtbx,gtby->xy", x, y, precision=static.precision, preferred_element_type=f32)
+
+    dxp = results["dxp"]
+    dxs = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
+                     preferred_element_type=f32)  # fmt: skip
+    grads = {"w_ih": contract(xs.astype(operand_dtype), dxp), cell.bias: cells.bias_grad(dxp)}
+    hidden_grads = {name: results[name] for name in cell.hidden_grads}
+    grads |= cell.recurrent_grads(functools.partial(contract, h_prev), dxp, hidden_grads)
+    dparams = type(params)(**{name: grads[name].astype(getattr(params, name).dtype) for name in params._fields})
+    dstates = tuple(results[f"d{s}0"].astype(x.dtype) for s, x in zip(cell.states, states, strict=True))
+    dreset_states = None
+    if reset_states:
+        dreset_states = tuple(
+            results[f"dreset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
+        )
+    return dparams, dstates, dxs.astype(xs.dtype), _no_gradient(resets), dreset_states
+
+
+def _no_gradient(resets: Array | None) -> Any:
+    if resets is None:
+        return None
+    if jnp.issubdtype(resets.dtype, jnp.floating):
+        return jnp.zeros_like(resets)
+    return np.zeros(resets.shape, jax.dtypes.float0)
+
+
+_recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)

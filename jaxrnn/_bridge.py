@@ -1,0 +1,258 @@
+"""The one place where JAX reaches the Triton kernels: a primitive for a launch, its vmap rule, and its lowering.
+
+`launch` binds one primitive for every cell and direction. Its arrays are canonical: weights `[S, ...]`, all others
+`[G, ...]` with G a multiple of S. Batching adds groups or models, never a launch. Lowering compiles the kernel and
+registers a callback that XLA calls with its own buffers and stream; XLA captures that call in its CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+if TYPE_CHECKING:
+    from jax import Array
+
+WEIGHTS = ("w_hh", "b_hn")
+
+
+class Output(NamedTuple):
+    """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`."""
+
+    name: str
+    stepped: bool
+    width: int
+    dtype: Any
+
+
+def unsupported(dtypes: Sequence[Any]) -> str | None:
+    """Why the Triton implementation cannot run here with these dtypes, and what to do; None if it can."""
+    missing = [name for name in ("torch", "triton") if _spec_missing(name)]
+    if missing:
+        return (
+            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+            'pip install "jaxrnn[torch]", or pass implementation="xla"'
+        )
+    if bad := [str(dtype) for dtype in dtypes if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16)]:
+        return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
+    from torch_bridge import launch
+
+    if launch.interpreting():
+        return None
+    if jax.default_backend() != "gpu":
+        return (
+            f'needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: pass implementation="xla" (or '
+            "set TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter)"
+        )
+    import torch
+
+    if not torch.cuda.is_available():
+        return (
+            f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the build of "
+            'torch for your driver, or pass implementation="xla"'
+        )
+    return None
+
+
+@functools.lru_cache(maxsize=None)
+def _spec_missing(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is None
+    except (ImportError, ValueError):
+        return True
+
+
+def preferred() -> bool:
+    """Whether the Triton implementation is the fastest where it can run: on a GPU, not in the interpreter."""
+    return jax.default_backend() == "gpu"
+
+
+launch_p = Primitive("jaxrnn_launch")
+launch_p.multiple_results = True
+
+
+def launch(
+    cell: str,
+    direction: str,
+    arrays: dict[str, Array | None],
+    outputs: Sequence[Output],
+    *,
+    reset_state: str,
+    reverse: bool,
+    precision: str,
+) -> dict[str, Array]:
+    """Launches one kernel: takes its arrays by name (None ones are left out) and returns its outputs by name."""
+    present = {name: x for name, x in arrays.items() if x is not None}
+    results = launch_p.bind(
+        *present.values(),
+        cell=cell, direction=direction, inputs=tuple(present), outputs=tuple(outputs),
+        reset_state=reset_state, reverse=reverse, precision=precision,
+    )  # fmt: skip
+    return dict(zip((output.name for output in outputs), results, strict=True))
+
+
+class _Sizes(NamedTuple):
+    models: int
+    groups: int
+    steps: int
+    batch: int
+
+
+def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> _Sizes:
+    by_name = dict(zip(inputs, shapes, strict=True))
+    sequence = by_name["xp" if "xp" in by_name else "dhs"]
+    return _Sizes(by_name["w_hh"][0], *sequence[:3])
+
+
+def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct(
+            (sizes.groups, *((sizes.steps,) if output.stepped else ()), sizes.batch, output.width), output.dtype
+        )
+        for output in outputs
+    ]
+
+
+@launch_p.def_abstract_eval
+def _abstract(*avals: Any, inputs: Any, outputs: Any, **_: Any) -> list[jax.core.ShapedArray]:
+    types = _result_types(_sizes(inputs, [aval.shape for aval in avals]), outputs)
+    return [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(**params: Any) -> Callable[..., list[Array]]:
+    return jax.jit(functools.partial(launch_p.bind, **params))
+
+
+@launch_p.def_impl
+def _impl(*arrays: Array, **params: Any) -> list[Array]:
+    return _jitted(**params)(*arrays)
+
+
+def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
+    """vmap: batched weights become models, shared weights leave the new axis to the groups. Still one launch."""
+    inputs = params["inputs"]
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    new_models = any(name in WEIGHTS and axis is not None for name, axis in zip(inputs, axes, strict=True))
+    models = next(
+        x.shape[0 if axis is None or axis > 0 else 1]
+        for x, name, axis in zip(arrays, inputs, axes, strict=True)
+        if name == "w_hh"
+    )
+
+    def merge(name: str, x: Array, axis: int | None) -> Array:
+        if name in WEIGHTS and not new_models:
+            return x
+        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        if not new_models:  # models stay the slowest axis: [size, models, ...] -> [models, size, ...]
+            x = x.reshape(size, models, x.shape[1] // models, *x.shape[2:]).swapaxes(0, 1)
+            return x.reshape(models * size * x.shape[2], *x.shape[3:])
+        return x.reshape(size * x.shape[1], *x.shape[2:])
+
+    def split(x: Array) -> Array:
+        if not new_models:
+            x = x.reshape(models, size, x.shape[0] // (models * size), *x.shape[1:]).swapaxes(0, 1)
+            return x.reshape(size, models * x.shape[2], *x.shape[3:])
+        return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
+    merged = [merge(name, x, axis) for name, x, axis in zip(inputs, arrays, axes, strict=True)]
+    results = [split(x) for x in launch_p.bind(*merged, **params)]
+    return results, [0] * len(results)
+
+
+batching.primitive_batchers[launch_p] = _batch
+
+
+def _problem(arrays: Sequence[Any], sizes: _Sizes, params: dict[str, Any]) -> Any:
+    from torch_bridge.config import Problem
+
+    dtypes = [(name, str(x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)]
+    dtypes += [(output.name, str(jnp.dtype(output.dtype))) for output in params["outputs"]]
+    return Problem(
+        params["cell"], params["direction"], *sizes, hidden=arrays[0].shape[1], dtypes=tuple(dtypes),
+        reset_state=params["reset_state"], reverse=params["reverse"], precision=params["precision"],
+    )  # fmt: skip
+
+
+class _Callback:
+    """What XLA calls: names the buffers it hands over and launches on its stream."""
+
+    def __init__(self, launch: Any, inputs: Sequence[str], outputs: Sequence[str]):
+        self.launch = launch
+        self.names = (*outputs, *inputs)
+
+    def __call__(self, ctx: Any, out: Sequence[Any], *arrays: Any) -> None:
+        from torch_bridge import dlpack
+
+        views = [dlpack.view(buffer) for buffer in (*out, *arrays)]
+        self.launch(ctx.stream, views[0].device_id, {n: v.address for n, v in zip(self.names, views, strict=True)})
+
+
+class _InterpretedCallback(_Callback):
+    """The same on the CPU, in Triton's interpreter."""
+
+    def __call__(self, ctx: Any, out: Sequence[Any], *arrays: Any) -> None:
+        import torch
+
+        self.launch.interpret(dict(zip(self.names, map(torch.from_dlpack, (*out, *arrays)), strict=True)))
+
+
+def _call(make_launch: Callable[[Any], Any], callback: type[_Callback], captured: bool) -> Callable[..., list[Array]]:
+    def call(*arrays: Array, **params: Any) -> list[Array]:
+        sizes = _sizes(params["inputs"], [x.shape for x in arrays])
+        launch = make_launch(_problem(arrays, sizes, params))
+        results = _result_types(sizes, params["outputs"])
+        inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
+        aliases = {}
+        if launch.counters:
+            # programs of the launch count their meetings in here; aliased, so that XLA knows it is written
+            arrays = (*arrays, jnp.zeros((launch.counters,), jnp.int32))
+            results = [*results, jax.ShapeDtypeStruct((launch.counters,), jnp.int32)]
+            aliases[len(arrays) - 1] = len(results) - 1
+            inputs.append("barrier")
+            outputs.append("barrier")
+        function = buffer_callback(
+            callback(launch, inputs, outputs), results, input_output_aliases=aliases,
+            command_buffer_compatible=captured,
+        )  # fmt: skip
+        return function(*arrays)[: len(params["outputs"])]
+
+    return call
+
+
+def _cuda_launch(problem: Any) -> Any:
+    """Compiles for every local GPU now: at call time there is only time to launch."""
+    from torch_bridge.launch import Launch, device
+
+    ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
+    launch = Launch(problem, device(ordinals[0]))
+    for ordinal in ordinals:
+        launch.load(ordinal)
+    return launch
+
+
+def _cpu_launch(problem: Any) -> Any:
+    from torch_bridge.config import Device
+    from torch_bridge.launch import Launch, interpreting
+
+    if not interpreting():
+        raise NotImplementedError(
+            "the Triton kernels were asked for on CPU devices: pass implementation=\"xla\" for what runs there"
+        )
+    return Launch(problem, Device())
+
+
+mlir.register_lowering(
+    launch_p, mlir.lower_fun(_call(_cuda_launch, _Callback, True), multiple_results=True), platform="cuda"
+)
+mlir.register_lowering(
+    launch_p, mlir.lower_fun(_call(_cpu_launch, _InterpretedCallback, False), multiple_results=True), platform="cpu"
+)

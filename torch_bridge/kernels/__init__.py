@@ -1,0 +1,22 @@
+"""The cell table: what a cell needs to be launched. A new cell is one kernel file and one entry here."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch_bridge.kernels.gru import gru_bwd_kernel, gru_fwd_kernel
+from torch_bridge.kernels.lstm import lstm_bwd_kernel, lstm_fwd_kernel
+
+
+@dataclass(frozen=True)
+class CellKernels:
+    """Kernels of one cell, and the number of its gates (the width of `xp` over H)."""
+
+    gates: int
+    fwd: Any
+    bwd: Any
+
+
+CELLS = {
+    "gru": CellKernels(gates=3, fwd=gru_fwd_kernel, bwd=gru_bwd_kernel),
+    "lstm": CellKernels(gates=4, fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel),
+}

@@ -1,0 +1,156 @@
+"""What the recurrent kernels share: activations, operand rounding, row addressing, the barrier between programs.
+
+Every kernel sees its sequence arrays as `[G, T, B, W]`: G groups of B sequences, each group time first. A batch-major
+array `[N, T, W]` is G=N groups of one sequence, so one addressing serves both. The S models take G/S consecutive
+groups each. Tiles are `[hidden, batch]`: the product is `W @ h^T`, whose large side fills the tensor cores also when
+the batch tile is small.
+"""
+
+import triton
+import triton.language as tl
+
+# How a kernel finds the state an episode starts from.
+RESET_ZEROS = tl.constexpr(0)  # zeros
+RESET_FIXED = tl.constexpr(1)  # [G, B, H]
+RESET_STEPPED = tl.constexpr(2)  # [G, T, B, H]
+
+
+@triton.jit
+def sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x, PRECISE: tl.constexpr):
+    y = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
+    if PRECISE:
+        # near zero the difference above cancels: an odd polynomial keeps the relative error at float32's
+        x2 = x * x
+        p = x2 * (x2 * (x2 * (x2 * (62.0 / 2835.0) - 17.0 / 315.0) + 2.0 / 15.0) - 1.0 / 3.0)
+        y = tl.where(x2 < 0.0225, x + x * p, y)
+    return y
+
+
+@triton.jit
+def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """`x` as a matmul operand: float32 is rounded to TF32 here, since the tensor core would truncate it (a bias)."""
+    x = x.to(DTYPE)
+    if DTYPE == tl.float32 and PRECISION == "tf32":
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(tl.abs(x) < float("inf"), rounded, x)
+    return x
+
+
+@triton.jit
+def first_row(seq, T, B):
+    """Row of step 0 of sequence `seq` (counted over all groups) in a `[G, T, B]` array; step t is `t * B` further."""
+    return (seq // B) * T * B + seq % B
+
+
+@triton.jit
+def step_time(i, T, REVERSE: tl.constexpr):
+    """The time index of the i-th step taken."""
+    if REVERSE:
+        return T - 1 - i
+    else:
+        return i
+
+
+@triton.jit
+def load_tile(ptr, rows, cols, width, mask):
+    """A `[hidden, batch]` tile in float32 of a row-major array: rows are sequences, cols hidden units."""
+    return tl.load(ptr + rows[None, :] * width + cols[:, None], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_shared_tile(ptr, rows, cols, width, mask):
+    """As `load_tile`, for what other programs of this launch wrote: read from L2, past this SM's own L1."""
+    return tl.load(ptr + rows[None, :] * width + cols[:, None], mask=mask, other=0.0, cache_modifier=".cg").to(
+        tl.float32
+    )
+
+
+@triton.jit
+def store_tile(ptr, rows, cols, width, mask, value):
+    tl.store(ptr + rows[None, :] * width + cols[:, None], value.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_gate(ptr, rows, cols, width, mask, value):
+    """As `store_tile`; what float16 cannot hold is saved as its largest value, so that gradients stay finite."""
+    if ptr.dtype.element_ty == tl.float16:
+        value = tl.where(tl.abs(value) > 65504.0, tl.where(value > 0, 65504.0, -65504.0), value)
+    store_tile(ptr, rows, cols, width, mask, value)
+
+
+@triton.jit
+def load_reset(reset_ptr, rows, mask):
+    """Which sequences start an episode at these rows; NaN counts as nonzero."""
+    return tl.load(reset_ptr + rows, mask=mask, other=0) != 0
+
+
+@triton.jit
+def load_weight(w_ptr, out_units, in_units, gate, H: tl.constexpr, GATES: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """A tile of gate `gate` of `w_hh [H, GATES * H]`: `[out, in]`, or `[in, out]` if TRANSPOSED; masked to H."""
+    if TRANSPOSED:
+        offs = in_units[:, None] * (GATES * H) + gate * H + out_units[None, :]
+        mask = (in_units < H)[:, None] & (out_units < H)[None, :]
+    else:
+        offs = in_units[None, :] * (GATES * H) + gate * H + out_units[:, None]
+        mask = (out_units < H)[:, None] & (in_units < H)[None, :]
+    return tl.load(w_ptr + offs, mask=mask, other=0.0)
+
+
+@triton.jit
+def select_reset(h, state_ptr, reset, seq, rows, cols, mask, H: tl.constexpr, RESET_STATE: tl.constexpr):
+    """`h` where no episode starts, the reset state where one does: a select, so that a NaN in `h` does not leak.
+
+    The state is read only where `reset` holds; `rows` are those of this step.
+    """
+    if RESET_STATE == RESET_ZEROS:
+        state = tl.zeros_like(h)
+    elif RESET_STATE == RESET_FIXED:
+        state = load_tile(state_ptr, seq, cols, H, mask & reset[None, :])
+    else:
+        state = load_tile(state_ptr, rows, cols, H, mask & reset[None, :])
+    return tl.where(reset[None, :], state, h)
+
+
+@triton.jit
+def previous(hs_ptr, h0_ptr, seq, row0, i, T, B, REVERSE: tl.constexpr):
+    """Where the state before the i-th step lies: `(pointer, rows)`, in the outputs or, for the first step, in `h0`."""
+    ptr = h0_ptr
+    rows = seq
+    if i > 0:
+        ptr = hs_ptr
+        rows = row0 + step_time(i - 1, T, REVERSE) * B
+    return ptr, rows
+
+
+@triton.jit
+def load_previous(
+    hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, seq, row0, i, T, B, cols, mask, mask_q,
+    H: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """The state that step T - 1 - i of the forward pass started from, resets applied."""
+    ptr, prev = previous(hs_ptr, h0_ptr, seq, row0, T - 1 - i, T, B, REVERSE)
+    h = load_tile(ptr, prev, cols, H, mask)
+    if reset_ptr is not None:
+        rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+        reset = load_reset(reset_ptr, rows, mask_q)
+        h = select_reset(h, reset_h_ptr, reset, seq, rows, cols, mask, H, RESET_STATE)
+    return h
+
+
+@triton.jit
+def barrier(counter_ptr, target):
+    """Waits until `target` arrivals were counted, each program arriving once a call; orders what they wrote before.
+
+    Only for programs of one cooperative launch. The counter starts at zero and only grows, so no one resets it early.
+    """
+    tl.debug_barrier()
+    tl.atomic_add(counter_ptr, 1, sem="release")
+    while tl.atomic_add(counter_ptr, 0, sem="acquire") < target:
+        pass
+    tl.debug_barrier()

@@ -1,0 +1,340 @@
+"""LSTM time loop, forward and backward. Gates are ordered i, f, g, o; saved per step are the four, and the cell state.
+
+Programs and their barrier are those of `torch_bridge.kernels.gru`: only the hidden state (forward) and the gate
+gradients (backward) are exchanged, a program keeps the cell states of its own units.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_bridge.kernels.common import (
+    RESET_FIXED,
+    RESET_STEPPED,
+    barrier,
+    first_row,
+    load_previous,
+    load_reset,
+    load_shared_tile,
+    load_tile,
+    load_weight,
+    operand,
+    previous,
+    select_reset,
+    sigmoid,
+    step_time,
+    store_gate,
+    store_tile,
+    tanh,
+)
+
+
+@triton.jit
+def _lstm_fwd_tile(
+    w_hh_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, barrier_ptr,
+    T, B, Q, t_begin, t_end, model, tile, split, arrivals,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
+    HAS_RESETS: tl.constexpr = reset_ptr is not None
+    unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
+    q = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model.to(tl.int64) * Q + q
+    row0 = first_row(seq, T, B)
+    w_ptr = w_hh_ptr + model.to(tl.int64) * (4 * H * H)
+
+    if SPLITS == 1:
+        w_i = operand(load_weight(w_ptr, unit, unit, 0, H, 4, False), DTYPE, PRECISION)
+        w_f = operand(load_weight(w_ptr, unit, unit, 1, H, 4, False), DTYPE, PRECISION)
+        w_g = operand(load_weight(w_ptr, unit, unit, 2, H, 4, False), DTYPE, PRECISION)
+        w_o = operand(load_weight(w_ptr, unit, unit, 3, H, 4, False), DTYPE, PRECISION)
+
+    if t_begin == 0:
+        h = load_tile(h0_ptr, seq, unit, H, mask)
+        c = load_tile(c0_ptr, seq, unit, H, mask)
+    else:
+        h = load_tile(h_last_ptr, seq, unit, H, mask)
+        c = load_tile(c_last_ptr, seq, unit, H, mask)
+    rows = row0 + step_time(t_begin, T, REVERSE) * B
+    x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
+    x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
+    x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
+    x_o = load_tile(xp_ptr, rows, 3 * H + unit, 4 * H, mask)
+    if HAS_RESETS:
+        reset = load_reset(reset_ptr, rows, mask_q)
+
+    for i in range(t_begin, t_end):
+        if HAS_RESETS:
+            # as in jaxrnn.reference: reset first, then the step
+            h = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+            c = select_reset(c, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+        if SPLITS == 1:
+            h_op = operand(h, DTYPE, PRECISION)
+            a_i = tl.dot(w_i, h_op, x_i, input_precision=PRECISION)
+            a_f = tl.dot(w_f, h_op, x_f, input_precision=PRECISION)
+            a_g = tl.dot(w_g, h_op, x_g, input_precision=PRECISION)
+            a_o = tl.dot(w_o, h_op, x_o, input_precision=PRECISION)
+        else:
+            a_i, a_f, a_g, a_o = x_i, x_f, x_g, x_o
+            prev_ptr, prev = previous(hs_ptr, h0_ptr, seq, row0, i, T, B, REVERSE)
+            for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+                k = k0 + tl.arange(0, BLOCK_K)
+                mask_k = (k < H)[:, None] & mask_q[None, :]
+                h_k = load_shared_tile(prev_ptr, prev, k, H, mask_k)
+                if HAS_RESETS:
+                    h_k = select_reset(h_k, reset_h_ptr, reset, seq, rows, k, mask_k, H, RESET_STATE)
+                h_k = operand(h_k, DTYPE, PRECISION)
+                w_ik = operand(load_weight(w_ptr, unit, k, 0, H, 4, False), DTYPE, PRECISION)
+                a_i = tl.dot(w_ik, h_k, a_i, input_precision=PRECISION)
+                w_fk = operand(load_weight(w_ptr, unit, k, 1, H, 4, False), DTYPE, PRECISION)
+                a_f = tl.dot(w_fk, h_k, a_f, input_precision=PRECISION)
+                w_gk = operand(load_weight(w_ptr, unit, k, 2, H, 4, False), DTYPE, PRECISION)
+                a_g = tl.dot(w_gk, h_k, a_g, input_precision=PRECISION)
+                w_ok = operand(load_weight(w_ptr, unit, k, 3, H, 4, False), DTYPE, PRECISION)
+                a_o = tl.dot(w_ok, h_k, a_o, input_precision=PRECISION)
+
+        # the next step's inputs are on their way while this step computes
+        this_rows = rows
+        rows = row0 + step_time(tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+        x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
+        x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
+        x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
+        x_o = load_tile(xp_ptr, rows, 3 * H + unit, 4 * H, mask)
+        if HAS_RESETS:
+            reset = load_reset(reset_ptr, rows, mask_q)
+
+        g_i = sigmoid(a_i)
+        g_f = sigmoid(a_f)
+        g_g = tanh(a_g, PRECISE)
+        g_o = sigmoid(a_o)
+        c = g_f * c + g_i * g_g
+        h = g_o * tanh(c, PRECISE)
+        store_tile(hs_ptr, this_rows, unit, H, mask, h)
+        if cs_ptr is not None:
+            store_tile(cs_ptr, this_rows, unit, H, mask, c)
+        if gates_ptr is not None:
+            store_gate(gates_ptr, this_rows, unit, 4 * H, mask, g_i)
+            store_gate(gates_ptr, this_rows, H + unit, 4 * H, mask, g_f)
+            store_gate(gates_ptr, this_rows, 2 * H + unit, 4 * H, mask, g_g)
+            store_gate(gates_ptr, this_rows, 3 * H + unit, 4 * H, mask, g_o)
+        if barrier_ptr is not None:
+            arrivals += SPLITS
+            barrier(barrier_ptr, arrivals)
+    store_tile(h_last_ptr, seq, unit, H, mask, h)
+    store_tile(c_last_ptr, seq, unit, H, mask, c)
+    return arrivals
+
+
+@triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
+def lstm_fwd_kernel(
+    w_hh_ptr,  # [S, H, 4H]
+    xp_ptr,  # [G, T, B, 4H] input projections
+    h0_ptr,  # [G, B, H]
+    c0_ptr,  # [G, B, H]
+    reset_ptr,  # [G, T, B] nonzero where an episode starts at step t, or None
+    reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
+    reset_c_ptr,  # as reset_h
+    hs_ptr,  # [G, T, B, H] out, dtype of h0
+    cs_ptr,  # [G, T, B, H] out, dtype of c0, or None
+    h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
+    c_last_ptr,  # as h_last
+    gates_ptr,  # [G, T, B, 4H] out, or None: nothing is saved
+    barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
+    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    worker = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    if SPLITS == 1:
+        _lstm_fwd_tile(
+            w_hh_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, None,
+            T, B, Q, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+        )  # fmt: skip
+    else:
+        if barrier_ptr is not None:
+            barrier_ptr += worker
+        arrivals = 0
+        for item in range(worker, items, tl.num_programs(0) // SPLITS):
+            arrivals = _lstm_fwd_tile(
+                w_hh_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, barrier_ptr,
+                T, B, Q, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _lstm_bwd_inputs(
+    gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, i, T, B, unit, mask, mask_q,
+    H: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """What step i of the backward pass, step T - 1 - i of the forward pass, reads; c_prev as that step saw it."""
+    rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+    dy = load_tile(dhs_ptr, rows, unit, H, mask)
+    if dcs_ptr is not None:
+        dcy = load_tile(dcs_ptr, rows, unit, H, mask)
+    else:
+        dcy = tl.zeros_like(dy)
+    g_i = load_tile(gates_ptr, rows, unit, 4 * H, mask)
+    g_f = load_tile(gates_ptr, rows, H + unit, 4 * H, mask)
+    g_g = load_tile(gates_ptr, rows, 2 * H + unit, 4 * H, mask)
+    g_o = load_tile(gates_ptr, rows, 3 * H + unit, 4 * H, mask)
+    c = load_tile(cs_ptr, rows, unit, H, mask)
+    c_prev = load_previous(
+        cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, seq, row0, i, T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE
+    )
+    return dy, dcy, g_i, g_f, g_g, g_o, c, c_prev
+
+
+@triton.jit
+def _lstm_bwd_tile(
+    w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, barrier_ptr,
+    T, B, Q, t_begin, t_end, model, tile, split, arrivals,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
+    unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
+    q = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model.to(tl.int64) * Q + q
+    row0 = first_row(seq, T, B)
+    w_ptr = w_hh_ptr + model.to(tl.int64) * (4 * H * H)
+
+    if SPLITS == 1:
+        w_i = operand(load_weight(w_ptr, unit, unit, 0, H, 4, True), DTYPE, PRECISION)
+        w_f = operand(load_weight(w_ptr, unit, unit, 1, H, 4, True), DTYPE, PRECISION)
+        w_g = operand(load_weight(w_ptr, unit, unit, 2, H, 4, True), DTYPE, PRECISION)
+        w_o = operand(load_weight(w_ptr, unit, unit, 3, H, 4, True), DTYPE, PRECISION)
+
+    # between launches that cover a part of the work each, dh0 and dc0 hold the carry
+    if t_begin == 0 and GATES_PHASE:
+        dh = load_tile(dh_last_ptr, seq, unit, H, mask)
+        dc = load_tile(dc_last_ptr, seq, unit, H, mask)
+    else:
+        dh = load_tile(dh0_ptr, seq, unit, H, mask)
+        dc = load_tile(dc0_ptr, seq, unit, H, mask)
+    if RESET_STATE == RESET_FIXED:
+        dstate_h = tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
+        dstate_c = tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
+        if t_begin > 0:
+            dstate_h = load_tile(dreset_h_ptr, seq, unit, H, mask)
+            dstate_c = load_tile(dreset_c_ptr, seq, unit, H, mask)
+    if GATES_PHASE:
+        dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
+            gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, t_begin,
+            T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
+        )  # fmt: skip
+
+    for i in range(t_begin, t_end):
+        rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+        if reset_ptr is not None:
+            reset = load_reset(reset_ptr, rows, mask_q)
+        if GATES_PHASE:
+            dh += dy
+            tanh_c = tanh(c, PRECISE)
+            dc += dcy + dh * g_o * (1.0 - tanh_c * tanh_c)
+            d_o = dh * tanh_c * g_o * (1.0 - g_o)
+            d_i = dc * g_g * g_i * (1.0 - g_i)
+            d_f = dc * c_prev * g_f * (1.0 - g_f)
+            d_g = dc * g_i * (1.0 - g_g * g_g)
+            dc = dc * g_f
+            dh = tl.zeros_like(dh)
+            # the next step's inputs are on their way while this step's product runs
+            dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
+                gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0,
+                tl.minimum(i + 1, t_end - 1), T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
+            )  # fmt: skip
+            store_tile(dxp_ptr, rows, unit, 4 * H, mask, d_i)
+            store_tile(dxp_ptr, rows, H + unit, 4 * H, mask, d_f)
+            store_tile(dxp_ptr, rows, 2 * H + unit, 4 * H, mask, d_g)
+            store_tile(dxp_ptr, rows, 3 * H + unit, 4 * H, mask, d_o)
+        if PRODUCT_PHASE:
+            if SPLITS == 1:
+                dh = tl.dot(w_i, operand(d_i, DTYPE, PRECISION), dh, input_precision=PRECISION)
+                dh = tl.dot(w_f, operand(d_f, DTYPE, PRECISION), dh, input_precision=PRECISION)
+                dh = tl.dot(w_g, operand(d_g, DTYPE, PRECISION), dh, input_precision=PRECISION)
+                dh = tl.dot(w_o, operand(d_o, DTYPE, PRECISION), dh, input_precision=PRECISION)
+            else:
+                if barrier_ptr is not None:
+                    arrivals += SPLITS
+                    barrier(barrier_ptr, arrivals)
+                for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+                    k = k0 + tl.arange(0, BLOCK_K)
+                    mask_k = (k < H)[:, None] & mask_q[None, :]
+                    for gate in tl.static_range(4):
+                        d_k = operand(load_shared_tile(dxp_ptr, rows, gate * H + k, 4 * H, mask_k), DTYPE, PRECISION)
+                        w_k = operand(load_weight(w_ptr, k, unit, gate, H, 4, True), DTYPE, PRECISION)
+                        dh = tl.dot(w_k, d_k, dh, input_precision=PRECISION)
+            if reset_ptr is not None:
+                if RESET_STATE == RESET_FIXED:
+                    dstate_h += tl.where(reset[None, :], dh, 0.0)
+                    dstate_c += tl.where(reset[None, :], dc, 0.0)
+                if RESET_STATE == RESET_STEPPED:
+                    store_tile(dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
+                    store_tile(dreset_c_ptr, rows, unit, H, mask, tl.where(reset[None, :], dc, 0.0))
+                dh = tl.where(reset[None, :], 0.0, dh)
+                dc = tl.where(reset[None, :], 0.0, dc)
+    store_tile(dh0_ptr, seq, unit, H, mask, dh)
+    store_tile(dc0_ptr, seq, unit, H, mask, dc)
+    if RESET_STATE == RESET_FIXED and PRODUCT_PHASE:
+        store_tile(dreset_h_ptr, seq, unit, H, mask, dstate_h)
+        store_tile(dreset_c_ptr, seq, unit, H, mask, dstate_c)
+    return arrivals
+
+
+@triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
+def lstm_bwd_kernel(
+    w_hh_ptr,  # [S, H, 4H]
+    gates_ptr,  # [G, T, B, 4H] i, f, g, o
+    cs_ptr,  # [G, T, B, H]
+    c0_ptr,  # [G, B, H]
+    reset_ptr,  # [G, T, B] or None
+    reset_c_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
+    dhs_ptr,  # [G, T, B, H]
+    dcs_ptr,  # [G, T, B, H], or None: no gradient comes through the cell states of single steps
+    dh_last_ptr,  # [G, B, H]
+    dc_last_ptr,  # [G, B, H]
+    dxp_ptr,  # [G, T, B, 4H] out: gradients of the gates before their activations
+    dh0_ptr,  # [G, B, H] out, float32
+    dc0_ptr,  # [G, B, H] out, float32
+    dreset_h_ptr,  # shape of the reset state, out, float32, or None
+    dreset_c_ptr,  # as dreset_h
+    barrier_ptr,  # [workers] int32 zeros, or None
+    T, B, Q, tiles, items, t_begin, t_end,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
+):  # fmt: skip
+    worker = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    if SPLITS == 1:
+        _lstm_bwd_tile(
+            w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+            dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None,
+            T, B, Q, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION, True, True,
+        )  # fmt: skip
+    else:
+        if barrier_ptr is not None:
+            barrier_ptr += worker
+        arrivals = 0
+        for item in range(worker, items, tl.num_programs(0) // SPLITS):
+            arrivals = _lstm_bwd_tile(
+                w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr,
+                dh_last_ptr, dc_last_ptr, dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, barrier_ptr,
+                T, B, Q, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+                GATES_PHASE, PRODUCT_PHASE,
+            )  # fmt: skip

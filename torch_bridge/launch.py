@@ -1,0 +1,180 @@
+"""Compiles a kernel once for what it is specialised on, and launches it on a given stream.
+
+A launch allocates nothing, waits for nothing and tunes nothing, so it can be captured in a CUDA graph. What takes time
+(compiling, loading onto a device) is `Launch.load`, called beforehand.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from torch_bridge import config as _config
+from torch_bridge.config import Device, KernelConfig, Problem
+from torch_bridge.kernels import CELLS
+
+POINTER_TYPES = {
+    "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16",
+    "bool": "*i8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
+    "uint8": "*u8", "uint16": "*u16", "uint32": "*u32", "uint64": "*u64",
+}  # fmt: skip
+SCALARS = {"T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32"}
+
+
+def interpreting() -> bool:
+    """Whether kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when they were imported."""
+    return not isinstance(CELLS["gru"].fwd, triton.runtime.JITFunction)
+
+
+@dataclass(frozen=True)
+class Specialization:
+    """Everything that makes one compiled kernel different from another. Lengths and batch sizes are not among it."""
+
+    cell: str
+    direction: str
+    hidden: int
+    dtypes: tuple[tuple[str, str], ...]
+    reset_state: str
+    reverse: bool
+    precision: str
+    config: KernelConfig
+    cooperative: bool
+    capability: int
+
+    @property
+    def kernel(self) -> Any:
+        """The kernel function."""
+        return getattr(CELLS[self.cell], self.direction)
+
+    def constants(self) -> dict[str, Any]:
+        """Values of the compile-time arguments, absent arrays among them."""
+        present = {name for name, _ in self.dtypes}
+        values: dict[str, Any] = {
+            "H": self.hidden,
+            "BLOCK_H": self.config.block_h,
+            "BLOCK_B": self.config.block_b,
+            "BLOCK_K": self.config.block_k,
+            "SPLITS": self.config.splits,
+            "STAGES": self.config.num_stages,
+            "RESET_STATE": _config.RESET_STATES.index(self.reset_state),
+            "REVERSE": self.reverse,
+            "PRECISION": self.precision,
+            "GATES_PHASE": True,
+            "PRODUCT_PHASE": True,
+        }
+        for name in self.kernel.arg_names:
+            if name.endswith("_ptr") and name.removesuffix("_ptr") not in present:
+                values[name] = None
+        return {name: values[name] for name in self.kernel.arg_names if name in values}
+
+    def compile(self) -> CompiledKernel:
+        """Compiles for `capability`; needs no GPU."""
+        constants, dtypes = self.constants(), dict(self.dtypes)
+        signature, attributes = {}, {}
+        for i, name in enumerate(self.kernel.arg_names):
+            if name in constants:
+                signature[name] = "constexpr"
+            elif name.endswith("_ptr"):
+                signature[name] = POINTER_TYPES[dtypes[name.removesuffix("_ptr")]]
+                attributes[(i,)] = [["tt.divisibility", 16]]
+            else:
+                signature[name] = SCALARS[name]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        options = {
+            "num_warps": self.config.num_warps,
+            "num_stages": self.config.num_stages,
+            "launch_cooperative_grid": self.cooperative,
+            "enable_fp_fusion": True,
+        }
+        return triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+
+
+@functools.lru_cache(maxsize=None)
+def _loaded(specialization: Specialization, ordinal: int) -> CompiledKernel:
+    """Compiles and loads onto one device; at most once each."""
+    import torch
+
+    compiled = specialization.compile()
+    with torch.cuda.device(ordinal):
+        compiled._init_handles()
+    return compiled
+
+
+@functools.lru_cache(maxsize=None)
+def device(ordinal: int = 0) -> Device:
+    """Facts about a CUDA device of this process."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(ordinal)
+    return Device(properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+class Launch:
+    """A problem with its configuration: `load` it for a device, then call it with addresses and a stream.
+
+    Attributes:
+      counters: length of the zeroed int32 array "barrier" that the launch needs, 0 if it needs none.
+    """
+
+    def __init__(self, problem: Problem, device: Device, config: KernelConfig | None = None):
+        self.problem = problem
+        self.config = config or _config.heuristic(problem, device)
+        self.workers = self.config.workers(problem, device)
+        self.tiles = self.config.tiles(problem)
+        # forward, the last step has nobody to wait for it
+        meetings = problem.steps - (problem.direction == "fwd")
+        cooperative = self.config.splits > 1 and meetings > 0
+        self.counters = self.workers if cooperative and not interpreting() else 0
+        dtypes = problem.dtypes + ((("barrier", "int32"),) if cooperative else ())
+        self.specialization = Specialization(
+            problem.cell, problem.direction, problem.hidden, dtypes, problem.reset_state, problem.reverse,
+            problem.precision, self.config, cooperative, device.capability,
+        )  # fmt: skip
+        self.scalars = {
+            "T": problem.steps, "B": problem.batch, "Q": problem.sequences, "tiles": self.tiles,
+            "items": problem.models * self.tiles, "t_begin": 0, "t_end": problem.steps,
+        }  # fmt: skip
+        self.grid = self.workers * self.config.splits
+        self._compiled: dict[int, CompiledKernel] = {}
+
+    def load(self, ordinal: int) -> None:
+        """Compiles, and loads the module onto a device. Must have happened before a stream capture."""
+        if ordinal not in self._compiled:
+            self._compiled[ordinal] = _loaded(self.specialization, ordinal)
+
+    def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
+        """Launches on a stream of a device, given the address of every array by name ("barrier" too, if needed)."""
+        compiled = self._compiled[ordinal]
+        constants = self.specialization.constants()
+        arguments = [
+            constants[name] if name in constants
+            else addresses[name.removesuffix("_ptr")] if name.endswith("_ptr")
+            else self.scalars[name]
+            for name in self.specialization.kernel.arg_names
+        ]  # fmt: skip
+        compiled.run(
+            self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
+        )
+
+    def interpret(self, tensors: Mapping[str, Any]) -> None:
+        """Runs in Triton's interpreter on CPU tensors given by name.
+
+        The interpreter runs programs one after the other, so those that would wait for one another are launched a step
+        (and a phase) at a time: the end of a launch is their barrier.
+        """
+        kernel = self.specialization.kernel
+        arguments = {name: tensors.get(name.removesuffix("_ptr")) for name in kernel.arg_names if name.endswith("_ptr")}
+        arguments |= self.specialization.constants() | {"barrier_ptr": None} | self.scalars
+        if self.config.splits == 1:
+            kernel[(self.grid,)](**arguments)
+            return
+        phases = [{}] if self.problem.direction == "fwd" else [{"PRODUCT_PHASE": False}, {"GATES_PHASE": False}]
+        for t in range(self.problem.steps):
+            for phase in phases:
+                kernel[(self.grid,)](**arguments | phase | {"t_begin": t, "t_end": t + 1})
