@@ -1,0 +1,111 @@
+# make demo and make test need Python 3.11+ and make; the rest comes into .venv. With an NVIDIA driver they take the CUDA
+# builds of JAX and PyTorch and use the GPU; ACCEL=cpu leaves the GPU alone.
+
+PYTHON ?= python3
+VENV ?= .venv
+ifndef ACCEL
+ACCEL := $(shell $(PYTHON) tests/accelerator.py)
+endif
+WORKERS ?= 4
+ARGS ?=
+
+# The one place that pins what the tests run on without a GPU. The triton that belongs to this torch is $(TRITON).
+TORCH := 2.13.0
+TRITON := 3.7.1
+TRITON_LOWEST := 3.6.0
+TRITON_NEWEST := 3.9.0
+
+# PyPI's torch brings gigabytes of CUDA, PyTorch's own index has the CPU build; where that cannot be reached, pip's
+# configured index decides. Installed first: what depends on torch later finds it there.
+define install_cpu_torch
+$(1)/bin/pip install -q --no-deps --retries 0 --timeout 10 --index-url https://download.pytorch.org/whl/cpu torch==$(TORCH) \
+	|| echo "no CPU build from download.pytorch.org: taking torch from the configured index"
+$(1)/bin/pip install -q torch==$(TORCH) triton==$(2)
+endef
+
+ifeq ($(ACCEL),cpu)
+export CUDA_VISIBLE_DEVICES =
+SECOND_RUN := compile_only
+else
+COMMA := ,
+WITH_CUDA := $(COMMA)$(ACCEL)
+SECOND_RUN := interpret
+endif
+
+DEMO := $(VENV)/.installed-demo-$(ACCEL)
+TEST := $(VENV)/.installed-test-$(ACCEL)
+PYTEST := -m pytest -n logical --maxprocesses $(WORKERS) $(ARGS)
+
+.PHONY: help demo test lint format types test-versions resolve clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo           train a recurrent PPO agent, print a table, draw its learning curve (DEMO_ARGS=\"...\")"
+	@echo "make test           run the tests (ARGS=\"-k gru\")"
+	@echo "make lint           ruff: lint and format, check only"
+	@echo "make format         ruff: fix and format"
+	@echo "make types          mypy"
+	@echo "make test-versions  run the interpreted and compile-only tests on triton $(TRITON_LOWEST) and $(TRITON_NEWEST)"
+	@echo "make resolve        ask pip whether the CUDA extras resolve in one environment"
+	@echo "make clean          remove the virtual environments and caches"
+	@echo "this machine: ACCEL=$(ACCEL)"
+
+demo: $(DEMO)
+	$(VENV)/bin/python examples/recurrent_ppo.py $(DEMO_ARGS)
+
+# Triton compiles or interprets for a whole process, so the tests that need the other way run in a second one.
+test: $(TEST)
+	$(VENV)/bin/python $(PYTEST)
+	$(VENV)/bin/python $(PYTEST) -m $(SECOND_RUN)
+
+lint: $(TEST)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+format: $(TEST)
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+types: $(TEST)
+	$(VENV)/bin/mypy
+
+test-versions: $(VENV)-triton-$(TRITON_LOWEST)/.installed $(VENV)-triton-$(TRITON_NEWEST)/.installed
+	for version in $(TRITON_LOWEST) $(TRITON_NEWEST); do \
+		for marker in interpret compile_only; do \
+			echo "triton $$version: $$marker"; \
+			CUDA_VISIBLE_DEVICES= $(VENV)-triton-$$version/bin/python $(PYTEST) -m $$marker || exit 1; \
+		done; \
+	done
+
+resolve: $(VENV)/bin/pip
+	$(VENV)/bin/python tests/resolve_extras.py
+
+clean:
+	rm -rf $(VENV) $(VENV)-triton-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist outputs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/bin/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/pip install -q --upgrade pip
+
+$(DEMO): pyproject.toml | $(VENV)/bin/pip
+	@echo "Installing jaxrnn for $(ACCEL) into $(VENV)"
+	$(VENV)/bin/pip install -q -e '.[examples$(WITH_CUDA)]'
+	touch $@
+
+$(TEST): pyproject.toml Makefile | $(VENV)/bin/pip
+	@echo "Installing jaxrnn and its tests for $(ACCEL) into $(VENV)"
+ifeq ($(ACCEL),cpu)
+	$(call install_cpu_torch,$(VENV),$(TRITON))
+endif
+	$(VENV)/bin/pip install -q -e '.[dev$(WITH_CUDA)]'
+	touch $@
+
+# NumPy 2.4 turned what Triton 3.6's interpreter does with loop bounds into an error.
+$(VENV)-triton-%/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv $(VENV)-triton-$*
+	$(VENV)-triton-$*/bin/pip install -q --upgrade pip
+	$(call install_cpu_torch,$(VENV)-triton-$*,$*)
+	$(VENV)-triton-$*/bin/pip install -q -e '.[test]' $(if $(filter 3.6.%,$*),'numpy<2.4')
+	touch $@

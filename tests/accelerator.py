@@ -1,0 +1,31 @@
+"""Which accelerator this machine has, found without importing JAX or PyTorch. The Makefile and conftest.py ask here.
+
+Run as a script it prints the extra to install: `cuda13`, `cuda12` or `cpu`.
+"""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+CUDA13_DRIVER = 580  # the first driver branch that runs CUDA 13
+
+
+def nvidia_driver() -> int | None:
+    """The major version of the NVIDIA driver, or None where no NVIDIA GPU can be used."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        version = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        # Some containers get the device but not the tool.
+        proc = Path("/proc/driver/nvidia/version")
+        version = proc.read_text() if proc.exists() and Path("/dev/nvidia0").exists() else ""
+    match = re.search(r"\b(\d{3,})\.\d+", version)
+    return int(match[1]) if match else None
+
+
+if __name__ == "__main__":
+    driver = nvidia_driver()
+    print("cpu" if driver is None else "cuda13" if driver >= CUDA13_DRIVER else "cuda12")
