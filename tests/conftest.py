@@ -1,0 +1,50 @@
+"""Chooses how Triton runs in this process: compiled or interpreted. The choice holds for the whole process.
+
+| run                      | kernels are                                      | tests left out           |
+| ------------------------ | ------------------------------------------------ | ------------------------ |
+| `pytest` with a GPU      | compiled                                         | `interpret`              |
+| `pytest` without         | interpreted                                      | `gpu`, `compile_only`    |
+| `pytest -m interpret`    | interpreted, JAX on the CPU                      | all but `interpret`      |
+| `pytest -m compile_only` | compiled; without a GPU nothing can be run       | all but `compile_only`   |
+
+`TRITON_INTERPRET`, if set, overrules the table.
+"""
+
+import os
+
+import pytest
+from accelerator import nvidia_driver
+
+left_out: frozenset[str] = frozenset()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Runs before any test module, and so before anything imports Triton or JAX."""
+    global left_out
+    gpu = nvidia_driver() is not None
+    interpreted_by_default = {"interpret": True, "compile_only": False}.get(config.option.markexpr, not gpu)
+    interpreted = os.environ.setdefault("TRITON_INTERPRET", str(int(interpreted_by_default))) == "1"
+    if interpreted or not gpu:
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        left_out |= {"gpu"}
+    else:
+        # XLA else times its matmuls and picks: two compilations of one program may round differently.
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    left_out |= {"compile_only"} if interpreted else {"interpret"}
+
+    # Workers share the machine: none takes the GPU's memory ahead, or every core.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_report_header() -> str:
+    kernels = "interpreted" if os.environ["TRITON_INTERPRET"] == "1" else "compiled"
+    return f"triton kernels: {kernels}; tests left out: {', '.join(sorted(left_out))} (see tests/conftest.py)"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    dropped = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]

@@ -1,0 +1,105 @@
+"""Who may import whom: `jaxrnn` works without PyTorch and Triton, `torch_bridge` without JAX, and the arrows hold."""
+
+import ast
+import pkgutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+JAX_SIDE = ("jax", "jaxlib", "flax", "jaxrnn")
+TORCH_SIDE = ("torch", "triton", "torch_bridge")
+NOT_DEPENDENCIES = ("jaxtyping", "beartype", "hypothesis", "pytest", "tqdm", "tests", "benchmarks", "examples")
+
+
+def modules(package: str) -> list[str]:
+    """The package and every module in it, found without importing any."""
+    return [package, *sorted(m.name for m in pkgutil.walk_packages([str(ROOT / package)], f"{package}."))]
+
+
+def run_without(blocked: tuple[str, ...], code: str) -> None:
+    """Runs code in a fresh process in which importing any of `blocked` raises ImportError."""
+    block = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
+    done = subprocess.run([sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def imported_names(path: Path) -> Iterator[str]:
+    """What a file imports when it runs, inside functions too: all but what stands under `if TYPE_CHECKING`."""
+    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            pending += node.orelse
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            pending += ast.iter_child_nodes(node)
+
+
+def imports(module: str) -> set[str]:
+    path = ROOT.joinpath(*module.split("."))
+    return set(imported_names(path / "__init__.py" if path.is_dir() else path.with_suffix(".py")))
+
+
+def within(name: str, *rooms: str) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
+
+
+@pytest.mark.parametrize("module", modules("jaxrnn"))
+def test_jaxrnn_imports_with_its_base_dependencies_alone(module):
+    run_without((*TORCH_SIDE, *NOT_DEPENDENCIES), f"import {module}")
+
+
+def test_import_jaxrnn_loads_neither_torch_nor_flax():
+    loaded = f"set(sys.modules) & {set(TORCH_SIDE) | {'flax'}!r}"
+    run_without((), f"import jaxrnn; assert not {loaded}, {loaded}")
+
+
+def test_jaxrnn_trains_without_torch():
+    run_without(
+        TORCH_SIDE,
+        """
+import jax, jax.numpy as jnp
+from jaxrnn.linen import ScannedRNN
+carry, ins = ScannedRNN.initialize_carry(2, 4), (jnp.ones((3, 2, 4)), jnp.zeros((3, 2), bool))
+params = ScannedRNN().init(jax.random.key(0), carry, ins)
+jax.jit(jax.grad(lambda p: ScannedRNN().apply(p, carry, ins)[1].sum()))(params)
+""",
+    )
+
+
+def test_torch_bridge_imports_without_jax():
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    run_without((*JAX_SIDE, *NOT_DEPENDENCIES), "\n".join(f"import {module}" for module in modules("torch_bridge")))
+
+
+@pytest.mark.parametrize("module", modules("jaxrnn"))
+def test_arrows_of_jaxrnn(module):
+    forbidden = [*NOT_DEPENDENCIES]
+    if module != "jaxrnn._bridge":
+        forbidden += TORCH_SIDE
+    if module not in ("jaxrnn.linen", "jaxrnn.nnx"):
+        forbidden += ["flax", "jaxrnn.linen", "jaxrnn.nnx"]
+    if module in ("jaxrnn.reference", "jaxrnn._bridge"):
+        forbidden += ["jaxrnn.recurrent"]
+    if module not in ("jaxrnn.recurrent", "jaxrnn._bridge"):
+        forbidden += ["jaxrnn._bridge"]
+    assert not [name for name in imports(module) if within(name, *forbidden)]
+
+
+@pytest.mark.parametrize("module", modules("torch_bridge"))
+def test_arrows_of_torch_bridge(module):
+    forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]
+    if module not in ("torch_bridge.ops", "torch_bridge.nn"):
+        forbidden += ["torch_bridge.ops", "torch_bridge.nn"]
+    if module == "torch_bridge.config":
+        forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
+    assert not [name for name in imports(module) if within(name, *forbidden)]
