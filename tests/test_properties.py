@@ -1,0 +1,315 @@
+"""What holds of every implementation, whatever it computes: causality, determinism, and JAX's transformations."""
+
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrnn
+
+T, B, H, D, S = 4, 3, 5, 2, 2
+CLOSE = 1e-5
+FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}
+
+
+@pytest.fixture(
+    params=[
+        "xla",
+        pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
+        pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
+    ]
+)
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(params=["gru", "lstm"])
+def cell(request):
+    return request.param
+
+
+def random_like(tree, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
+
+
+def arguments(cell, batch=(B,), steps=T, lead=()):
+    """Random `(params, carry, xs, resets, reset_state)`; float resets, reset state `[H]`, `lead` axes before all."""
+    weights = {name: jnp.zeros((*lead, *shape)) for name, shape in cases.WEIGHTS[cell](H, D).items()}
+    params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
+    carry, state, xs = jnp.zeros((*lead, *batch, H)), jnp.zeros((*lead, H)), jnp.zeros((*lead, steps, *batch, D))
+    if cell == "lstm":
+        carry, state = (carry, carry), (state, state)
+    params, carry, xs, state = random_like((params, carry, xs, state))
+    resets = jnp.asarray(np.random.default_rng(0).random(xs.shape[:-1]) < 0.3, jnp.float32)
+    return params, carry, xs, resets, state
+
+
+def runner(cell, implementation, **options):
+    """`call(params, carry, xs, resets, reset_state) -> (carry, ys)` at the highest precision."""
+
+    def call(params, carry, xs, resets, reset_state):
+        options_ = {"precision": "highest", "implementation": implementation} | options
+        return FUNCTIONS[cell](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
+
+    return call
+
+
+def loss_of(call):
+    """A scalar that depends on every output of `call`."""
+
+    def loss(*args):
+        outputs = call(*args)
+        return sum(
+            jnp.vdot(x, y) for x, y in zip(*map(jax.tree.leaves, (outputs, random_like(outputs, 1))), strict=True)
+        )
+
+    return loss
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def assert_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert cases.oracle.error(x, y) <= CLOSE, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_nothing_crosses_a_reset(cell, implementation, reverse):
+    """After a reset of all sequences, no bit depends on what came before, and no gradient flows there."""
+    params, carry, xs, _, state = arguments(cell)
+    before, after = (slice(2, None), slice(None, 2)) if reverse else (slice(None, 2), slice(2, None))
+    resets = jnp.zeros((T, B)).at[1 if reverse else 2].set(1)
+    call = runner(cell, implementation, reverse=reverse)
+
+    @jax.jit
+    def both(carry, xs):
+        def later(carry, xs):
+            last, ys = call(params, carry, xs, resets, state)
+            return last, ys[after]
+
+        outputs, vjp = jax.vjp(later, carry, xs)
+        return outputs, vjp(random_like(outputs))
+
+    want, (d_carry, d_xs) = both(carry, xs)
+    assert_same(d_carry, jax.tree.map(jnp.zeros_like, carry))
+    assert_same(d_xs[before], jnp.zeros_like(xs[before]))
+    assert (d_xs[after] != 0).any(axis=-1).all()
+
+    got, (_, d_xs_other) = both(jax.tree.map(lambda x: 10 - x, carry), xs.at[before].multiply(-7))
+    assert_same((got, d_xs_other[after]), (want, d_xs[after]))
+
+
+def test_two_runs_are_bit_identical(cell, implementation):
+    run = jax.jit(jax.value_and_grad(loss_of(runner(cell, implementation)), argnums=(0, 1, 2, 4)))
+    args = arguments(cell)
+    first = run(*args)
+    assert_same(run(*args), first)
+
+
+def test_permuting_the_batch_permutes_the_result(cell, implementation):
+    params, carry, xs, resets, state = arguments(cell)
+    order = np.array([2, 0, 1])
+
+    @jax.jit
+    def run(carry, xs, resets):
+        def call(carry, xs):
+            return runner(cell, implementation)(params, carry, xs, resets, state)
+
+        outputs, vjp = jax.vjp(call, carry, xs)
+        return outputs, vjp(jax.tree.map(jnp.cos, outputs))
+
+    def permute(results):
+        (last, ys), (d_carry, d_xs) = results
+        last, d_carry = jax.tree.map(lambda x: x[order], (last, d_carry))
+        return (last, ys[:, order]), (d_carry, d_xs[:, order])
+
+    permuted = jax.tree.map(lambda x: x[order], carry), xs[:, order], resets[:, order]
+    assert_close(run(*permuted), permute(run(carry, xs, resets)))
+
+
+@pytest.mark.parametrize("time_major", [True, False], ids=["timemajor", "batchmajor"])
+@pytest.mark.parametrize(("steps", "batch"), [(0, B), (T, 0), (0, 0)])
+def test_empty_time_or_batch(cell, implementation, steps, batch, time_major):
+    """Empty outputs, the carry as it came, its gradient passed on, and zero gradients for the rest."""
+    params, carry, xs, resets, state = arguments(cell, batch=(batch,), steps=steps)
+    if not time_major:
+        xs, resets = jnp.swapaxes(xs, 0, 1), resets.T
+    call = runner(cell, implementation, time_major=time_major)
+
+    @jax.jit
+    def run(params, carry, xs, state):
+        outputs, vjp = jax.vjp(lambda *args: call(*args[:3], resets, args[3]), params, carry, xs, state)
+        cotangents = random_like(outputs)
+        return outputs, cotangents, vjp(cotangents)
+
+    (last, ys), (ct_last, _), (d_params, d_carry, d_xs, d_state) = run(params, carry, xs, state)
+    assert ys.shape == (*xs.shape[:2], H)
+    assert_same((last, d_carry), (carry, ct_last))
+    assert_same((d_params, d_xs, d_state), jax.tree.map(jnp.zeros_like, (params, xs, state)))
+    assert_same(jax.jit(call)(params, carry, xs, resets, state)[0], carry)
+
+
+# Which of (params, carry, xs, resets, reset_state) have the mapped axis.
+MAPPED = {
+    "all": (0, 0, 0, 0, 0),
+    "weights": (0, None, None, None, None),
+    "weights-xs": (0, None, 0, None, None),
+    "carry-xs-resets": (None, 0, 0, 0, None),
+    "resets": (None, None, None, 0, None),
+    "reset_state": (None, None, None, None, 0),
+    "w_hh": ("w_hh", None, None, None, None),
+}
+
+
+def mapped_arguments(cell, in_axes):
+    """Arguments with the mapped axis where `in_axes` has it, `in_axes` as `jax.vmap` takes it, and element s."""
+    single, stacked = arguments(cell), arguments(cell, lead=(S,))
+    args = tuple(x if axis is None else y for axis, x, y in zip(in_axes, single, stacked, strict=True))
+    if in_axes[0] == "w_hh":
+        args = (single[0]._replace(w_hh=stacked[0].w_hh), *args[1:])
+        axes = type(args[0])(**{name: 0 if name == "w_hh" else None for name in args[0]._fields})
+        in_axes = (axes, *in_axes[1:])
+    full_axes = tuple(
+        axis if isinstance(axis, tuple) else jax.tree.map(lambda _, axis=axis: axis, arg)
+        for axis, arg in zip(in_axes, args, strict=True)
+    )
+    axes_leaves = jax.tree.leaves(full_axes, is_leaf=lambda x: x is None)
+
+    def element(s):
+        leaves, tree = jax.tree.flatten(args)
+        return tree.unflatten([x if axis is None else x[s] for x, axis in zip(leaves, axes_leaves, strict=True)])
+
+    return args, in_axes, element
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: jnp.stack(xs), *trees)
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_vmap_equals_a_loop(cell, implementation, mapped):
+    """Outputs, and the gradients of every example by itself."""
+    args, in_axes, element = mapped_arguments(cell, MAPPED[mapped])
+    call = runner(cell, implementation)
+
+    def both(*args):
+        return call(*args), jax.grad(loss_of(call), argnums=(0, 1, 2, 3, 4))(*args)
+
+    one = jax.jit(runner_with_gradients(cell, "xla"))
+    assert_close(jax.jit(jax.vmap(both, in_axes))(*args), stack([one(*element(s)) for s in range(S)]))
+
+
+@functools.cache
+def runner_with_gradients(cell, implementation):
+    call = runner(cell, implementation)
+
+    def both(*args):
+        return call(*args), jax.grad(loss_of(call), argnums=(0, 1, 2, 3, 4))(*args)
+
+    return both
+
+
+@pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
+def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
+    """Gradients to what is not mapped are sums over the mapped axis."""
+    args, in_axes, element = mapped_arguments(cell, MAPPED[mapped])
+
+    def total(*args):
+        return jax.vmap(loss_of(runner(cell, implementation)), in_axes)(*args).sum()
+
+    got = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4)))(*args)
+    one = jax.jit(runner_with_gradients(cell, "xla"))
+    each = stack([one(*element(s))[1] for s in range(S)])
+    want = tuple(x if axis == 0 else jax.tree.map(lambda x: x.sum(0), x) for axis, x in zip(in_axes, each, strict=True))
+    assert_close(got, want)
+
+
+def test_nested_vmap_equals_loops(cell, implementation):
+    """Seeds with their own weights, and for each a mapped set of sequences."""
+    params, _, _, _, state = arguments(cell, lead=(S,))
+    _, carry, xs, resets, _ = arguments(cell, lead=(S, 3))
+    both = runner_with_gradients(cell, implementation)
+    inner = jax.vmap(both, (None, 0, 0, 0, None))
+    got = jax.jit(jax.vmap(inner))(params, carry, xs, resets, state)
+
+    one = jax.jit(runner_with_gradients(cell, "xla"))
+
+    def element(s, k):
+        outer = jax.tree.map(lambda x: x[s], (params, state))
+        return (outer[0], *jax.tree.map(lambda x: x[s, k], (carry, xs, resets)), outer[1])
+
+    assert_close(got, stack([stack([one(*element(s, k)) for k in range(3)]) for s in range(S)]))
+
+
+def test_scan_around_equals_one_long_run(cell, implementation):
+    params, carry, xs, resets, state = arguments(cell, steps=2 * T)
+    call = runner(cell, implementation)
+
+    def chunks(params, carry, xs, state):
+        def body(carry, inputs):
+            return call(params, carry, *inputs, state)
+
+        split = xs.reshape(2, T, B, D), resets.reshape(2, T, B)
+        carry, ys = jax.lax.scan(body, carry, split)
+        return carry, ys.reshape(2 * T, B, H)
+
+    def whole(params, carry, xs, state):
+        return runner(cell, "xla")(params, carry, xs, resets, state)
+
+    args = (params, carry, xs, state)
+    got, want = (
+        jax.jit(lambda *args, f=f: (f(*args), jax.grad(loss_of(f), argnums=(0, 1, 2, 3))(*args)))(*args)
+        for f in (chunks, whole)
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
+def test_checkpoint_around_equals_plain(cell, implementation, remat):
+    args = arguments(cell)
+    plain = runner(cell, implementation, remat=remat)
+    got, want = (
+        jax.jit(jax.value_and_grad(loss_of(f), argnums=(0, 1, 2, 4)))(*args) for f in (jax.checkpoint(plain), plain)
+    )
+    assert_close(got, want)
+
+
+def test_outside_jit_equals_inside(cell, implementation):
+    args = arguments(cell)
+    both = runner_with_gradients(cell, implementation)
+    assert_close(both(*args), jax.jit(both)(*args))
+
+
+def test_resets_take_no_gradient(cell, implementation):
+    args = arguments(cell)
+    gradient = jax.jit(jax.grad(loss_of(runner(cell, implementation)), argnums=3))(*args)
+    assert_same(gradient, jnp.zeros((T, B)))
+
+
+@pytest.mark.parametrize(
+    "argnums", [n for k in (1, 2) for n in itertools.combinations((0, 1, 2, 4), k)][::3], ids=lambda n: f"argnums{n}"
+)
+def test_gradients_of_some_arguments_equal_those_of_all(cell, implementation, argnums):
+    args = arguments(cell)
+    loss = loss_of(runner(cell, implementation))
+    got = jax.jit(jax.grad(loss, argnums))(*args)
+    everything = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))(*args)
+    assert_close(got, tuple(everything[i] for i in argnums))
+
+
+@pytest.mark.parametrize("weights", ["float64", "float16"])
+def test_none_runs_what_has_no_kernel(cell, weights):
+    """`implementation=None` always works: mixed dtypes, float64."""
+    with jax.enable_x64(True):
+        params, *rest = arguments(cell)
+        params = jax.tree.map(lambda x: x.astype(weights), params)
+        got = runner(cell, None)(params, *rest)
+        assert_close(got, runner(cell, "xla")(params, *rest))

@@ -1,0 +1,396 @@
+"""The `lax.scan` reference: against the oracle, Flax, PyTorch, and itself run episode by episode."""
+
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from flax import linen as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import jaxrnn
+
+T, B, H, D = 6, 3, 4, 3
+EXACT = 1e-12  # float64
+CLOSE = 3e-6  # float32
+
+gru, lstm = (functools.partial(f, implementation="xla") for f in (jaxrnn.gru, jaxrnn.lstm))
+
+
+def assert_close(got, want, bound=CLOSE):
+    """The same tree, each leaf within `bound` in norm."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert cases.oracle.error(x, y) <= bound, jax.tree_util.keystr(path)
+
+
+def random_like(tree, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
+
+
+def arguments(cell, dtype=jnp.float32, steps=(T,), batch=(B,), seed=0):
+    """Random `(params, carry, xs)`."""
+    weights = {name: jnp.zeros(shape, dtype) for name, shape in cases.WEIGHTS[cell](H, D).items()}
+    params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
+    carry = jnp.zeros((*batch, H), dtype)
+    return random_like(
+        (params, carry if cell == "gru" else (carry, carry), jnp.zeros((*steps, *batch, D), dtype)), seed
+    )
+
+
+def value_and_vjp(function, *args):
+    """Outputs and gradients for fixed random cotangents, jitted."""
+
+    @jax.jit
+    def both(*args):
+        outputs, vjp = jax.vjp(function, *args)
+        return outputs, vjp(random_like(outputs, seed=1))
+
+    return both(*args)
+
+
+CASES = [
+    Case(
+        cell,
+        T=5,
+        B=3,
+        H=4,
+        D=3,
+        reset_state=state,
+        reverse=reverse,
+        time_major=reverse == (state == "tbh"),
+        cells=reverse,
+    )
+    for cell, state, reverse in itertools.product(("gru", "lstm"), (None, "h", "bh", "tbh"), (False, True))
+]
+SMALL = [
+    Case("gru", T=5, B=3, H=24, resets="none"),
+    Case("gru", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32"),
+    Case("gru", T=7, B=19, H=65, reset_state="bh", precision="highest", reset_dtype="int32"),
+    Case("gru", T=5, B=3, H=24, dtype="bf16"),
+    Case("gru", T=5, B=3, H=24, dtype="f16", carry_dtype="f16", models=2),
+    Case("lstm", T=5, B=3, H=24, resets="none", cells=True),
+    Case("lstm", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32"),
+    Case("lstm", T=7, B=19, H=65, reset_state="bh", precision="highest", reset_dtype="int32"),
+    Case("lstm", T=5, B=3, H=24, dtype="bf16"),
+    Case("lstm", T=5, B=3, H=24, dtype="f16", carry_dtype="f16", models=2, cells=True),
+]
+BOUND = {"f32": CLOSE, "bf16": 2.0**-7, "f16": 2.0**-9}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_matches_the_oracle_in_float64(case):
+    inputs = cases.make_inputs(case)
+    want = cases.run_oracle(case, inputs)
+    with jax.enable_x64(True):
+        inputs = {name: x if x is None or x.dtype == bool else x.astype(np.float64) for name, x in inputs.items()}
+        got = cases.run(case, inputs, "xla")
+    assert got.keys() == want.keys()
+    cases.compare(got, want, lambda name: EXACT)
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_matches_the_oracle(case):
+    inputs = cases.make_inputs(case)
+    got, want = cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs)
+    assert got.keys() == want.keys()
+    cases.compare(got, want, lambda name: BOUND[case.dtype])
+    cases.compare(cases.run_forward(case, inputs, "xla"), want, lambda name: BOUND[case.dtype])
+
+
+def from_flax_gru(tree):
+    kernel = {name: leaf["kernel"] for name, leaf in tree.items()}
+    return jaxrnn.GRUParams(
+        w_ih=jnp.concatenate([kernel[name] for name in ("ir", "iz", "in")], axis=-1),
+        w_hh=jnp.concatenate([kernel[name] for name in ("hr", "hz", "hn")], axis=-1),
+        b_ih=jnp.concatenate([tree[name]["bias"] for name in ("ir", "iz", "in")]),
+        b_hn=tree["hn"]["bias"],
+    )
+
+
+def from_flax_lstm(tree):
+    return jaxrnn.LSTMParams(
+        w_ih=jnp.concatenate([tree["i" + gate]["kernel"] for gate in "ifgo"], axis=-1),
+        w_hh=jnp.concatenate([tree["h" + gate]["kernel"] for gate in "ifgo"], axis=-1),
+        b=jnp.concatenate([tree["h" + gate]["bias"] for gate in "ifgo"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("cell", "function", "convert"),
+    [
+        (nn.GRUCell(H), gru, from_flax_gru),
+        (nn.LSTMCell(H), lstm, from_flax_lstm),
+        (nn.OptimizedLSTMCell(H), lstm, from_flax_lstm),
+    ],
+    ids=["GRUCell", "LSTMCell", "OptimizedLSTMCell"],
+)
+def test_matches_flax_linen(cell, function, convert):
+    _, carry, xs = arguments("gru" if function is gru else "lstm")
+    resets = jnp.asarray(np.random.default_rng(0).random((T, B)) < 0.3)
+    tree = random_like(cell.init(jax.random.key(0), carry, xs[0])["params"])
+
+    def flax_loop(tree, carry, xs):
+        ys = []
+        for x, reset in zip(xs, resets, strict=True):
+            carry = jax.tree.map(lambda h, reset=reset: jnp.where(reset[:, None], 0, h), carry)
+            carry, y = cell.apply({"params": tree}, carry, x)
+            ys.append(y)
+        return carry, jnp.stack(ys)
+
+    def ours(tree, carry, xs):
+        return function(convert(tree), carry, xs, resets=resets)
+
+    assert_close(value_and_vjp(ours, tree, carry, xs), value_and_vjp(flax_loop, tree, carry, xs))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_matches_torch(cell):
+    torch = pytest.importorskip("torch")
+    with jax.enable_x64(True):
+        params, carry, xs = arguments(cell, jnp.float64)
+
+        def from_torch(w_ih, w_hh, b_ih, b_hh):
+            if cell == "lstm":
+                return jaxrnn.LSTMParams(w_ih.T, w_hh.T, b_ih + b_hh)
+            return jaxrnn.GRUParams(w_ih.T, w_hh.T, b_ih.at[: 2 * H].add(b_hh[: 2 * H]), b_hh[2 * H :])
+
+        def ours(weights, carry, xs):
+            last, ys = (gru if cell == "gru" else lstm)(from_torch(*weights), carry, xs)
+            return ys, last if cell == "gru" else last[::-1]
+
+        b = params.b_ih if cell == "gru" else params.b
+        weights = random_like((params.w_ih.T, params.w_hh.T, b, b))
+        got = value_and_vjp(ours, weights, carry, xs)
+        ct_ys, ct_last = random_like(got[0], seed=1)
+
+    def tensor(x):
+        return torch.tensor(np.asarray(x), requires_grad=True)
+
+    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](D, H, dtype=torch.float64)
+    for parameter, value in zip(module.parameters(), weights, strict=True):
+        parameter.data = tensor(value).data
+    xs_t, carry_t = tensor(xs), jax.tree.map(lambda x: tensor(x[None]), carry)
+    ys, last = module(xs_t, carry_t if cell == "gru" else carry_t[::-1])
+    outputs, cotangents = (ys, *jax.tree.leaves(last)), (ct_ys, *(x[None] for x in jax.tree.leaves(ct_last)))
+    torch.autograd.backward(outputs, [torch.tensor(np.asarray(x)) for x in cotangents])
+
+    want_last = jax.tree.map(lambda x: x.detach().numpy()[0], last)
+    want_weights = tuple(parameter.grad.numpy() for parameter in module.parameters())
+    want_carry = jax.tree.map(lambda x: x.grad.numpy()[0], carry_t)
+    assert_close(got, ((ys.detach().numpy(), want_last), (want_weights, want_carry, xs_t.grad.numpy())), EXACT)
+
+
+@functools.cache
+def jitted(cell):
+    """Outputs and gradients for given cotangents; compiled once a shape."""
+
+    def call(args, resets, cotangents):
+        def run(params, carry, xs, reset_state):
+            return (gru if cell == "gru" else lstm)(params, carry, xs, resets=resets, reset_state=reset_state)
+
+        outputs, vjp = jax.vjp(run, *args)
+        return outputs, vjp(cotangents)
+
+    return jax.jit(call)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@settings(max_examples=30, deadline=None)
+@given(resets=hnp.arrays(bool, (T, 2)), seed=st.integers(0, 1000))
+def test_resetting_equals_running_episodes_apart(cell, resets, seed):
+    params, carry, xs = arguments(cell, batch=(2,), seed=seed)
+    reset_state = random_like(jax.tree.map(lambda x: x[0], carry), seed + 1)
+    cotangents = random_like((carry, jnp.zeros((T, 2, H))), seed + 2)
+    got = jitted(cell)((params, carry, xs, reset_state), jnp.asarray(resets), cotangents)
+
+    zeros = jax.tree.map(np.zeros_like, (params, carry, xs, reset_state))
+    last, ys, (d_params, d_carry, d_xs, d_state) = carry, np.zeros((T, 2, H), np.float32), zeros
+    last = jax.tree.map(np.array, last)
+    for b in range(2):
+        starts = sorted({0, *np.flatnonzero(resets[:, b])})
+        for start, stop in itertools.pairwise([*starts, T]):
+            state = reset_state if resets[start, b] else jax.tree.map(lambda x, b=b: x[b], carry)
+            ct_last = jax.tree.map(lambda x, b=b, end=stop == T: x[b] * end, cotangents[0])
+            args, ct = (params, state, xs[start:stop, b], None), (ct_last, cotangents[1][start:stop, b])
+            (end, ys[start:stop, b]), gradients = jitted(cell)(args, None, ct)
+            jax.tree.map(lambda total, x: np.add(total, x, out=total), d_params, gradients[0])
+            d_xs[start:stop, b] = gradients[2]
+            for k, d_start in enumerate(jax.tree.leaves(gradients[1])):
+                if resets[start, b]:
+                    jax.tree.leaves(d_state)[k][...] += d_start
+                else:
+                    jax.tree.leaves(d_carry)[k][b] = d_start
+                jax.tree.leaves(last)[k][b] = jax.tree.leaves(end)[k]
+    assert_close(got, ((last, ys), (d_params, d_carry, d_xs, d_state)), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("state_axes", "time_major"),
+    [((), True), ((B,), False), ((T, B), True), ((T, B), False)],
+    ids=["h-timemajor", "bh-batchmajor", "tbh-timemajor", "tbh-batchmajor"],
+)
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_batch_axes_fold(cell, state_axes, time_major):
+    """`[T, B, A, D]` is `[T, B * A, D]`, and `[B, A, T, D]` is its transpose."""
+    A = 2
+    function = gru if cell == "gru" else lstm
+    params, carry, xs = arguments(cell, batch=(B, A))
+    resets = jnp.asarray(np.random.default_rng(0).random((T, B, A)) < 0.3)
+    state = random_like(jax.tree.map(lambda x: jnp.zeros((*state_axes, *(A,) * bool(state_axes), H)), carry))
+
+    def fold(x, axes):
+        return jnp.reshape(x, (*x.shape[:axes], B * A, *x.shape[axes + 2 :]))
+
+    def time_last(x):
+        return x if time_major else jnp.moveaxis(x, 0, 2)
+
+    def with_batch_axes(params, carry, xs, state):
+        if len(state_axes) == 2:
+            state = jax.tree.map(time_last, state)
+        options = {"resets": time_last(resets), "reset_state": state, "time_major": time_major}
+        last, ys = function(params, carry, time_last(xs), **options)
+        return last, ys if time_major else jnp.moveaxis(ys, 2, 0)
+
+    def folded(params, carry, xs, state):
+        if state_axes:
+            state = jax.tree.map(lambda x: fold(x, len(state_axes) - 1), state)
+        carry = jax.tree.map(lambda x: fold(x, 0), carry)
+        last, ys = function(params, carry, fold(xs, 1), resets=fold(resets, 1), reset_state=state)
+        return jax.tree.map(lambda x: x.reshape(*x.shape[:-2], B, A, H), (last, ys))
+
+    args = (params, carry, xs, state)
+    assert_close(value_and_vjp(with_batch_axes, *args), value_and_vjp(folded, *args))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_no_batch_axis_is_a_batch_of_one(cell):
+    params, carry, xs = arguments(cell, batch=())
+    resets = jnp.arange(T) % 3 == 1
+    states = random_like(jax.tree.map(lambda x: jnp.zeros((T, H)), carry))
+    function = gru if cell == "gru" else lstm
+
+    def single(params, carry, xs, states):
+        return function(params, carry, xs, resets=resets, reset_state=states)
+
+    def batch_of_one(params, carry, xs, states):
+        carry, states = jax.tree.map(lambda x: x[..., None, :], (carry, states))
+        outputs = function(params, carry, xs[:, None], resets=resets[:, None], reset_state=states)
+        return jax.tree.map(lambda x: jnp.squeeze(x, -2), outputs)
+
+    args = (params, carry, xs, states)
+    assert_close(value_and_vjp(single, *args), value_and_vjp(batch_of_one, *args))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_reverse_is_forward_on_flipped_time(cell):
+    args = arguments(cell)
+    resets = jnp.asarray(np.random.default_rng(0).random((T, B)) < 0.3)
+    function = gru if cell == "gru" else lstm
+
+    def flipped(params, carry, xs):
+        last, ys = function(params, carry, xs[::-1], resets=resets[::-1])
+        return last, ys[::-1]
+
+    got = value_and_vjp(functools.partial(function, resets=resets, reverse=True), *args)
+    assert_close(got, value_and_vjp(flipped, *args))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_all_resets_are_single_steps(cell):
+    params, carry, xs = arguments(cell)
+    states = random_like(jax.tree.map(lambda x: jnp.zeros((T, B, H)), carry))
+    function = gru if cell == "gru" else lstm
+
+    def together(params, xs, states):
+        return function(params, carry, xs, resets=jnp.ones((T, B)), reset_state=states)
+
+    def apart(params, xs, states):
+        lasts, ys = function(params, states, xs[None])
+        return jax.tree.map(lambda x: x[-1], lasts), ys[0]
+
+    assert_close(value_and_vjp(together, params, xs, states), value_and_vjp(apart, params, xs, states))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_two_halves_are_one_run(cell):
+    args = arguments(cell)
+    resets = jnp.asarray(np.random.default_rng(0).random((T, B)) < 0.3)
+    function = gru if cell == "gru" else lstm
+
+    def halves(params, carry, xs):
+        carry, first = function(params, carry, xs[:2], resets=resets[:2])
+        carry, second = function(params, carry, xs[2:], resets=resets[2:])
+        return carry, jnp.concatenate([first, second])
+
+    assert_close(value_and_vjp(functools.partial(function, resets=resets), *args), value_and_vjp(halves, *args))
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_bad_numbers_do_not_cross_a_reset(cell, bad):
+    params, carry, xs = arguments(cell)
+    function = gru if cell == "gru" else lstm
+    carry = jax.tree.map(lambda x: jnp.full_like(x, bad), carry)
+
+    # A bad initial carry, and a reset at the first step: nothing is bad at all.
+    outputs, (d_params, d_carry, d_xs) = value_and_vjp(
+        functools.partial(function, resets=jnp.zeros((T, B)).at[0].set(1)), params, carry, xs
+    )
+    assert jax.tree.all(jax.tree.map(lambda x: jnp.isfinite(x).all(), (outputs, d_params, d_xs)))
+    assert jax.tree.all(jax.tree.map(lambda x: (x == 0).all(), d_carry))
+
+    # The reset comes at step 2: bad before, and neither outputs nor gradients are bad from there.
+    resets = jnp.zeros((T, B)).at[2].set(1)
+    (last, ys), (_, _, d_xs) = value_and_vjp(functools.partial(function, resets=resets), params, carry, xs)
+    assert jnp.isnan(ys[:2]).any()
+    assert jax.tree.all(jax.tree.map(lambda x: jnp.isfinite(x).all(), (last, ys[2:], d_xs[2:])))
+
+
+@pytest.mark.parametrize("bad", [-1, 0.5, np.nan, 2])
+def test_anything_but_zero_resets(bad):
+    params, carry, xs = arguments("gru")
+    where = np.random.default_rng(0).random((T, B)) < 0.3
+    dtype = jnp.int32 if isinstance(bad, int) else jnp.float32
+    got = gru(params, carry, xs, resets=jnp.where(where, jnp.asarray(bad, dtype), jnp.asarray(0, dtype)))
+    assert_close(got, gru(params, carry, xs, resets=where), 0)
+
+
+@pytest.mark.parametrize("carry_dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)
+def test_outputs_have_the_dtype_of_the_carry(dtype, carry_dtype):
+    (params, _, xs), (lstm_params, _, _) = arguments("gru", dtype), arguments("lstm", dtype)
+    h, c = jnp.zeros((B, H), carry_dtype), jnp.zeros((B, H), jnp.float16)
+    assert [x.dtype for x in jax.eval_shape(gru, params, h, xs)] == [carry_dtype, carry_dtype]
+    with_cells = functools.partial(lstm, return_cells=True)
+    (last_c, last_h), (hs, cs) = jax.eval_shape(with_cells, lstm_params, (c, h), xs)
+    assert (last_h.dtype, hs.dtype, last_c.dtype, cs.dtype) == (carry_dtype, carry_dtype, c.dtype, c.dtype)
+
+
+def test_half_precision_gru_keeps_a_float32_carry_between_steps():
+    """With z fixed, h nears 1 in steps that bfloat16 would lose: it would stall far below."""
+    steps = 1000
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), arguments("gru")[0])
+    b_z, n = jnp.asarray(6.0, jnp.bfloat16), np.tanh(8.0)
+    params = params._replace(b_ih=params.b_ih.at[H : 2 * H].set(b_z).at[2 * H :].set(8.0))
+    last, _ = gru(params, jnp.zeros((1, H), jnp.bfloat16), jnp.zeros((steps, 1, D), jnp.bfloat16))
+    want = n * (1 - (1 / (1 + np.exp(-6.0))) ** steps)
+    np.testing.assert_allclose(np.asarray(last, np.float64), want, rtol=2.0**-8)
+
+
+def test_half_precision_lstm_keeps_a_float32_carry_between_steps():
+    """With f = 1, c grows by the same small amount each step, which bfloat16 would soon lose."""
+    steps = 1000
+    params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), arguments("lstm")[0])
+    params = params._replace(b=jnp.repeat(jnp.asarray([-7.0, 20.0, 8.0, 0.0], jnp.bfloat16), H))
+    zeros = jnp.zeros((1, H), jnp.bfloat16)
+    (c, _), _ = lstm(params, (zeros, zeros), jnp.zeros((steps, 1, D), jnp.bfloat16))
+    want = steps * np.tanh(8.0) / (1 + np.exp(7.0))
+    np.testing.assert_allclose(np.asarray(c, np.float64), want, rtol=2.0**-8)
