@@ -1,0 +1,596 @@
+"""Recurrent PPO in one jitted program, on tasks that only an agent with a memory can solve.
+
+    python examples/recurrent_ppo.py                         # a GRU and a memoryless control on StatelessCartPole
+    python examples/recurrent_ppo.py --env repeat --k 4      # name the symbol seen four steps ago
+    python examples/recurrent_ppo.py --compare               # Flax's GRU beside jaxrnn's, on the same seeds
+
+Environment, rollout and update are one XLA program, and `--num-seeds` trains several agents in it at once. Only the
+recurrence is exchangeable: `--implementation flax` is the scanned `GRUCell` that most JAX code bases carry, the others
+are `jaxrnn.linen.ScannedRNN`, which takes its place with the same parameters.
+
+Needs `pip install jaxrnn[examples]`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from jaxrnn.linen import ScannedRNN
+
+# Environments. Both are deterministic once they are reset, so that a rollout draws all its random numbers beforehand.
+
+
+class CartPoleState(NamedTuple):
+    x: Array
+    x_dot: Array
+    theta: Array
+    theta_dot: Array
+    t: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class StatelessCartPole:
+    """CartPole (Barto et al. 1983) that shows positions but no velocities: those must be remembered.
+
+    A return of 1 is a pole that stays up for all 200 steps.
+    """
+
+    name = "StatelessCartPole"
+    obs_size, num_actions, max_steps = 2, 2, 200
+    max_x, max_theta = 2.4, math.radians(12)
+
+    def reset(self, key: Array) -> tuple[CartPoleState, Array]:
+        x, x_dot, theta, theta_dot = jax.random.uniform(key, (4,), minval=-0.05, maxval=0.05)
+        state = CartPoleState(x, x_dot, theta, theta_dot, jnp.int32(0))
+        return state, self.observe(state)
+
+    def step(self, state: CartPoleState, action: Array) -> tuple[CartPoleState, Array, Array, Array]:
+        x, x_dot, theta, theta_dot, t = state
+        force, gravity, pole_mass, mass, length, dt = 20.0 * action - 10.0, 9.8, 0.1, 1.1, 0.5, 0.02
+        sin, cos = jnp.sin(theta), jnp.cos(theta)
+        push = (force + pole_mass * length * theta_dot**2 * sin) / mass
+        theta_acc = (gravity * sin - cos * push) / (length * (4 / 3 - pole_mass * cos**2 / mass))
+        x_acc = push - pole_mass * length * theta_acc * cos / mass
+        state = CartPoleState(
+            x + dt * x_dot, x_dot + dt * x_acc, theta + dt * theta_dot, theta_dot + dt * theta_acc, t + 1
+        )
+        fallen = (jnp.abs(state.x) > self.max_x) | (jnp.abs(state.theta) > self.max_theta)
+        return state, self.observe(state), jnp.float32(1 / self.max_steps), fallen | (state.t >= self.max_steps)
+
+    def observe(self, state: CartPoleState) -> Array:
+        return jnp.stack([state.x / self.max_x, state.theta / self.max_theta])
+
+
+class RepeatPreviousState(NamedTuple):
+    symbols: Array  # [max_steps]
+    t: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class RepeatPrevious:
+    """Name the symbol that was shown `k` steps ago, one of four (after POPGym, Morad et al. 2023).
+
+    A return of 1 is every symbol right, -1 every symbol wrong; guessing gives -0.5.
+    """
+
+    k: int = 4
+    obs_size, num_actions = 4, 4
+
+    @property
+    def name(self) -> str:
+        return f"RepeatPrevious(k={self.k})"
+
+    @property
+    def max_steps(self) -> int:
+        return 52 * (1 + self.k // 32)  # one, two and three decks of cards for POPGym's k = 4, 32 and 64
+
+    def reset(self, key: Array) -> tuple[RepeatPreviousState, Array]:
+        state = RepeatPreviousState(jax.random.randint(key, (self.max_steps,), 0, self.num_actions), jnp.int32(0))
+        return state, self.observe(state)
+
+    def step(self, state: RepeatPreviousState, action: Array) -> tuple[RepeatPreviousState, Array, Array, Array]:
+        symbols, t = state
+        right = jnp.where(action == symbols[jnp.maximum(t - self.k, 0)], 1.0, -1.0)
+        reward = jnp.where(t >= self.k, right / (self.max_steps - self.k), 0.0)
+        state = RepeatPreviousState(symbols, t + 1)
+        return state, self.observe(state), reward, state.t >= self.max_steps
+
+    def observe(self, state: RepeatPreviousState) -> Array:
+        return jax.nn.one_hot(state.symbols[jnp.minimum(state.t, self.max_steps - 1)], self.obs_size)
+
+
+Environment = StatelessCartPole | RepeatPrevious
+
+
+def step_and_reset(env: Environment, state: Any, action: Array, fresh: tuple[Any, Array]) -> tuple[Any, ...]:
+    """One step of one environment. Where the episode ends, `fresh` takes over: the `(state, obs)` of a new one."""
+    state, obs, reward, done = env.step(state, action)
+    state, obs = jax.tree.map(functools.partial(jnp.where, done), fresh, (state, obs))
+    return state, obs, reward, done
+
+
+# Networks.
+
+
+class FlaxScannedRNN(nn.Module):
+    """A GRU with resets as JAX code bases carry it today: Flax's cell in `nn.scan`."""
+
+    @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+    @nn.compact
+    def __call__(self, carry: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        ins, resets = inputs
+        carry = jnp.where(resets[:, None], self.initialize_carry(*carry.shape), carry)
+        return nn.GRUCell(features=carry.shape[-1])(carry, ins)
+
+    @staticmethod
+    def initialize_carry(batch: int, hidden: int) -> Array:
+        return nn.GRUCell(features=hidden).initialize_carry(jax.random.key(0), (batch, hidden))
+
+
+class Memoryless(nn.Module):
+    """The control: a dense layer in the place of the GRU, so that an action depends on one observation only."""
+
+    @nn.compact
+    def __call__(self, carry: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        ins, _ = inputs
+        return carry, nn.tanh(nn.Dense(carry.shape[-1])(ins))
+
+
+RECURRENCES: dict[str, Callable[..., nn.Module]] = {
+    "auto": functools.partial(ScannedRNN, implementation=None),
+    "triton": functools.partial(ScannedRNN, implementation="triton"),
+    "xla": functools.partial(ScannedRNN, implementation="xla"),
+    "flax": FlaxScannedRNN,
+    "none": Memoryless,
+}
+
+
+class ActorCritic(nn.Module):
+    """Dense, recurrence, and one hidden layer for each of policy and value."""
+
+    num_actions: int
+    implementation: str
+
+    @nn.compact
+    def __call__(self, carry: Array, obs: Array, resets: Array) -> tuple[Array, Array, Array]:
+        """Maps `obs [T, B, F]` to logits `[T, B, A]` and values `[T, B]`; `resets [T, B]`: the previous done."""
+        width = carry.shape[-1]
+        hidden_init, policy_init = nn.initializers.orthogonal(math.sqrt(2)), nn.initializers.orthogonal(0.01)
+        x = nn.relu(nn.Dense(width, kernel_init=hidden_init)(obs))
+        carry, x = RECURRENCES[self.implementation](name="recurrence")(carry, (x, resets))
+        policy = nn.relu(nn.Dense(width, kernel_init=hidden_init)(x))
+        value = nn.relu(nn.Dense(width, kernel_init=hidden_init)(x))
+        logits = nn.Dense(self.num_actions, kernel_init=policy_init)(policy)
+        return carry, logits, nn.Dense(1, kernel_init=nn.initializers.orthogonal(1.0))(value)[..., 0]
+
+
+# PPO (Schulman et al. 2017).
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    env: str = "cartpole"
+    k: int = 4
+    implementation: str = "auto"
+    num_envs: int = 64
+    num_seeds: int = 1
+    seed: int = 0
+    total_steps: int = 500_000
+    rollout_steps: int = 128
+    hidden: int = 128
+    epochs: int = 4
+    minibatches: int = 4
+    lr: float = 1e-3
+    anneal_lr: bool = False
+    gamma: float = 0.99
+    gae_lambda: float = 0.95
+    clip: float = 0.2
+    value_weight: float = 0.5
+    entropy_weight: float = 0.01
+    max_grad_norm: float = 0.5
+
+    def __post_init__(self):
+        for name in ("k", "num_envs", "num_seeds", "total_steps", "rollout_steps", "hidden", "epochs", "minibatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_envs % self.minibatches:
+            raise ValueError(f"num_envs must be a multiple of {self.minibatches} minibatches, got {self.num_envs}")
+
+    @property
+    def steps_per_update(self) -> int:
+        return self.num_envs * self.rollout_steps
+
+    @property
+    def updates_per_call(self) -> int:
+        """How many updates one jitted call makes, for 20 to 50 calls with the least left over."""
+        updates = math.ceil(self.total_steps / self.steps_per_update)
+        return min(range(math.ceil(updates / 50), max(updates // 20, 1) + 1), key=lambda size: -updates % size)
+
+    @property
+    def calls(self) -> int:
+        return math.ceil(self.total_steps / (self.steps_per_update * self.updates_per_call))
+
+    @property
+    def updates(self) -> int:
+        """The updates that are made: `total_steps` rounded up to whole calls."""
+        return self.calls * self.updates_per_call
+
+
+def make_env(config: Config) -> Environment:
+    return {"cartpole": StatelessCartPole(), "repeat": RepeatPrevious(config.k)}[config.env]
+
+
+class TrainState(NamedTuple):
+    params: Any
+    opt_state: Any
+    key: Array
+    env_state: Any
+    obs: Array  # [B, F]
+    done: Array  # [B]     whether `obs` is the first of an episode
+    carry: Array  # [B, H]
+    episode_return: Array  # [B]
+
+
+class Trajectory(NamedTuple):
+    """What a rollout leaves, each `[T, B, ...]`."""
+
+    obs: Array
+    reset: Array  # the previous step's done
+    action: Array
+    log_prob: Array
+    value: Array
+    reward: Array
+    done: Array
+    episode_return: Array  # so far, with this step's reward
+
+
+class Metrics(NamedTuple):
+    """Of the episodes that finished in an update. Sums, since there may be none."""
+
+    episodes: Array
+    total_return: Array
+
+
+def log_prob_of(logits: Array, action: Array) -> Array:
+    # A sum over one-hot, not a gather: the gradient of a gather is a scatter, slow on a GPU.
+    return jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(action, logits.shape[-1]), axis=-1)
+
+
+def advantages(config: Config, trajectory: Trajectory, last_value: Array) -> Array:
+    """Generalised advantage estimates: A_t = d_t + gamma lambda A_t+1, d_t = r_t + gamma V_t+1 - V_t, cut at dones."""
+    discount = config.gamma * (1.0 - trajectory.done)
+    next_value = jnp.concatenate([trajectory.value[1:], last_value[None]])
+    delta = trajectory.reward + discount * next_value - trajectory.value
+
+    def step(advantage: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        delta, discount = inputs
+        advantage = delta + config.gae_lambda * discount * advantage
+        return advantage, advantage
+
+    _, result = jax.lax.scan(step, jnp.zeros_like(last_value), (delta, discount), reverse=True, unroll=16)
+    return result
+
+
+class PPO:
+    """The pure functions of one agent's training: `init`, `rollout` and `update`."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.env = make_env(config)
+        self.network = ActorCritic(self.env.num_actions, config.implementation)
+        gradient_steps = config.updates * config.epochs * config.minibatches
+        lr = optax.linear_schedule(config.lr, 0.0, gradient_steps) if config.anneal_lr else config.lr
+        self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
+
+    def init(self, seed: Array) -> TrainState:
+        config = self.config
+        key, params_key, env_key = jax.random.split(jax.random.key(seed), 3)
+        env_state, obs = jax.vmap(self.env.reset)(jax.random.split(env_key, config.num_envs))
+        done = jnp.zeros(config.num_envs, bool)
+        carry = ScannedRNN.initialize_carry(config.num_envs, config.hidden)
+        params = self.network.init(params_key, carry, obs[None], done[None])
+        episode_return = jnp.zeros(config.num_envs)
+        return TrainState(params, self.optimizer.init(params), key, env_state, obs, done, carry, episode_return)
+
+    def rollout(self, state: TrainState) -> tuple[TrainState, Trajectory]:
+        """Acts for `rollout_steps`."""
+        config, env = self.config, self.env
+        key, env_key, action_key = jax.random.split(state.key, 3)
+        shape = (config.rollout_steps, config.num_envs)
+        fresh = jax.vmap(jax.vmap(env.reset))(jax.random.split(env_key, shape))
+        noise = jax.random.gumbel(action_key, (*shape, env.num_actions))
+
+        def step(state: TrainState, inputs: tuple[Any, Array]) -> tuple[TrainState, Trajectory]:
+            fresh, noise = inputs
+            carry, logits, value = self.network.apply(state.params, state.carry, state.obs[None], state.done[None])
+            action = jnp.argmax(logits[0] + noise, axis=-1)
+            env_state, obs, reward, done = jax.vmap(functools.partial(step_and_reset, env))(
+                state.env_state, action, fresh
+            )
+            episode_return = state.episode_return + reward
+            log_prob = log_prob_of(logits[0], action)
+            seen = Trajectory(state.obs, state.done, action, log_prob, value[0], reward, done, episode_return)
+            episode_return = jnp.where(done, 0.0, episode_return)
+            state = state._replace(env_state=env_state, obs=obs, done=done, carry=carry, episode_return=episode_return)
+            return state, seen
+
+        return jax.lax.scan(step, state._replace(key=key), (fresh, noise))
+
+    def loss(self, params: Any, carry: Array, seen: Trajectory, advantage: Array, target: Array) -> Array:
+        config = self.config
+        _, logits, value = self.network.apply(params, carry, seen.obs, seen.reset)
+        ratio = jnp.exp(log_prob_of(logits, seen.action) - seen.log_prob)
+        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        clipped_ratio = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
+        policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
+        clipped_value = seen.value + jnp.clip(value - seen.value, -config.clip, config.clip)
+        value_loss = 0.5 * jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2).mean()
+        entropy = -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits), axis=-1).mean()
+        return policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
+
+    def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """One rollout, then `epochs` passes over it in `minibatches` of whole sequences."""
+        config = self.config
+        first_carry = state.carry
+        state, seen = self.rollout(state)
+        _, _, last_value = self.network.apply(state.params, state.carry, state.obs[None], state.done[None])
+        advantage = advantages(config, seen, last_value[0])
+        batch = (seen, advantage, advantage + seen.value)
+        key, shuffle_key = jax.random.split(state.key)
+
+        def step(learner: tuple[Any, Any], envs: Array) -> tuple[tuple[Any, Any], None]:
+            params, opt_state = learner
+            minibatch = jax.tree.map(lambda x: x[:, envs], batch)
+            grads = jax.grad(self.loss)(params, first_carry[envs], *minibatch)
+            updates, opt_state = self.optimizer.update(grads, opt_state)
+            return (optax.apply_updates(params, updates), opt_state), None
+
+        permute = functools.partial(jax.random.permutation, x=config.num_envs)
+        envs = jax.vmap(permute)(jax.random.split(shuffle_key, config.epochs))  # [epochs, B]
+        envs = envs.reshape(config.epochs * config.minibatches, -1)
+        (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), envs)
+        metrics = Metrics(seen.done.sum(), jnp.sum(seen.done * seen.episode_return))
+        return state._replace(params=params, opt_state=opt_state, key=key), metrics
+
+
+# Running it.
+
+
+class Train(NamedTuple):
+    """Training of `num_seeds` agents at once; every array has the agents as its first axis."""
+
+    init: Callable[[Array], TrainState]  # seeds [S]
+    run: Callable[[TrainState], tuple[TrainState, Metrics]]  # `updates_per_call` updates; metrics [S, updates]
+
+
+def make_train(config: Config) -> Train:
+    ppo = PPO(config)
+
+    def run(state: TrainState) -> tuple[TrainState, Metrics]:
+        return jax.lax.scan(lambda state, _: ppo.update(state), state, length=config.updates_per_call)
+
+    return Train(jax.jit(jax.vmap(ppo.init)), jax.jit(jax.vmap(run), donate_argnums=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    config: Config
+    compile_seconds: float
+    seconds: float  # of all calls but the first, which warms up
+    steps_per_second: float  # env steps of all seeds, in `seconds`
+    episodes: np.ndarray  # [S, updates]
+    total_return: np.ndarray  # [S, updates]
+
+    @property
+    def label(self) -> str:
+        if self.config.implementation == "none":
+            return "no memory (control)"
+        return f"GRU-{self.config.hidden} ({self.config.implementation})"
+
+    @property
+    def steps(self) -> np.ndarray:
+        """Env steps of one agent after each update."""
+        return (1 + np.arange(self.config.updates)) * self.config.steps_per_update
+
+    @property
+    def curve(self) -> np.ndarray:
+        """Mean return of the episodes that finished in each update `[S, updates]`; NaN where none did."""
+        return mean_return(self.episodes, self.total_return)
+
+    @property
+    def final_return(self) -> np.ndarray:
+        """Mean return of the episodes that finished in the last tenth of training `[S]`."""
+        tail = slice(-math.ceil(self.config.updates / 10), None)
+        return mean_return(self.episodes[:, tail].sum(axis=1), self.total_return[:, tail].sum(axis=1))
+
+    def to_json(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "implementation": config.implementation,
+            "env": make_env(config).name,
+            "num_envs": config.num_envs,
+            "seeds": list(range(config.seed, config.seed + config.num_seeds)),
+            "total_steps": config.updates * config.steps_per_update,
+            "steps_per_second": self.steps_per_second,
+            "seconds": self.seconds,
+            "compile_seconds": self.compile_seconds,
+            "final_return": without_nan(self.final_return),
+            "curve": {"steps": self.steps.tolist(), "return": without_nan(self.curve)},
+            "config": dataclasses.asdict(config),
+        }
+
+
+def mean_return(episodes: np.ndarray, total_return: np.ndarray) -> np.ndarray:
+    return np.where(episodes > 0, total_return / np.maximum(episodes, 1), np.nan)
+
+
+def without_nan(values: np.ndarray) -> list[Any]:
+    """Nested lists with None for NaN, which JSON does not have."""
+    return np.where(np.isnan(values), None, values).tolist()
+
+
+def train(config: Config) -> Result:
+    """Trains `num_seeds` agents under a progress bar."""
+    init, run = make_train(config)
+    began = time.perf_counter()
+    state = init(config.seed + jnp.arange(config.num_seeds))
+    run = run.lower(state).compile()
+    compile_seconds = time.perf_counter() - began
+
+    steps_per_call = config.updates_per_call * config.steps_per_update * config.num_seeds
+    metrics: list[Metrics] = []
+    name = "control" if config.implementation == "none" else config.implementation
+    with tqdm(total=config.calls * steps_per_call, desc=f"{name:>7}", unit=" steps", unit_scale=True) as bar:
+
+        def wait_and_show(call: int) -> None:
+            episodes, total_return = jax.device_get(metrics[call])
+            if episodes.any():
+                bar.set_postfix_str(f"return {total_return.sum() / episodes.sum():.2f}", refresh=False)
+            bar.update(steps_per_call)
+
+        started, calls_timed = time.perf_counter(), config.calls
+        for call in range(config.calls):
+            state, submitted = run(state)
+            metrics.append(submitted)
+            if call > 0:  # a call behind, so that the device has the next call while the host reads this one's metrics
+                wait_and_show(call - 1)
+            if call == 1:
+                started, calls_timed = time.perf_counter(), config.calls - 1
+        wait_and_show(config.calls - 1)
+        jax.block_until_ready(state)
+        seconds = time.perf_counter() - started
+    episodes, total_return = (np.concatenate(parts, axis=1) for parts in zip(*metrics, strict=True))
+    return Result(config, compile_seconds, seconds, calls_timed * steps_per_call / seconds, episodes, total_return)
+
+
+def machine() -> str:
+    """The versions and the device behind a figure, in one line."""
+    device = jax.devices()[0]
+    kind = f"CPU ({os.cpu_count()} cores)" if device.platform == "cpu" else device.device_kind
+    packages = ["jax", "flax", *(name for name in ("torch", "triton") if name in sys.modules)]
+    return ", ".join([kind, *(f"{name} {importlib.metadata.version(name)}" for name in packages)])
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    config = results[0].config
+    baseline = results[0] if [result.config.implementation for result in results[:2]] == ["flax", "xla"] else None
+    table = Table(
+        title=f"{describe(config)}, {config.updates * config.steps_per_update:,} steps each", caption=machine()
+    )
+    for header in ("recurrence", "final return", "env steps/s", *(["x flax"] if baseline else []), "compile"):
+        table.add_column(header, justify="left" if header == "recurrence" else "right")
+    for result in results:
+        returns = result.final_return
+        spread = f" ± {returns.std():.2f}" if len(returns) > 1 else ""
+        ratio = [f"{result.steps_per_second / baseline.steps_per_second:.2f}"] if baseline else []
+        speed, compile_time = f"{result.steps_per_second:,.0f}", f"{result.compile_seconds:.1f} s"
+        table.add_row(result.label, f"{returns.mean():.2f}{spread}", speed, *ratio, compile_time)
+    return table
+
+
+def describe(config: Config) -> str:
+    seeds = f"{config.num_seeds} seed{'s' if config.num_seeds > 1 else ''}"
+    return f"{make_env(config).name}, {config.num_envs} envs, {seeds}"
+
+
+def smoothed(values: np.ndarray, width: int) -> np.ndarray:
+    """The mean of the last `width` values at each point, NaN left out."""
+    windows = [values[..., max(i - width + 1, 0) : i + 1] for i in range(values.shape[-1])]
+    counts = [np.maximum((~np.isnan(window)).sum(axis=-1), 1) for window in windows]
+    return np.stack([np.nansum(w, axis=-1) / n for w, n in zip(windows, counts, strict=True)], axis=-1)
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.axhline(1.0, color="0.6", linewidth=1, linestyle=":")
+    for result, color in zip(results, ("#0072b2", "#d55e00", "#009e73", "#cc79a7"), strict=False):
+        curves = smoothed(result.curve, max(len(result.steps) // 40, 1))
+        steps = result.steps / 1e6
+        for curve in result.curve if len(result.curve) == 1 else curves:
+            axes.plot(steps, curve, color=color, linewidth=0.8, alpha=0.35)
+        label = f"{result.label}: {result.steps_per_second:,.0f} steps/s"
+        axes.plot(steps, curves.mean(axis=0), color=color, linewidth=2, label=label)
+    axes.set(xlabel="environment steps (millions)", ylabel="mean return of finished episodes", xmargin=0.01)
+    axes.set_title(f"Recurrent PPO on {describe(results[0].config)}")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best")
+    figure.savefig(path, dpi=150)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--env", choices=["cartpole", "repeat"], default=Config.env, help="default: %(default)s")
+    add("--k", type=int, default=Config.k, help="how far back `repeat` asks for (default: %(default)s)")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--implementation", choices=list(RECURRENCES), default=Config.implementation, help="none: only the control"
+    )
+    which.add_argument(
+        "--compare", action="store_true", help="train with flax, xla and, on a GPU, triton, one after the other"
+    )
+    add("--control", action=argparse.BooleanOptionalAction, default=True, help="train the memoryless control too")
+    add("--num-envs", type=int, default=Config.num_envs, help="environments of an agent (default: %(default)s)")
+    add("--num-seeds", type=int, default=Config.num_seeds, help="agents trained at once (default: %(default)s)")
+    add("--seed", type=int, default=Config.seed, help="the first agent's; the others count on (default: %(default)s)")
+    add("--total-steps", type=int, default=Config.total_steps, help="env steps of an agent (default: %(default)s)")
+    add("--rollout-steps", type=int, default=Config.rollout_steps, help="T of an update (default: %(default)s)")
+    add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
+    add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
+    add("--anneal-lr", action="store_true", help="lower it to zero over the run")
+    add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
+    namespace = parser.parse_args(arguments)
+    fields = {field.name for field in dataclasses.fields(Config)}
+    try:
+        namespace.config = Config(**{name: value for name, value in vars(namespace).items() if name in fields})
+    except ValueError as error:
+        parser.error(str(error))
+    return namespace
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = parse_arguments(arguments)
+    config = options.config
+    if options.compare:
+        implementations = ["flax", "xla", *(["triton"] if jax.default_backend() == "gpu" else [])]
+    else:
+        implementations = [config.implementation]
+        if options.control and config.implementation != "none":
+            implementations.append("none")
+    results = [train(dataclasses.replace(config, implementation=name)) for name in implementations]
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"recurrent_ppo_{config.env}{'_compare' if options.compare else ''}"
+    plot(results, stem.with_suffix(".png"))
+    report = {"machine": machine(), "runs": [result.to_json() for result in results]}
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    console = Console()
+    console.print(table_of(results))
+    console.print(f"learning curves: {stem.with_suffix('.png')}, figures: {stem.with_suffix('.json')}", soft_wrap=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()
