@@ -23,6 +23,13 @@ CLOSE = 3e-6  # float32
 gru, lstm = (functools.partial(f, implementation="xla") for f in (jaxrnn.gru, jaxrnn.lstm))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def full_precision():
+    """On a GPU, too: XLA's default there is TF32."""
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
 def assert_close(got, want, bound=CLOSE):
     """The same tree, each leaf within `bound` in norm."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
@@ -71,13 +78,13 @@ CASES = [
     for cell, state, reverse in itertools.product(("gru", "lstm"), (None, "h", "bh", "tbh"), (False, True))
 ]
 SMALL = [
-    Case("gru", T=5, B=3, H=24, resets="none"),
-    Case("gru", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32"),
+    Case("gru", T=5, B=3, H=24, resets="none", precision="highest"),
+    Case("gru", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32", precision="highest"),
     Case("gru", T=7, B=19, H=65, reset_state="bh", precision="highest", reset_dtype="int32"),
     Case("gru", T=5, B=3, H=24, dtype="bf16"),
     Case("gru", T=5, B=3, H=24, dtype="f16", carry_dtype="f16", models=2),
-    Case("lstm", T=5, B=3, H=24, resets="none", cells=True),
-    Case("lstm", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32"),
+    Case("lstm", T=5, B=3, H=24, resets="none", precision="highest", cells=True),
+    Case("lstm", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32", precision="highest"),
     Case("lstm", T=7, B=19, H=65, reset_state="bh", precision="highest", reset_dtype="int32"),
     Case("lstm", T=5, B=3, H=24, dtype="bf16"),
     Case("lstm", T=5, B=3, H=24, dtype="f16", carry_dtype="f16", models=2, cells=True),

@@ -1,0 +1,207 @@
+"""Every way to call `gru` and `lstm` wrongly, told by its text: what was expected, what came, what to do."""
+
+import os
+import re
+import subprocess
+import sys
+import textwrap
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jaxrnn
+
+T, B, H, D = 4, 3, 5, 2
+
+
+def gru_call(**changes):
+    f32 = jnp.float32
+    params = {"w_ih": (D, 3 * H), "w_hh": (H, 3 * H), "b_ih": (3 * H,), "b_hn": (H,)}
+    call = {
+        "params": jaxrnn.GRUParams(**{name: jnp.zeros(shape, f32) for name, shape in params.items()}),
+        "carry": jnp.zeros((B, H)),
+        "xs": jnp.zeros((T, B, D)),
+    }
+    return call | changes
+
+
+def lstm_call(**changes):
+    params = {"w_ih": (D, 4 * H), "w_hh": (H, 4 * H), "b": (4 * H,)}
+    call = {
+        "params": jaxrnn.LSTMParams(**{name: jnp.zeros(shape) for name, shape in params.items()}),
+        "carry": (jnp.zeros((B, H)), jnp.zeros((B, H))),
+        "xs": jnp.zeros((T, B, D)),
+    }
+    return call | changes
+
+
+CALLS = {"gru": (jaxrnn.gru, gru_call), "lstm": (jaxrnn.lstm, lstm_call)}
+RESETS, ZEROS = jnp.zeros((T, B), bool), jnp.zeros
+
+
+def replaced(cell, **weights):
+    return CALLS[cell][1]()["params"]._replace(**weights)
+
+
+# (cell, what is wrong, text)
+BOTH = [
+    ({"xs": ZEROS((D,))}, "xs must be [T, *batch, D], got (2,)"),
+    ({"xs": ZEROS((D,)), "time_major": False}, "xs must be [*batch, T, D], got (2,)"),
+    ({"xs": ZEROS((T, B, D), jnp.int32)}, "xs must be floating point, got int32; convert it first"),
+    ({"xs": ZEROS((T, B + 1, D))}, "batch axes (4,) as in xs [T, *batch, D] = (4, 4, 2), got (3, 5)"),
+    ({"xs": ZEROS((T, B, 1, D))}, "batch axes (3, 1) as in xs [T, *batch, D] = (4, 3, 1, 2), got (3, 5)"),
+    ({"time_major": False}, "batch axes (4,) as in xs [*batch, T, D] = (4, 3, 2), got (3, 5)"),
+    ({"resets": ZEROS((B, T))}, "resets must be [T, *batch] = (4, 3) as in xs (4, 3, 2), got (3, 4)"),
+    ({"resets": ZEROS((T,))}, "resets must be [T, *batch] = (4, 3) as in xs (4, 3, 2), got (4,)"),
+    ({"resets": ZEROS((T, B, 1))}, "resets must be [T, *batch] = (4, 3) as in xs (4, 3, 2), got (4, 3, 1)"),
+    ({"implementation": "cuda"}, 'implementation must be "triton", "xla" or None, got \'cuda\''),
+    ({"implementation": True}, 'implementation must be "triton", "xla" or None, got True'),
+]
+WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
+    ("gru", {"params": replaced("lstm")}, "gru takes GRUParams(w_ih, w_hh, b_ih, b_hn), got LSTMParams"),
+    ("gru", {"params": replaced("gru")._asdict()}, "gru takes GRUParams(w_ih, w_hh, b_ih, b_hn), got dict"),
+    ("gru", {"params": tuple(replaced("gru"))}, "gru takes GRUParams(w_ih, w_hh, b_ih, b_hn), got tuple"),
+    ("gru", {"params": replaced("gru", w_ih=ZEROS((3 * H, D)))}, "params.w_ih must be (2, 15)"),
+    ("gru", {"params": replaced("gru", w_hh=ZEROS((H, 4 * H)))}, "params.w_hh must be (5, 15)"),
+    ("gru", {"params": replaced("gru", b_ih=ZEROS((H,)))}, "params.b_ih must be (15,)"),
+    ("gru", {"params": replaced("gru", b_hn=ZEROS((3 * H,)))}, "params.b_hn must be (5,)"),
+    ("gru", {"params": replaced("gru", b_hn=ZEROS((H,), int))}, "params.b_hn must be floating point, got int32"),
+    ("gru", {"xs": ZEROS((T, B, D + 1))}, "params.w_ih must be (3, 15) for inputs of width 3 and a carry of width 5"),
+    ("gru", {"carry": ZEROS((B, H + 1))}, "a carry of width 6, got (2, 15)"),
+    ("gru", {"carry": ZEROS(())}, "carry must be [*batch, H], got a scalar"),
+    ("gru", {"carry": ZEROS((H,))}, "carry must be [*batch, H] with batch axes (3,)"),
+    ("gru", {"carry": ZEROS((B, H), jnp.int32)}, "carry must be floating point, got int32; convert it first"),
+    (
+        "gru",
+        {"reset_state": ZEROS(H)},
+        "reset_state is given but resets is None: pass resets, or leave reset_state out",
+    ),
+    (
+        "gru",
+        {"resets": RESETS, "reset_state": ZEROS(H + 1)},
+        "reset_state must be [H] = (5,), [*batch, H] = (3, 5) or [T, *batch, H] = (4, 3, 5), got (6,)",
+    ),
+    ("gru", {"resets": RESETS, "reset_state": ZEROS((T, H))}, "reset_state must be [H] = (5,)"),
+    ("gru", {"resets": RESETS, "reset_state": ZEROS(H, bool)}, "reset_state must be floating point, got bool"),
+    (
+        "gru",
+        {"xs": ZEROS((B, T, D)), "time_major": False, "resets": RESETS.T, "reset_state": ZEROS((T, B, H))},
+        "or [*batch, T, H] = (3, 4, 5), got (4, 3, 5)",
+    ),
+    (
+        "gru",
+        {"xs": ZEROS((B, T, D)), "time_major": False, "resets": RESETS},
+        "resets must be [*batch, T] = (3, 4) as in xs (3, 4, 2), got (4, 3)",
+    ),
+    ("lstm", {"params": replaced("gru")}, "lstm takes LSTMParams(w_ih, w_hh, b), got GRUParams"),
+    ("lstm", {"params": replaced("lstm", w_ih=ZEROS((4 * H, D)))}, "params.w_ih must be (2, 20)"),
+    ("lstm", {"params": replaced("lstm", w_hh=ZEROS((H, 3 * H)))}, "params.w_hh must be (5, 20)"),
+    ("lstm", {"params": replaced("lstm", b=ZEROS((3 * H,)))}, "params.b must be (20,)"),
+    ("lstm", {"carry": ZEROS((B, H))}, "carry of an LSTM is a pair (c, h), got"),
+    ("lstm", {"carry": (ZEROS((B, H)),) * 3}, "carry of an LSTM is a pair (c, h), got"),
+    ("lstm", {"carry": (ZEROS((B, H + 1)), ZEROS((B, H)))}, "both [*batch, H]; got c (3, 6) and h (3, 5)"),
+    ("lstm", {"carry": (ZEROS((B, H + 1)),) * 2}, "a carry of width 6, got (2, 20)"),
+    ("lstm", {"carry": (ZEROS((B, H), int), ZEROS((B, H)))}, "carry[0] must be floating point, got int32"),
+    ("lstm", {"carry": (ZEROS((B, H)), ZEROS((B, H), int))}, "carry[1] must be floating point, got int32"),
+    ("lstm", {"carry": (ZEROS(()), ZEROS(()))}, "carry[1] must be [*batch, H], got a scalar"),
+    ("lstm", {"reset_state": (ZEROS(H), ZEROS(H))}, "reset_state[0] is given but resets is None"),
+    ("lstm", {"resets": RESETS, "reset_state": ZEROS(H)}, "reset_state of an LSTM is a pair (c, h), got"),
+    ("lstm", {"resets": RESETS, "reset_state": (ZEROS(H), ZEROS(1))}, "reset_state[1] must be [H] = (5,)"),
+    ("lstm", {"resets": RESETS, "reset_state": (ZEROS(H, int), ZEROS(H))}, "reset_state[0] must be floating point"),
+]
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("cell", "wrong", "text"), WRONG, ids=[f"{cell}-{'-'.join(wrong)}-{i}" for i, (cell, wrong, _) in enumerate(WRONG)]
+)
+def test_wrong_calls_say_what_is_wrong(cell, wrong, text, jitted):
+    function, make = CALLS[cell]
+    call = make(**wrong)
+    static = {name: call.pop(name) for name in ("implementation", "time_major") if name in call}
+
+    def run(call):
+        return function(call.pop("params"), call.pop("carry"), call.pop("xs"), **call, **static)
+
+    with pytest.raises(ValueError, match=re.escape(text)):
+        (jax.jit(run) if jitted else run)(call)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_the_call_that_the_wrong_ones_change_is_right(cell):
+    function, make = CALLS[cell]
+    assert function(**make(resets=RESETS))[1].shape == (T, B, H)
+
+
+PROGRAM = """
+import sys
+for name in {blocked}:
+    sys.modules[name] = None
+import jax, jax.numpy as jnp, jaxrnn
+
+def zeros(*shape):
+    return jnp.zeros(shape)
+
+def gru(implementation):
+    params = jaxrnn.GRUParams(zeros(2, 9), zeros(3, 9), zeros(9), zeros(3))
+    return lambda: jaxrnn.gru(params, zeros(1, 3), zeros(4, 1, 2), implementation=implementation)
+
+def lstm(implementation):
+    params = jaxrnn.LSTMParams(zeros(2, 12), zeros(3, 12), zeros(12))
+    return lambda: jaxrnn.lstm(params, (zeros(1, 3),) * 2, zeros(4, 1, 2), implementation=implementation)
+
+for call in (gru, lstm):
+    for wrap in (lambda f: f, jax.jit):
+        assert wrap(call(None))()[1].shape == (4, 1, 3)
+        try:
+            wrap(call("triton"))()
+        except NotImplementedError as error:
+            print(error)
+        else:
+            sys.exit("ran")
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "texts"),
+    [
+        ((), ["NVIDIA GPU"]),
+        (("torch",), ["needs torch", "pip install"]),
+        (("triton",), ["needs triton", "pip install"]),
+        (("torch", "triton"), ["needs torch and triton", "pip install"]),
+    ],
+    ids=["no-gpu", "no-torch", "no-triton", "neither"],
+)
+def test_triton_by_name_where_it_cannot_run_names_the_remedy(blocked, texts):
+    """Before and inside `jit`; `implementation=None` runs all the same."""
+    if not blocked:
+        pytest.importorskip("triton")
+        pytest.importorskip("torch")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    program = textwrap.dedent(PROGRAM).format(blocked=list(blocked))
+    result = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert result.returncode == 0, result.stderr
+    errors = result.stdout.splitlines()
+    assert len(errors) == 4
+    for error in errors:
+        for text in ["Triton implementation", 'implementation="xla"', *texts]:
+            assert text in error
+
+
+@pytest.mark.interpret
+def test_triton_by_name_does_not_take_float64():
+    with jax.enable_x64(True):
+        call = gru_call(xs=jnp.zeros((T, B, D), jnp.float64))
+        with pytest.raises(NotImplementedError, match=r'takes float32, bfloat16 and float16, not float64.*"xla"'):
+            jaxrnn.gru(**call, implementation="triton")
+        assert jaxrnn.gru(**call)[1].shape == (T, B, H)
+
+
+@pytest.mark.interpret
+def test_triton_by_name_does_not_take_an_algorithm_for_precision():
+    with pytest.raises(NotImplementedError, match=r'no kernel for precision.*BF16.*implementation="xla"'):
+        jaxrnn.gru(**gru_call(), implementation="triton", precision="BF16_BF16_F32")
