@@ -396,7 +396,7 @@ def make_train(config: Config) -> Train:
 class Result:
     config: Config
     compile_seconds: float
-    seconds: float  # of all calls but the first, which warms up
+    seconds: float  # for all calls but the first, which warms up
     steps_per_second: float  # env steps of all seeds, in `seconds`
     episodes: np.ndarray  # [S, updates]
     total_return: np.ndarray  # [S, updates]
@@ -472,10 +472,11 @@ def train(config: Config) -> Result:
         for call in range(config.calls):
             state, submitted = run(state)
             metrics.append(submitted)
+            if call == 0 and config.calls > 1:
+                jax.block_until_ready(submitted)
+                started, calls_timed = time.perf_counter(), config.calls - 1
             if call > 0:  # a call behind, so that the device has the next call while the host reads this one's metrics
                 wait_and_show(call - 1)
-            if call == 1:
-                started, calls_timed = time.perf_counter(), config.calls - 1
         wait_and_show(config.calls - 1)
         jax.block_until_ready(state)
         seconds = time.perf_counter() - started

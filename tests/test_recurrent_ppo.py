@@ -1,0 +1,291 @@
+"""`examples/recurrent_ppo.py`: its environments, its bookkeeping of resets, and training from end to end."""
+
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+for package in ("optax", "matplotlib", "rich", "tqdm"):
+    pytest.importorskip(package, reason="pip install jaxrnn[examples]")
+
+spec = importlib.util.spec_from_file_location(
+    "recurrent_ppo", Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
+)
+recurrent_ppo = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(recurrent_ppo)
+
+TINY = recurrent_ppo.Config(num_envs=8, rollout_steps=32, hidden=16, total_steps=8 * 32 * 3)
+
+
+def episode(env, policy, seed=0, steps=300):
+    """Plays until done. Returns the observations, actions and rewards of the episode."""
+    state, obs = env.reset(jax.random.key(seed))
+    step, observations, actions, rewards = jax.jit(env.step), [], [], []
+    for t in range(steps):
+        observations.append(np.asarray(obs))
+        actions.append(policy(t, observations))
+        state, obs, reward, done = step(state, jnp.int32(actions[-1]))
+        rewards.append(float(reward))
+        if done:
+            return np.stack(observations), np.array(actions), np.array(rewards)
+    raise AssertionError(f"no end after {steps} steps")
+
+
+def test_cartpole_moves_as_gymnasium_does():
+    """Two steps to the right and one to the left, against CartPole-v1's equations in float64 NumPy."""
+    env = recurrent_ppo.StatelessCartPole()
+    state, _ = env.reset(jax.random.key(3))
+    x, x_dot, theta, theta_dot = (np.float64(value) for value in state[:4])
+    for action in (1, 1, 0):
+        state, obs, _, _ = env.step(state, jnp.int32(action))
+        force = 10.0 if action else -10.0
+        temp = (force + 0.05 * theta_dot**2 * np.sin(theta)) / 1.1
+        theta_acc = (9.8 * np.sin(theta) - np.cos(theta) * temp) / (0.5 * (4 / 3 - 0.1 * np.cos(theta) ** 2 / 1.1))
+        x_acc = temp - 0.05 * theta_acc * np.cos(theta) / 1.1
+        x, x_dot = x + 0.02 * x_dot, x_dot + 0.02 * x_acc
+        theta, theta_dot = theta + 0.02 * theta_dot, theta_dot + 0.02 * theta_acc
+        np.testing.assert_allclose(state[:4], [x, x_dot, theta, theta_dot], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(obs, [x / env.max_x, theta / env.max_theta], rtol=1e-5, atol=1e-6)
+
+
+def test_cartpole_falls_under_a_constant_force():
+    _, _, rewards = episode(recurrent_ppo.StatelessCartPole(), lambda t, observations: 1)
+    assert 5 < len(rewards) < 15
+
+
+def test_cartpole_held_up_ends_after_200_steps_with_return_one():
+    def policy(t, observations):  # a controller on angle, angular velocity, position and velocity, by differences
+        now, before = observations[-1], observations[max(t - 1, 0)]
+        angle, turning = now[1] * 0.21, (now[1] - before[1]) * 0.21 / 0.02
+        position, speed = now[0] * 2.4, (now[0] - before[0]) * 2.4 / 0.02
+        return int(angle + 0.3 * turning + 0.02 * position + 0.05 * speed > 0)
+
+    observations, _, rewards = episode(recurrent_ppo.StatelessCartPole(), policy)
+    assert len(rewards) == 200
+    assert np.sum(rewards) == pytest.approx(1.0)
+    assert observations.shape == (200, 2) and np.abs(observations).max() <= 1
+
+
+@pytest.mark.parametrize("k", [1, 4, 33])
+def test_repeat_previous_rewards_the_observation_k_steps_before(k):
+    env = recurrent_ppo.RepeatPrevious(k)
+    rng = np.random.default_rng(k)
+    observations, actions, rewards = episode(env, lambda t, observations: rng.integers(4))
+    symbols = observations.argmax(axis=1)
+    assert len(rewards) == env.max_steps == (104 if k == 33 else 52)
+    assert set(symbols) == {0, 1, 2, 3}
+    np.testing.assert_array_equal(rewards[:k], 0)
+    right = np.where(actions[k:] == symbols[:-k], 1, -1)
+    np.testing.assert_allclose(rewards[k:], right / (env.max_steps - k), rtol=1e-6)
+
+
+def test_repeat_previous_played_from_memory_returns_one():
+    _, _, rewards = episode(
+        recurrent_ppo.RepeatPrevious(3), lambda t, observations: observations[t - 3].argmax() if t > 2 else 0
+    )
+    assert np.sum(rewards) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("env", ["cartpole", "repeat"])
+def test_a_done_environment_starts_afresh(env):
+    env = recurrent_ppo.make_env(dataclasses.replace(TINY, env=env))
+    state, _ = env.reset(jax.random.key(0))
+    fresh = env.reset(jax.random.key(1))
+    for t in range(env.max_steps):
+        before = state
+        state, obs, _, done = recurrent_ppo.step_and_reset(env, state, jnp.int32(t % 2), fresh)
+        want = fresh if done else env.step(before, jnp.int32(t % 2))[:2]
+        jax.tree.map(np.testing.assert_array_equal, (state, obs), want)
+        if done:
+            return
+    raise AssertionError("never done")
+
+
+@functools.cache
+def two_rollouts(implementation):
+    ppo = recurrent_ppo.PPO(dataclasses.replace(TINY, implementation=implementation))
+    rollout = jax.jit(ppo.rollout)
+    first_state = jax.jit(ppo.init)(0)
+    second_state, first = rollout(first_state)
+    _, second = rollout(second_state)
+    return ppo, (first_state, second_state), (first, second)
+
+
+def test_resets_are_the_previous_dones():
+    _, states, (first, second) = two_rollouts("xla")
+    assert first.done.any(), "the test needs an episode that ends"
+    np.testing.assert_array_equal(first.reset[0], False)
+    np.testing.assert_array_equal(first.reset[1:], first.done[:-1])
+    np.testing.assert_array_equal(second.reset[0], first.done[-1])
+    np.testing.assert_array_equal(states[1].done, first.done[-1])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "flax", "none"])
+def test_the_update_sees_what_the_rollout_saw(implementation):
+    """The network over the whole sequence repeats the log-probabilities and values of the rollout's single steps."""
+    ppo, states, rollouts = two_rollouts(implementation)
+    for state, seen in zip(states, rollouts, strict=True):
+        _, logits, value = ppo.network.apply(state.params, state.carry, seen.obs, seen.reset)
+        log_prob = recurrent_ppo.log_prob_of(logits, seen.action)
+        np.testing.assert_allclose(value, seen.value, rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(log_prob, seen.log_prob, rtol=1e-4, atol=1e-5)
+
+
+def test_episode_returns_start_afresh_with_each_episode():
+    _, _, rollouts = two_rollouts("xla")
+    reward, done, episode_return = (
+        np.concatenate([getattr(seen, name) for seen in rollouts]) for name in ("reward", "done", "episode_return")
+    )
+    running = np.zeros(TINY.num_envs)
+    for t in range(len(reward)):
+        running += reward[t]
+        np.testing.assert_allclose(episode_return[t], running, rtol=1e-5)
+        running[done[t]] = 0
+
+
+def test_advantages_are_cut_at_dones():
+    """Against the definition as a double sum, in NumPy."""
+    rng = np.random.default_rng(0)
+    T, B = 11, 3
+    reward, value, done = rng.normal(size=(T, B)), rng.normal(size=(T + 1, B)), rng.random((T, B)) < 0.3
+    delta = reward + TINY.gamma * value[1:] * ~done - value[:-1]
+    want = np.zeros((T, B))
+    for t in range(T):
+        weight = np.ones(B)
+        for later in range(t, T):
+            want[t] += weight * delta[later]
+            weight *= TINY.gamma * TINY.gae_lambda * ~done[later]
+    seen = recurrent_ppo.Trajectory(None, None, None, None, jnp.asarray(value[:-1]), reward, jnp.asarray(done), None)
+    got = recurrent_ppo.advantages(TINY, seen, jnp.asarray(value[-1]))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("updates", [1, 2, 19, 20, 51, 61, 127, 1000, 12207])
+def test_updates_are_split_into_equal_calls_with_little_left_over(updates):
+    config = dataclasses.replace(TINY, total_steps=updates * TINY.steps_per_update - 1)
+    assert config.calls == updates if updates < 20 else 20 <= config.calls <= 50
+    assert updates <= config.updates <= updates * 1.01 + 1
+
+
+def test_no_finished_episode_is_a_gap_in_the_curve_and_null_in_json():
+    episodes, total_return = np.array([[0, 2, 0]]), np.array([[0.0, 1.0, 0.0]])
+    result = recurrent_ppo.Result(TINY, 1.0, 1.0, 1.0, episodes, total_return)
+    np.testing.assert_array_equal(result.curve, [[np.nan, 0.5, np.nan]])
+    report = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert report["curve"]["return"] == [[None, 0.5, None]]
+    assert report["final_return"] == [None]
+
+
+def test_main_shows_that_a_gru_remembers_and_the_control_cannot(tmp_path, capsys):
+    task = ["--env", "repeat", "--k", "1", "--lr", "3e-3"]
+    size = ["--num-envs", "32", "--rollout-steps", "52", "--hidden", "32", "--total-steps", str(32 * 52 * 60)]
+    gru, control = recurrent_ppo.main([*task, *size, "--out", str(tmp_path)])
+    assert gru.final_return > 0.5
+    assert control.final_return < -0.3
+
+    printed = capsys.readouterr()
+    for text in ("RepeatPrevious(k=1), 32 envs, 1 seed", "GRU-32", "control", "env steps/s", jax.__version__):
+        assert text in printed.out
+    assert re.search(r"auto: 100%.*return 0\.\d\d", printed.err), "the progress bar shows the return"
+    assert (tmp_path / "recurrent_ppo_repeat.png").read_bytes().startswith(b"\x89PNG")
+    report = json.loads((tmp_path / "recurrent_ppo_repeat.json").read_text())
+    assert [run["implementation"] for run in report["runs"]] == ["auto", "none"]
+    for run in report["runs"]:
+        assert run["total_steps"] == 32 * 52 * 60
+        assert run["curve"]["steps"] == [32 * 52 * update for update in range(1, 61)]
+        assert np.shape(run["curve"]["return"]) == (1, 60)
+        assert run["steps_per_second"] > 0 and run["compile_seconds"] > 0
+
+
+def test_compare_trains_flax_and_xla_alike_and_two_seeds_as_two_runs(tmp_path, capsys):
+    config = dataclasses.replace(TINY, num_seeds=2, seed=5, total_steps=TINY.steps_per_update * 5)
+    size = ["--num-envs", "8", "--rollout-steps", "32", "--hidden", "16", "--total-steps", str(config.total_steps)]
+    pair = recurrent_ppo.main([*size, "--compare", "--num-seeds", "2", "--seed", "5", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "x flax" in printed and "2 seeds" in printed and "±" in printed
+    assert (tmp_path / "recurrent_ppo_cartpole_compare.png").exists()
+    flax, xla = pair[:2]
+    assert (flax.config, xla.config) == tuple(
+        dataclasses.replace(config, implementation=name) for name in ("flax", "xla")
+    )
+    # The same initial weights and random numbers: rounding alone sets them apart, until it flips an action.
+    np.testing.assert_allclose(xla.curve[:, :2], flax.curve[:, :2], rtol=1e-5)
+    np.testing.assert_allclose(xla.curve, flax.curve, rtol=0.1)
+
+    init, run = recurrent_ppo.make_train(dataclasses.replace(xla.config, num_seeds=1))
+    for seed in range(2):
+        state, metrics = init(jnp.array([5 + seed])), []
+        for _ in range(config.calls):
+            state, submitted = run(state)
+            metrics.append(submitted)
+        total_return = np.concatenate([np.asarray(m.total_return) for m in metrics], axis=1)
+        np.testing.assert_allclose(total_return[0], xla.total_return[seed], rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("gpu", "interpret")]
+)
+def test_triton_updates_the_weights_as_flax_does(device):
+    """Two updates of two agents: act, act with the carry left by that, and take gradients through resets."""
+    config = recurrent_ppo.Config(
+        num_envs=4, rollout_steps=12, hidden=8, num_seeds=2, total_steps=2 * 4 * 12, epochs=1, minibatches=2
+    )
+    params = {}
+    with jax.default_matmul_precision("highest"):
+        for name in ("flax", "triton"):
+            init, run = recurrent_ppo.make_train(dataclasses.replace(config, implementation=name))
+            state = init(jnp.arange(2))
+            before = jax.tree.map(np.array, state.params)
+            for _ in range(config.calls):
+                state, metrics = run(state)
+            assert metrics.episodes.min() > 0, "the test needs resets"
+            params[name] = jax.tree.map(np.asarray, state.params)
+    moved = jax.tree.map(lambda now, start: np.abs(now - start).max(), params["flax"], before)
+    assert min(jax.tree.leaves(moved)) > 1e-4
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), params["triton"], params["flax"])
+
+
+@pytest.mark.gpu
+def test_triton_learns_as_flax_does():
+    config = recurrent_ppo.Config(
+        env="repeat", k=1, num_envs=32, rollout_steps=52, hidden=32, total_steps=32 * 52 * 60, lr=3e-3, num_seeds=3
+    )
+    results = {
+        name: recurrent_ppo.train(dataclasses.replace(config, implementation=name)) for name in ("flax", "triton")
+    }
+    np.testing.assert_allclose(results["triton"].curve[:, :2], results["flax"].curve[:, :2], atol=0.02)
+    assert all(result.final_return.min() > 0.5 for result in results.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-envs", "6"], "num_envs must be a multiple of 4 minibatches, got 6"),
+        (["--env", "repeat", "--k", "0"], "k must be at least 1, got 0"),
+        (["--implementation", "cudnn"], "invalid choice: 'cudnn'"),
+    ],
+)
+def test_bad_arguments_end_with_a_message_and_a_nonzero_status(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        recurrent_ppo.main(arguments)
+    assert error.value.code != 0
+    assert message in capsys.readouterr().err
+
+
+def test_triton_where_it_cannot_run_ends_with_the_packages_error(tmp_path):
+    command = [sys.executable, recurrent_ppo.__file__, "--implementation", "triton", "--out", str(tmp_path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode != 0
+    assert "NotImplementedError" in run.stderr
+    assert not list(tmp_path.iterdir())
