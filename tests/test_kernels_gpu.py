@@ -18,7 +18,7 @@ def test_outputs_and_gradients_match_the_oracle(case):
         np.testing.assert_array_equal(got[name], again[name], err_msg=name)
 
 
-@pytest.mark.parametrize("case", [case for case in cases.GPU if case.B in (3, 64) and case.resets != "all"], ids=str)
+@pytest.mark.parametrize("case", [case for case in cases.GPU if case.B in (3, 64) and case.resets == "some"], ids=str)
 def test_without_gradients_nothing_changes(case):
     inputs = cases.make_inputs(case)
     want = cases.run_oracle(case, inputs)

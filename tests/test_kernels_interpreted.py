@@ -1,7 +1,6 @@
 """The kernels in Triton's interpreter, end to end inside `jit` on the CPU, against float64."""
 
 import cases
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.interpret
@@ -22,11 +21,9 @@ def check(case, got, xla, want):
 def test_outputs_and_gradients_match_the_oracle(case):
     inputs = cases.make_inputs(case)
     want = cases.run_oracle(case, inputs)
-    got, again, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "triton", "xla"))
+    got, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "xla"))
     assert got.keys() == want.keys()
     check(case, got, xla, want)
-    for name in got:
-        np.testing.assert_array_equal(got[name], again[name], err_msg=name)
 
 
 @pytest.mark.parametrize("case", cases.INTERPRETED[::3], ids=str)

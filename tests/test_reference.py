@@ -145,12 +145,12 @@ def test_matches_flax_linen(cell, function, convert):
     tree = random_like(cell.init(jax.random.key(0), carry, xs[0])["params"])
 
     def flax_loop(tree, carry, xs):
-        ys = []
-        for x, reset in zip(xs, resets, strict=True):
-            carry = jax.tree.map(lambda h, reset=reset: jnp.where(reset[:, None], 0, h), carry)
-            carry, y = cell.apply({"params": tree}, carry, x)
-            ys.append(y)
-        return carry, jnp.stack(ys)
+        def step(carry, inputs):
+            x, reset = inputs
+            carry = jax.tree.map(lambda h: jnp.where(reset[:, None], 0, h), carry)
+            return cell.apply({"params": tree}, carry, x)
+
+        return jax.lax.scan(step, carry, (xs, resets))
 
     def ours(tree, carry, xs):
         return function(convert(tree), carry, xs, resets=resets)
