@@ -1,39 +1,42 @@
-"""Flax linen modules over `jaxrnn.gru` and `jaxrnn.lstm`: same attributes, parameters and initial values as Flax's.
+"""Flax linen modules over `jaxrnn.gru` and `jaxrnn.lstm`: the attributes, parameters and initial values of Flax's own.
 
-| instead of                                                                  | import                       |
-| --------------------------------------------------------------------------- | ---------------------------- |
-| `ScannedRNN` of purejaxrl, JaxMARL, Craftax_Baselines, Kinetix, Stoix, Mava | `ScannedRNN`                 |
-| `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`                         | `GRUCell`, and so on         |
+| instead of                                                       | import                                            |
+| ---------------------------------------------------------------- | ------------------------------------------------- |
+| `ScannedRNN` of purejaxrl, JaxMARL, Craftax_Baselines, Kinetix,  | `ScannedRNN`                                      |
+| Stoix, Mava                                                      |                                                   |
+| `ScannedRNN` of JaxMARL's Q-learning and of purejaxql            | `HiddenFirstScannedRNN as ScannedRNN`             |
+| `nn.RNN`, jaxued's `ResetRNN`                                    | `RNN`                                             |
+| `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
 
-Resets, wherever a module takes them: `resets[t]` says that step t begins an episode, so it is the done of step t - 1.
-The done that step t itself returns belongs to `resets[t + 1]`.
+Resets, wherever a module takes them: `resets[t]` is nonzero if step t begins an episode. It is the done that step
+t - 1 returned, the one stored beside the observation of step t; the done of step t belongs to `resets[t + 1]`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
+from flax.linen.recurrent import flip_sequences
 
 from jaxrnn.recurrent import gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams
+from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
 
 if TYPE_CHECKING:
-    from flax.typing import Dtype, Initializer
+    from flax.typing import Dtype, Initializer, PRNGKey
     from jax import Array
 
     from jaxrnn.recurrent import Implementation
 
-__all__ = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "ScannedRNN"]
+    Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
 
-SIGMOIDS = (nn.sigmoid, jax.lax.logistic)
-TANHS = (nn.tanh, jax.lax.tanh)
+__all__ = ["RNN", "GRUCell", "HiddenFirstScannedRNN", "LSTMCell", "OptimizedLSTMCell", "ScannedRNN"]
 
 
 class DenseParams(nn.Module):
@@ -54,204 +57,203 @@ class DenseParams(nn.Module):
         return kernel, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
 
 
-def gate_params(
-    cell: nn.RNNCellBase, name: str, input_features: int, hidden: int, use_bias: bool
-) -> tuple[Array, Array | None]:
-    """Kernel and bias of one gate, under the names that Flax's cells have for them."""
-    return DenseParams(
-        features=hidden,
-        use_bias=use_bias,
-        kernel_init=cell.kernel_init if name.startswith("i") else cell.recurrent_kernel_init,
-        bias_init=cell.bias_init,
-        param_dtype=cell.param_dtype,
-        parent=cell,
-        name=name,
-    )(input_features)
+class FusedCell(nn.RNNCellBase):
+    """What the cells here add to Flax's, which come after this class in their bases."""
+
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+
+    def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+        """Takes one step, as a sequence of length one.
+
+        Args:
+          carry: `[*batch, H]`, or `(c, h)` of that shape for an LSTM; H is read from it, as in Flax.
+          inputs: `[*batch, D]`.
+
+        Returns:
+          `(carry, output [*batch, H])`, in the wider of the dtype computed in and that of the carry.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell.
+        """
+        if raise_or_scan(self, self.precision, self.implementation):
+            return super().__call__(carry, inputs)
+        dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
+        carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
+        options = {"precision": self.precision, "implementation": self.implementation}
+        carry, ys, _ = self.run(carry, inputs[None], **options)
+        return carry, ys[0]
+
+    def gate_params(self, name: str, input_features: int, hidden: int, use_bias: bool) -> tuple[Array, Array | None]:
+        """Kernel and bias under the name that Flax's cells have for one gate's product with x (`i*`) or h (`h*`)."""
+        return DenseParams(
+            features=hidden,
+            use_bias=use_bias,
+            kernel_init=self.kernel_init if name.startswith("i") else self.recurrent_kernel_init,
+            bias_init=self.bias_init,
+            param_dtype=self.param_dtype,
+            name=name,
+        )(input_features)
+
+    def cast(self, xs: Array, h: Array, params: Any) -> tuple[Array, Any]:
+        """Casts inputs and kernels to the dtype Flax multiplies in; biases are added in float32, as gates are."""
+        dtype = canonicalize_dtype(xs, h, *params, dtype=self.dtype)
+        bias_dtype = jnp.promote_types(dtype, jnp.float32)
+        cast = (x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in params._asdict().items())
+        return jnp.asarray(xs, dtype), type(params)(*cast)
 
 
-def lstm_params(cell: nn.RNNCellBase, input_features: int, hidden: int) -> LSTMParams:
-    """`LSTMParams` of `cell`, whose compact method is running."""
-    inputs, recurrent = [], []
-    for gate in "ifgo":
-        inputs.append(gate_params(cell, f"i{gate}", input_features, hidden, use_bias=False)[0])
-        recurrent.append(gate_params(cell, f"h{gate}", hidden, hidden, use_bias=True))
-    kernels, biases = zip(*recurrent, strict=True)
-    return LSTMParams(jnp.concatenate(inputs, -1), jnp.concatenate(kernels, -1), jnp.concatenate(biases, -1))
-
-
-class GRUCell(nn.GRUCell):
+class GRUCell(FusedCell, nn.GRUCell):
     """`flax.linen.GRUCell` over `jaxrnn.gru`: the same parameters, initial values and results.
 
     `RNN` and `ScannedRNN` run it over time in one call; called by itself it takes one step.
 
     Attributes:
-      precision: of its matmuls, as in `jaxrnn.gru`.
-      implementation: as in `jaxrnn.gru`. With another `gate_fn` or `activation_fn` than sigmoid and tanh, None and
-        "xla" run Flax's own cell, and "triton" raises NotImplementedError.
+      features: H, for `initialize_carry`; further attributes as in Flax.
+      gate_fn: anything but sigmoid, or `activation_fn` anything but tanh, runs as Flax's own cell, under `nn.scan`.
+      dtype: what matrices are multiplied in. The carry keeps its own dtype: float32 with `dtype=jnp.bfloat16`.
+      precision: of the multiplications, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
     """
-
-    precision: jax.lax.PrecisionLike = None
-    implementation: Implementation = None
 
     @nn.compact
     def packed_params(self, input_features: int, hidden: int) -> GRUParams:
-        """The parameters as `jaxrnn.gru` takes them, for inputs of width `input_features`; made if missing."""
-        inputs, recurrent = [], []
-        for gate in "rzn":
-            inputs.append(gate_params(self, f"i{gate}", input_features, hidden, use_bias=True))
-            recurrent.append(gate_params(self, f"h{gate}", hidden, hidden, use_bias=gate == "n"))
-        kernels, biases = zip(*inputs, strict=True)
-        recurrent_kernels, (_, _, b_hn) = zip(*recurrent, strict=True)
-        return GRUParams(*(jnp.concatenate(x, -1) for x in (kernels, recurrent_kernels, biases)), b_hn)
+        """The parameters as `jaxrnn.gru` takes them, created if missing; b_hr and b_hz there are none."""
+        inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=True) for gate in "rzn"]
+        recurrent = [self.gate_params(f"h{gate}", hidden, hidden, use_bias=gate == "n") for gate in "rzn"]
+        (w_ih, b_ih), (w_hh, (_, _, b_hn)) = zip(*inputs, strict=True), zip(*recurrent, strict=True)
+        return GRUParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b_ih)), b_hn)
 
-    def run(self, carry: Array, xs: Array, **options: Any) -> tuple[Array, Array, Array | None]:
-        """Runs over time: `jaxrnn.gru` with `return_carries`; returns `(carry, ys, carries or None)`."""
-        return_carries = options.pop("return_carries", False)
-        xs, params = cast_operands(self, xs, carry, self.packed_params(xs.shape[-1], carry.shape[-1]))
+    def run(self, carry: Array, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Array, Any]:
+        """`jaxrnn.gru` with these parameters; returns `(carry, ys, carries of every step if wanted)`."""
+        if isinstance(carry, (tuple, list)):
+            raise ValueError(f"the carry of a GRU is one array [*batch, H], got a {type(carry).__name__}")
+        xs, params = self.cast(xs, carry, self.packed_params(xs.shape[-1], carry.shape[-1]))
         carry, ys = gru(params, carry, xs, **options)
         return carry, ys, ys if return_carries else None
 
-    def __call__(self, carry: Array, inputs: Array) -> tuple[Array, Array]:
-        """Takes one step: `(carry [*batch, H], inputs [*batch, D]) -> (carry, output)`."""
-        if refuse_fused(self, self.implementation):
-            return super().__call__(carry, inputs)
-        return step_cell(self, carry, inputs)
 
-
-class LSTMCell(nn.LSTMCell):
-    """`flax.linen.LSTMCell` over `jaxrnn.lstm`: the same parameters, initial values and results.
-
-    `RNN` and `ScannedRNN` run it over time in one call; called by itself it takes one step.
-
-    Attributes:
-      precision: of its matmuls, as in `jaxrnn.lstm`.
-      implementation: as in `GRUCell`.
-    """
-
-    precision: jax.lax.PrecisionLike = None
-    implementation: Implementation = None
+class FusedLSTMCell(FusedCell):
+    """What the two LSTM cells share."""
 
     @nn.compact
     def packed_params(self, input_features: int, hidden: int) -> LSTMParams:
-        """The parameters as `jaxrnn.lstm` takes them, for inputs of width `input_features`; made if missing."""
-        return lstm_params(self, input_features, hidden)
+        """The parameters as `jaxrnn.lstm` takes them, created if missing."""
+        inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=False) for gate in "ifgo"]
+        recurrent = [self.gate_params(f"h{gate}", hidden, hidden, use_bias=True) for gate in "ifgo"]
+        (w_ih, _), (w_hh, b) = zip(*inputs, strict=True), zip(*recurrent, strict=True)
+        return LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
 
-    def run(self, carry: Any, xs: Array, **options: Any) -> tuple[Any, Array, Any]:
-        """Runs over time: `jaxrnn.lstm` with `return_carries`; returns `(carry, ys, carries or None)`."""
-        return run_lstm(self, carry, xs, **options)
+    def run(self, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Array, Any]:
+        """`jaxrnn.lstm` with these parameters; returns `(carry, ys, carries of every step if wanted)`."""
+        if not isinstance(carry, (tuple, list)) or len(carry) != 2:
+            raise ValueError(f"the carry of an LSTM is a pair (c, h), got {type(carry).__name__}")
+        c, h = carry
+        xs, params = self.cast(xs, h, self.packed_params(xs.shape[-1], h.shape[-1]))
+        carry, ys = lstm(params, (c, h), xs, return_cells=return_carries, **options)
+        if not return_carries:
+            return carry, ys, None
+        hs, cs = ys
+        return carry, hs, (cs, hs)
 
-    def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
-        """Takes one step: `((c, h), inputs [*batch, D]) -> ((c, h), output)`, each `[*batch, H]`."""
-        if refuse_fused(self, self.implementation):
-            return super().__call__(carry, inputs)
-        return step_cell(self, carry, inputs)
 
-
-class OptimizedLSTMCell(nn.OptimizedLSTMCell):
-    """`flax.linen.OptimizedLSTMCell` over `jaxrnn.lstm`; here it differs from `LSTMCell` in its name only.
+class LSTMCell(FusedLSTMCell, nn.LSTMCell):
+    """`flax.linen.LSTMCell` over `jaxrnn.lstm`: the same parameters, initial values and results. Carry `(c, h)`.
 
     Attributes:
-      precision: of its matmuls, as in `jaxrnn.lstm`.
-      implementation: as in `GRUCell`.
+      features: as all attributes, as in `GRUCell`.
     """
 
-    precision: jax.lax.PrecisionLike = None
-    implementation: Implementation = None
 
-    @nn.compact
-    def packed_params(self, input_features: int, hidden: int) -> LSTMParams:
-        """The parameters as `jaxrnn.lstm` takes them, for inputs of width `input_features`; made if missing."""
-        return lstm_params(self, input_features, hidden)
+class OptimizedLSTMCell(FusedLSTMCell, nn.OptimizedLSTMCell):
+    """`flax.linen.OptimizedLSTMCell` over `jaxrnn.lstm`; from `LSTMCell` here it differs in its name alone.
 
-    def run(self, carry: Any, xs: Array, **options: Any) -> tuple[Any, Array, Any]:
-        """Runs over time: `jaxrnn.lstm` with `return_carries`; returns `(carry, ys, carries or None)`."""
-        return run_lstm(self, carry, xs, **options)
-
-    def __call__(self, carry: tuple[Array, Array], inputs: Array) -> tuple[tuple[Array, Array], Array]:
-        """Takes one step: `((c, h), inputs [*batch, D]) -> ((c, h), output)`, each `[*batch, H]`."""
-        if refuse_fused(self, self.implementation):
-            return super().__call__(carry, inputs)
-        return step_cell(self, carry, inputs)
+    Attributes:
+      features: as all attributes, as in `GRUCell`.
+    """
 
 
-FUSED = {nn.GRUCell: GRUCell, nn.LSTMCell: LSTMCell, nn.OptimizedLSTMCell: OptimizedLSTMCell}
+FUSED: dict[type[nn.RNNCellBase], type[FusedCell]] = {
+    nn.GRUCell: GRUCell,
+    nn.LSTMCell: LSTMCell,
+    nn.OptimizedLSTMCell: OptimizedLSTMCell,
+}
+CELL_TYPES: dict[str, type[nn.RNNCellBase]] = {
+    "gru": GRUCell,
+    "lstm": LSTMCell,
+    "optimized_lstm": OptimizedLSTMCell,
+    "optimised_lstm": OptimizedLSTMCell,
+    "mgu": nn.MGUCell,
+    "simple": nn.SimpleCell,
+}
+SIGMOIDS = (nn.sigmoid, jax.lax.logistic)
+TANHS = (nn.tanh, jax.lax.tanh)
+SCAN_OPTIONS = {
+    "variable_axes": {},
+    "variable_broadcast": "params",
+    "variable_carry": False,
+    "split_rngs": {"params": False},
+}
 
 
-def run_lstm(cell: LSTMCell | OptimizedLSTMCell, carry: Any, xs: Array, **options: Any) -> tuple[Any, Array, Any]:
-    """`run` of the two LSTM cells."""
-    return_carries = options.pop("return_carries", False)
-    hidden = jax.tree.leaves(carry)[-1]
-    xs, params = cast_operands(cell, xs, hidden, cell.packed_params(xs.shape[-1], hidden.shape[-1]))
-    carry, ys = lstm(params, carry, xs, return_cells=return_carries, **options)
-    if not return_carries:
-        return carry, ys, None
-    hs, cs = ys
-    return carry, hs, (cs, hs)
-
-
-def cast_operands(cell: nn.RNNCellBase, xs: Array, h: Array, params: Any) -> tuple[Array, Any]:
-    """Casts inputs and weights to the dtype Flax computes in; biases are added in float32, as the gates are."""
-    dtype = canonicalize_dtype(xs, h, *params, dtype=cell.dtype)
-    bias_dtype = jnp.promote_types(dtype, jnp.float32)
-    cast = (x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in params._asdict().items())
-    return xs.astype(dtype), type(params)(*cast)
-
-
-def step_cell(cell: Any, carry: Any, inputs: Array) -> tuple[Any, Array]:
-    """One step as a sequence of length one. As in Flax, the carry is promoted to the dtype computed in."""
-    dtype = cell.dtype if cell.dtype is not None else jnp.result_type(inputs, cell.param_dtype)
-    carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
-    options = {"precision": cell.precision, "implementation": cell.implementation}
-    carry, ys, _ = cell.run(carry, inputs[None], **options)
-    return carry, ys[0]
-
-
-def refuse_fused(cell: nn.RNNCellBase, implementation: Implementation) -> str | None:
-    """Why `cell` cannot run as `jaxrnn.gru` or `jaxrnn.lstm`, or None. Raises if `implementation` insists on it."""
+def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any]) -> str | None:
+    """Why `cell` can only run step by step, under `nn.scan`; None if it can run as `jaxrnn.gru` or `jaxrnn.lstm`."""
     if type(cell) not in FUSED and type(cell) not in FUSED.values():
-        reason = f"it runs GRU, LSTM and OptimizedLSTM cells of jaxrnn.linen or flax.linen, not {type(cell).__name__}"
-    elif cell.gate_fn not in SIGMOIDS or cell.activation_fn not in TANHS:
-        reason = "its gates are sigmoid and tanh; this cell has another gate_fn or activation_fn"
-    else:
-        return None
-    if implementation == "triton":
-        raise NotImplementedError(f'implementation="triton" cannot run this cell: {reason}; None runs it with nn.scan')
-    return reason
+        return f"a {type(cell).__name__}; GRUCell, LSTMCell and OptimizedLSTMCell, here or in flax.linen, can be fused"
+    if cell.gate_fn not in SIGMOIDS or cell.activation_fn not in TANHS:
+        return "a cell with another gate_fn than sigmoid or another activation_fn than tanh"
+    if any(scan_options[name] != default for name, default in SCAN_OPTIONS.items()):
+        return f"an RNN with other {', '.join(SCAN_OPTIONS)} than by default"
+    return None
 
 
-def fused_cell(cell: nn.RNNCellBase) -> Any:
-    """`cell`, or for a bound cell of Flax its counterpart here, on the same parameters."""
-    if type(cell) not in FUSED:
-        return cell
-    fields = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
-    return FUSED[type(cell)](**{name: getattr(cell, name) for name in fields}, parent=cell.scope.rewound())
+def raise_or_scan(
+    cell: nn.RNNCellBase,
+    precision: jax.lax.PrecisionLike,
+    implementation: Implementation,
+    scan_options: Mapping[str, Any] = SCAN_OPTIONS,
+) -> bool:
+    """Whether `cell` has to run under `nn.scan`. Raises if it has to, but is asked for more than `nn.scan` can."""
+    if implementation not in (None, "triton", "xla"):
+        raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
+    reason = reason_to_scan(cell, scan_options)
+    if reason and implementation == "triton":
+        raise NotImplementedError(f'implementation="triton" cannot run {reason}. implementation=None runs it (nn.scan)')
+    if reason and precision is not None:
+        raise NotImplementedError(f"precision is not for {reason}. Wrap the call in jax.default_matmul_precision")
+    return reason is not None
 
 
 def run_cell(
     cell: nn.RNNCellBase,
-    carry: Any,
+    carry: Carry,
     xs: Array,
     *,
     resets: Array | None,
-    reset_carry: Any,
-    reverse: bool,
-    time_major: bool,
-    return_carries: bool,
-    precision: jax.lax.PrecisionLike,
-    implementation: Implementation,
-    scan_options: dict[str, Any] | None = None,
-) -> tuple[Any, Array, Any]:
-    """Runs a bound cell over time, fused if it can be; returns `(carry, ys, carries or None)`."""
-    if implementation is None:
-        implementation = getattr(cell, "implementation", None)
+    reset_carry: Carry | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    return_carries: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation = None,
+    init_key: PRNGKey | None = None,
+    scan_options: Mapping[str, Any] = SCAN_OPTIONS,
+) -> tuple[Carry, Array, Carry | None]:
+    """Runs a bound cell over time, fused if it can be; returns `(carry, ys, carries of every step if wanted)`."""
+    precision = getattr(cell, "precision", None) if precision is None else precision
+    implementation = getattr(cell, "implementation", None) if implementation is None else implementation
     time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
+    if resets is None and reset_carry is not None:
+        raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
     if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
-        reset_carry = cell.initialize_carry(jax.random.key(0), xs.shape[:time_axis] + xs.shape[time_axis + 1 :])
-    if refuse_fused(cell, implementation):
-        return scan_cell(
-            cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options or SCAN_OPTIONS
-        )
-    cell = fused_cell(cell)
+        reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
+    if raise_or_scan(cell, precision, implementation, scan_options):
+        return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
+    if type(cell) in FUSED:
+        names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
+        # The same scope, so that the parameters stay where Flax's cell has them.
+        cell = FUSED[type(cell)](**{name: getattr(cell, name) for name in names}, parent=cell.scope.rewound())
     return cell.run(
         carry,
         xs,
@@ -260,35 +262,176 @@ def run_cell(
         reverse=reverse,
         time_major=time_major,
         return_carries=return_carries,
-        precision=cell.precision if precision is None else precision,
+        precision=precision,
         implementation=implementation,
     )
 
 
-SCAN_OPTIONS = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+def initial_carry_of(cell: nn.RNNCellBase, key: PRNGKey | None, xs: Array, time_axis: int) -> Carry:
+    """What `cell` starts from, for a batch as in `xs`."""
+    key = jax.random.key(0) if key is None else key
+    return cell.initialize_carry(key, xs.shape[:time_axis] + xs.shape[time_axis + 1 :])
 
 
 def scan_cell(
     cell: nn.RNNCellBase,
-    carry: Any,
+    carry: Carry,
     xs: Array,
     time_axis: int,
     resets: Array | None,
-    reset_carry: Any,
+    reset_carry: Carry | None,
     reverse: bool,
     return_carries: bool,
-    scan_options: dict[str, Any],
-) -> tuple[Any, Array, Any]:
-    """Runs any cell with `nn.scan`; returns `(carry, ys, carries or None)`."""
-    raise NotImplementedError
+    scan_options: Mapping[str, Any],
+) -> tuple[Carry, Array, Carry | None]:
+    """Runs any cell with `nn.scan`; returns as `run_cell` does."""
+    expected = xs.shape[: xs.ndim - cell.num_feature_axes]
+    if resets is not None and jnp.shape(resets) != expected:
+        raise ValueError(f"resets must have the batch and time axes of the inputs, {expected}, got {jnp.shape(resets)}")
+    leaves, treedef = jax.tree.flatten(carry)
+    reset_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(reset_leaves, leaves, strict=True)]
+    stepped = [jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(reset_leaves, is_stepped, strict=True) if is_one]
+
+    def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
+        x, reset, stepped = inputs
+        if reset is not None:
+            rest = iter(stepped)
+            new = [next(rest) if is_one else fixed for fixed, is_one in zip(reset_leaves, is_stepped, strict=True)]
+            carry = jax.tree.map(
+                lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
+                carry,
+                treedef.unflatten(new),
+            )
+        carry, y = cell(carry, x)
+        return carry, (y, carry if return_carries else None)
+
+    time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
+    carry, outputs = nn.scan(step, reverse=reverse, **scan_options)(cell, carry, (*time_first, stepped))
+    ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
+    return carry, ys, carries
 
 
-class BoundToClassOrInstance:
-    """A function whose first argument is the instance it is taken from, or else the class."""
+class RNN(nn.RNN):
+    """`flax.linen.RNN` with episode resets, in one launch: runs `cell` over time, its parameters under `cell/`.
 
-    nowrap = True  # Flax leaves it as it is
+        rnn = RNN(GRUCell(128), time_major=True, return_carry=True)
+        carry, ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
 
-    def __init__(self, function: Callable[..., Any]):
+    GRU, LSTM and OptimizedLSTM cells, those here or Flax's, run as `jaxrnn.gru` or `jaxrnn.lstm`. Any other cell, one
+    with its own `gate_fn` or `activation_fn`, and an RNN with its own `variable_axes`, `variable_broadcast`,
+    `variable_carry` or `split_rngs` run under `nn.scan`; they take `resets` too.
+
+    Attributes:
+      cell: the cell.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`; no transpose either way.
+      return_carry: return `(carry, outputs)` instead of `outputs`.
+      reverse: run from the last step to the first. Outputs come in the order computed, last step first.
+      keep_order: with `reverse`, return the outputs in the order of the inputs.
+      unroll: steps to a loop iteration of `nn.scan`, where that is what runs.
+      precision: of the matmuls, as in `jaxrnn.gru`; None takes the cell's.
+      implementation: as in `jaxrnn.gru`; None takes the cell's, and always works.
+    """
+
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Carry | None = None,
+        init_key: PRNGKey | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        resets: Array | None = None,
+        reset_carry: Carry | None = None,
+    ) -> Array | tuple[Carry, Array]:
+        """Runs the cell over `inputs`, starting afresh wherever `resets` is nonzero.
+
+        Args:
+          inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`.
+          initial_carry: what the first step sees, `[*batch, H]` or a pair `(c, h)`; by default `cell.initialize_carry`.
+          init_key: the key for `cell.initialize_carry`, which ignores it unless `carry_init` is random.
+          seq_lengths: `[*batch]` integers. The carry returned is the one at the end of each sequence (`initial_carry`
+            if its length is 0); outputs after it are not zeroed. `reverse` leaves padding at the end.
+          return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
+          time_major: see the attribute.
+          reverse: see the attribute.
+          keep_order: see the attribute.
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+            that is, the *previous* step's done. That step sees `reset_carry`. With `reverse` the first step of an
+            episode is the one computed first, its last in time.
+          reset_carry: what an episode starts from, by default `cell.initialize_carry`: `[H]`, `[*batch, H]` or one for
+            every step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such for an LSTM. Takes gradients.
+
+        Returns:
+          `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        batch_and_time = inputs.shape[: inputs.ndim - self.cell.num_feature_axes]
+        time_axis = 0 if time_major else len(batch_and_time) - 1
+        batch = batch_and_time[:time_axis] + batch_and_time[time_axis + 1 :]
+        carry = initial_carry_of(self.cell, init_key, inputs, time_axis) if initial_carry is None else initial_carry
+
+        def flip(x: Array) -> Array:
+            return flip_sequences(x, seq_lengths, num_batch_dims=len(batch), time_major=time_major)
+
+        flip_inputs = reverse and seq_lengths is not None
+        if seq_lengths is not None and jnp.shape(seq_lengths) != batch:
+            raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
+        if flip_inputs:
+            inputs, resets = flip(inputs), None if resets is None else flip(resets)
+            reset_carry = jax.tree.map(lambda x: flip(x) if jnp.ndim(x) > len(batch) + 1 else x, reset_carry)
+        last, outputs, carries = run_cell(
+            self.cell,
+            carry,
+            inputs,
+            resets=resets,
+            reset_carry=reset_carry,
+            reverse=reverse and not flip_inputs,
+            time_major=time_major,
+            return_carries=return_carry and seq_lengths is not None,
+            precision=self.precision,
+            implementation=self.implementation,
+            init_key=init_key,
+            scan_options={"unroll": self.unroll} | {name: getattr(self, name) for name in SCAN_OPTIONS},
+        )
+        in_order = not flip_inputs
+        if reverse and keep_order != in_order:
+            outputs = flip(outputs)
+        if not return_carry:
+            return outputs
+        if seq_lengths is not None:
+            last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), carry, carries)
+        return last, outputs
+
+
+def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Array) -> Array:
+    """Of the carries of all steps, those after `seq_lengths [*batch]` steps; `initial` for a length of 0."""
+    if carries.shape[time_axis] == 0:
+        return initial
+    index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
+    last = jnp.take_along_axis(carries, jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis), axis=time_axis)
+    return jnp.where(index == 0, initial, last.squeeze(time_axis))
+
+
+class OnClassOrInstance:
+    """Makes a function a method of its first argument, be that an instance or the class itself."""
+
+    nowrap = True  # Flax wraps no method that says so
+
+    def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
         self.__doc__ = function.__doc__
 
@@ -296,27 +439,50 @@ class BoundToClassOrInstance:
         return functools.partial(self.function, owner if instance is None else instance)
 
 
-def _initialize_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Any:
-    batch = (batch_size,) if isinstance(batch_size, int) else tuple(batch_size)
+def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Carry:
+    """Returns the carry of a new episode, zeros. Works on the class, and on an instance: it then knows its attributes.
+
+    Args:
+      rnn: the class or the instance.
+      batch_size: an int, or a tuple of all batch axes.
+      hidden_size: H; by default `hidden_state_dim`.
+    """
+    batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
+    if hidden_size is None:
+        raise ValueError("initialize_carry takes (batch_size, hidden_size), unless hidden_state_dim is set")
     cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
 
 
-CELL_TYPES = {"gru": GRUCell, "lstm": LSTMCell, "optimized_lstm": OptimizedLSTMCell}
-
-
-def cell_class(cell_type: str | type[nn.RNNCellBase]) -> Any:
-    """The class of cells that `cell_type` names."""
-    if not isinstance(cell_type, str):
-        return cell_type
-    if cell_type not in CELL_TYPES:
-        raise ValueError(f"cell_type must be a class of cells or one of {sorted(CELL_TYPES)}, got {cell_type!r}")
-    return CELL_TYPES[cell_type]
+def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Carry:
+    """`zero_carry` with arguments the other way round: `(hidden_size, *batch_size)`."""
+    return zero_carry(rnn, batch_size, hidden_size)
 
 
 class ScannedRNN(nn.Module):
-    """The reset-aware RNN of recurrent RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`."""
+    """The recurrent module of JAX RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`.
+
+    Replaces the class of this name that purejaxrl, JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava carry: changing
+    the import changes neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results.
+    H is the width of the carry, whatever that of the inputs. Rollouts call it with T = 1, updates with whole sequences.
+
+    For another cell set `cell_type`. Where `initialize_carry` is called on the class, set it there too:
+
+        class ScannedRNN(jaxrnn.linen.ScannedRNN):
+            cell_type: str = "lstm"
+
+    Attributes:
+      hidden_state_dim: H, if `initialize_carry` shall know it; the carry must then have this width.
+      cell_type: "gru", "lstm", "optimized_lstm", "mgu", "simple", or a class of cells. Only GRU and LSTMs are fused.
+      cell_name: where the cell's parameters are, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so on:
+        the classes this one replaces create two cells, of which the second has parameters. Where a class makes its
+        dummy cell with `parent=None`, the name is "GRUCell_0".
+      dtype: what matrices are multiplied in; the carry keeps its own. None: what inputs and parameters promote to.
+      param_dtype: of the parameters and the carry that `initialize_carry` makes.
+      precision: of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None always works.
+    """
 
     hidden_state_dim: int | None = None
     cell_type: str | type[nn.RNNCellBase] = "gru"
@@ -326,26 +492,65 @@ class ScannedRNN(nn.Module):
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation = None
 
+    _cell_index = 1
+
     @nn.compact
-    def __call__(self, carry: Any, x: tuple[Array, Array]) -> tuple[Any, Array]:
-        """Runs over time: `(carry, (ins [T, *batch, D], resets [T, *batch])) -> (carry, ys [T, *batch, H])`."""
+    def __call__(self, carry: Carry, x: tuple[Array, Array]) -> tuple[Carry, Array]:
+        """Runs over time, starting from zeros wherever `resets` is nonzero.
+
+        Args:
+          carry: `[*batch, H]`, for an LSTM `(c, h)`; `initialize_carry` makes one.
+          x: `(ins, resets)`: `ins [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is the
+            first of an episode: the done that step t - 1 returned, not that of step t.
+
+        Returns:
+          `(carry, ys [T, *batch, H])`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        if not isinstance(x, (tuple, list)) or len(x) != 2:
+            raise ValueError(
+                f"ScannedRNN takes (carry, (ins, resets)), got {type(x).__name__} instead of (ins, resets)"
+            )
         ins, resets = x
         hidden = jax.tree.leaves(carry)[-1].shape[-1]
-        make_cell = cell_class(self.cell_type)
-        name = self.cell_name or f"{make_cell.__name__}_1"
-        cell = make_cell(features=hidden, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        if self.hidden_state_dim not in (None, hidden):
+            raise ValueError(f"the carry must be {self.hidden_state_dim} wide, as hidden_state_dim says, got {hidden}")
+        make = cell_class(self.cell_type)
+        name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
+        cell = make(features=hidden, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         carry, ys, _ = run_cell(
-            cell,
-            carry,
-            ins,
-            resets=resets,
-            reset_carry=None,
-            reverse=False,
-            time_major=True,
-            return_carries=False,
-            precision=self.precision,
-            implementation=self.implementation,
+            cell, carry, ins, resets=resets, precision=self.precision, implementation=self.implementation
         )
         return carry, ys
 
-    initialize_carry = BoundToClassOrInstance(_initialize_carry)
+    initialize_carry = OnClassOrInstance(zero_carry)
+
+
+class HiddenFirstScannedRNN(ScannedRNN):
+    """`ScannedRNN` as JaxMARL's Q-learning and purejaxql have it.
+
+    `initialize_carry(hidden_size, *batch_size)`, and parameters under `ScannedRNN_0/GRUCell_0`. purejaxql's LSTM:
+
+        class ScannedRNN(jaxrnn.linen.HiddenFirstScannedRNN):
+            cell_type: str = "optimized_lstm"
+    """
+
+    _cell_index = 0
+
+    initialize_carry = OnClassOrInstance(zero_carry_hidden_first)
+
+
+# Flax names parameters after the class.
+HiddenFirstScannedRNN.__name__ = "ScannedRNN"
+
+
+def cell_class(cell_type: str | type[nn.RNNCellBase]) -> Any:
+    """The class of cells that `cell_type` is or names."""
+    if not isinstance(cell_type, str):
+        return cell_type
+    if cell_type not in CELL_TYPES:
+        raise ValueError(f"cell_type must be a class of cells or one of {', '.join(CELL_TYPES)}, got {cell_type!r}")
+    return CELL_TYPES[cell_type]
