@@ -75,10 +75,10 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def assert_close(got, want):
+def assert_close(got, want, bound=CLOSE):
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert cases.oracle.error(x, y) <= CLOSE, jax.tree_util.keystr(path)
+        assert cases.oracle.error(x, y) <= bound, jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -313,3 +313,67 @@ def test_none_runs_what_has_no_kernel(cell, weights):
         params = jax.tree.map(lambda x: x.astype(weights), params)
         got = runner(cell, None)(params, *rest)
         assert_close(got, runner(cell, "xla")(params, *rest))
+
+
+def unusual(cell):
+    """Calls that the table of cases leaves out: `name: (arguments, options)`."""
+    half = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float16))
+    params, carry, xs, resets, state = arguments(cell)
+    _, carry_2, xs_2, resets_2, _ = arguments(cell, batch=(B, 2))
+    _, carry_0, xs_0, resets_0, _ = arguments(cell, batch=())
+    stepped = jax.tree.map(lambda x: jnp.zeros((*xs.shape[:-1], *x.shape[-1:])), state)
+    stepped_2 = random_like(jax.tree.map(lambda x: jnp.zeros((*xs_2.shape[:-1], *x.shape[-1:])), state))
+    batch_major = {"time_major": False}
+    calls = {
+        "two batch axes": ((params, carry_2, xs_2, resets_2, stepped_2), {}),
+        "two batch axes, batch major": (
+            (params, carry_2, *jax.tree.map(lambda x: jnp.moveaxis(x, 0, 2), (xs_2, resets_2, stepped_2))),
+            batch_major,
+        ),
+        "two batch axes, one state": ((params, carry_2, xs_2, resets_2, state), {"reverse": True}),
+        "no batch axis": ((params, carry_0, xs_0, resets_0, state), {}),
+        "no batch axis, batch major": ((params, carry_0, xs_0, resets_0, state), batch_major),
+        "float16 inputs": ((params, carry, half(xs), resets, state), {}),
+        "float16 weights": ((half(params), carry, xs, resets, state), {"remat": True}),
+        "float16 recurrent weights": ((params._replace(w_hh=half(params.w_hh)), carry, xs, resets, state), {}),
+        "float16 carry": ((params, half(carry), xs, resets, state), {}),
+        "float16 reset state": ((params, carry, xs, resets, half(stepped)), {}),
+        "float32 carry and reset state": ((half(params), carry, half(xs), resets, stepped), {"remat": True}),
+    }
+    if cell == "lstm":
+        calls |= {
+            "reset state for h": ((params, carry, xs, resets, (None, state[1])), {"return_cells": True}),
+            "reset state for c": ((params, carry, xs, resets, (stepped[0], None)), {}),
+            "reset states of two shapes": ((params, carry, xs, resets, (state[0], stepped[1])), {}),
+            "carry of two dtypes": ((params, (carry[0], half(carry[1])), xs, resets, state), {"return_cells": True}),
+        }
+    return calls
+
+
+UNUSUAL = [(cell, name) for cell in ("gru", "lstm") for name in unusual(cell)]
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    [
+        pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
+        pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
+    ],
+)
+@pytest.mark.parametrize(("cell", "name"), UNUSUAL, ids=lambda x: x.replace(" ", "-"))
+def test_unusual_calls_equal_xla(cell, name, implementation):
+    args, options = unusual(cell)[name]
+
+    def both(implementation):
+        call = runner(cell, implementation, **options)
+
+        @jax.jit
+        def run(*args):
+            outputs, vjp = jax.vjp(call, *args)
+            return outputs, vjp(random_like(outputs, 1))
+
+        return run(*args)
+
+    got, want = both(implementation), both("xla")
+    assert jax.tree.map(jnp.result_type, got) == jax.tree.map(jnp.result_type, want)
+    assert_close(got, want, 3e-3 if any(x.dtype == jnp.float16 for x in jax.tree.leaves(args)) else CLOSE)
