@@ -235,7 +235,10 @@ def _dedupe(cases: list[Case]) -> tuple[Case, ...]:
 
 
 def _interpreted() -> tuple[Case, ...]:
-    """Small and odd. Every feature at least once for each cell; the interpreter takes time in proportion to T."""
+    """Small and odd: every feature, and every way to share the work, at least once for each cell.
+
+    At the highest precision, weights of more than 32 units are shared among programs.
+    """
     cases = []
     for cell in ("gru", "lstm"):
         base = Case(cell, T=4, B=5, H=12, D=7, precision="highest")
@@ -259,8 +262,14 @@ def _interpreted() -> tuple[Case, ...]:
         vary(T=3, H=17, dtype="bf16", carry_dtype="bf16", precision="default", reset_state="bh")
         vary(precision="default", reset_state="bh")
         vary(precision="high", reset_state="h")
+        vary(T=3, H=40, reset_state="h")
+        vary(T=3, B=19, H=70, resets="none", reverse=True)
+        vary(T=3, H=40, reset_state="tbh", time_major=False, reverse=True, remat=True)
+        vary(T=2, H=40, models=2, reset_state="bh", time_major=False)
+        vary(T=2, H=136, dtype="f16", precision="default", reset_state="h")
         if cell == "lstm":
             vary(cells=True)
+            vary(T=3, H=40, cells=True, models=2, reset_state="tbh")
             vary(cells=True, reset_state="tbh", reverse=True, time_major=False, remat=True)
             vary(cells=True, models=2, reset_state="bh", dtype="f16", precision="default")
     return _dedupe(cases)

@@ -1,7 +1,11 @@
 """The kernels in Triton's interpreter, end to end inside `jit` on the CPU, against float64."""
 
+import functools
+
 import cases
 import pytest
+
+from torch_bridge import config
 
 pytestmark = pytest.mark.interpret
 
@@ -32,3 +36,12 @@ def test_without_gradients_nothing_changes(case):
     want = cases.run_oracle(case, inputs)
     got, xla = (cases.run_forward(case, inputs, implementation) for implementation in ("triton", "xla"))
     check(case, got, xla, want)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_programs_take_tiles_in_turn(cell, monkeypatch):
+    """A device of few multiprocessors: six tiles, and one group of programs at a time."""
+    monkeypatch.setattr(config, "Device", functools.partial(config.Device, multiprocessors=4))
+    case = cases.Case(cell, T=2, B=40, H=40, D=7, precision="highest", reset_state="h", models=2)
+    inputs = cases.make_inputs(case)
+    cases.check(case, cases.run(case, inputs, "triton"), cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
