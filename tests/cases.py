@@ -237,7 +237,7 @@ def _dedupe(cases: list[Case]) -> tuple[Case, ...]:
 def _interpreted() -> tuple[Case, ...]:
     """Small and odd: every feature, and every way to share the work, at least once for each cell.
 
-    At the highest precision, weights of more than 32 units are shared among programs.
+    At the highest precision, weights of more than 64 units are always shared among programs.
     """
     cases = []
     for cell in ("gru", "lstm"):
@@ -262,14 +262,14 @@ def _interpreted() -> tuple[Case, ...]:
         vary(T=3, H=17, dtype="bf16", carry_dtype="bf16", precision="default", reset_state="bh")
         vary(precision="default", reset_state="bh")
         vary(precision="high", reset_state="h")
-        vary(T=3, H=40, reset_state="h")
+        vary(T=3, H=70, reset_state="h")
         vary(T=3, B=19, H=70, resets="none", reverse=True)
-        vary(T=3, H=40, reset_state="tbh", time_major=False, reverse=True, remat=True)
-        vary(T=2, H=40, models=2, reset_state="bh", time_major=False)
+        vary(T=3, H=70, reset_state="tbh", time_major=False, reverse=True, remat=True)
+        vary(T=2, H=70, models=2, reset_state="bh", time_major=False)
         vary(T=2, H=136, dtype="f16", precision="default", reset_state="h")
         if cell == "lstm":
             vary(cells=True)
-            vary(T=3, H=40, cells=True, models=2, reset_state="tbh")
+            vary(T=3, H=70, cells=True, models=2, reset_state="tbh")
             vary(cells=True, reset_state="tbh", reverse=True, time_major=False, remat=True)
             vary(cells=True, models=2, reset_state="bh", dtype="f16", precision="default")
     return _dedupe(cases)
