@@ -232,21 +232,41 @@ def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
     assert_close(got, want)
 
 
-def test_nested_vmap_equals_loops(cell, implementation):
-    """Seeds with their own weights, and for each a mapped set of sequences."""
-    params, _, _, _, state = arguments(cell, lead=(S,))
-    _, carry, xs, resets, _ = arguments(cell, lead=(S, 3))
-    both = runner_with_gradients(cell, implementation)
-    inner = jax.vmap(both, (None, 0, 0, 0, None))
-    got = jax.jit(jax.vmap(inner))(params, carry, xs, resets, state)
+# The axes of (weights and reset state, carry, xs, resets) that the outer and the inner vmap map.
+NESTED = {
+    "data-in-models": ((0, 0), (None, 0)),
+    "models-in-data": ((None, 0), (0, 0)),
+    "models-in-models": ((0, 0), (0, 0)),
+    "models-in-models-on-one-data": ((0, None), (0, None)),
+}
+
+
+@pytest.mark.parametrize("nesting", NESTED)
+def test_nested_vmap_equals_loops(cell, implementation, nesting):
+    axes = NESTED[nesting]
+    sizes = (S, 3)
+
+    def lead(which):
+        return tuple(n for n, pair in zip(sizes, axes, strict=True) if pair[which] is not None)
+
+    params, _, _, _, state = arguments(cell, lead=lead(0))
+    _, carry, xs, resets, _ = arguments(cell, lead=lead(1))
+    call = runner_with_gradients(cell, implementation)
+    for model, data in reversed(axes):
+        call = jax.vmap(call, (model, data, data, data, model))
+    got = jax.jit(call)(params, carry, xs, resets, state)
 
     one = jax.jit(runner_with_gradients(cell, "xla"))
 
-    def element(s, k):
-        outer = jax.tree.map(lambda x: x[s], (params, state))
-        return (outer[0], *jax.tree.map(lambda x: x[s, k], (carry, xs, resets)), outer[1])
+    def element(*indices):
+        of_model, of_data = (
+            tuple(i for i, pair in zip(indices, axes, strict=True) if pair[which] is not None) for which in (0, 1)
+        )
+        model = jax.tree.map(lambda x: x[of_model], (params, state))
+        data = jax.tree.map(lambda x: x[of_data], (carry, xs, resets))
+        return one(model[0], *data, model[1])
 
-    assert_close(got, stack([stack([one(*element(s, k)) for k in range(3)]) for s in range(S)]))
+    assert_close(got, stack([stack([element(i, k) for k in range(sizes[1])]) for i in range(S)]))
 
 
 def test_scan_around_equals_one_long_run(cell, implementation):
