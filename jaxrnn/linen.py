@@ -122,10 +122,16 @@ class GRUCell(FusedCell, nn.GRUCell):
         """The parameters as `jaxrnn.gru` takes them, created if missing; b_hr and b_hz there are none."""
         inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=True) for gate in "rzn"]
         recurrent = [self.gate_params(f"h{gate}", hidden, hidden, use_bias=gate == "n") for gate in "rzn"]
-        (w_ih, b_ih), (w_hh, (_, _, b_hn)) = zip(*inputs, strict=True), zip(*recurrent, strict=True)
-        return GRUParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b_ih)), b_hn)
+        kernels, biases = zip(*inputs, strict=True)
+        recurrent_kernels, (_, _, b_hn) = zip(*recurrent, strict=True)
+        return GRUParams(
+            w_ih=jnp.concatenate(kernels, axis=-1),
+            w_hh=jnp.concatenate(recurrent_kernels, axis=-1),
+            b_ih=jnp.concatenate(biases, axis=-1),
+            b_hn=b_hn,
+        )
 
-    def run(self, carry: Array, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Array, Any]:
+    def run(self, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Array, Any]:
         """`jaxrnn.gru` with these parameters; returns `(carry, ys, carries of every step if wanted)`."""
         if isinstance(carry, (tuple, list)):
             raise ValueError(f"the carry of a GRU is one array [*batch, H], got a {type(carry).__name__}")
@@ -145,17 +151,15 @@ class FusedLSTMCell(FusedCell):
         (w_ih, _), (w_hh, b) = zip(*inputs, strict=True), zip(*recurrent, strict=True)
         return LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
 
-    def run(self, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Array, Any]:
+    def run(self, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Any, Any]:
         """`jaxrnn.lstm` with these parameters; returns `(carry, ys, carries of every step if wanted)`."""
         if not isinstance(carry, (tuple, list)) or len(carry) != 2:
             raise ValueError(f"the carry of an LSTM is a pair (c, h), got {type(carry).__name__}")
         c, h = carry
         xs, params = self.cast(xs, h, self.packed_params(xs.shape[-1], h.shape[-1]))
         carry, ys = lstm(params, (c, h), xs, return_cells=return_carries, **options)
-        if not return_carries:
-            return carry, ys, None
-        hs, cs = ys
-        return carry, hs, (cs, hs)
+        hs, cs = ys if return_carries else (ys, None)
+        return carry, hs, (cs, hs) if return_carries else None
 
 
 class LSTMCell(FusedLSTMCell, nn.LSTMCell):
@@ -252,8 +256,8 @@ def run_cell(
         return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
     if type(cell) in FUSED:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
-        # The same scope, so that the parameters stay where Flax's cell has them.
-        cell = FUSED[type(cell)](**{name: getattr(cell, name) for name in names}, parent=cell.scope.rewound())
+        scope: Any = cell.scope  # shared, so that the parameters stay where Flax's cell has them
+        cell = FUSED[type(cell)](**{name: getattr(cell, name) for name in names}, parent=scope.rewound())
     return cell.run(
         carry,
         xs,
@@ -288,6 +292,8 @@ def scan_cell(
     expected = xs.shape[: xs.ndim - cell.num_feature_axes]
     if resets is not None and jnp.shape(resets) != expected:
         raise ValueError(f"resets must have the batch and time axes of the inputs, {expected}, got {jnp.shape(resets)}")
+    leaves: list[Array]
+    treedef: Any
     leaves, treedef = jax.tree.flatten(carry)
     reset_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
     is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(reset_leaves, leaves, strict=True)]

@@ -1,0 +1,655 @@
+"""The Flax linen modules against Flax's own, and against the classes that agents carry, on the same parameters."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization, traverse_util
+
+import jaxrnn
+from jaxrnn import linen
+
+T, B, D, H = 7, 4, 5, 6
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def some_resets(shape):
+    return jnp.asarray(np.random.default_rng(9).random(shape) < 0.3)
+
+
+def some_carry(cell, batch=(B,), seed=5):
+    h = normal(seed, (*batch, H))
+    return h if cell == "GRUCell" else (normal(seed + 1, (*batch, H)), h)
+
+
+def assert_identical(got, want):
+    """Trees of the same paths, shapes, dtypes and bits."""
+    got, want = (traverse_util.flatten_dict(tree, sep="/") for tree in (got, want))
+    assert got.keys() == want.keys()
+    for path, value in want.items():
+        assert (got[path].shape, got[path].dtype) == (value.shape, value.dtype), path
+        np.testing.assert_array_equal(got[path], value, err_msg=path)
+
+
+def assert_close(got, want, tol=2e-6):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
+
+
+def random_variables(module, *args, **kwargs):
+    """Variables of the shapes that `module.init` makes, all random: zero biases would hide where they go."""
+    rng = np.random.default_rng(0)
+    shapes = jax.eval_shape(functools.partial(module.init, **kwargs), jax.random.key(0), *args)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), shapes)
+
+
+def run(module, variables, *args, **kwargs):
+    """`module.apply`, compiled; arguments that are not arrays are static."""
+    arrays = {name: x for name, x in kwargs.items() if not isinstance(x, bool)}
+    static = {name: x for name, x in kwargs.items() if isinstance(x, bool)}
+    return jax.jit(functools.partial(module.apply, **static))(variables, *args, **arrays)
+
+
+def outputs_and_gradients(module, variables, *args, **kwargs):
+    """What `module.apply` returns, and the gradients of a sum over it for the variables and all floating arguments."""
+
+    @jax.jit
+    def compute(variables, args):
+        def loss(variables, args):
+            outputs = module.apply(variables, *args, **kwargs)
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs)), outputs
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(variables, args)
+
+    return compute(variables, args)
+
+
+# --- the class that agents carry -------------------------------------------------------------------------------------
+
+
+def agents_rnn(cell, hidden_first):
+    """The recurrent module as JAX RL code bases write it; `hidden_first` as those that learn Q values do."""
+
+    class ScannedRNN(nn.Module):
+        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+        @nn.compact
+        def __call__(self, carry, x):
+            ins, resets = x
+            hidden = jax.tree.leaves(carry)[0].shape[-1]
+            sizes = (hidden, *resets.shape) if hidden_first else (resets.shape, hidden)
+            carry = jax.tree.map(
+                lambda new, old: jnp.where(resets[..., None], new, old), self.initialize_carry(*sizes), carry
+            )
+            return getattr(nn, cell)(features=hidden)(carry, ins)
+
+        if hidden_first:
+
+            @staticmethod
+            def initialize_carry(hidden, *batch):
+                dummy = getattr(nn, cell)(features=hidden, parent=None)
+                return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch, hidden))
+
+        else:
+
+            @staticmethod
+            def initialize_carry(batch, hidden):
+                batch = batch if isinstance(batch, tuple) else (batch,)
+                dummy = getattr(nn, cell)(features=hidden)
+                return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch, hidden))
+
+    return ScannedRNN
+
+
+def replacement(cell, hidden_first):
+    """What a user imports instead, or for an LSTM writes instead."""
+    imported = linen.HiddenFirstScannedRNN if hidden_first else linen.ScannedRNN
+    if cell == "GRUCell":
+        return imported
+
+    class ScannedRNN(imported):
+        cell_type: str = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm"}[cell]
+
+    return ScannedRNN
+
+
+class ActorCritic(nn.Module):
+    """A recurrent agent as in purejaxrl, around the recurrent module it is given."""
+
+    rnn: type[nn.Module]
+
+    @nn.compact
+    def __call__(self, carry, x):
+        obs, dones = x
+        embedding = nn.relu(nn.Dense(D, kernel_init=nn.initializers.orthogonal(1.4))(obs))
+        carry, embedding = self.rnn()(carry, (embedding, dones))
+        logits = nn.Dense(3, kernel_init=nn.initializers.orthogonal(0.01))(nn.relu(nn.Dense(H)(embedding)))
+        value = nn.Dense(1)(nn.relu(nn.Dense(H)(embedding)))
+        return carry, logits, value[..., 0]
+
+
+AGENTS = [
+    pytest.param(cell, hidden_first, id=f"{cell}-{'hidden_first' if hidden_first else 'batch_first'}")
+    for cell, hidden_first in itertools.product(CELLS, [False, True])
+]
+
+
+def agents(cell, hidden_first, batch=(B,)):
+    """`(network, initial carry)` with the agents' own class and with its replacement."""
+    for rnn in (agents_rnn(cell, hidden_first), replacement(cell, hidden_first)):
+        sizes = (H, *batch) if hidden_first else (batch if len(batch) > 1 else batch[0], H)
+        yield ActorCritic(rnn), rnn.initialize_carry(*sizes)
+
+
+@pytest.mark.parametrize(("cell", "hidden_first"), AGENTS)
+def test_changing_the_import_changes_no_initial_value(cell, hidden_first):
+    x = jnp.zeros((1, B, 3)), jnp.zeros((1, B))  # resets are float32 here, bool later
+    (want, want_carry), (got, got_carry) = (
+        (network.init(jax.random.key(7), carry, x), carry) for network, carry in agents(cell, hidden_first)
+    )
+    name = f"{cell}_{0 if hidden_first else 1}"
+    assert list(got["params"]["ScannedRNN_0"]) == [name]
+    assert_identical(got, want)
+    assert_close(got_carry, want_carry, tol=0)
+
+
+@pytest.mark.parametrize(("steps", "batch"), [(1, (B,)), (T, (2, 3))], ids=["T1-B4", "T7-B2-A3"])
+@pytest.mark.parametrize(("cell", "hidden_first"), AGENTS[::2])
+def test_agents_compute_the_same(cell, hidden_first, steps, batch):
+    (flax_agent, _), (agent, _) = agents(cell, hidden_first, batch)
+    x = normal(1, (steps, *batch, 3)), some_resets((steps, *batch)).astype(jnp.float32)
+    carry = some_carry(cell, batch)
+    variables = random_variables(flax_agent, carry, x)
+    want = outputs_and_gradients(flax_agent, variables, carry, x)
+    assert_close(outputs_and_gradients(agent, variables, carry, x), want, tol=1e-5)
+
+
+@pytest.mark.parametrize(("cell", "hidden_first"), AGENTS)
+def test_a_checkpoint_of_the_agents_loads(cell, hidden_first):
+    (flax_agent, carry), (agent, _) = agents(cell, hidden_first)
+    x = normal(1, (T, B, 3)), some_resets((T, B))
+    trained = random_variables(flax_agent, carry, x)
+    ours = jax.tree.map(jnp.zeros_like, random_variables(agent, carry, x))
+    restored = serialization.from_bytes(ours, serialization.to_bytes(trained))
+    assert_close(run(agent, restored, carry, x), run(flax_agent, trained, carry, x))
+
+
+def test_vmap_over_seeds_is_a_loop_over_seeds():
+    rnn, carry, x = linen.ScannedRNN(), some_carry("GRUCell"), (normal(1, (T, B, D)), some_resets((T, B)))
+
+    def train_step(key):
+        variables = rnn.init(key, carry, x)
+        grads = jax.grad(lambda v: jnp.sum(rnn.apply(v, carry, x)[1] ** 2))(variables)
+        return rnn.apply(jax.tree.map(lambda v, g: v - 0.1 * g, variables, grads), carry, x)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    want = jax.tree.map(lambda *ys: jnp.stack(ys), *map(jax.jit(train_step), keys))
+    assert_close(jax.jit(jax.vmap(train_step))(keys), want, tol=1e-5)
+
+
+def test_a_rollout_of_single_steps_is_one_sequence():
+    rnn, carry = linen.ScannedRNN(), some_carry("GRUCell")
+    xs, resets = normal(1, (T, B, D)), some_resets((T, B))
+    variables = random_variables(rnn, carry, (xs, resets))
+
+    def env_step(carry, x):
+        carry, y = rnn.apply(variables, carry, jax.tree.map(lambda leaf: leaf[None], x))
+        return carry, y[0]
+
+    assert_close(jax.lax.scan(env_step, carry, (xs, resets)), run(rnn, variables, carry, (xs, resets)))
+
+
+def test_resets_are_the_previous_dones():
+    """The step with the reset does not see what was before it; the step before the reset is not disturbed."""
+    rnn, carry = linen.ScannedRNN(), some_carry("GRUCell")
+    xs, resets = normal(1, (T, B, D)), jnp.zeros((T, B)).at[3].set(1)
+    variables = random_variables(rnn, carry, (xs, resets))
+    _, ys = run(rnn, variables, carry, (xs, resets))
+    _, before = run(rnn, variables, carry, (xs[:3], resets[:3]))
+    _, after = run(rnn, variables, rnn.initialize_carry(B, H), (xs[3:], jnp.zeros((T - 3, B))))
+    assert_close(ys, jnp.concatenate([before, after]))
+
+
+@pytest.mark.parametrize(
+    ("make", "args", "shape"),
+    [
+        pytest.param(lambda: linen.ScannedRNN, (B, H), (B, H), id="class"),
+        pytest.param(lambda: linen.ScannedRNN, ((2, 3), H), (2, 3, H), id="class-two_batch_axes"),
+        pytest.param(lambda: linen.ScannedRNN(), (B, H), (B, H), id="instance"),
+        pytest.param(lambda: linen.ScannedRNN(H, "gru"), (B,), (B, H), id="instance-that_knows_the_width"),
+        pytest.param(lambda: linen.ScannedRNN(H, "optimised_lstm"), (B,), [(B, H)] * 2, id="instance-lstm"),
+        pytest.param(lambda: replacement("LSTMCell", False), (B, H), [(B, H)] * 2, id="subclass-lstm"),
+        pytest.param(lambda: linen.HiddenFirstScannedRNN, (H, 2, 3), (2, 3, H), id="hidden_first"),
+        pytest.param(lambda: replacement("OptimizedLSTMCell", True), (H, B), [(B, H)] * 2, id="hidden_first-lstm"),
+    ],
+)
+def test_initialize_carry(make, args, shape):
+    carry = make().initialize_carry(*args)
+    leaves = [carry] if isinstance(shape, tuple) else list(carry)
+    assert [leaf.shape for leaf in leaves] == ([shape] if isinstance(shape, tuple) else shape)
+    assert all(leaf.dtype == jnp.float32 and not leaf.any() for leaf in leaves)
+
+
+def test_names_and_cells_of_scanned_rnn_are_selectable():
+    x = jnp.zeros((T, B, D)), jnp.zeros((T, B))
+    for rnn, name in [
+        (linen.ScannedRNN(cell_name="GRUCell_0"), "GRUCell_0"),
+        (linen.ScannedRNN(cell_type=nn.GRUCell), "GRUCell_1"),
+        (linen.ScannedRNN(H, "simple"), "SimpleCell_1"),
+    ]:
+        assert list(random_variables(rnn, jnp.zeros((B, H)), x)["params"]) == [name]
+
+
+@pytest.mark.parametrize(
+    ("rnn", "carry", "x", "message"),
+    [
+        pytest.param(
+            linen.ScannedRNN(),
+            jnp.zeros((B, H)),
+            jnp.zeros((T, B, D)),
+            r"takes \(carry, \(ins, resets\)\)",
+            id="no_resets",
+        ),
+        pytest.param(
+            linen.ScannedRNN(),
+            jnp.zeros((B, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((B, T))),
+            r"resets must be \[T, \*batch\] = \(7, 4\)",
+            id="resets_batch_major",
+        ),
+        pytest.param(
+            linen.ScannedRNN(),
+            jnp.zeros((B + 1, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
+            "carry must be .* got \\(5, 6\\)",
+            id="carry_of_another_batch",
+        ),
+        pytest.param(
+            linen.ScannedRNN(2 * H),
+            jnp.zeros((B, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
+            "must be 12 wide",
+            id="carry_of_another_width",
+        ),
+        pytest.param(
+            linen.ScannedRNN(),
+            (jnp.zeros((B, H)),) * 2,
+            (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
+            "carry of a GRU is one array",
+            id="pair_for_gru",
+        ),
+        pytest.param(
+            linen.ScannedRNN(cell_type="lstm"),
+            jnp.zeros((B, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
+            r"carry of an LSTM is a pair \(c, h\)",
+            id="array_for_lstm",
+        ),
+        pytest.param(
+            linen.ScannedRNN(cell_type="rnn"),
+            jnp.zeros((B, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
+            "cell_type must be a class of cells or one of gru, lstm",
+            id="unknown_cell_type",
+        ),
+        pytest.param(
+            linen.ScannedRNN(implementation="cuda"),
+            jnp.zeros((B, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
+            "implementation must be",
+            id="unknown_implementation",
+        ),
+        pytest.param(
+            linen.ScannedRNN(cell_type="simple"),
+            jnp.zeros((B, H)),
+            (jnp.zeros((T, B, D)), jnp.zeros((B, T))),
+            "resets must have the batch and time axes",
+            id="resets_batch_major-any_cell",
+        ),
+    ],
+)
+def test_scanned_rnn_says_what_is_wrong(rnn, carry, x, message):
+    with pytest.raises(ValueError, match=message):
+        random_variables(rnn, carry, x)
+
+
+def test_initialize_carry_without_a_width_says_so():
+    with pytest.raises(ValueError, match="unless hidden_state_dim is set"):
+        linen.ScannedRNN.initialize_carry(B)
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_cells_have_flax_parameters(cell, options):
+    normals = ("kernel_init", "recurrent_kernel_init", "bias_init")
+    options = options | {name: nn.initializers.normal(i + 1.0) for i, name in enumerate(normals)}
+    want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
+    assert isinstance(got, getattr(nn, cell))
+    assert got.num_feature_axes == 1
+    carry = want.initialize_carry(jax.random.key(0), (B, D))
+    assert_close(got.initialize_carry(jax.random.key(0), (B, D)), carry, tol=0)
+    x = jnp.zeros((B, D))
+    assert_identical(got.init(jax.random.key(3), carry, x), want.init(jax.random.key(3), carry, x))
+
+
+@pytest.mark.parametrize("gates", ["standard", "custom"])
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_step_is_flax_step(cell, batch, gates):
+    options = {} if gates == "standard" else {"gate_fn": nn.hard_sigmoid, "activation_fn": nn.relu}
+    want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
+    carry, x = some_carry(cell, batch), normal(1, (*batch, D))
+    variables = random_variables(want, carry, x)
+    assert jax.tree.structure(random_variables(got, carry, x)) == jax.tree.structure(variables)
+    assert_close(run(got, variables, carry, x), run(want, variables, carry, x))
+
+
+@pytest.mark.parametrize("carry_dtype", [jnp.float32, jnp.bfloat16], ids=["carry=f32", "carry=bf16"])
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16], ids=["none", "f32", "bf16"])
+@pytest.mark.parametrize("cell", CELLS[:2])
+def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
+    want, got = getattr(nn, cell)(H, dtype=dtype), getattr(linen, cell)(H, dtype=dtype)
+    carry = jax.tree.map(lambda x: x.astype(carry_dtype), some_carry(cell))
+    x = normal(1, (B, D))
+    variables = random_variables(want, carry, x)
+    tol = 2e-2 if jnp.bfloat16 in (dtype, carry_dtype) else 2e-6
+    assert_close(run(got, variables, carry, x), run(want, variables, carry, x), tol=tol)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_bfloat16_multiplies_in_bfloat16_and_carries_float32(cell):
+    rnn = linen.RNN(getattr(linen, cell)(H, dtype=jnp.bfloat16), time_major=True, return_carry=True)
+    xs, carry = normal(1, (T, B, D)), some_carry(cell)
+    variables = random_variables(rnn, xs)
+    text = str(jax.make_jaxpr(functools.partial(rnn.apply, mutable=False))(variables, xs, initial_carry=carry))
+    carry, ys = run(rnn, variables, xs, initial_carry=carry)
+    assert {leaf.dtype for leaf in jax.tree.leaves((carry, ys))} == {jnp.dtype(jnp.float32)}
+    assert jnp.any(ys != ys.astype(jnp.bfloat16))
+    assert f"bf16[{T},{B},{D}]" in text  # what the inputs are multiplied as
+
+
+def test_packed_params_feed_the_functions():
+    cell, x, h = linen.GRUCell(H), normal(1, (T, B, D)), some_carry("GRUCell")
+    variables = random_variables(cell, h, x[0])
+    params = cell.apply(variables, D, H, method="packed_params")
+    assert_close(jaxrnn.gru(params, h, x)[1][0], run(nn.GRUCell(H), variables, h, x[0])[1])
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_can_be_shared_between_steps_and_sequences(cell):
+    class Shared(nn.Module):
+        @nn.compact
+        def __call__(self, carry, xs):
+            shared = getattr(linen, cell)(H)
+            carry, first = shared(carry, xs[0])
+            return first, linen.RNN(shared, time_major=True)(xs[1:], initial_carry=carry)
+
+    carry, xs = some_carry(cell), normal(1, (T, B, D))
+    variables = random_variables(Shared(), carry, xs)
+    assert list(variables["params"]) == [f"{cell}_0"]
+    first, rest = run(Shared(), variables, carry, xs)
+    whole = nn.RNN(getattr(nn, cell)(H), time_major=True)
+    params = {"params": {"cell": variables["params"][f"{cell}_0"]}}
+    assert_close(jnp.concatenate([first[None], rest]), run(whole, params, xs, initial_carry=carry))
+
+
+# --- RNN -------------------------------------------------------------------------------------------------------------
+
+
+def rnn_inputs(time_major, batch=(B,)):
+    return normal(1, (T, *batch, D) if time_major else (*batch, T, D))
+
+
+@pytest.mark.parametrize(
+    ("cell", "lengths"),
+    [("GRUCell", None), ("GRUCell", [7, 1, 3, 5]), ("LSTMCell", [7, 1, 3, 5])],
+    ids=["gru", "gru-lengths", "lstm-lengths"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"time_major": time_major, "reverse": reverse, "keep_order": keep_order}
+        for time_major in (False, True)
+        for reverse, keep_order in ((False, False), (True, False), (True, True))
+    ],
+    ids=lambda options: "-".join(name for name, on in options.items() if on) or "default",
+)
+def test_rnn_is_flax_rnn(cell, options, lengths):
+    xs, carry = rnn_inputs(options["time_major"]), some_carry(cell)
+    call = {"seq_lengths": None if lengths is None else jnp.array(lengths), "initial_carry": carry}
+    flax_rnn = nn.RNN(getattr(nn, cell)(H), return_carry=True, **options)
+    variables = random_variables(flax_rnn, xs)
+    want = run(flax_rnn, variables, xs, **call)
+    ours = linen.RNN(getattr(linen, cell)(H), return_carry=True, **options)
+    assert_close(run(ours, variables, xs, **call), want)
+    with_flax_cell = linen.RNN(getattr(nn, cell)(H))  # and its options at the call
+    assert_close(run(with_flax_cell, variables, xs, return_carry=True, **options, **call), want)
+
+
+@pytest.mark.parametrize("source", [linen, nn], ids=["our_cell", "flax_cell"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_rnn_has_flax_parameters(cell, source):
+    xs = rnn_inputs(False)
+    options = {"recurrent_kernel_init": nn.initializers.normal(1.0)}
+    want = nn.RNN(getattr(nn, cell)(H, **options)).init(jax.random.key(3), xs)
+    assert list(want["params"]) == ["cell"]
+    assert_identical(linen.RNN(getattr(source, cell)(H, **options)).init(jax.random.key(3), xs), want)
+
+
+def test_rnn_without_a_carry_starts_from_the_cell():
+    options = {"carry_init": nn.initializers.normal(1.0)}
+    xs, key = rnn_inputs(False), jax.random.key(4)
+    ours, flax_rnn = linen.RNN(linen.GRUCell(H, **options)), nn.RNN(nn.GRUCell(H, **options))
+    variables = random_variables(flax_rnn, xs)
+    want = run(flax_rnn, variables, xs, init_key=key)
+    assert_close(run(ours, variables, xs, init_key=key), want)
+    # an episode starts there too, not from zeros
+    resets = jnp.ones((B, T)).at[:, 1:].set(0)
+    assert_close(run(ours, variables, xs, initial_carry=jnp.ones((B, H)), resets=resets, init_key=key), want)
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_sequence_of_length_zero_keeps_its_carry(cell):
+    xs, carry = rnn_inputs(False), some_carry(cell)
+    rnn = linen.RNN(getattr(linen, cell)(H), return_carry=True)
+    variables = random_variables(rnn, xs)
+    for inputs in (xs, xs[:, :0]):
+        got, _ = run(rnn, variables, inputs, initial_carry=carry, seq_lengths=jnp.zeros(B, int))
+        assert_close(got, carry, tol=0)
+
+
+def reset_carries(cell, shape):
+    """A reset carry of one of the shapes allowed."""
+    one = [normal(20 + i, shape) for i in range(2)]
+    return one[0] if cell in ("GRUCell", "SimpleCell") else tuple(one)
+
+
+@pytest.mark.parametrize(
+    ("state", "reverse", "lengths"),
+    [("none", False, None), ("h", True, None), ("bh", False, [7, 1, 3, 5]), ("tbh", True, [7, 1, 3, 5])],
+    ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
+)
+@pytest.mark.parametrize("cell", CELLS[:2])
+def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
+    """An own `gate_fn` that is sigmoid after all makes the same cell run under `nn.scan`."""
+    xs, resets = rnn_inputs(False), some_resets((B, T))
+    shape = {"none": None, "h": (H,), "bh": (B, H), "tbh": (B, T, H)}[state]
+    carry, reset_carry = some_carry(cell), None if shape is None else reset_carries(cell, shape)
+
+    class Call(nn.Module):
+        rnn: nn.Module
+
+        def __call__(self, xs, carry, reset_carry):
+            options = {"seq_lengths": None if lengths is None else jnp.array(lengths), "reverse": reverse}
+            return self.rnn(xs, initial_carry=carry, reset_carry=reset_carry, resets=resets, **options)
+
+    fused = Call(linen.RNN(getattr(linen, cell)(H), return_carry=True))
+    scanned = Call(linen.RNN(getattr(linen, cell)(H, gate_fn=lambda x: nn.sigmoid(x)), return_carry=True))
+    variables = random_variables(fused, xs, carry, reset_carry)
+    want = outputs_and_gradients(scanned, variables, xs, carry, reset_carry)
+    assert_close(outputs_and_gradients(fused, variables, xs, carry, reset_carry), want, tol=1e-5)
+
+
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "SimpleCell", "MGUCell"])
+def test_resets_cut_a_sequence_for_every_cell(cell):
+    xs = normal(1, (T, B, D))
+    rnn = linen.RNN(getattr(nn, cell)(H), time_major=True, return_carry=True)
+    variables = random_variables(rnn, xs)
+    carry, ys = run(rnn, variables, xs, resets=jnp.zeros((T, B), int).at[3].set(2))
+    _, head = run(rnn, variables, xs[:3])
+    want_carry, tail = run(rnn, variables, xs[3:])
+    assert_close((carry, ys), (want_carry, jnp.concatenate([head, tail])))
+
+
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell"])
+def test_bidirectional_is_flax_bidirectional(cell):
+    xs, lengths = rnn_inputs(False), jnp.array([7, 1, 3, 5])
+    want = nn.Bidirectional(*(nn.RNN(getattr(nn, cell)(H)) for _ in range(2)))
+    got = nn.Bidirectional(*(linen.RNN(getattr(linen, cell)(H)) for _ in range(2)))
+    variables = random_variables(want, xs)
+    assert jax.tree.structure(random_variables(got, xs)) == jax.tree.structure(variables)
+    call = {"seq_lengths": lengths, "return_carry": True}
+    assert_close(run(got, variables, xs, **call), run(want, variables, xs, **call))
+
+
+def test_rnn_runs_cells_with_own_variables_as_flax_does():
+    xs = rnn_inputs(False)
+    options = {"variable_axes": {"params": 0}, "variable_broadcast": False, "split_rngs": {"params": True}}
+    want, got = (rnn(nn.GRUCell(H), **options) for rnn in (nn.RNN, linen.RNN))
+    variables = random_variables(want, xs)
+    assert variables["params"]["cell"]["ir"]["kernel"].shape == (T, D, H)
+    assert_identical(random_variables(got, xs), variables)
+    assert_close(run(got, variables, xs), run(want, variables, xs))
+
+
+def test_convolutional_cells_run_with_resets():
+    xs = normal(1, (B, T, 4, 4, 2))
+    want, got = (rnn(nn.ConvLSTMCell(3, kernel_size=(3, 3))) for rnn in (nn.RNN, linen.RNN))
+    variables = random_variables(want, xs)
+    ys = run(got, variables, xs, resets=jnp.zeros((B, T)).at[:, 4].set(1))
+    assert_close(ys[:, :4], run(want, variables, xs[:, :4]))
+    assert_close(ys[:, 4:], run(want, variables, xs[:, 4:]))
+
+
+@pytest.mark.parametrize("lift", ["remat", "jit", "vmap"])
+def test_rnn_runs_under_lifted_transforms(lift):
+    xs = rnn_inputs(False)
+    make = {
+        "remat": lambda cls: nn.remat(cls),
+        "jit": lambda cls: nn.jit(cls),
+        "vmap": lambda cls: nn.vmap(cls, variable_axes={"params": None}, split_rngs={"params": False}),
+    }[lift]
+    want, got = make(nn.RNN)(nn.GRUCell(H)), make(linen.RNN)(linen.GRUCell(H))
+    variables = random_variables(want, xs)
+    assert_identical(random_variables(got, xs), variables)
+    assert_close(outputs_and_gradients(got, variables, xs), outputs_and_gradients(want, variables, xs), tol=1e-5)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+def modules_with(**options):
+    """Every module that takes `precision` and `implementation`, as a function of `(variables, xs)`."""
+    zeros = jnp.zeros((B, H))
+    resets = jnp.zeros((T, B))
+    return {
+        "cell": (linen.GRUCell(H, **options), lambda m, v, xs: m.apply(v, zeros, xs[0])),
+        "rnn": (linen.RNN(linen.GRUCell(H), time_major=True, **options), lambda m, v, xs: m.apply(v, xs)),
+        "rnn-of_cell": (linen.RNN(linen.GRUCell(H, **options), time_major=True), lambda m, v, xs: m.apply(v, xs)),
+        "scanned": (linen.ScannedRNN(**options), lambda m, v, xs: m.apply(v, zeros, (xs, resets))),
+    }
+
+
+def variables_of(name):
+    params = random_variables(nn.GRUCell(H), jnp.zeros((B, H)), jnp.zeros((B, D)))["params"]
+    path = {"cell": None, "scanned": "GRUCell_1"}.get(name, "cell")
+    return {"params": params if path is None else {path: params}}
+
+
+@pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "scanned"])
+def test_precision_reaches_every_matmul(name):
+    xs = normal(1, (T, B, D))
+    module, apply = modules_with(precision=jax.lax.Precision.HIGHEST, implementation="xla")[name]
+    text = str(jax.make_jaxpr(lambda v: apply(module, v, xs))(variables_of(name)))
+    assert text.count("dot_general[") == 2
+    assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
+
+
+@pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "scanned"])
+def test_implementation_reaches_the_function(name, monkeypatch):
+    seen = []
+    real = linen.gru
+    monkeypatch.setattr(
+        linen, "gru", lambda *args, implementation, **kw: seen.append(implementation) or real(*args, **kw)
+    )
+    module, apply = modules_with(implementation="triton")[name]
+    apply(module, variables_of(name), normal(1, (T, B, D)))
+    assert seen == ["triton"]
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        pytest.param(linen.RNN(linen.GRUCell(H, gate_fn=nn.relu)), "another gate_fn", id="gate_fn"),
+        pytest.param(linen.RNN(nn.LSTMCell(H, activation_fn=nn.relu)), "another activation_fn", id="activation_fn"),
+        pytest.param(linen.RNN(nn.SimpleCell(H)), "a SimpleCell", id="another_cell"),
+        pytest.param(linen.RNN(nn.GRUCell(H), variable_carry="batch_stats"), "an RNN with other", id="variables"),
+    ],
+)
+def test_what_cannot_be_fused_says_why(module, reason):
+    xs = rnn_inputs(False)
+    assert jax.eval_shape(module.init_with_output, jax.random.key(0), xs)[0].shape == (B, T, H)
+    with pytest.raises(NotImplementedError, match=reason):
+        random_variables(module.clone(implementation="triton"), xs)
+    with pytest.raises(NotImplementedError, match="default_matmul_precision"):
+        random_variables(module.clone(precision="highest"), xs)
+
+
+def test_a_custom_cell_refuses_triton_by_itself_too():
+    cell = linen.GRUCell(H, activation_fn=nn.relu, implementation="triton")
+    with pytest.raises(NotImplementedError, match="another activation_fn"):
+        random_variables(cell, jnp.zeros((B, H)), jnp.zeros((B, D)))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        ({"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
+        ({"reset_carry": jnp.zeros((H,))}, "reset_carry is given but resets is None"),
+        ({"resets": jnp.zeros((B, T)), "reset_carry": jnp.zeros((B, T))}, r"must be \[H\] = \(6,\)"),
+        ({"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
+        ({"initial_carry": jnp.zeros((B,))}, "carry must be"),
+    ],
+    ids=["resets_time_major", "reset_carry_without_resets", "reset_carry_shape", "seq_lengths_shape", "carry_shape"],
+)
+def test_rnn_says_what_is_wrong(call, message):
+    with pytest.raises(ValueError, match=message):
+        random_variables(linen.RNN(linen.GRUCell(H)), rnn_inputs(False), **call)
+
+
+@pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell"])
+def test_triton_runs_the_agent_as_xla_does(cell):
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    carry, x = some_carry(cell), (normal(1, (3, B, D)), some_resets((3, B)).astype(jnp.float32))
+    triton, xla = (
+        linen.ScannedRNN(cell_type=getattr(linen, cell), implementation=name, precision="highest")
+        for name in ("triton", "xla")
+    )
+    variables = random_variables(xla, carry, x)
+    want = outputs_and_gradients(xla, variables, carry, x)
+    assert_close(outputs_and_gradients(triton, variables, carry, x), want, tol=2e-5)
