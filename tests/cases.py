@@ -237,7 +237,8 @@ def _dedupe(cases: list[Case]) -> tuple[Case, ...]:
 def _interpreted() -> tuple[Case, ...]:
     """Small and odd: every feature, and every way to share the work, at least once for each cell.
 
-    At the highest precision, weights of more than 64 units are always shared among programs.
+    At the highest precision, weights of more than 64 units are always shared among programs; at the default one, the
+    kernels round to TF32 above 32 units. No bfloat16: the interpreter cannot multiply it.
     """
     cases = []
     for cell in ("gru", "lstm"):
@@ -259,8 +260,7 @@ def _interpreted() -> tuple[Case, ...]:
         vary(models=3, time_major=False, reset_state="h", remat=True)
         vary(T=3, H=17, dtype="f16", precision="default", reset_state="h")
         vary(T=3, H=17, dtype="f16", carry_dtype="f16", precision="default", remat=True)
-        vary(T=3, H=17, dtype="bf16", carry_dtype="bf16", precision="default", reset_state="bh")
-        vary(precision="default", reset_state="bh")
+        vary(T=3, H=36, precision="default", reset_state="bh")
         vary(precision="high", reset_state="h")
         vary(T=3, H=70, reset_state="h")
         vary(T=3, B=19, H=70, resets="none", reverse=True)

@@ -205,3 +205,17 @@ def test_triton_by_name_does_not_take_float64():
 def test_triton_by_name_does_not_take_an_algorithm_for_precision():
     with pytest.raises(NotImplementedError, match=r'no kernel for precision.*BF16.*implementation="xla"'):
         jaxrnn.gru(**gru_call(), implementation="triton", precision="BF16_BF16_F32")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("name", ["params", "carry", "xs"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
+    """Any argument in bfloat16; `implementation=None` runs all the same."""
+    function, make = CALLS[cell]
+    call = make()
+    call[name] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), call[name])
+    text = "the Triton implementation computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16"
+    with pytest.raises(NotImplementedError, match=f'{text}.*implementation="xla"'):
+        function(**call, implementation="triton")
+    assert function(**call)[1].shape == (T, B, H)
