@@ -50,7 +50,7 @@ class Case:
     D: int = 20
     dtype: str = "f32"
     carry_dtype: str = "f32"
-    precision: str = "default"
+    precision: str | None = "default"
     resets: str = "some"
     reset_dtype: str = "bool"
     reset_state: str | None = None
@@ -65,7 +65,7 @@ class Case:
         rest = {
             f"D{self.D}": self.D != 20,
             f"carry={self.carry_dtype}": self.carry_dtype != "f32",
-            self.precision: self.precision != "default",
+            str(self.precision): self.precision != "default",
             f"resets={self.reset_dtype}": self.reset_dtype != "bool",
             f"state={self.reset_state}": self.reset_state is not None,
             "reverse": self.reverse,
@@ -155,6 +155,18 @@ def run_oracle(case: Case, inputs: Inputs) -> Outputs:
         return one(inputs)
     each = [one({k: None if x is None else x[s] for k, x in inputs.items()}) for s in range(case.models)]
     return {name: np.stack([results[name] for results in each]) for name in each[0]}
+
+
+def run_float64(case: Case, inputs: Inputs) -> Outputs:
+    """Outputs and every gradient of `case` from the same numbers, by the reference in float64.
+
+    Compiled, and on a GPU if there is one: for cases that keep the oracle's loop busy for many seconds. It is held to
+    the oracle in test_reference.py and test_kernels_gpu.py, so what is held to it is held to the oracle.
+    """
+    wide = dataclasses.replace(case, dtype="f64", carry_dtype="f64", precision="highest", remat=False)
+    with jax.enable_x64(True):
+        inputs = {name: x if x is None or name == "resets" else x.astype(np.float64) for name, x in inputs.items()}
+        return run(wide, inputs, "xla")
 
 
 def tiny(case: Case, want: NDArray) -> float:
@@ -311,3 +323,9 @@ def _gpu() -> tuple[Case, ...]:
 
 INTERPRETED = _interpreted()
 GPU = _gpu()
+# Without gradients nothing is saved, and `remat` says nothing.
+GPU_FORWARD = tuple(
+    case
+    for case in GPU
+    if case.H in (24, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
+)

@@ -32,10 +32,21 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     left_out |= {"compile_only"} if interpreted else {"interpret"}
 
-    # Workers share the machine: none takes the GPU's memory ahead, or every core.
+    # Workers share the machine: none takes the GPU's memory ahead, or every core. The latter must be said before they
+    # start: a pytest plugin may import NumPy, which asks only then, before this file is read.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if "PYTEST_XDIST_WORKER" in os.environ:
+    if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """By default, gives workers neighbouring tests: many of those share a compilation."""
+    if config.option.dist != "load":
+        return None
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
 
 
 def pytest_report_header() -> str:
@@ -48,3 +59,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
+    # The longest tests first, so that no worker is left alone with them in the end.
+    items.sort(key=lambda item: item.path.name != "test_recurrent_ppo.py")

@@ -95,10 +95,7 @@ BOUND = {"f32": CLOSE, "bf16": 2.0**-7, "f16": 2.0**-9}
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle_in_float64(case):
     inputs = cases.make_inputs(case)
-    want = cases.run_oracle(case, inputs)
-    with jax.enable_x64(True):
-        inputs = {name: x if x is None or x.dtype == bool else x.astype(np.float64) for name, x in inputs.items()}
-        got = cases.run(case, inputs, "xla")
+    got, want = cases.run_float64(case, inputs), cases.run_oracle(case, inputs)
     assert got.keys() == want.keys()
     cases.compare(got, want, lambda name: EXACT)
 
