@@ -1,5 +1,6 @@
 """Every way to call `gru` and `lstm` wrongly, told by its text: what was expected, what came, what to do."""
 
+import functools
 import os
 import re
 import subprocess
@@ -69,6 +70,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
     ("gru", {"params": replaced("gru", b_hn=ZEROS((H,), int))}, "params.b_hn must be floating point, got int32"),
     ("gru", {"xs": ZEROS((T, B, D + 1))}, "params.w_ih must be (3, 15) for inputs of width 3 and a carry of width 5"),
     ("gru", {"carry": ZEROS((B, H + 1))}, "a carry of width 6, got (2, 15)"),
+    ("gru", {"carry": (ZEROS((B, H)),) * 2}, "carry of a GRU is one array"),
     ("gru", {"carry": ZEROS(())}, "carry must be [*batch, H], got a scalar"),
     ("gru", {"carry": ZEROS((H,))}, "carry must be [*batch, H] with batch axes (3,)"),
     ("gru", {"carry": ZEROS((B, H), jnp.int32)}, "carry must be floating point, got int32; convert it first"),
@@ -208,6 +210,16 @@ def test_triton_by_name_does_not_take_an_algorithm_for_precision():
 
 
 @pytest.mark.interpret
+def test_triton_by_name_names_the_hidden_width_that_no_device_can_share():
+    H = 10_000
+    params = jaxrnn.GRUParams(*(jax.ShapeDtypeStruct(x, jnp.float32) for x in ((D, 3 * H), (H, 3 * H), (3 * H,), (H,))))
+    carry, xs = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((B, H), (T, B, D)))
+    call = jax.jit(functools.partial(jaxrnn.gru, implementation="triton"))
+    with pytest.raises(NotImplementedError, match=r'hidden width of 10000 is more than.*implementation="xla"'):
+        call.lower(params, carry, xs)
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("name", ["params", "carry", "xs"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
@@ -215,7 +227,7 @@ def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
     function, make = CALLS[cell]
     call = make()
     call[name] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), call[name])
-    text = "the Triton implementation computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16"
-    with pytest.raises(NotImplementedError, match=f'{text}.*implementation="xla"'):
+    text = "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16"
+    with pytest.raises(NotImplementedError, match=f'the Triton implementation {text}.*implementation="xla"'):
         function(**call, implementation="triton")
     assert function(**call)[1].shape == (T, B, H)

@@ -16,13 +16,15 @@ CLOSE = 1e-5
 FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}
 
 
-@pytest.fixture(
-    params=[
-        "xla",
-        pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
-        pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
-    ]
-)
+KERNELS = [
+    pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
+    pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
+]
+# For what JAX itself holds of a `lax.scan`, and a custom rule might break.
+kernels_only = pytest.mark.parametrize("implementation", KERNELS)
+
+
+@pytest.fixture(params=["xla", *KERNELS])
 def implementation(request):
     return request.param
 
@@ -217,6 +219,7 @@ def runner_with_gradients(cell, implementation):
     return both
 
 
+@kernels_only
 @pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
 def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
     """Gradients to what is not mapped are sums over the mapped axis."""
@@ -241,6 +244,7 @@ NESTED = {
 }
 
 
+@kernels_only
 @pytest.mark.parametrize("nesting", NESTED)
 def test_nested_vmap_equals_loops(cell, implementation, nesting):
     axes = NESTED[nesting]
@@ -269,6 +273,7 @@ def test_nested_vmap_equals_loops(cell, implementation, nesting):
     assert_close(got, stack([stack([element(i, k) for k in range(sizes[1])]) for i in range(S)]))
 
 
+@kernels_only
 def test_scan_around_equals_one_long_run(cell, implementation):
     params, carry, xs, resets, state = arguments(cell, steps=2 * T)
     call = runner(cell, implementation)
@@ -292,6 +297,7 @@ def test_scan_around_equals_one_long_run(cell, implementation):
     assert_close(got, want)
 
 
+@kernels_only
 @pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
 def test_checkpoint_around_equals_plain(cell, implementation, remat):
     args = arguments(cell)
@@ -302,6 +308,7 @@ def test_checkpoint_around_equals_plain(cell, implementation, remat):
     assert_close(got, want)
 
 
+@kernels_only
 def test_outside_jit_equals_inside(cell, implementation):
     args = arguments(cell)
     both = runner_with_gradients(cell, implementation)
@@ -314,6 +321,7 @@ def test_resets_take_no_gradient(cell, implementation):
     assert_same(gradient, jnp.zeros((T, B)))
 
 
+@kernels_only
 @pytest.mark.parametrize(
     "argnums", [n for k in (1, 2) for n in itertools.combinations((0, 1, 2, 4), k)][::3], ids=lambda n: f"argnums{n}"
 )
@@ -323,6 +331,14 @@ def test_gradients_of_some_arguments_equal_those_of_all(cell, implementation, ar
     got = jax.jit(jax.grad(loss, argnums))(*args)
     everything = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))(*args)
     assert_close(got, tuple(everything[i] for i in argnums))
+
+
+@pytest.mark.interpret
+def test_none_is_xla_on_a_cpu(cell):
+    """Bit for bit, though the kernels could be interpreted there."""
+    args = arguments(cell)
+    got, want = (jax.jit(runner_with_gradients(cell, implementation))(*args) for implementation in (None, "xla"))
+    assert_same(got, want)
 
 
 @pytest.mark.parametrize("weights", ["float64", "float16"])
@@ -373,13 +389,7 @@ def unusual(cell):
 UNUSUAL = [(cell, name) for cell in ("gru", "lstm") for name in unusual(cell)]
 
 
-@pytest.mark.parametrize(
-    "implementation",
-    [
-        pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
-        pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
-    ],
-)
+@kernels_only
 @pytest.mark.parametrize(("cell", "name"), UNUSUAL, ids=lambda x: x.replace(" ", "-"))
 def test_unusual_calls_equal_xla(cell, name, implementation):
     args, options = unusual(cell)[name]

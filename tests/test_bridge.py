@@ -1,0 +1,162 @@
+"""Between JAX and the kernels: names of precisions, tilings, what makes a kernel another one, and addresses."""
+
+import dataclasses
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+from jax.lax import Precision
+
+from jaxrnn import _bridge, recurrent
+
+# (precision, of a hidden width up to 32, of a wider one)
+PRECISIONS = [
+    (None, "tf32x3", "tf32"),
+    ("default", "tf32x3", "tf32"),
+    ("fastest", "tf32x3", "tf32"),
+    ("bfloat16", "tf32x3", "tf32"),
+    (Precision.DEFAULT, "tf32x3", "tf32"),
+    ("high", "tf32x3", "tf32x3"),
+    ("tensorfloat32", "tf32x3", "tf32x3"),
+    (Precision.HIGH, "tf32x3", "tf32x3"),
+    ("highest", "tf32x3", "tf32x3"),
+    ("float32", "tf32x3", "tf32x3"),
+    (Precision.HIGHEST, "tf32x3", "tf32x3"),
+    ((Precision.DEFAULT, Precision.DEFAULT), "tf32x3", "tf32"),
+    (["highest", "highest"], "tf32x3", "tf32x3"),
+    (("default", "highest"), None, None),
+    ("BF16_BF16_F32", None, None),
+    (jax.lax.DotAlgorithmPreset.F32_F32_F32, None, None),
+]
+
+
+@pytest.mark.parametrize(("precision", "narrow", "wide"), PRECISIONS, ids=lambda x: str(x).replace(" ", ""))
+def test_precision_of_the_kernels(precision, narrow, wide):
+    for hidden, want in ((1, narrow), (32, narrow), (33, wide), (1024, wide)):
+        assert recurrent.kernel_precision(precision, hidden) == want
+
+
+def test_precision_left_out_is_the_default_of_jax():
+    with jax.default_matmul_precision("float32"):
+        assert recurrent.kernel_precision(None, 64) == "tf32x3"
+        assert recurrent.kernel_precision("default", 64) == "tf32"
+    with jax.default_matmul_precision("BF16_BF16_F32"):
+        assert recurrent.kernel_precision(None, 64) is None
+
+
+@functools.cache
+def traced(case):
+    """What the launches of `case` are to the heuristic: problems by direction. They are lowered, and none runs."""
+    found, original = {}, _bridge._problem
+
+    def problem(*args):
+        result = original(*args)
+        found[result.direction] = result
+        return result
+
+    shapes = {name: shape_of(x) for name, x in cases.make_inputs(case).items() if x is not None}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_bridge, "_problem", problem)
+        jax.jit(functools.partial(cases._with_gradients, case, "triton")).lower(shapes)
+    assert found.keys() == {"fwd", "bwd"}
+    return found
+
+
+def shape_of(x):
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+# One of each kind of product: the heuristic knows them by operands and precision.
+KINDS = {"tf32": {}, "tf32x3": {"precision": "highest"}, "16-bit": {"dtype": "f16"}}
+
+
+@pytest.fixture(params=itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS), ids="-".join)
+def problem(request):
+    """A small problem, of each cell, direction and kind of product."""
+    cell, direction, kind = request.param
+    return traced(Case(cell, T=3, B=2, H=40, reset_state="tbh", **KINDS[kind]))[direction]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_the_default_precision_of_jax_reaches_the_kernels(cell):
+    case = Case(cell, T=3, B=2, H=40, D=3, precision=None)
+    assert {problem.precision for problem in traced(case).values()} == {"tf32"}
+    with jax.default_matmul_precision("highest"):
+        assert {problem.precision for problem in traced.__wrapped__(case).values()} == {"tf32x3"}
+
+
+# An RTX 4090, an A100 and an H200: compute capability, multiprocessors, and the shared memory a program can have.
+DEVICES = {"99KB": (89, 128, 101_376), "163KB": (80, 108, 166_912), "227KB": (90, 132, 232_448)}
+HIDDEN = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 500, 512, 513, 1000, 1024, 1536, 2048, 4096)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
+    from torch_bridge.config import Device, heuristic
+
+    device = Device(*DEVICES[device])
+    for hidden, batch, models in itertools.product(HIDDEN, (1, 8, 100, 2048, 100_000), (1, 7)):
+        p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models)
+        config = heuristic(p, device)
+        assert config == heuristic.__wrapped__(p, device)
+        assert config.block_h * config.splits >= hidden > config.block_h * (config.splits - 1)
+        assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)
+        assert 1 <= config.workers(p, device) <= models * config.tiles(p)
+        assert config.shared_memory(p) <= device.shared_memory
+        if config.splits > 1:  # they wait for one another, so all of them must run at once
+            assert config.workers(p, device) * config.splits <= device.multiprocessors
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
+    from torch_bridge.config import Device, UnsupportedError, heuristic
+
+    device = Device(*DEVICES[device])
+    widest = 64 * device.multiprocessors
+    assert heuristic(dataclasses.replace(problem, hidden=widest), device).splits == device.multiprocessors
+    assert issubclass(UnsupportedError, NotImplementedError)
+    text = rf'hidden width of {widest + 1} is more than .* can share \({widest}\); pass implementation="xla"'
+    with pytest.raises(UnsupportedError, match=text):
+        heuristic(dataclasses.replace(problem, hidden=widest + 1), device)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("hidden", [24, 300])
+def test_another_time_or_batch_takes_the_same_kernel(problem, hidden):
+    from torch_bridge.config import Device
+    from torch_bridge.launch import Launch
+
+    def specialization(**changes):
+        return Launch(dataclasses.replace(problem, hidden=hidden, **changes), Device()).specialization
+
+    first = specialization(steps=3, batch=2)
+    for steps, batch, groups in ((1, 2, 1), (4, 2, 1), (3, 1, 1), (16, 7, 1), (1000, 8, 1), (3, 1, 5), (3, 2, 4)):
+        other = specialization(steps=steps, batch=batch, groups=groups)
+        assert (other, hash(other)) == (first, hash(first))
+    for changes in ({"reverse": True}, {"reset_state": "zeros"}, {"dtypes": problem.dtypes[:-1]}):
+        assert specialization(**changes) != first
+    assert specialization(batch=100_000).config != first.config or hidden == 24
+
+
+@pytest.mark.interpret
+def test_a_view_has_the_address_of_the_array():
+    torch = pytest.importorskip("torch")
+    from torch_bridge import dlpack
+
+    array, tensor = np.arange(24, dtype=np.float32).reshape(4, 6), torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)
+    addresses = [(x, x.ctypes.data) for x in (array, array[1:], array[2:, 3:], array.T, array[::2], array > 3)]
+    addresses += [(x, x.data_ptr()) for x in (tensor, tensor[1:], tensor[2:, 3:], tensor.T, tensor[::2], tensor > 3)]
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32, bool):
+        x = jnp.ones((4, 6), dtype)
+        addresses.append((x, x.unsafe_buffer_pointer()))
+    for x, address in addresses:
+        assert dlpack.view(x) == dlpack.View(address, dlpack.CPU, 0)
+    assert len({address for _, address in addresses}) >= 11  # offsets are seen
