@@ -26,7 +26,7 @@ class Cell:
       saved_state: the state whose history the backward kernel reads.
       hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds but `xp` does not.
       bias: the params field added to the input projection.
-      weights: params -> arrays the forward kernel takes by name.
+      hidden_biases: params -> arrays besides `w_hh` that the forward kernel takes, by name.
       activations: (params, xp, h_prev @ w_hh) -> gates as the forward kernel saves them, `[..., gates saved * H]`.
       recurrent_grads: (h_prev^T @ ..., dxp, hidden grads) -> gradients of the recurrent params by field.
     """
@@ -37,7 +37,7 @@ class Cell:
     saved_state: str
     hidden_grads: tuple[str, ...]
     bias: str
-    weights: Callable[[Any], dict[str, Array]]
+    hidden_biases: Callable[[Any], dict[str, Array]]
     activations: Callable[[Any, Array, Array], Array]
     recurrent_grads: Callable[[Callable[[Array], Array], Array, dict[str, Array]], dict[str, Array]]
 
@@ -74,7 +74,7 @@ GRU = Cell(
     saved_state="h",
     hidden_grads=("dhn",),
     bias="b_ih",
-    weights=lambda params: {"w_hh": params.w_hh, "b_hn": params.b_hn},
+    hidden_biases=lambda params: {"b_hn": params.b_hn},
     activations=_gru_activations,
     recurrent_grads=_gru_recurrent_grads,
 )
@@ -85,7 +85,7 @@ LSTM = Cell(
     saved_state="c",
     hidden_grads=(),
     bias="b",
-    weights=lambda params: {"w_hh": params.w_hh},
+    hidden_biases=lambda params: {},
     activations=_lstm_activations,
     recurrent_grads=lambda contract, dxp, _: {"w_hh": contract(dxp)},
 )

@@ -77,7 +77,7 @@ def gru(
     check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
     check_resets(resets, xs, time_major)
     check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
-    if use_triton(implementation, precision, (carry, xs, *params)) and xs.size and carry.size:
+    if use_triton(implementation, precision, xs.shape[0 if time_major else -2], (carry, xs, *params)) and xs.size and carry.size:
         (h,), (hs,) = _run_triton(
             cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat
         )
@@ -146,7 +146,7 @@ def lstm(
     check_resets(resets, xs, time_major)
     for i, state in enumerate((None, None) if reset_state is None else check_pair("reset_state", reset_state)):
         check_reset_state(f"reset_state[{i}]", state, resets, h0, xs, time_major)
-    if use_triton(implementation, precision, (c0, h0, xs, *params)) and xs.size and h0.size:
+    if use_triton(implementation, precision, xs.shape[0 if time_major else -2], (c0, h0, xs, *params)) and xs.size and h0.size:
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
         (h, c), (hs, cs) = _run_triton(
             cells.LSTM, params, (h0, c0), xs, resets, (reset_h, reset_c), reverse, time_major, precision, remat,
@@ -241,8 +241,8 @@ def check_reset_state(
         )
 
 
-def use_triton(implementation: Any, precision: Any, operands: tuple[Array, ...]) -> bool:
-    """Whether to run the Triton kernels.
+def use_triton(implementation: Any, precision: Any, steps: int, operands: tuple[Array, ...]) -> bool:
+    """Whether to run the Triton kernels on `steps` steps; `operands` are carry, inputs and weights.
 
     Raises:
       ValueError: no implementation has that name.
@@ -250,31 +250,28 @@ def use_triton(implementation: Any, precision: Any, operands: tuple[Array, ...])
     """
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
-    if implementation == "xla" or (implementation is None and not _bridge.preferred()):
+    if implementation == "xla" or (implementation is None and not _bridge.preferred(steps)):
         return False
     reason = _bridge.unsupported([x.dtype for x in operands])
-    if reason is None and kernel_precision(precision) is None:
+    if reason is None and kernel_precision(precision, operands[0].shape[-1]) is None:
         reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
     if reason is not None and implementation == "triton":
         raise NotImplementedError(f"the Triton implementation {reason}")
     return reason is None
 
 
-def kernel_precision(precision: Any) -> str | None:
+def kernel_precision(precision: Any, hidden: int) -> str | None:
     """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision
-    if precision is None:
-        return "tf32"
-    if isinstance(precision, tuple):
-        return kernel_precision(precision[0]) if len(set(precision)) == 1 else None
+    if isinstance(precision, (tuple, list)):
+        return kernel_precision(precision[0], hidden) if len(set(precision)) == 1 else None
     try:
-        precision = jax.lax.Precision(precision)
+        default = precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
     except ValueError:
         return None
-    return {
-        jax.lax.Precision.DEFAULT: "tf32", jax.lax.Precision.HIGH: "tf32x3", jax.lax.Precision.HIGHEST: "tf32x3",
-    }[precision]  # fmt: skip
+    # up to a width of 32 XLA multiplies in full float32 too, and a step takes no longer for it
+    return "tf32" if default and hidden > 32 else "tf32x3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,21 +310,30 @@ def _run_triton(
             return sequence(x, (hidden,))
         return state(jnp.broadcast_to(x, (*batch, hidden)))
 
+    def repeated(x: Array, time: int) -> Array:
+        x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), time)
+        return jnp.broadcast_to(x, xs.shape[:-1] + (hidden,))
+
     operand_dtype = jnp.result_type(xs, params.w_ih)
-    # the kernels carry float32; they read and write states in float32 or in the dtype of the operands
-    state_dtypes = [s.dtype if s.dtype == operand_dtype else jnp.dtype(jnp.float32) for s in states]
+    # the kernels carry float32; they read and write states in it, or in bfloat16 where all of it is bfloat16
+    state_dtypes = [
+        s.dtype if s.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for s in states
+    ]
     canonical_states = tuple(state(s.astype(dtype)) for s, dtype in zip(states, state_dtypes, strict=True))
     kind, canonical_resets = "zeros", None
     if any(r is not None for r in reset_states):
-        given = [jnp.zeros((hidden,), d) if r is None else r for r, d in zip(reset_states, state_dtypes, strict=True)]
+        # to the dtype of the kernel first, so that gradients of what is then repeated add up in it
+        given = [
+            jnp.zeros((hidden,), dtype) if r is None else r.astype(dtype)
+            for r, dtype in zip(reset_states, state_dtypes, strict=True)
+        ]
         if any(r.ndim > states[0].ndim for r in given):
-            given = [jnp.broadcast_to(r, xs.shape[:-1] + (hidden,)) if r.ndim < xs.ndim else r for r in given]
-        canonical_resets = tuple(
-            canonical_reset_state(r).astype(dtype) for r, dtype in zip(given, state_dtypes, strict=True)
-        )
+            time = 0 if time_major else -2
+            given = [r if r.ndim > states[0].ndim else repeated(r, time) for r in given]
+        canonical_resets = tuple(canonical_reset_state(r) for r in given)
         kind = "stepped" if canonical_resets[0].ndim == 4 else "fixed"
     static = _Static(
-        cell, kind, reverse, _hashable(precision), kernel_precision(precision) or "", remat, return_cells
+        cell, kind, reverse, _hashable(precision), kernel_precision(precision, hidden) or "", remat, return_cells
     )  # fmt: skip
     last, sequences = _recurrence(
         static, params, canonical_states, sequence(xs, xs.shape[-1:]),
@@ -363,7 +369,9 @@ def _forward(
     cell, hidden = static.cell, states[0].shape[-1]
     operand_dtype = jnp.result_type(xs, params.w_ih)
     xp = cells.project(cell, params, xs, static.precision)
-    arrays = {name: w.astype(operand_dtype)[None] for name, w in cell.weights(params).items()}
+    w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
+    arrays = {"w_hh_t": w_hh.T[None]}
+    arrays |= {name: b.astype(operand_dtype)[None] for name, b in cell.hidden_biases(params).items()}
     arrays |= {"xp": xp} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)} | {"reset": resets}
     arrays |= {f"reset_{s}": x for s, x in zip(cell.states, reset_states or (), strict=False)}
     stepped = [s for s in cell.states if s == "h" or static.return_cells or (keep and s == cell.saved_state)]
@@ -382,9 +390,16 @@ def _forward(
     return last, sequences, results
 
 
+def _operand(w: Array, kernel_precision: str) -> Array:
+    """Weights as the kernels multiply them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
+    if w.dtype != jnp.float32 or kernel_precision != "tf32":
+        return w
+    return jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
+
+
 def _gates_dtype(operand_dtype: Any) -> Any:
-    """Gates lie in [-1, 1]: float16 holds them to 2^-11, better than bfloat16 would."""
-    return jnp.dtype(jnp.float32 if operand_dtype == jnp.float32 else jnp.float16)
+    """Gates lie in [-1, 1], where float16 rounds to 2^-12: far below the error of bfloat16 operands, of no other."""
+    return jnp.dtype(jnp.float16 if operand_dtype == jnp.bfloat16 else jnp.float32)
 
 
 def _recurrence_fwd(
@@ -425,7 +440,7 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         gates = gates.astype(_gates_dtype(operand_dtype))
 
     index = cell.states.index(cell.saved_state)
-    arrays = {"w_hh": params.w_hh.astype(operand_dtype)[None], "gates": gates}
+    arrays = {"w_hh": _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)[None], "gates": gates}
     arrays |= {f"{cell.saved_state}s": saved[f"{cell.saved_state}s"], f"{cell.saved_state}0": states[index]}
     arrays |= {"reset": resets} | ({f"reset_{cell.saved_state}": reset_states[index]} if reset_states else {})
     arrays |= {f"d{s}s": d for s, d in zip(cell.states, d_sequences, strict=True)}

@@ -112,14 +112,19 @@ def device(ordinal: int = 0) -> Device:
     import torch
 
     properties = torch.cuda.get_device_properties(ordinal)
-    return Device(properties.major * 10 + properties.minor, properties.multi_processor_count)
+    return Device(
+        properties.major * 10 + properties.minor,
+        properties.multi_processor_count,
+        properties.shared_memory_per_block_optin,
+    )
 
 
 class Launch:
     """A problem with its configuration: `load` it for a device, then call it with addresses and a stream.
 
     Attributes:
-      counters: length of the zeroed int32 array "barrier" that the launch needs, 0 if it needs none.
+      workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
+        at the same time.
     """
 
     def __init__(self, problem: Problem, device: Device, config: KernelConfig | None = None):
@@ -127,11 +132,15 @@ class Launch:
         self.config = config or _config.heuristic(problem, device)
         self.workers = self.config.workers(problem, device)
         self.tiles = self.config.tiles(problem)
-        # forward, the last step has nobody to wait for it
-        meetings = problem.steps - (problem.direction == "fwd")
-        cooperative = self.config.splits > 1 and meetings > 0
-        self.counters = self.workers if cooperative and not interpreting() else 0
-        dtypes = problem.dtypes + ((("barrier", "int32"),) if cooperative else ())
+        self.workspaces: list[tuple[str, int, str, bool]] = []
+        cooperative = self.config.splits > 1 and not interpreting()
+        if self.config.splits > 1:
+            width = problem.hidden * (1 if problem.direction == "fwd" else CELLS[problem.cell].gates)
+            length = 2 * problem.groups * problem.batch * width
+            self.workspaces.append(("exchange", length, problem.operand_dtype, False))
+        if cooperative:
+            self.workspaces.append(("barrier", self.workers, "int32", True))
+        dtypes = problem.dtypes + tuple((name, dtype) for name, _, dtype, _ in self.workspaces)
         self.specialization = Specialization(
             problem.cell, problem.direction, problem.hidden, dtypes, problem.reset_state, problem.reverse,
             problem.precision, self.config, cooperative, device.capability,
@@ -149,7 +158,7 @@ class Launch:
             self._compiled[ordinal] = _loaded(self.specialization, ordinal)
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
-        """Launches on a stream of a device, given the address of every array by name ("barrier" too, if needed)."""
+        """Launches on a stream of a device, given the address of every array by name, workspaces included."""
         compiled = self._compiled[ordinal]
         constants = self.specialization.constants()
         arguments = [
@@ -170,11 +179,13 @@ class Launch:
         """
         kernel = self.specialization.kernel
         arguments = {name: tensors.get(name.removesuffix("_ptr")) for name in kernel.arg_names if name.endswith("_ptr")}
-        arguments |= self.specialization.constants() | {"barrier_ptr": None} | self.scalars
+        arguments |= self.specialization.constants() | self.scalars
         if self.config.splits == 1:
             kernel[(self.grid,)](**arguments)
             return
-        phases = [{}] if self.problem.direction == "fwd" else [{"PRODUCT_PHASE": False}, {"GATES_PHASE": False}]
-        for t in range(self.problem.steps):
+        forward = self.problem.direction == "fwd"
+        phases = [{}] if forward else [{"PRODUCT_PHASE": False}, {"GATES_PHASE": False}]
+        # forward, a launch of no steps comes first: it writes what the first step reads
+        for t in range(-1 if forward else 0, self.problem.steps):
             for phase in phases:
-                kernel[(self.grid,)](**arguments | phase | {"t_begin": t, "t_end": t + 1})
+                kernel[(self.grid,)](**arguments | phase | {"t_begin": max(t, 0), "t_end": t + 1})

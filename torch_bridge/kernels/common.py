@@ -64,11 +64,12 @@ def load_tile(ptr, rows, cols, width, mask):
 
 
 @triton.jit
-def load_shared_tile(ptr, rows, cols, width, mask):
-    """As `load_tile`, for what other programs of this launch wrote: read from L2, past this SM's own L1."""
-    return tl.load(ptr + rows[None, :] * width + cols[:, None], mask=mask, other=0.0, cache_modifier=".cg").to(
-        tl.float32
-    )
+def load_exchanged(ptr, offs_b, cols, WIDTH: tl.constexpr, EVEN: tl.constexpr):
+    """A `[cols, batch]` operand that programs of this launch wrote: read from L2, past this SM's own L1."""
+    offs = offs_b[None, :] * WIDTH + cols[:, None]
+    if EVEN:
+        return tl.load(ptr + offs, cache_modifier=".cg")
+    return tl.load(ptr + offs, mask=(cols < WIDTH)[:, None], other=0.0, cache_modifier=".cg")
 
 
 @triton.jit
@@ -91,15 +92,19 @@ def load_reset(reset_ptr, rows, mask):
 
 
 @triton.jit
-def load_weight(w_ptr, out_units, in_units, gate, H: tl.constexpr, GATES: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """A tile of gate `gate` of `w_hh [H, GATES * H]`: `[out, in]`, or `[in, out]` if TRANSPOSED; masked to H."""
-    if TRANSPOSED:
-        offs = in_units[:, None] * (GATES * H) + gate * H + out_units[None, :]
-        mask = (in_units < H)[:, None] & (out_units < H)[None, :]
-    else:
-        offs = in_units[None, :] * (GATES * H) + gate * H + out_units[:, None]
-        mask = (out_units < H)[:, None] & (in_units < H)[None, :]
-    return tl.load(w_ptr + offs, mask=mask, other=0.0)
+def load_weight(w_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """A tile of a row-major matrix of `COLS` columns, zero outside of its first ROWS rows and columns."""
+    mask = (rows < ROWS)[:, None] & (cols < ROWS)[None, :]
+    return tl.load(w_ptr + rows[:, None] * COLS + cols[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def stream_weight(w_ptr, rows, cols, COLS: tl.constexpr, EVEN: tl.constexpr):
+    """A tile of a row-major matrix of `COLS` columns, zero past them unless EVEN says there are none; rows all exist."""
+    offs = rows[:, None] * COLS + cols[None, :]
+    if EVEN:
+        return tl.load(w_ptr + offs)
+    return tl.load(w_ptr + offs, mask=(cols < COLS)[None, :], other=0.0)
 
 
 @triton.jit

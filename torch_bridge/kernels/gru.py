@@ -2,8 +2,9 @@
 
 A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights stay on chip
 and the hidden state never leaves it. Otherwise SPLITS programs share the units of a tile and meet at a barrier once a
-step, exchanging `hs` (forward) or the gate gradients (backward) through L2; such a launch must be cooperative, or cover
-one step (and one phase of it in the backward pass) so that the end of the launch is the barrier.
+step: they exchange the operands of the next product, hidden states (forward) or gate gradients (backward), through two
+buffers in L2, written in turn. Such a launch must be cooperative, or cover one step (and one phase of it in the
+backward pass) so that the end of the launch is the barrier.
 """
 
 import triton
@@ -14,47 +15,56 @@ from torch_bridge.kernels.common import (
     RESET_STEPPED,
     barrier,
     first_row,
+    load_exchanged,
     load_previous,
     load_reset,
-    load_shared_tile,
     load_tile,
     load_weight,
     operand,
-    previous,
     select_reset,
     sigmoid,
     step_time,
     store_gate,
     store_tile,
+    stream_weight,
     tanh,
 )
 
 
 @triton.jit
 def _gru_fwd_tile(
-    w_hh_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, barrier_ptr,
-    T, B, Q, t_begin, t_end, model, tile, split, arrivals,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = w_hh_t_ptr.dtype.element_ty
     PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
     HAS_RESETS: tl.constexpr = reset_ptr is not None
     SAVE: tl.constexpr = gates_ptr is not None
+    EVEN: tl.constexpr = H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
-    q = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    offs_b = tl.arange(0, BLOCK_B)
+    q = tile * BLOCK_B + offs_b
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
     row0 = first_row(seq, T, B)
-    w_ptr = w_hh_ptr + model.to(tl.int64) * (3 * H * H)
+    w_r_ptr = w_hh_t_ptr + model.to(tl.int64) * (3 * H * H)
+    w_z_ptr = w_r_ptr + H * H
+    w_n_ptr = w_z_ptr + H * H
 
     if SPLITS == 1:
-        w_r = operand(load_weight(w_ptr, unit, unit, 0, H, 3, False), DTYPE, PRECISION)
-        w_z = operand(load_weight(w_ptr, unit, unit, 1, H, 3, False), DTYPE, PRECISION)
-        w_n = operand(load_weight(w_ptr, unit, unit, 2, H, 3, False), DTYPE, PRECISION)
+        w_r = load_weight(w_r_ptr, unit, unit, H, H)
+        w_z = load_weight(w_z_ptr, unit, unit, H, H)
+        w_n = load_weight(w_n_ptr, unit, unit, H, H)
+    else:
+        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
+        buffer = models * Q * H
+        # units and sequences past the end compute something, on what is there, that is not stored
+        row = tl.minimum(unit, H - 1)
+        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
     b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
-    b_hn = tl.broadcast_to(b_hn[:, None], (BLOCK_H, BLOCK_B))
 
     if t_begin == 0:
         h = load_tile(h0_ptr, seq, unit, H, mask)
@@ -67,6 +77,15 @@ def _gru_fwd_tile(
     if HAS_RESETS:
         reset = load_reset(reset_ptr, rows, mask_q)
 
+    if SPLITS > 1 and t_begin == 0:
+        start = h
+        if HAS_RESETS:
+            start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+        store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+        if barrier_ptr is not None:
+            arrivals += SPLITS
+            barrier(barrier_ptr, arrivals)
+
     for i in range(t_begin, t_end):
         if HAS_RESETS:
             # as in jaxrnn.reference: reset first, then the step
@@ -75,34 +94,28 @@ def _gru_fwd_tile(
             h_op = operand(h, DTYPE, PRECISION)
             a_r = tl.dot(w_r, h_op, x_r, input_precision=PRECISION)
             a_z = tl.dot(w_z, h_op, x_z, input_precision=PRECISION)
-            a_n = tl.dot(w_n, h_op, b_hn, input_precision=PRECISION)
+            a_n = tl.dot(w_n, h_op, input_precision=PRECISION)
         else:
-            a_r, a_z, a_n = x_r, x_z, b_hn
-            prev_ptr, prev = previous(hs_ptr, h0_ptr, seq, row0, i, T, B, REVERSE)
+            a_r, a_z, a_n = x_r, x_z, tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
+            h_ptr = exchange_ptr + (i % 2) * buffer
             for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
                 k = k0 + tl.arange(0, BLOCK_K)
-                mask_k = (k < H)[:, None] & mask_q[None, :]
-                h_k = load_shared_tile(prev_ptr, prev, k, H, mask_k)
-                if HAS_RESETS:
-                    h_k = select_reset(h_k, reset_h_ptr, reset, seq, rows, k, mask_k, H, RESET_STATE)
-                h_k = operand(h_k, DTYPE, PRECISION)
-                w_rk = operand(load_weight(w_ptr, unit, k, 0, H, 3, False), DTYPE, PRECISION)
-                a_r = tl.dot(w_rk, h_k, a_r, input_precision=PRECISION)
-                w_zk = operand(load_weight(w_ptr, unit, k, 1, H, 3, False), DTYPE, PRECISION)
-                a_z = tl.dot(w_zk, h_k, a_z, input_precision=PRECISION)
-                w_nk = operand(load_weight(w_ptr, unit, k, 2, H, 3, False), DTYPE, PRECISION)
-                a_n = tl.dot(w_nk, h_k, a_n, input_precision=PRECISION)
+                h_op = load_exchanged(h_ptr, col, k, H, EVEN)
+                a_r = tl.dot(stream_weight(w_r_ptr, row, k, H, EVEN), h_op, a_r, input_precision=PRECISION)
+                a_z = tl.dot(stream_weight(w_z_ptr, row, k, H, EVEN), h_op, a_z, input_precision=PRECISION)
+                a_n = tl.dot(stream_weight(w_n_ptr, row, k, H, EVEN), h_op, a_n, input_precision=PRECISION)
 
         # the next step's inputs are on their way while this step computes
         this_x_n = x_n
         this_rows = rows
-        rows = row0 + step_time(tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * B
         x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
         x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
         x_n = load_tile(xp_ptr, rows, 2 * H + unit, 3 * H, mask)
         if HAS_RESETS:
             reset = load_reset(reset_ptr, rows, mask_q)
 
+        a_n += b_hn[:, None]
         r = sigmoid(a_r)
         z = sigmoid(a_z)
         n = tanh(this_x_n + r * a_n, PRECISE)
@@ -113,16 +126,21 @@ def _gru_fwd_tile(
             store_gate(gates_ptr, this_rows, H + unit, 4 * H, mask, z)
             store_gate(gates_ptr, this_rows, 2 * H + unit, 4 * H, mask, n)
             store_gate(gates_ptr, this_rows, 3 * H + unit, 4 * H, mask, a_n)
-        if barrier_ptr is not None:
-            arrivals += SPLITS
-            barrier(barrier_ptr, arrivals)
+        if SPLITS > 1:
+            start = h
+            if HAS_RESETS:
+                start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            if barrier_ptr is not None:
+                arrivals += SPLITS
+                barrier(barrier_ptr, arrivals)
     store_tile(h_last_ptr, seq, unit, H, mask, h)
     return arrivals
 
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def gru_fwd_kernel(
-    w_hh_ptr,  # [S, H, 3H]
+    w_hh_t_ptr,  # [S, 3H, H] recurrent weights, transposed; float32 ones rounded to TF32 if PRECISION is
     b_hn_ptr,  # [S, H]
     xp_ptr,  # [G, T, B, 3H] input projections
     h0_ptr,  # [G, B, H]
@@ -131,6 +149,7 @@ def gru_fwd_kernel(
     hs_ptr,  # [G, T, B, H] out, dtype of h0
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
     gates_ptr,  # [G, T, B, 4H] out, or None: nothing is saved
+    exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -140,8 +159,8 @@ def gru_fwd_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _gru_fwd_tile(
-            w_hh_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, None,
-            T, B, Q, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, None, None,
+            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
     else:
@@ -150,8 +169,9 @@ def gru_fwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _gru_fwd_tile(
-                w_hh_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, barrier_ptr,
-                T, B, Q, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr,
+                exchange_ptr, barrier_ptr,
+                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
             )  # fmt: skip
 
@@ -175,15 +195,17 @@ def _gru_bwd_inputs(
 @triton.jit
 def _gru_bwd_tile(
     w_hh_ptr, gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, dh_last_ptr,
-    dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, barrier_ptr,
-    T, B, Q, t_begin, t_end, model, tile, split, arrivals,
+    dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    EVEN: tl.constexpr = 3 * H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
-    q = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    offs_b = tl.arange(0, BLOCK_B)
+    q = tile * BLOCK_B + offs_b
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
@@ -191,9 +213,15 @@ def _gru_bwd_tile(
     w_ptr = w_hh_ptr + model.to(tl.int64) * (3 * H * H)
 
     if SPLITS == 1:
-        w_r = operand(load_weight(w_ptr, unit, unit, 0, H, 3, True), DTYPE, PRECISION)
-        w_z = operand(load_weight(w_ptr, unit, unit, 1, H, 3, True), DTYPE, PRECISION)
-        w_n = operand(load_weight(w_ptr, unit, unit, 2, H, 3, True), DTYPE, PRECISION)
+        w_r = load_weight(w_ptr, unit, unit, H, 3 * H)
+        w_z = load_weight(w_ptr + H, unit, unit, H, 3 * H)
+        w_n = load_weight(w_ptr + 2 * H, unit, unit, H, 3 * H)
+    else:
+        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * (3 * H)
+        buffer = models * Q * (3 * H)
+        # units and sequences past the end compute something, on what is there, that is not stored
+        row = tl.minimum(unit, H - 1)
+        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
 
     # between launches that cover a part of the work each, dh0 holds the carry (and dh * z between the phases of a step)
     if t_begin == 0 and GATES_PHASE:
@@ -204,7 +232,7 @@ def _gru_bwd_tile(
         dstate = tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
         if t_begin > 0:
             dstate = load_tile(dreset_h_ptr, seq, unit, H, mask)
-    if GATES_PHASE:
+    if SPLITS == 1:
         dy, r, z, n, h_n, h = _gru_bwd_inputs(
             gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, t_begin, T, B, unit, mask, mask_q,
             H, RESET_STATE, REVERSE,
@@ -215,21 +243,32 @@ def _gru_bwd_tile(
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
+            if SPLITS > 1:
+                dy, r, z, n, h_n, h = _gru_bwd_inputs(
+                    gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, i, T, B, unit, mask, mask_q,
+                    H, RESET_STATE, REVERSE,
+                )  # fmt: skip
             dh += dy
             dn = dh * (1.0 - z) * (1.0 - n * n)
             dz = dh * (h - n) * z * (1.0 - z)
             dr = dn * h_n * r * (1.0 - r)
             dhn = dn * r
             dh = dh * z
-            # the next step's inputs are on their way while this step's product runs
-            dy, r, z, n, h_n, h = _gru_bwd_inputs(
-                gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, tl.minimum(i + 1, t_end - 1),
-                T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
-            )  # fmt: skip
+            if SPLITS == 1:
+                # the next step's inputs are on their way while this step's product runs
+                dy, r, z, n, h_n, h = _gru_bwd_inputs(
+                    gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, tl.minimum(i + 1, t_end - 1),
+                    T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
+                )  # fmt: skip
             store_tile(dxp_ptr, rows, unit, 3 * H, mask, dr)
             store_tile(dxp_ptr, rows, H + unit, 3 * H, mask, dz)
             store_tile(dxp_ptr, rows, 2 * H + unit, 3 * H, mask, dn)
             store_tile(dhn_ptr, rows, unit, H, mask, dhn)
+            if SPLITS > 1:
+                d_ptr = exchange_ptr + (i % 2) * buffer
+                store_tile(d_ptr, offs_b, unit, 3 * H, mask, operand(dr, DTYPE, PRECISION))
+                store_tile(d_ptr, offs_b, H + unit, 3 * H, mask, operand(dz, DTYPE, PRECISION))
+                store_tile(d_ptr, offs_b, 2 * H + unit, 3 * H, mask, operand(dhn, DTYPE, PRECISION))
         if PRODUCT_PHASE:
             if SPLITS == 1:
                 dh = tl.dot(w_r, operand(dr, DTYPE, PRECISION), dh, input_precision=PRECISION)
@@ -239,18 +278,11 @@ def _gru_bwd_tile(
                 if barrier_ptr is not None:
                     arrivals += SPLITS
                     barrier(barrier_ptr, arrivals)
-                for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+                d_ptr = exchange_ptr + (i % 2) * buffer
+                for k0 in tl.range(0, 3 * H, BLOCK_K, num_stages=STAGES):
                     k = k0 + tl.arange(0, BLOCK_K)
-                    mask_k = (k < H)[:, None] & mask_q[None, :]
-                    d_k = operand(load_shared_tile(dxp_ptr, rows, k, 3 * H, mask_k), DTYPE, PRECISION)
-                    w_k = operand(load_weight(w_ptr, k, unit, 0, H, 3, True), DTYPE, PRECISION)
-                    dh = tl.dot(w_k, d_k, dh, input_precision=PRECISION)
-                    d_k = operand(load_shared_tile(dxp_ptr, rows, H + k, 3 * H, mask_k), DTYPE, PRECISION)
-                    w_k = operand(load_weight(w_ptr, k, unit, 1, H, 3, True), DTYPE, PRECISION)
-                    dh = tl.dot(w_k, d_k, dh, input_precision=PRECISION)
-                    d_k = operand(load_shared_tile(dhn_ptr, rows, k, H, mask_k), DTYPE, PRECISION)
-                    w_k = operand(load_weight(w_ptr, k, unit, 2, H, 3, True), DTYPE, PRECISION)
-                    dh = tl.dot(w_k, d_k, dh, input_precision=PRECISION)
+                    d_op = load_exchanged(d_ptr, col, k, 3 * H, EVEN)
+                    dh = tl.dot(stream_weight(w_ptr, row, k, 3 * H, EVEN), d_op, dh, input_precision=PRECISION)
             if reset_ptr is not None:
                 if RESET_STATE == RESET_FIXED:
                     dstate += tl.where(reset[None, :], dh, 0.0)
@@ -265,7 +297,7 @@ def _gru_bwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def gru_bwd_kernel(
-    w_hh_ptr,  # [S, H, 3H]
+    w_hh_ptr,  # [S, H, 3H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
     gates_ptr,  # [G, T, B, 4H] r, z, n, W_hn h + b_hn
     hs_ptr,  # [G, T, B, H]
     h0_ptr,  # [G, B, H]
@@ -277,6 +309,7 @@ def gru_bwd_kernel(
     dhn_ptr,  # [G, T, B, H] out: gradient of W_hn h + b_hn
     dh0_ptr,  # [G, B, H] out, float32
     dreset_h_ptr,  # shape of reset_h, out, float32, or None
+    exchange_ptr,  # [2, G, B, 3H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -288,8 +321,8 @@ def gru_bwd_kernel(
     if SPLITS == 1:
         _gru_bwd_tile(
             w_hh_ptr, gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, dh_last_ptr,
-            dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, None,
-            T, B, Q, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, None, None,
+            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION, True, True,
         )  # fmt: skip
     else:
@@ -299,8 +332,8 @@ def gru_bwd_kernel(
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _gru_bwd_tile(
                 w_hh_ptr, gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, dh_last_ptr,
-                dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, barrier_ptr,
-                T, B, Q, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, exchange_ptr, barrier_ptr,
+                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
                 GATES_PHASE, PRODUCT_PHASE,
             )  # fmt: skip

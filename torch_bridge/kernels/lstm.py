@@ -1,7 +1,7 @@
 """LSTM time loop, forward and backward. Gates are ordered i, f, g, o; saved per step are the four, and the cell state.
 
-Programs and their barrier are those of `torch_bridge.kernels.gru`: only the hidden state (forward) and the gate
-gradients (backward) are exchanged, a program keeps the cell states of its own units.
+Programs, their barrier and what they exchange are those of `torch_bridge.kernels.gru`; a program keeps the cell states
+of its own units.
 """
 
 import triton
@@ -12,46 +12,57 @@ from torch_bridge.kernels.common import (
     RESET_STEPPED,
     barrier,
     first_row,
+    load_exchanged,
     load_previous,
     load_reset,
-    load_shared_tile,
     load_tile,
     load_weight,
     operand,
-    previous,
     select_reset,
     sigmoid,
     step_time,
     store_gate,
     store_tile,
+    stream_weight,
     tanh,
 )
 
 
 @triton.jit
 def _lstm_fwd_tile(
-    w_hh_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, barrier_ptr,
-    T, B, Q, t_begin, t_end, model, tile, split, arrivals,
+    w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    DTYPE: tl.constexpr = w_hh_t_ptr.dtype.element_ty
     PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
     HAS_RESETS: tl.constexpr = reset_ptr is not None
+    EVEN: tl.constexpr = H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
-    q = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    offs_b = tl.arange(0, BLOCK_B)
+    q = tile * BLOCK_B + offs_b
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
     row0 = first_row(seq, T, B)
-    w_ptr = w_hh_ptr + model.to(tl.int64) * (4 * H * H)
+    w_i_ptr = w_hh_t_ptr + model.to(tl.int64) * (4 * H * H)
+    w_f_ptr = w_i_ptr + H * H
+    w_g_ptr = w_f_ptr + H * H
+    w_o_ptr = w_g_ptr + H * H
 
     if SPLITS == 1:
-        w_i = operand(load_weight(w_ptr, unit, unit, 0, H, 4, False), DTYPE, PRECISION)
-        w_f = operand(load_weight(w_ptr, unit, unit, 1, H, 4, False), DTYPE, PRECISION)
-        w_g = operand(load_weight(w_ptr, unit, unit, 2, H, 4, False), DTYPE, PRECISION)
-        w_o = operand(load_weight(w_ptr, unit, unit, 3, H, 4, False), DTYPE, PRECISION)
+        w_i = load_weight(w_i_ptr, unit, unit, H, H)
+        w_f = load_weight(w_f_ptr, unit, unit, H, H)
+        w_g = load_weight(w_g_ptr, unit, unit, H, H)
+        w_o = load_weight(w_o_ptr, unit, unit, H, H)
+    else:
+        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
+        buffer = models * Q * H
+        # units and sequences past the end compute something, on what is there, that is not stored
+        row = tl.minimum(unit, H - 1)
+        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
 
     if t_begin == 0:
         h = load_tile(h0_ptr, seq, unit, H, mask)
@@ -67,12 +78,22 @@ def _lstm_fwd_tile(
     if HAS_RESETS:
         reset = load_reset(reset_ptr, rows, mask_q)
 
+    if SPLITS > 1 and t_begin == 0:
+        start = h
+        if HAS_RESETS:
+            start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+        store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+        if barrier_ptr is not None:
+            arrivals += SPLITS
+            barrier(barrier_ptr, arrivals)
+
     for i in range(t_begin, t_end):
         if HAS_RESETS:
             # as in jaxrnn.reference: reset first, then the step
-            h = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
             c = select_reset(c, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
         if SPLITS == 1:
+            if HAS_RESETS:
+                h = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
             h_op = operand(h, DTYPE, PRECISION)
             a_i = tl.dot(w_i, h_op, x_i, input_precision=PRECISION)
             a_f = tl.dot(w_f, h_op, x_f, input_precision=PRECISION)
@@ -80,26 +101,18 @@ def _lstm_fwd_tile(
             a_o = tl.dot(w_o, h_op, x_o, input_precision=PRECISION)
         else:
             a_i, a_f, a_g, a_o = x_i, x_f, x_g, x_o
-            prev_ptr, prev = previous(hs_ptr, h0_ptr, seq, row0, i, T, B, REVERSE)
+            h_ptr = exchange_ptr + (i % 2) * buffer
             for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
                 k = k0 + tl.arange(0, BLOCK_K)
-                mask_k = (k < H)[:, None] & mask_q[None, :]
-                h_k = load_shared_tile(prev_ptr, prev, k, H, mask_k)
-                if HAS_RESETS:
-                    h_k = select_reset(h_k, reset_h_ptr, reset, seq, rows, k, mask_k, H, RESET_STATE)
-                h_k = operand(h_k, DTYPE, PRECISION)
-                w_ik = operand(load_weight(w_ptr, unit, k, 0, H, 4, False), DTYPE, PRECISION)
-                a_i = tl.dot(w_ik, h_k, a_i, input_precision=PRECISION)
-                w_fk = operand(load_weight(w_ptr, unit, k, 1, H, 4, False), DTYPE, PRECISION)
-                a_f = tl.dot(w_fk, h_k, a_f, input_precision=PRECISION)
-                w_gk = operand(load_weight(w_ptr, unit, k, 2, H, 4, False), DTYPE, PRECISION)
-                a_g = tl.dot(w_gk, h_k, a_g, input_precision=PRECISION)
-                w_ok = operand(load_weight(w_ptr, unit, k, 3, H, 4, False), DTYPE, PRECISION)
-                a_o = tl.dot(w_ok, h_k, a_o, input_precision=PRECISION)
+                h_op = load_exchanged(h_ptr, col, k, H, EVEN)
+                a_i = tl.dot(stream_weight(w_i_ptr, row, k, H, EVEN), h_op, a_i, input_precision=PRECISION)
+                a_f = tl.dot(stream_weight(w_f_ptr, row, k, H, EVEN), h_op, a_f, input_precision=PRECISION)
+                a_g = tl.dot(stream_weight(w_g_ptr, row, k, H, EVEN), h_op, a_g, input_precision=PRECISION)
+                a_o = tl.dot(stream_weight(w_o_ptr, row, k, H, EVEN), h_op, a_o, input_precision=PRECISION)
 
         # the next step's inputs are on their way while this step computes
         this_rows = rows
-        rows = row0 + step_time(tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * B
         x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
         x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
         x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
@@ -121,9 +134,14 @@ def _lstm_fwd_tile(
             store_gate(gates_ptr, this_rows, H + unit, 4 * H, mask, g_f)
             store_gate(gates_ptr, this_rows, 2 * H + unit, 4 * H, mask, g_g)
             store_gate(gates_ptr, this_rows, 3 * H + unit, 4 * H, mask, g_o)
-        if barrier_ptr is not None:
-            arrivals += SPLITS
-            barrier(barrier_ptr, arrivals)
+        if SPLITS > 1:
+            start = h
+            if HAS_RESETS:
+                start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            if barrier_ptr is not None:
+                arrivals += SPLITS
+                barrier(barrier_ptr, arrivals)
     store_tile(h_last_ptr, seq, unit, H, mask, h)
     store_tile(c_last_ptr, seq, unit, H, mask, c)
     return arrivals
@@ -131,7 +149,7 @@ def _lstm_fwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def lstm_fwd_kernel(
-    w_hh_ptr,  # [S, H, 4H]
+    w_hh_t_ptr,  # [S, 4H, H] recurrent weights, transposed; float32 ones rounded to TF32 if PRECISION is
     xp_ptr,  # [G, T, B, 4H] input projections
     h0_ptr,  # [G, B, H]
     c0_ptr,  # [G, B, H]
@@ -143,6 +161,7 @@ def lstm_fwd_kernel(
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
     c_last_ptr,  # as h_last
     gates_ptr,  # [G, T, B, 4H] out, or None: nothing is saved
+    exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -152,9 +171,9 @@ def lstm_fwd_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _lstm_fwd_tile(
-            w_hh_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, None,
-            T, B, Q, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, None, None,
+            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
     else:
@@ -163,9 +182,9 @@ def lstm_fwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _lstm_fwd_tile(
-                w_hh_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, barrier_ptr,
-                T, B, Q, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, exchange_ptr, barrier_ptr,
+                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
             )  # fmt: skip
 
@@ -196,16 +215,18 @@ def _lstm_bwd_inputs(
 @triton.jit
 def _lstm_bwd_tile(
     w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, barrier_ptr,
-    T, B, Q, t_begin, t_end, model, tile, split, arrivals,
+    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
     PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
+    EVEN: tl.constexpr = 4 * H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
-    q = tile * BLOCK_B + tl.arange(0, BLOCK_B)
+    offs_b = tl.arange(0, BLOCK_B)
+    q = tile * BLOCK_B + offs_b
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
@@ -213,10 +234,16 @@ def _lstm_bwd_tile(
     w_ptr = w_hh_ptr + model.to(tl.int64) * (4 * H * H)
 
     if SPLITS == 1:
-        w_i = operand(load_weight(w_ptr, unit, unit, 0, H, 4, True), DTYPE, PRECISION)
-        w_f = operand(load_weight(w_ptr, unit, unit, 1, H, 4, True), DTYPE, PRECISION)
-        w_g = operand(load_weight(w_ptr, unit, unit, 2, H, 4, True), DTYPE, PRECISION)
-        w_o = operand(load_weight(w_ptr, unit, unit, 3, H, 4, True), DTYPE, PRECISION)
+        w_i = load_weight(w_ptr, unit, unit, H, 4 * H)
+        w_f = load_weight(w_ptr + H, unit, unit, H, 4 * H)
+        w_g = load_weight(w_ptr + 2 * H, unit, unit, H, 4 * H)
+        w_o = load_weight(w_ptr + 3 * H, unit, unit, H, 4 * H)
+    else:
+        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * (4 * H)
+        buffer = models * Q * (4 * H)
+        # units and sequences past the end compute something, on what is there, that is not stored
+        row = tl.minimum(unit, H - 1)
+        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
 
     # between launches that cover a part of the work each, dh0 and dc0 hold the carry
     if t_begin == 0 and GATES_PHASE:
@@ -231,7 +258,7 @@ def _lstm_bwd_tile(
         if t_begin > 0:
             dstate_h = load_tile(dreset_h_ptr, seq, unit, H, mask)
             dstate_c = load_tile(dreset_c_ptr, seq, unit, H, mask)
-    if GATES_PHASE:
+    if SPLITS == 1:
         dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
             gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, t_begin,
             T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
@@ -242,6 +269,11 @@ def _lstm_bwd_tile(
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
+            if SPLITS > 1:
+                dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
+                    gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, i,
+                    T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
+                )  # fmt: skip
             dh += dy
             tanh_c = tanh(c, PRECISE)
             dc += dcy + dh * g_o * (1.0 - tanh_c * tanh_c)
@@ -251,15 +283,22 @@ def _lstm_bwd_tile(
             d_g = dc * g_i * (1.0 - g_g * g_g)
             dc = dc * g_f
             dh = tl.zeros_like(dh)
-            # the next step's inputs are on their way while this step's product runs
-            dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
-                gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0,
-                tl.minimum(i + 1, t_end - 1), T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
-            )  # fmt: skip
+            if SPLITS == 1:
+                # the next step's inputs are on their way while this step's product runs
+                dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
+                    gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0,
+                    tl.minimum(i + 1, t_end - 1), T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
+                )  # fmt: skip
             store_tile(dxp_ptr, rows, unit, 4 * H, mask, d_i)
             store_tile(dxp_ptr, rows, H + unit, 4 * H, mask, d_f)
             store_tile(dxp_ptr, rows, 2 * H + unit, 4 * H, mask, d_g)
             store_tile(dxp_ptr, rows, 3 * H + unit, 4 * H, mask, d_o)
+            if SPLITS > 1:
+                d_ptr = exchange_ptr + (i % 2) * buffer
+                store_tile(d_ptr, offs_b, unit, 4 * H, mask, operand(d_i, DTYPE, PRECISION))
+                store_tile(d_ptr, offs_b, H + unit, 4 * H, mask, operand(d_f, DTYPE, PRECISION))
+                store_tile(d_ptr, offs_b, 2 * H + unit, 4 * H, mask, operand(d_g, DTYPE, PRECISION))
+                store_tile(d_ptr, offs_b, 3 * H + unit, 4 * H, mask, operand(d_o, DTYPE, PRECISION))
         if PRODUCT_PHASE:
             if SPLITS == 1:
                 dh = tl.dot(w_i, operand(d_i, DTYPE, PRECISION), dh, input_precision=PRECISION)
@@ -270,13 +309,11 @@ def _lstm_bwd_tile(
                 if barrier_ptr is not None:
                     arrivals += SPLITS
                     barrier(barrier_ptr, arrivals)
-                for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+                d_ptr = exchange_ptr + (i % 2) * buffer
+                for k0 in tl.range(0, 4 * H, BLOCK_K, num_stages=STAGES):
                     k = k0 + tl.arange(0, BLOCK_K)
-                    mask_k = (k < H)[:, None] & mask_q[None, :]
-                    for gate in tl.static_range(4):
-                        d_k = operand(load_shared_tile(dxp_ptr, rows, gate * H + k, 4 * H, mask_k), DTYPE, PRECISION)
-                        w_k = operand(load_weight(w_ptr, k, unit, gate, H, 4, True), DTYPE, PRECISION)
-                        dh = tl.dot(w_k, d_k, dh, input_precision=PRECISION)
+                    d_op = load_exchanged(d_ptr, col, k, 4 * H, EVEN)
+                    dh = tl.dot(stream_weight(w_ptr, row, k, 4 * H, EVEN), d_op, dh, input_precision=PRECISION)
             if reset_ptr is not None:
                 if RESET_STATE == RESET_FIXED:
                     dstate_h += tl.where(reset[None, :], dh, 0.0)
@@ -296,7 +333,7 @@ def _lstm_bwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def lstm_bwd_kernel(
-    w_hh_ptr,  # [S, H, 4H]
+    w_hh_ptr,  # [S, H, 4H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
     gates_ptr,  # [G, T, B, 4H] i, f, g, o
     cs_ptr,  # [G, T, B, H]
     c0_ptr,  # [G, B, H]
@@ -311,6 +348,7 @@ def lstm_bwd_kernel(
     dc0_ptr,  # [G, B, H] out, float32
     dreset_h_ptr,  # shape of the reset state, out, float32, or None
     dreset_c_ptr,  # as dreset_h
+    exchange_ptr,  # [2, G, B, 4H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -322,8 +360,8 @@ def lstm_bwd_kernel(
     if SPLITS == 1:
         _lstm_bwd_tile(
             w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-            dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None,
-            T, B, Q, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None, None,
+            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION, True, True,
         )  # fmt: skip
     else:
@@ -333,8 +371,8 @@ def lstm_bwd_kernel(
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _lstm_bwd_tile(
                 w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr,
-                dh_last_ptr, dc_last_ptr, dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, barrier_ptr,
-                T, B, Q, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                dh_last_ptr, dc_last_ptr, dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+                barrier_ptr, T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
                 GATES_PHASE, PRODUCT_PHASE,
             )  # fmt: skip
