@@ -67,7 +67,7 @@ def unsupported(dtypes: Sequence[Any]) -> str | None:
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _spec_missing(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is None
@@ -117,8 +117,9 @@ class _Sizes(NamedTuple):
 
 def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> _Sizes:
     by_name = dict(zip(inputs, shapes, strict=True))
-    weights, sequence, state = (("w_hh_t", "xp", "h0") if "xp" in by_name else ("w_hh", "dhs", "dh_last"))
-    return _Sizes(by_name[weights][0], *by_name[sequence][:3], by_name[state][-1])
+    weights, sequence, state = ("w_hh_t", "xp", "h0") if "xp" in by_name else ("w_hh", "dhs", "dh_last")
+    groups, steps, batch = by_name[sequence][:3]
+    return _Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
 
 
 def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
@@ -209,9 +210,10 @@ class _InterpretedCallback(_Callback):
     """The same on the CPU, in Triton's interpreter."""
 
     def __call__(self, ctx: Any, out: Sequence[Any], *arrays: Any) -> None:
-        import torch
+        import torch.utils.dlpack
 
-        self.launch.interpret(dict(zip(self.names, map(torch.from_dlpack, (*out, *arrays)), strict=True)))
+        tensors = [torch.utils.dlpack.from_dlpack(buffer) for buffer in (*out, *arrays)]
+        self.launch.interpret(dict(zip(self.names, tensors, strict=True)))
 
 
 def _call(make_launch: Callable[[Any], Any], callback: type[_Callback], captured: bool) -> Callable[..., list[Array]]:
@@ -254,7 +256,7 @@ def _cpu_launch(problem: Any) -> Any:
 
     if not interpreting():
         raise NotImplementedError(
-            "the Triton kernels were asked for on CPU devices: pass implementation=\"xla\" for what runs there"
+            'the Triton kernels were asked for on CPU devices: pass implementation="xla" for what runs there'
         )
     return Launch(problem, Device())
 

@@ -24,7 +24,7 @@ class Cell:
       gates: width of the input projection over H.
       states: what is carried, the hidden state first.
       saved_state: the state whose history the backward kernel reads.
-      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds but `xp` does not.
+      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
       bias: the params field added to the input projection.
       hidden_biases: params -> arrays besides `w_hh` that the forward kernel takes, by name.
       activations: (params, xp, h_prev @ w_hh) -> gates as the forward kernel saves them, `[..., gates saved * H]`.

@@ -59,8 +59,8 @@ def gru(
       time_major: whether time is the first axis of `xs`, `resets` and the outputs, or the last before features.
       precision: of every matmul, as in `jax.lax.dot_general`; None takes `jax_default_matmul_precision`.
       remat: save no gates for the backward pass; recompute them there in one large matmul.
-      implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`lax.scan`), or None: the fastest that works
-        here. A name works or raises.
+      implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`lax.scan`), or None: the fastest that
+        works here. A name works or raises.
 
     Returns:
       `(carry, ys)` as `lax.scan` would: the last hidden state `[*batch, H]`, and all of them, `[T, *batch, H]`
@@ -77,9 +77,9 @@ def gru(
     check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
     check_resets(resets, xs, time_major)
     check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
-    if use_triton(implementation, precision, xs.shape[0 if time_major else -2], (carry, xs, *params)) and xs.size and carry.size:
+    if use_triton(implementation, precision, time_major, carry, xs, params):
         (h,), (hs,) = _run_triton(
-            cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat
+            cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat, ("h",)
         )
         return h, hs
 
@@ -146,13 +146,13 @@ def lstm(
     check_resets(resets, xs, time_major)
     for i, state in enumerate((None, None) if reset_state is None else check_pair("reset_state", reset_state)):
         check_reset_state(f"reset_state[{i}]", state, resets, h0, xs, time_major)
-    if use_triton(implementation, precision, xs.shape[0 if time_major else -2], (c0, h0, xs, *params)) and xs.size and h0.size:
+    if use_triton(implementation, precision, time_major, h0, xs, params, c0):
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
-        (h, c), (hs, cs) = _run_triton(
+        (h, c), sequences = _run_triton(
             cells.LSTM, params, (h0, c0), xs, resets, (reset_h, reset_c), reverse, time_major, precision, remat,
-            return_cells,
+            ("h", "c") if return_cells else ("h",),
         )  # fmt: skip
-        return (c, h), (hs, cs) if return_cells else hs
+        return (c, h), (sequences[0], sequences[1]) if return_cells else sequences[0]
 
     def run(params: LSTMParams, carry: tuple[Array, Array], xs: Array, reset_state: tuple[Array, Array] | None) -> Any:
         return reference.lstm(
@@ -163,7 +163,7 @@ def lstm(
     return (jax.checkpoint(run) if remat else run)(params, (c0, h0), xs, reset_state)
 
 
-def raise_unless_params(params: Any, kind: type, function: str) -> None:
+def raise_unless_params(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
     """Raises ValueError unless `params` is a `kind`."""
     if not isinstance(params, kind):
         raise ValueError(f"{function} takes {kind.__name__}({', '.join(kind._fields)}), got {type(params).__name__}")
@@ -182,12 +182,14 @@ def check_floating(name: str, x: Array) -> None:
         raise ValueError(f"{name} must be floating point, got {jnp.result_type(x)}; convert it first")
 
 
-def check_carry(name: str, carry: Array) -> int:
+def check_carry(name: str, carry: Any) -> int:
     """Returns the hidden width of `carry`."""
+    if isinstance(carry, (tuple, list)):
+        raise ValueError(f"{name} must be one array [*batch, H], got a {type(carry).__name__} of {len(carry)}")
     if jnp.ndim(carry) < 1:
         raise ValueError(f"{name} must be [*batch, H], got a scalar")
     check_floating(name, carry)
-    return carry.shape[-1]
+    return int(carry.shape[-1])
 
 
 def check_sequence(xs: Array, carry: Array, time_major: bool) -> None:
@@ -241,8 +243,10 @@ def check_reset_state(
         )
 
 
-def use_triton(implementation: Any, precision: Any, steps: int, operands: tuple[Array, ...]) -> bool:
-    """Whether to run the Triton kernels on `steps` steps; `operands` are carry, inputs and weights.
+def use_triton(
+    implementation: Any, precision: Any, time_major: bool, carry: Array, xs: Array, params: Any, *others: Array
+) -> bool:
+    """Whether to run the Triton kernels. Where there is nothing to compute, `lax.scan` gives the empty results.
 
     Raises:
       ValueError: no implementation has that name.
@@ -250,20 +254,20 @@ def use_triton(implementation: Any, precision: Any, steps: int, operands: tuple[
     """
     if implementation not in (None, "triton", "xla"):
         raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
-    if implementation == "xla" or (implementation is None and not _bridge.preferred(steps)):
+    if implementation == "xla" or (implementation is None and not _bridge.preferred(xs.shape[0 if time_major else -2])):
         return False
-    reason = _bridge.unsupported([x.dtype for x in operands])
-    if reason is None and kernel_precision(precision, operands[0].shape[-1]) is None:
+    reason = _bridge.unsupported([x.dtype for x in (carry, xs, *params, *others)])
+    if reason is None and kernel_precision(precision, carry.shape[-1]) is None:
         reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
     if reason is not None and implementation == "triton":
         raise NotImplementedError(f"the Triton implementation {reason}")
-    return reason is None
+    return reason is None and xs.size > 0 and carry.size > 0
 
 
 def kernel_precision(precision: Any, hidden: int) -> str | None:
     """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if isinstance(precision, (tuple, list)):
         return kernel_precision(precision[0], hidden) if len(set(precision)) == 1 else None
     try:
@@ -284,71 +288,67 @@ class _Static:
     precision: Any
     kernel_precision: str
     remat: bool
-    return_cells: bool
+    returned: tuple[str, ...]
 
 
 def _run_triton(
     cell: cells.Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array | None, ...], reverse: bool, time_major: bool, precision: Any, remat: bool,
-    return_cells: bool = False,
-) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:  # fmt: skip
-    """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
-    hidden = states[0].shape[-1]
+    returned: tuple[str, ...],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
+    """Brings the arguments into canonical form, runs the kernels, and brings the results back.
+
+    Returns the last states, and of the states named in `returned` those of every step.
+    """
+    hidden, rank = states[0].shape[-1], states[0].ndim
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     steps = xs.shape[0] if time_major else xs.shape[-2]
-    n = math.prod(batch)
-    groups, per_group = (1, n) if time_major else (n, 1)
+    groups, per_group = (1, math.prod(batch)) if time_major else (math.prod(batch), 1)
 
-    def sequence(x: Array, width: tuple[int, ...]) -> Array:
+    def sequence(x: Array, *width: int) -> Array:
         return x.reshape(groups, steps, per_group, *width)
 
     def state(x: Array) -> Array:
-        return x.reshape(groups, per_group, hidden)
+        return jnp.broadcast_to(x, (*batch, hidden)).reshape(groups, per_group, hidden)
 
-    def canonical_reset_state(x: Array) -> Array:
-        if x.shape == xs.shape[:-1] + (hidden,) and x.ndim > states[0].ndim:
-            return sequence(x, (hidden,))
-        return state(jnp.broadcast_to(x, (*batch, hidden)))
+    def stepped(x: Array) -> Array:
+        if x.ndim <= rank:
+            x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), 0 if time_major else -2)
+        return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)), hidden)
 
-    def repeated(x: Array, time: int) -> Array:
-        x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), time)
-        return jnp.broadcast_to(x, xs.shape[:-1] + (hidden,))
-
-    operand_dtype = jnp.result_type(xs, params.w_ih)
     # the kernels carry float32; they read and write states in it, or in bfloat16 where all of it is bfloat16
-    state_dtypes = [
-        s.dtype if s.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for s in states
-    ]
-    canonical_states = tuple(state(s.astype(dtype)) for s, dtype in zip(states, state_dtypes, strict=True))
-    kind, canonical_resets = "zeros", None
-    if any(r is not None for r in reset_states):
+    operand_dtype = jnp.result_type(xs, params.w_ih)
+    dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]
+    kind, canonical_reset_states = "zeros", None
+    if any(x is not None for x in reset_states):
         # to the dtype of the kernel first, so that gradients of what is then repeated add up in it
         given = [
-            jnp.zeros((hidden,), dtype) if r is None else r.astype(dtype)
-            for r, dtype in zip(reset_states, state_dtypes, strict=True)
+            jnp.zeros((hidden,), dtype) if x is None else x.astype(dtype)
+            for x, dtype in zip(reset_states, dtypes, strict=True)
         ]
-        if any(r.ndim > states[0].ndim for r in given):
-            time = 0 if time_major else -2
-            given = [r if r.ndim > states[0].ndim else repeated(r, time) for r in given]
-        canonical_resets = tuple(canonical_reset_state(r) for r in given)
-        kind = "stepped" if canonical_resets[0].ndim == 4 else "fixed"
+        kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
+        canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
     static = _Static(
-        cell, kind, reverse, _hashable(precision), kernel_precision(precision, hidden) or "", remat, return_cells
-    )  # fmt: skip
-    last, sequences = _recurrence(
-        static, params, canonical_states, sequence(xs, xs.shape[-1:]),
-        None if resets is None else sequence(resets, ()), canonical_resets,
-    )  # fmt: skip
-    last = tuple(x.reshape(s.shape).astype(s.dtype) for x, s in zip(last, states, strict=True))
-    sequences = tuple(
-        None if x is None else x.reshape(xs.shape[:-1] + (hidden,)).astype(s.dtype)
-        for x, s in zip(sequences, states, strict=False)
+        cell=cell,
+        reset_state=kind,
+        reverse=reverse,
+        precision=tuple(precision) if isinstance(precision, list) else precision,
+        kernel_precision=str(kernel_precision(precision, hidden)),
+        remat=remat,
+        returned=returned,
     )
-    return last, sequences
-
-
-def _hashable(precision: Any) -> Any:
-    return tuple(precision) if isinstance(precision, list) else precision
+    last, sequences = _recurrence(
+        static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),
+        sequence(xs, xs.shape[-1]), None if resets is None else sequence(resets), canonical_reset_states,
+    )  # fmt: skip
+    return (
+        tuple(x.reshape(given.shape).astype(given.dtype) for x, given in zip(last, states, strict=True)),
+        tuple(
+            sequences[name].reshape(*xs.shape[:-1], hidden).astype(given.dtype)
+            for name, given in zip(cell.states, states, strict=True)
+            if name in returned
+        ),
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -356,8 +356,8 @@ def _hashable(precision: Any) -> Any:
 def _recurrence(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None,
-) -> tuple[tuple[Array, ...], tuple[Array | None, ...]]:  # fmt: skip
-    """Runs the recurrence on canonical arrays: returns the last states, and those of all steps (float32 or operand)."""
+) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
+    """Runs the recurrence on canonical arrays: returns the last states, and by name those of every step."""
     last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, keep=False)
     return last, sequences
 
@@ -365,18 +365,20 @@ def _recurrence(
 def _forward(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, keep: bool,
-) -> tuple[tuple[Array, ...], tuple[Array | None, ...], dict[str, Array]]:  # fmt: skip
+) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """As `_recurrence`, and returns all that the kernel wrote; with `keep`, what the backward pass needs too."""
     cell, hidden = static.cell, states[0].shape[-1]
     operand_dtype = jnp.result_type(xs, params.w_ih)
     xp = cells.project(cell, params, xs, static.precision)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    arrays = {"w_hh_t": w_hh.T[None]}
+    arrays: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
     arrays |= {name: b.astype(operand_dtype)[None] for name, b in cell.hidden_biases(params).items()}
-    arrays |= {"xp": xp} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)} | {"reset": resets}
+    arrays |= {"xp": xp, "reset": resets} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
     arrays |= {f"reset_{s}": x for s, x in zip(cell.states, reset_states or (), strict=False)}
-    stepped = [s for s in cell.states if s == "h" or static.return_cells or (keep and s == cell.saved_state)]
     outputs = [
-        _bridge.Output(f"{s}s", True, hidden, x.dtype) for s, x in zip(cell.states, states, strict=True) if s in stepped
+        _bridge.Output(f"{s}s", True, hidden, x.dtype)
+        for s, x in zip(cell.states, states, strict=True)
+        if s == "h" or s in static.returned or (keep and s == cell.saved_state)
     ]
     outputs += [_bridge.Output(f"{s}_last", False, hidden, jnp.dtype(jnp.float32)) for s in cell.states]
     if keep and not static.remat:
@@ -386,8 +388,7 @@ def _forward(
         precision=static.kernel_precision,
     )  # fmt: skip
     last = tuple(results[f"{s}_last"] for s in cell.states)
-    sequences = tuple(results.get(f"{s}s") if s == "h" or static.return_cells else None for s in cell.states)
-    return last, sequences, results
+    return last, {s: results[f"{s}s"] for s in static.returned}, results
 
 
 def _operand(w: Array, kernel_precision: str) -> Array:
@@ -440,18 +441,17 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         gates = gates.astype(_gates_dtype(operand_dtype))
 
     index = cell.states.index(cell.saved_state)
-    arrays = {"w_hh": _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)[None], "gates": gates}
+    w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
+    arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "gates": gates, "reset": resets}
     arrays |= {f"{cell.saved_state}s": saved[f"{cell.saved_state}s"], f"{cell.saved_state}0": states[index]}
-    arrays |= {"reset": resets} | ({f"reset_{cell.saved_state}": reset_states[index]} if reset_states else {})
-    arrays |= {f"d{s}s": d for s, d in zip(cell.states, d_sequences, strict=True)}
+    arrays |= {f"reset_{cell.saved_state}": reset_states[index]} if reset_states else {}
+    arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
     arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
     if reset_states:
-        outputs += [
-            _bridge.Output(f"dreset_{s}", static.reset_state == "stepped", hidden, f32) for s in cell.states
-        ]
+        outputs += [_bridge.Output(f"dreset_{s}", static.reset_state == "stepped", hidden, f32) for s in cell.states]
     results = _bridge.launch(
         cell.name, "bwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
         precision=static.kernel_precision,

@@ -95,7 +95,7 @@ class Specialization:
         return triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _loaded(specialization: Specialization, ordinal: int) -> CompiledKernel:
     """Compiles and loads onto one device; at most once each."""
     import torch
@@ -106,7 +106,7 @@ def _loaded(specialization: Specialization, ordinal: int) -> CompiledKernel:
     return compiled
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def device(ordinal: int = 0) -> Device:
     """Facts about a CUDA device of this process."""
     import torch
@@ -115,7 +115,7 @@ def device(ordinal: int = 0) -> Device:
     return Device(
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
-        properties.shared_memory_per_block_optin,
+        properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing from torch's stubs
     )
 
 
@@ -167,9 +167,7 @@ class Launch:
             else self.scalars[name]
             for name in self.specialization.kernel.arg_names
         ]  # fmt: skip
-        compiled.run(
-            self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments
-        )
+        compiled.run(self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
         """Runs in Triton's interpreter on CPU tensors given by name.

@@ -100,7 +100,7 @@ def load_weight(w_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def stream_weight(w_ptr, rows, cols, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """A tile of a row-major matrix of `COLS` columns, zero past them unless EVEN says there are none; rows all exist."""
+    """A tile of a row-major matrix of `COLS` columns, zero past them unless EVEN says that none are."""
     offs = rows[:, None] * COLS + cols[None, :]
     if EVEN:
         return tl.load(w_ptr + offs)

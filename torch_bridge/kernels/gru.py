@@ -33,7 +33,8 @@ from torch_bridge.kernels.common import (
 
 @triton.jit
 def _gru_fwd_tile(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, exchange_ptr, barrier_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr,
+    exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -181,14 +182,16 @@ def _gru_bwd_inputs(
     gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, i, T, B, unit, mask, mask_q,
     H: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """What step i of the backward pass, step T - 1 - i of the forward pass, reads: (dy, r, z, n, h_n, h), h as it saw."""
+    """What step i of the backward pass, step T - 1 - i of the forward pass, reads; h as it saw it."""
     rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
     r = load_tile(gates_ptr, rows, unit, 4 * H, mask)
     z = load_tile(gates_ptr, rows, H + unit, 4 * H, mask)
     n = load_tile(gates_ptr, rows, 2 * H + unit, 4 * H, mask)
     h_n = load_tile(gates_ptr, rows, 3 * H + unit, 4 * H, mask)
-    h = load_previous(hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, seq, row0, i, T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE)  # noqa: E501
+    h = load_previous(
+        hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, seq, row0, i, T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE
+    )
     return dy, r, z, n, h_n, h
 
 
