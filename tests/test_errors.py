@@ -70,7 +70,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
     ("gru", {"params": replaced("gru", b_hn=ZEROS((H,), int))}, "params.b_hn must be floating point, got int32"),
     ("gru", {"xs": ZEROS((T, B, D + 1))}, "params.w_ih must be (3, 15) for inputs of width 3 and a carry of width 5"),
     ("gru", {"carry": ZEROS((B, H + 1))}, "a carry of width 6, got (2, 15)"),
-    ("gru", {"carry": (ZEROS((B, H)),) * 2}, "carry of a GRU is one array"),
+    ("gru", {"carry": (ZEROS((B, H)),) * 2}, "carry must be one array [*batch, H], got a tuple of 2"),
     ("gru", {"carry": ZEROS(())}, "carry must be [*batch, H], got a scalar"),
     ("gru", {"carry": ZEROS((H,))}, "carry must be [*batch, H] with batch axes (3,)"),
     ("gru", {"carry": ZEROS((B, H), jnp.int32)}, "carry must be floating point, got int32; convert it first"),
