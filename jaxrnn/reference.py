@@ -6,12 +6,14 @@ the dtype of the carry that came in. Arguments are taken as valid: `jaxrnn.gru` 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax import Array
     from jax.typing import DTypeLike
 
@@ -61,28 +63,44 @@ def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:
     )
 
 
-def gru_step(h: Array, xp: Array, params: GRUParams, operand_dtype: DTypeLike, precision: Precision) -> Array:
-    """One GRU step from the input projection `xp [..., 3H]` (Cho et al. 2014, in the variant of cuDNN, PyTorch, Flax).
+def gru_cell(a_r: Array, a_z: Array, x_n: Array, h_n: Array, h: Array) -> Array:
+    """One GRU step from its preactivations (Cho et al. 2014, in the variant of cuDNN, PyTorch, Flax).
 
-    r = s(xp_r + W_hr h), z = s(xp_z + W_hz h), n = tanh(xp_n + r (W_hn h + b_hn)), h' = (1 - z) n + z h.
+    r = s(a_r), z = s(a_z), n = tanh(x_n + r h_n), h' = (1 - z) n + z h.
     """
-    x_r, x_z, x_n = jnp.split(xp, 3, axis=-1)
-    h_r, h_z, h_n = jnp.split(matmul(h.astype(operand_dtype), params.w_hh, precision, xp.dtype), 3, axis=-1)
-    r, z = jax.nn.sigmoid(x_r + h_r), jax.nn.sigmoid(x_z + h_z)
-    n = jnp.tanh(x_n + r * (h_n + params.b_hn.astype(xp.dtype)))
+    r, z = jax.nn.sigmoid(a_r), jax.nn.sigmoid(a_z)
+    n = jnp.tanh(x_n + r * h_n)
     return (1 - z) * n + z * h
 
 
-def lstm_step(
-    c: Array, h: Array, xp: Array, params: LSTMParams, operand_dtype: DTypeLike, precision: Precision
-) -> tuple[Array, Array]:
-    """One LSTM step from the input projection `xp [..., 4H]` (Hochreiter & Schmidhuber 1997, with forget gates).
+def lstm_cell(i: Array, f: Array, g: Array, o: Array, c: Array) -> tuple[Array, Array]:
+    """One LSTM step from its preactivations (Hochreiter & Schmidhuber 1997, with forget gates).
 
-    i, f, o = s(xp + W h), g = tanh(xp_g + W_hg h), c' = f c + i g, h' = o tanh(c').
+    c' = s(f) c + s(i) tanh(g), h' = s(o) tanh(c').
     """
-    i, f, g, o = jnp.split(xp + matmul(h.astype(operand_dtype), params.w_hh, precision, xp.dtype), 4, axis=-1)
     c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
     return c, jax.nn.sigmoid(o) * jnp.tanh(c)
+
+
+def for_platform(
+    project: Callable[[Array], Array], cell: Callable[..., Any], xs: Array
+) -> tuple[Array, Callable[[Array], Array], Callable[..., Any]]:
+    """Arranges a time loop for the default backend; results are the same, to rounding.
+
+    Args:
+      project: inputs to input projection, of one step or of many.
+      cell: the pointwise part of a step.
+      xs: inputs of all steps.
+
+    Returns:
+      `(inputs, project, cell)` for the loop: what it scans over, and the functions that a step calls.
+    """
+    if jax.default_backend() != "cpu":
+        # one large matmul before the loop: a GRU is 1.7x as fast as Flax's, which projects in the loop, on an H200
+        return project(xs), lambda xp: xp, cell
+    # in the loop, and gates recomputed backward: both keep memory traffic down. T=128 B=64 H=128 on one EPYC core,
+    # forward / gradient in ms: GRU 20 / 64, LSTM 25 / 102; as off the CPU 36 / 114, 52 / 167; Flax 19 / 85, 25 / 120
+    return xs, project, jax.checkpoint(cell, prevent_cse=False)
 
 
 def expand_resets(resets: Array, ndim: int) -> Array:
@@ -99,15 +117,11 @@ def _select_reset(reset: Array | None, reset_state: Array | None, carry: Array) 
     return jnp.where(reset, new, carry)
 
 
-def _time_first(x: Array | None, time_axis: int) -> Array | None:
-    return x if x is None else jnp.moveaxis(x, time_axis, 0)
-
-
 def _per_step(reset_state: Array | None, carry: Array, time_major: bool) -> tuple[Array | None, Array | None]:
     """Splits a reset state into `(fixed, per step with time first)`, one of them None."""
     if reset_state is None or reset_state.ndim <= carry.ndim:
         return reset_state, None
-    return None, _time_first(reset_state, 0 if time_major else -2)
+    return None, jnp.moveaxis(reset_state, 0 if time_major else -2, 0)
 
 
 def gru(
@@ -125,18 +139,24 @@ def gru(
     dtype = accumulation_dtype(carry, xs, *params)
     operand_dtype = jnp.result_type(xs, params.w_ih)
     fixed, stepped = _per_step(reset_state, carry, time_major)
-    xp = matmul(xs, params.w_ih, precision, dtype) + params.b_ih.astype(dtype)
-    xp = _time_first(xp, 0 if time_major else -2)
     if resets is not None:
-        resets = expand_resets(_time_first(resets, 0 if time_major else -1), xp.ndim)
+        resets = expand_resets(jnp.moveaxis(resets, 0 if time_major else -1, 0), xs.ndim)
+
+    def project(x: Array) -> Array:
+        return matmul(x, params.w_ih, precision, dtype) + params.b_ih.astype(dtype)
+
+    inputs, project_step, cell = for_platform(project, gru_cell, xs)
 
     def step(h: Array, inputs: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
-        xp_t, reset, state = inputs
+        x, reset, state = inputs
         h = _select_reset(reset, fixed if state is None else state, h)
-        h = gru_step(h, xp_t, params, operand_dtype, precision)
+        x_r, x_z, x_n = jnp.split(project_step(x), 3, axis=-1)
+        h_r, h_z, h_n = jnp.split(matmul(h.astype(operand_dtype), params.w_hh, precision, dtype), 3, axis=-1)
+        h = cell(x_r + h_r, x_z + h_z, x_n, h_n + params.b_hn.astype(dtype), h)
         return h, h.astype(carry.dtype)
 
-    last, ys = jax.lax.scan(step, carry.astype(dtype), (xp, resets, stepped), reverse=reverse)
+    inputs = jnp.moveaxis(inputs, 0 if time_major else -2, 0)
+    last, ys = jax.lax.scan(step, carry.astype(dtype), (inputs, resets, stepped), reverse=reverse)
     return last.astype(carry.dtype), ys if time_major else jnp.moveaxis(ys, 0, -2)
 
 
@@ -159,20 +179,28 @@ def lstm(
     reset_c, reset_h = (None, None) if reset_state is None else reset_state
     fixed_c, stepped_c = _per_step(reset_c, c0, time_major)
     fixed_h, stepped_h = _per_step(reset_h, h0, time_major)
-    xp = matmul(xs, params.w_ih, precision, dtype) + params.b.astype(dtype)
-    xp = _time_first(xp, 0 if time_major else -2)
     if resets is not None:
-        resets = expand_resets(_time_first(resets, 0 if time_major else -1), xp.ndim)
+        resets = expand_resets(jnp.moveaxis(resets, 0 if time_major else -1, 0), xs.ndim)
 
-    def step(carry: tuple[Array, Array], inputs: tuple[Array, Array | None, Array | None, Array | None]):
+    def project(x: Array) -> Array:
+        return matmul(x, params.w_ih, precision, dtype) + params.b.astype(dtype)
+
+    inputs, project_step, cell = for_platform(project, lstm_cell, xs)
+
+    def step(
+        carry: tuple[Array, Array], inputs: tuple[Array, Array | None, Array | None, Array | None]
+    ) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
         c, h = carry
-        xp_t, reset, state_c, state_h = inputs
+        x, reset, state_c, state_h = inputs
         c = _select_reset(reset, fixed_c if state_c is None else state_c, c)
         h = _select_reset(reset, fixed_h if state_h is None else state_h, h)
-        c, h = lstm_step(c, h, xp_t, params, operand_dtype, precision)
-        return (c, h), (h.astype(h0.dtype), c.astype(c0.dtype) if return_cells else None)
+        preactivations = project_step(x) + matmul(h.astype(operand_dtype), params.w_hh, precision, dtype)
+        c, h = cell(*jnp.split(preactivations, 4, axis=-1), c)
+        return (c, h), (h.astype(h0.dtype), c.astype(c0.dtype)) if return_cells else (h.astype(h0.dtype),)
 
+    inputs = jnp.moveaxis(inputs, 0 if time_major else -2, 0)
     init = (c0.astype(dtype), h0.astype(dtype))
-    (c, h), (hs, cs) = jax.lax.scan(step, init, (xp, resets, stepped_c, stepped_h), reverse=reverse)
-    hs, cs = (x if time_major or x is None else jnp.moveaxis(x, 0, -2) for x in (hs, cs))
-    return (c.astype(c0.dtype), h.astype(h0.dtype)), (hs, cs) if return_cells else hs
+    (c, h), ys = jax.lax.scan(step, init, (inputs, resets, stepped_c, stepped_h), reverse=reverse)
+    if not time_major:
+        ys = tuple(jnp.moveaxis(y, 0, -2) for y in ys)
+    return (c.astype(c0.dtype), h.astype(h0.dtype)), (ys[0], ys[1]) if return_cells else ys[0]
