@@ -33,8 +33,8 @@ class Output(NamedTuple):
     dtype: Any
 
 
-def unsupported(dtypes: Sequence[Any]) -> str | None:
-    """Why the Triton implementation cannot run here with these dtypes, and what to do; None if it can."""
+def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
+    """Why the Triton implementation cannot run here on these dtypes and this width, and what to do; None if it can."""
     missing = [name for name in ("torch", "triton") if _spec_missing(name)]
     if missing:
         return (
@@ -43,7 +43,7 @@ def unsupported(dtypes: Sequence[Any]) -> str | None:
         )
     if bad := [str(dtype) for dtype in dtypes if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16)]:
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
-    from torch_bridge import launch
+    from torch_bridge import config, launch
 
     if launch.interpreting():
         if jnp.bfloat16 in dtypes:
@@ -51,7 +51,7 @@ def unsupported(dtypes: Sequence[Any]) -> str | None:
                 "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there, or pass "
                 'implementation="xla"'
             )
-        return None
+        return _too_wide(hidden, config.Device())
     if jax.default_backend() != "gpu":
         return (
             f'needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: pass implementation="xla" (or '
@@ -64,7 +64,18 @@ def unsupported(dtypes: Sequence[Any]) -> str | None:
             f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the build of "
             'torch for your driver, or pass implementation="xla"'
         )
-    return None
+    return _too_wide(hidden, launch.device(jax.local_devices(backend="gpu")[0].local_hardware_id))
+
+
+def _too_wide(hidden: int, device: Any) -> str | None:
+    from torch_bridge.config import widest
+
+    if hidden <= widest(device):
+        return None
+    return (
+        f"is limited by the device: a hidden width of {hidden} is more than its {device.multiprocessors} "
+        f'multiprocessors can share ({widest(device)}); pass implementation="xla"'
+    )
 
 
 @functools.cache

@@ -256,7 +256,7 @@ def use_triton(
         raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
     if implementation == "xla" or (implementation is None and not _bridge.preferred(xs.shape[0 if time_major else -2])):
         return False
-    reason = _bridge.unsupported([x.dtype for x in (carry, xs, *params, *others)])
+    reason = _bridge.unsupported([x.dtype for x in (carry, xs, *params, *others)], carry.shape[-1])
     if reason is None and kernel_precision(precision, carry.shape[-1]) is None:
         reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
     if reason is not None and implementation == "triton":

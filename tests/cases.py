@@ -315,6 +315,11 @@ def _gpu() -> tuple[Case, ...]:
                 add(H, B, cells=True, resets="none")
                 add(H, B, cells=True, reset_state="tbh", reverse=True, time_major=False, remat=True)
                 add(H, B, cells=True, models=2, reset_state="bh", dtype="f16")
+        # every tiling for large batches, with all that a kernel can be given
+        for (H, B), kind in itertools.product(
+            ((128, 2048), (256, 2048), (512, 256)), ({}, {"dtype": "bf16"}, {"precision": "highest"})
+        ):
+            add(H, B, reset_state="tbh", **kind)
         add(128, 16, T=1, reset_state="h")
         add(100, 3, T=257, reset_state="bh")
         add(256, 64, T=128, precision="highest", remat=True)

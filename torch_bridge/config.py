@@ -130,8 +130,22 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
     return _resident_config(problem, device) or _split_config(problem, device)
 
 
-# The widest block whose weights, at this precision, fit in registers and shared memory without spilling.
-_WIDEST_RESIDENT = {"16-bit": 128, "tf32": 128, "tf32x3": 64}
+# Warps of a program that keeps all weights on chip, by the width of its block: if the hidden size fills the block, and
+# if not. As fast as any that does not spill; none where each one does.
+_RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
+    ("gru", "tf32", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("gru", "tf32", "bwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("gru", "tf32x3", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 8)},
+    ("gru", "tf32x3", "bwd"): {16: (1, 1), 32: (2, 2), 64: (8, 8)},
+    ("gru", "16-bit", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 8), 128: (8, 8)},
+    ("gru", "16-bit", "bwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("lstm", "tf32", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4)},
+    ("lstm", "tf32", "bwd"): {16: (1, 1), 32: (4, 4), 64: (4, 4)},
+    ("lstm", "tf32x3", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 8)},
+    ("lstm", "tf32x3", "bwd"): {16: (1, 1), 32: (4, 4)},
+    ("lstm", "16-bit", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("lstm", "16-bit", "bwd"): {16: (1, 1), 32: (4, 4), 64: (8, 8), 128: (16,)},
+}
 
 
 def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
@@ -141,33 +155,46 @@ def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
     step with tiles of 8 sequences, 4.0 us with 16. Of B=2048 it takes 16 to run all at once, unless two programs fit on
     a multiprocessor.
     """
-    kind, block = _kind(problem), max(16, _power_of_2(problem.hidden))
-    if block > _WIDEST_RESIDENT[kind]:
+    block = max(16, _power_of_2(problem.hidden))
+    even = problem.hidden == block
+    warps = _RESIDENT_WARPS[problem.cell, _kind(problem), problem.direction].get(block, ())[0 if even else 1 :]
+    if not warps:
         return None
-    num_warps = {16: 1, 32: 2 if kind == "tf32x3" else 4, 64: 4, 128: 8}[block]
-    small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=num_warps, num_stages=1)
-    large = dataclasses.replace(small, block_b=16)
+    small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
+    large = dataclasses.replace(small, block_b=16, num_warps=8)
     if small.shared_memory(problem) > device.shared_memory:
         return None
     side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
-    fits = kind != "tf32x3" and large.shared_memory(problem) <= device.shared_memory
+    # elsewhere than on Hopper the weights of larger tiles do not stay in registers
+    fits = block == 128 and even and device.capability == 90 and large.shared_memory(problem) <= device.shared_memory
     return large if fits and problem.models * small.tiles(problem) > side_by_side else small
 
 
-# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill.
+# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill, on any device and on Hopper besides.
 _TILINGS = {
-    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 3), (32, 16, 32, 4, 3), (64, 32, 32, 8, 4)),
-    ("gru", "tf32", "bwd"): ((16, 16, 64, 4, 4), (32, 16, 64, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
-    ("gru", "tf32x3", "fwd"): ((32, 16, 32, 4, 4), (16, 32, 32, 4, 4), (64, 32, 32, 8, 3)),
-    ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 4), (16, 32, 32, 4, 4), (64, 32, 32, 8, 4)),
-    ("gru", "16-bit", "fwd"): ((16, 16, 32, 4, 4), (16, 32, 64, 8, 3), (64, 16, 64, 8, 3), (64, 32, 32, 8, 4)),
+    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 3), (32, 16, 32, 4, 3), (64, 16, 32, 8, 3)),
+    ("gru", "tf32", "bwd"): ((16, 16, 64, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+    ("gru", "tf32x3", "fwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
+    ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 32, 32, 8, 4)),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 4, 3), (64, 16, 64, 4, 4)),
     ("gru", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
-    ("lstm", "tf32", "fwd"): ((16, 32, 64, 4, 3), (64, 32, 32, 8, 3)),
-    ("lstm", "tf32", "bwd"): ((16, 16, 64, 4, 4), (32, 16, 64, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 3)),
+    ("lstm", "tf32", "fwd"): ((16, 32, 64, 8, 3),),
+    ("lstm", "tf32", "bwd"): ((16, 16, 64, 4, 4), (32, 16, 64, 4, 4), (64, 32, 64, 8, 3)),
+    ("lstm", "tf32x3", "fwd"): ((16, 32, 32, 4, 4),),
+    ("lstm", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
+    ("lstm", "16-bit", "fwd"): ((16, 16, 128, 4, 4), (16, 32, 64, 8, 3)),
+    ("lstm", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+}
+_HOPPER_TILINGS = {
+    ("gru", "tf32", "fwd"): ((64, 32, 32, 8, 4),),
+    ("gru", "tf32", "bwd"): ((32, 16, 64, 4, 4),),
+    ("gru", "tf32x3", "fwd"): ((64, 32, 32, 8, 3),),
+    ("gru", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
+    ("gru", "16-bit", "bwd"): ((64, 64, 32, 8, 3),),
+    ("lstm", "tf32", "fwd"): ((64, 32, 32, 8, 3),),
     ("lstm", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 4)),
-    ("lstm", "tf32x3", "bwd"): ((16, 16, 32, 4, 4), (16, 32, 32, 4, 4), (64, 32, 32, 8, 4)),
-    ("lstm", "16-bit", "fwd"): ((16, 32, 64, 8, 3), (64, 16, 64, 8, 3), (64, 32, 32, 8, 4)),
-    ("lstm", "16-bit", "bwd"): ((16, 16, 64, 4, 4), (64, 16, 128, 4, 4), (64, 32, 64, 8, 4)),
+    ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
+    ("lstm", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
 # Microseconds of a step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million products.
 # Fitted to 330 timings on an H200, triton 3.6, of B from 8 to 2048 and H from 128 to 1024. The cheapest of the tilings
@@ -182,15 +209,28 @@ _STEP_COST = {
 }
 
 
+# For hidden sizes beyond what the tilings above can share.
+_WIDEST_TILING = (64, 16, 32, 8, 3)
+
+
+def widest(device: Device) -> int:
+    """The largest hidden size that there is a tiling for."""
+    return _WIDEST_TILING[0] * device.multiprocessors
+
+
 def _split_config(problem: Problem, device: Device) -> KernelConfig:
     """The cheapest way to share the hidden units of a tile among programs."""
     gates, kind = GATES[problem.cell], _kind(problem)
     fixed, per_state, per_weight, per_product = _STEP_COST[kind, problem.direction]
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
     best: tuple[float, KernelConfig] | None = None
-    for block_h, block_b, block_k, num_warps, num_stages in _TILINGS[problem.cell, kind, problem.direction]:
+    key = problem.cell, kind, problem.direction
+    tilings = _TILINGS[key] + (_HOPPER_TILINGS.get(key, ()) if device.capability == 90 else ())
+    if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
+        tilings = (_WIDEST_TILING,)
+    for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = _cdiv(problem.hidden, block_h)
-        if splits > device.multiprocessors:
+        if not 1 < splits <= device.multiprocessors:
             continue
         config = KernelConfig(block_h, block_b, block_k, splits, num_warps, num_stages)
         while config.shared_memory(problem) > device.shared_memory and config.num_stages > 2:
@@ -206,6 +246,6 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
     if best is None:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} multiprocessors of this "
-            f'device can share ({64 * device.multiprocessors}); pass implementation="xla"'
+            f'device can share ({widest(device)}); pass implementation="xla"'
         )
     return best[1]

@@ -282,7 +282,8 @@ def _lstm_bwd_tile(
             d_f = dc * c_prev * g_f * (1.0 - g_f)
             d_g = dc * g_i * (1.0 - g_g * g_g)
             dc = dc * g_f
-            dh = tl.zeros_like(dh)
+            # zero, but not a constant: ptxas 12.8 unrolls the product and then takes the constant for its result
+            dh = tl.where(mask, 0.0, dh)
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
                 dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
