@@ -142,10 +142,12 @@ _RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("lstm", "tf32", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4)},
     ("lstm", "tf32", "bwd"): {16: (1, 1), 32: (4, 4), 64: (4, 4)},
     ("lstm", "tf32x3", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 8)},
-    ("lstm", "tf32x3", "bwd"): {16: (1, 1), 32: (4, 4)},
+    ("lstm", "tf32x3", "bwd"): {16: (1, 1), 32: (2, 2)},
     ("lstm", "16-bit", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
     ("lstm", "16-bit", "bwd"): {16: (1, 1), 32: (4, 4), 64: (8, 8), 128: (16,)},
 }
+# Where they differ elsewhere than on Hopper: there the products read the weights from registers.
+_ELSEWHERE_WARPS = {("gru", "tf32", "bwd"): {64: (8, 8)}}
 
 
 def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
@@ -157,7 +159,9 @@ def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
     """
     block = max(16, _power_of_2(problem.hidden))
     even = problem.hidden == block
-    warps = _RESIDENT_WARPS[problem.cell, _kind(problem), problem.direction].get(block, ())[0 if even else 1 :]
+    key = problem.cell, _kind(problem), problem.direction
+    by_block = _RESIDENT_WARPS[key] | (_ELSEWHERE_WARPS.get(key, {}) if device.capability != 90 else {})
+    warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps:
         return None
     small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
@@ -176,14 +180,14 @@ _TILINGS = {
     ("gru", "tf32", "bwd"): ((16, 16, 64, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
     ("gru", "tf32x3", "fwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
     ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 32, 32, 8, 4)),
-    ("gru", "16-bit", "fwd"): ((16, 16, 32, 4, 3), (64, 16, 64, 4, 4)),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 4, 3), (64, 16, 32, 8, 3)),
     ("gru", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
     ("lstm", "tf32", "fwd"): ((16, 32, 64, 8, 3),),
-    ("lstm", "tf32", "bwd"): ((16, 16, 64, 4, 4), (32, 16, 64, 4, 4), (64, 32, 64, 8, 3)),
+    ("lstm", "tf32", "bwd"): ((16, 16, 64, 4, 4), (32, 16, 64, 4, 4), (64, 32, 32, 8, 4)),
     ("lstm", "tf32x3", "fwd"): ((16, 32, 32, 4, 4),),
     ("lstm", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
-    ("lstm", "16-bit", "fwd"): ((16, 16, 128, 4, 4), (16, 32, 64, 8, 3)),
-    ("lstm", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+    ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4),),
+    ("lstm", "16-bit", "bwd"): ((16, 16, 64, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
 }
 _HOPPER_TILINGS = {
     ("gru", "tf32", "fwd"): ((64, 32, 32, 8, 4),),
@@ -192,6 +196,7 @@ _HOPPER_TILINGS = {
     ("gru", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
     ("gru", "16-bit", "bwd"): ((64, 64, 32, 8, 3),),
     ("lstm", "tf32", "fwd"): ((64, 32, 32, 8, 3),),
+    ("lstm", "tf32", "bwd"): ((64, 32, 64, 8, 3),),
     ("lstm", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 4)),
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
