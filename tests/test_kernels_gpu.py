@@ -17,9 +17,12 @@ def run_float64(case, inputs):
 
 @pytest.mark.parametrize("case", cases.GPU, ids=str)
 def test_outputs_and_gradients_match_the_oracle(case):
-    inputs = cases.make_inputs(case)
-    want = run_float64(case, inputs)
-    got, again, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "triton", "xla"))
+    inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
+    want = cases.stack([run_float64(case, x) for x in inputs])
+    got, again, xla = (
+        cases.stack([cases.run(case, x, implementation) for x in inputs])
+        for implementation in ("triton", "triton", "xla")
+    )
     assert got.keys() == want.keys()
     cases.check(case, got, xla, want)
     for name in got:
@@ -28,9 +31,12 @@ def test_outputs_and_gradients_match_the_oracle(case):
 
 @pytest.mark.parametrize("case", cases.GPU_FORWARD, ids=str)
 def test_without_gradients_nothing_changes(case):
-    inputs = cases.make_inputs(case)
-    want = run_float64(case, inputs)
-    got, xla = (cases.run_forward(case, inputs, implementation) for implementation in ("triton", "xla"))
+    inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
+    want = cases.stack([run_float64(case, x) for x in inputs])
+    got, xla = (
+        cases.stack([cases.run_forward(case, x, implementation) for x in inputs])
+        for implementation in ("triton", "xla")
+    )
     cases.check(case, got, xla, want)
 
 
