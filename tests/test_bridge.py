@@ -160,3 +160,26 @@ def test_a_view_has_the_address_of_the_array():
     for x, address in addresses:
         assert dlpack.view(x) == dlpack.View(address, dlpack.CPU, 0)
     assert len({address for _, address in addresses}) >= 11  # offsets are seen
+
+
+@pytest.mark.interpret
+def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
+    from torch_bridge.config import Device
+    from torch_bridge.launch import Launch
+
+    class Kernel:
+        function = packed_metadata = None
+
+        def run(self, *arguments):
+            self.arguments = arguments
+
+    launch = Launch(problem, Device())
+    launch._compiled[1] = kernel = Kernel()
+    names = [name for name, _ in problem.dtypes] + [name for name, *_ in launch.workspaces]
+    addresses = {name: 1000 + i for i, name in enumerate(names)}
+    launch(stream=7, ordinal=1, addresses=addresses)
+    assert kernel.arguments[:4] == (launch.grid, 1, 1, 7)
+    expected = addresses | launch.scalars | launch.specialization.constants()
+    given = dict(zip(launch.specialization.kernel.arg_names, kernel.arguments[9:], strict=True))
+    assert given == {name: expected.get(name, expected.get(name.removesuffix("_ptr"))) for name in given}
+    assert set(addresses) <= {name.removesuffix("_ptr") for name in given}

@@ -150,6 +150,14 @@ class Launch:
             "items": problem.models * self.tiles, "t_begin": 0, "t_end": problem.steps,
         }  # fmt: skip
         self.grid = self.workers * self.config.splits
+        # arguments in the kernel's order; a call fills in the addresses
+        values = self.scalars | self.specialization.constants()
+        self._arguments = [values.get(name) for name in self.specialization.kernel.arg_names]
+        self._pointers = [
+            (i, name.removesuffix("_ptr"))
+            for i, name in enumerate(self.specialization.kernel.arg_names)
+            if name not in values
+        ]
         self._compiled: dict[int, CompiledKernel] = {}
 
     def load(self, ordinal: int) -> None:
@@ -160,13 +168,9 @@ class Launch:
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""
         compiled = self._compiled[ordinal]
-        constants = self.specialization.constants()
-        arguments = [
-            constants[name] if name in constants
-            else addresses[name.removesuffix("_ptr")] if name.endswith("_ptr")
-            else self.scalars[name]
-            for name in self.specialization.kernel.arg_names
-        ]  # fmt: skip
+        arguments = self._arguments.copy()
+        for i, name in self._pointers:
+            arguments[i] = addresses[name]
         compiled.run(self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
