@@ -6,14 +6,14 @@ the dtype of the carry that came in. Arguments are taken as valid: `jaxrnn.gru` 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from jax import Array
     from jax.typing import DTypeLike
 
@@ -82,25 +82,59 @@ def lstm_cell(i: Array, f: Array, g: Array, o: Array, c: Array) -> tuple[Array, 
     return c, jax.nn.sigmoid(o) * jnp.tanh(c)
 
 
-def for_platform(
-    project: Callable[[Array], Array], cell: Callable[..., Any], xs: Array
-) -> tuple[Array, Callable[[Array], Array], Callable[..., Any]]:
-    """Arranges a time loop for the default backend; results are the same, to rounding.
+class Loop(NamedTuple):
+    """A time loop as one backend runs it best.
 
-    Args:
-      project: inputs to input projection, of one step or of many.
+    Attributes:
+      inputs: arrays with the axes of `xs`, to go over.
+      project: inputs of a step -> its input projection, gate by gate.
+      recur: hidden state -> its product with `w_hh`, gate by gate.
       cell: the pointwise part of a step.
-      xs: inputs of all steps.
-
-    Returns:
-      `(inputs, project, cell)` for the loop: what it scans over, and the functions that a step calls.
     """
+
+    inputs: Array | list[Array]
+    project: Callable[[Any], list[Array]]
+    recur: Callable[[Array], list[Array]]
+    cell: Callable[..., Any]
+
+
+def make_loop(
+    cell: Callable[..., Any],
+    gates: int,
+    xs: Array,
+    weights: tuple[Array, Array, Array],
+    precision: Precision,
+    dtype: DTypeLike,
+) -> Loop:
+    """Lays `cell` out for the default backend; results are the same, to rounding. `weights` are w_ih, b_ih, w_hh."""
+    w_ih, b_ih, w_hh = weights
+    operand_dtype = jnp.result_type(xs, w_ih)
+
+    def project(x: Array, w: Array, b: Array) -> Array:
+        return matmul(x, w, precision, dtype) + b.astype(dtype)
+
+    def recur(h: Array, w: Array) -> Array:
+        return matmul(h.astype(operand_dtype), w, precision, dtype)
+
+    def split(x: Array) -> list[Array]:
+        return jnp.split(x, gates, axis=-1)
+
     if jax.default_backend() != "cpu":
         # one large matmul before the loop: a GRU is 1.7x as fast as Flax's, which projects in the loop, on an H200
-        return project(xs), lambda xp: xp, cell
-    # in the loop, and gates recomputed backward: both keep memory traffic down. T=128 B=64 H=128 on one EPYC core,
-    # forward / gradient in ms: GRU 20 / 64, LSTM 25 / 102; as off the CPU 36 / 114, 52 / 167; Flax 19 / 85, 25 / 120
-    return xs, project, jax.checkpoint(cell, prevent_cse=False)
+        return Loop(project(xs, w_ih, b_ih), split, lambda h: split(recur(h, w_hh)), cell)
+
+    # gates recomputed backward, arrays split before they are saved, projections of 8 MiB or more made in the loop: all
+    # for less memory traffic. GRU, T=128 B=64 H=128, CPU time on an EPYC core, forward / gradient: 20 / 64 ms (with the
+    # matmul before the loop and gates saved 36 / 114, Flax 19 / 85)
+    loop = Loop(
+        inputs=xs,
+        project=lambda x: split(project(x, w_ih, b_ih)),
+        recur=lambda h: split(recur(h, w_hh)),
+        cell=jax.checkpoint(cell, prevent_cse=False),
+    )
+    if math.prod(xs.shape[:-1]) * b_ih.size * jnp.dtype(dtype).itemsize < 8 * 2**20:
+        return loop._replace(inputs=loop.project(xs), project=lambda xp: xp)
+    return loop
 
 
 def expand_resets(resets: Array, ndim: int) -> Array:
@@ -137,25 +171,19 @@ def gru(
 ) -> tuple[Array, Array]:
     """`jaxrnn.gru` as a `lax.scan`; see there for shapes."""
     dtype = accumulation_dtype(carry, xs, *params)
-    operand_dtype = jnp.result_type(xs, params.w_ih)
     fixed, stepped = _per_step(reset_state, carry, time_major)
     if resets is not None:
         resets = expand_resets(jnp.moveaxis(resets, 0 if time_major else -1, 0), xs.ndim)
-
-    def project(x: Array) -> Array:
-        return matmul(x, params.w_ih, precision, dtype) + params.b_ih.astype(dtype)
-
-    inputs, project_step, cell = for_platform(project, gru_cell, xs)
+    loop = make_loop(gru_cell, 3, xs, (params.w_ih, params.b_ih, params.w_hh), precision, dtype)
 
     def step(h: Array, inputs: tuple[Array, Array | None, Array | None]) -> tuple[Array, Array]:
         x, reset, state = inputs
         h = _select_reset(reset, fixed if state is None else state, h)
-        x_r, x_z, x_n = jnp.split(project_step(x), 3, axis=-1)
-        h_r, h_z, h_n = jnp.split(matmul(h.astype(operand_dtype), params.w_hh, precision, dtype), 3, axis=-1)
-        h = cell(x_r + h_r, x_z + h_z, x_n, h_n + params.b_hn.astype(dtype), h)
+        (x_r, x_z, x_n), (h_r, h_z, h_n) = loop.project(x), loop.recur(h)
+        h = loop.cell(x_r + h_r, x_z + h_z, x_n, h_n + params.b_hn.astype(dtype), h)
         return h, h.astype(carry.dtype)
 
-    inputs = jnp.moveaxis(inputs, 0 if time_major else -2, 0)
+    inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)
     last, ys = jax.lax.scan(step, carry.astype(dtype), (inputs, resets, stepped), reverse=reverse)
     return last.astype(carry.dtype), ys if time_major else jnp.moveaxis(ys, 0, -2)
 
@@ -175,17 +203,12 @@ def lstm(
     """`jaxrnn.lstm` as a `lax.scan`; see there for shapes."""
     c0, h0 = carry
     dtype = accumulation_dtype(c0, h0, xs, *params)
-    operand_dtype = jnp.result_type(xs, params.w_ih)
     reset_c, reset_h = (None, None) if reset_state is None else reset_state
     fixed_c, stepped_c = _per_step(reset_c, c0, time_major)
     fixed_h, stepped_h = _per_step(reset_h, h0, time_major)
     if resets is not None:
         resets = expand_resets(jnp.moveaxis(resets, 0 if time_major else -1, 0), xs.ndim)
-
-    def project(x: Array) -> Array:
-        return matmul(x, params.w_ih, precision, dtype) + params.b.astype(dtype)
-
-    inputs, project_step, cell = for_platform(project, lstm_cell, xs)
+    loop = make_loop(lstm_cell, 4, xs, (params.w_ih, params.b, params.w_hh), precision, dtype)
 
     def step(
         carry: tuple[Array, Array], inputs: tuple[Array, Array | None, Array | None, Array | None]
@@ -194,11 +217,10 @@ def lstm(
         x, reset, state_c, state_h = inputs
         c = _select_reset(reset, fixed_c if state_c is None else state_c, c)
         h = _select_reset(reset, fixed_h if state_h is None else state_h, h)
-        preactivations = project_step(x) + matmul(h.astype(operand_dtype), params.w_hh, precision, dtype)
-        c, h = cell(*jnp.split(preactivations, 4, axis=-1), c)
+        c, h = loop.cell(*map(jnp.add, loop.project(x), loop.recur(h)), c)
         return (c, h), (h.astype(h0.dtype), c.astype(c0.dtype)) if return_cells else (h.astype(h0.dtype),)
 
-    inputs = jnp.moveaxis(inputs, 0 if time_major else -2, 0)
+    inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)
     init = (c0.astype(dtype), h0.astype(dtype))
     (c, h), ys = jax.lax.scan(step, init, (inputs, resets, stepped_c, stepped_h), reverse=reverse)
     if not time_major:
