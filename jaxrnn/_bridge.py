@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 if TYPE_CHECKING:
     from jax import Array
@@ -46,6 +46,11 @@ def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
     from torch_bridge import config, launch
 
     if launch.interpreting():
+        if jax.default_backend() != "cpu":
+            return (
+                "runs in Triton's interpreter here, because of TRITON_INTERPRET=1, and that takes arrays on the CPU "
+                'alone: unset it, set JAX_PLATFORMS=cpu, or pass implementation="xla"'
+            )
         if jnp.bfloat16 in dtypes:
             return (
                 "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there, or pass "
@@ -64,7 +69,13 @@ def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
             f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the build of "
             'torch for your driver, or pass implementation="xla"'
         )
-    return _too_wide(hidden, launch.device(jax.local_devices(backend="gpu")[0].local_hardware_id))
+    device = launch.device(jax.local_devices(backend="gpu")[0].local_hardware_id)
+    if device.capability < 80:
+        return (
+            f"needs compute capability 8.0 (Ampere) or newer, this GPU has {device.capability / 10}: "
+            'pass implementation="xla"'
+        )
+    return _too_wide(hidden, device)
 
 
 def _too_wide(hidden: int, device: Any) -> str | None:
@@ -91,7 +102,8 @@ def preferred(steps: int) -> bool:
 
     One step alone XLA does faster: 13.7 us an iteration of a scan against 19.9 us (H200, B=64, H=128).
     """
-    return steps > 1 and jax.default_backend() == "gpu"
+    default = jax.config.jax_default_device  # type: ignore[attr-defined]  # a device, a platform, or None
+    return steps > 1 and (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
 
 
 launch_p = Primitive("jaxrnn_launch")
@@ -163,26 +175,25 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
     inputs = params["inputs"]
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     new_models = any(name in WEIGHTS and axis is not None for name, axis in zip(inputs, axes, strict=True))
-    models = next(
-        x.shape[0 if axis is None or axis > 0 else 1]
-        for x, name, axis in zip(arrays, inputs, axes, strict=True)
-        if name in ("w_hh", "w_hh_t")
-    )
+    shapes = [
+        x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :] for x, axis in zip(arrays, axes, strict=True)
+    ]
+    models, groups = _sizes(inputs, shapes)[:2]
 
     def merge(name: str, x: Array, axis: int | None) -> Array:
         if name in WEIGHTS and not new_models:
             return x
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        shape = (size * x.shape[1], *x.shape[2:])
         if not new_models:  # models stay the slowest axis: [size, models, ...] -> [models, size, ...]
-            x = x.reshape(size, models, x.shape[1] // models, *x.shape[2:]).swapaxes(0, 1)
-            return x.reshape(models * size * x.shape[2], *x.shape[3:])
-        return x.reshape(size * x.shape[1], *x.shape[2:])
+            x = x.reshape(size, models, groups // models, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(shape)
 
     def split(x: Array) -> Array:
         if not new_models:
-            x = x.reshape(models, size, x.shape[0] // (models * size), *x.shape[1:]).swapaxes(0, 1)
-            return x.reshape(size, models * x.shape[2], *x.shape[3:])
-        return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+            x = x.reshape(models, size, groups // models, *x.shape[1:]).swapaxes(0, 1)
+            return x.reshape(size, groups, *x.shape[3:])
+        return x.reshape(size, groups, *x.shape[1:])
 
     merged = [merge(name, x, axis) for name, x, axis in zip(inputs, arrays, axes, strict=True)]
     results = [split(x) for x in launch_p.bind(*merged, **params)]
@@ -190,6 +201,15 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
 
 
 batching.primitive_batchers[launch_p] = _batch
+
+
+def _no_jvp(*_: Any, **__: Any) -> Any:
+    raise NotImplementedError(
+        'the Triton kernels have no forward-mode and no second derivative: pass implementation="xla"'
+    )
+
+
+ad.primitive_jvps[launch_p] = _no_jvp
 
 
 def _problem(arrays: Sequence[Any], sizes: _Sizes, params: dict[str, Any]) -> Any:
@@ -230,8 +250,10 @@ class _InterpretedCallback(_Callback):
 def _call(make_launch: Callable[[Any], Any], callback: type[_Callback], captured: bool) -> Callable[..., list[Array]]:
     def call(*arrays: Array, **params: Any) -> list[Array]:
         sizes = _sizes(params["inputs"], [x.shape for x in arrays])
-        launch = make_launch(_problem(arrays, sizes, params))
         results = _result_types(sizes, params["outputs"])
+        if sizes.groups == 0:  # vmap over an axis of length zero
+            return [jnp.zeros(x.shape, x.dtype) for x in results]
+        launch = make_launch(_problem(arrays, sizes, params))
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {}
         for name, length, dtype, zeroed in launch.workspaces:

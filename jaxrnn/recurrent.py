@@ -20,6 +20,8 @@ from jaxrnn import _bridge, cells, reference
 from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from jax import Array
 
     Implementation = Literal["triton", "xla"] | None
@@ -77,19 +79,17 @@ def gru(
     check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
     check_resets(resets, xs, time_major)
     check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
+    params, carry, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
     if use_triton(implementation, precision, time_major, carry, xs, params):
         (h,), (hs,) = _run_triton(
             cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat, ("h",)
         )
         return h, hs
 
-    def run(params: GRUParams, carry: Array, xs: Array, reset_state: Array | None) -> tuple[Array, Array]:
-        return reference.gru(
-            params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
-            precision=precision,
-        )  # fmt: skip
-
-    return (jax.checkpoint(run) if remat else run)(params, carry, xs, reset_state)
+    return _xla(
+        reference.gru, remat, params, carry, xs, resets, reset_state, reverse=reverse, time_major=time_major,
+        precision=precision,
+    )  # fmt: skip
 
 
 def lstm(
@@ -146,6 +146,7 @@ def lstm(
     check_resets(resets, xs, time_major)
     for i, state in enumerate((None, None) if reset_state is None else check_pair("reset_state", reset_state)):
         check_reset_state(f"reset_state[{i}]", state, resets, h0, xs, time_major)
+    params, c0, h0, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, c0, h0, xs, resets, reset_state))
     if use_triton(implementation, precision, time_major, h0, xs, params, c0):
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
         (h, c), sequences = _run_triton(
@@ -154,13 +155,25 @@ def lstm(
         )  # fmt: skip
         return (c, h), (sequences[0], sequences[1]) if return_cells else sequences[0]
 
-    def run(params: LSTMParams, carry: tuple[Array, Array], xs: Array, reset_state: tuple[Array, Array] | None) -> Any:
-        return reference.lstm(
-            params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
-            return_cells=return_cells, precision=precision,
-        )  # fmt: skip
+    return _xla(
+        reference.lstm, remat, params, (c0, h0), xs, resets, reset_state, reverse=reverse, time_major=time_major,
+        precision=precision, return_cells=return_cells,
+    )  # fmt: skip
 
-    return (jax.checkpoint(run) if remat else run)(params, (c0, h0), xs, reset_state)
+
+@functools.partial(
+    jax.jit, static_argnums=(0, 1), static_argnames=("reverse", "time_major", "precision", "return_cells")
+)
+def _xla(
+    function: Callable[..., Any], remat: bool, params: Any, carry: Any, xs: Array, resets: Array | None,
+    reset_state: Any, **options: Any,
+) -> Any:  # fmt: skip
+    """The reference; compiled, so that an eager call finds what the one before has compiled."""
+
+    def run(params: Any, carry: Any, xs: Array, reset_state: Any) -> Any:
+        return function(params, carry, xs, resets=resets, reset_state=reset_state, **options)
+
+    return (jax.checkpoint(run) if remat else run)(params, carry, xs, reset_state)
 
 
 def raise_unless_params(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
@@ -224,12 +237,12 @@ def check_resets(resets: Array | None, xs: Array, time_major: bool) -> None:
         raise ValueError(f"resets must be {layout} = {xs.shape[:-1]} as in xs {xs.shape}, got {jnp.shape(resets)}")
 
 
-def check_reset_state(
-    name: str, state: Array | None, resets: Array | None, carry: Array, xs: Array, time_major: bool
-) -> None:
+def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array, xs: Array, time_major: bool) -> None:
     """Raises ValueError unless `state` is None or has one of the shapes a reset state may have."""
     if state is None:
         return
+    if isinstance(state, (tuple, list)):
+        raise ValueError(f"{name} must be one array, got a {type(state).__name__} of {len(state)}")
     if resets is None:
         raise ValueError(f"{name} is given but resets is None: pass resets, or leave {name} out")
     check_floating(name, state)
@@ -241,6 +254,12 @@ def check_reset_state(
             f"{name} must be [H] = {shapes[0]}, [*batch, H] = {shapes[1]} or {layout} = {shapes[2]}, "
             f"got {jnp.shape(state)}"
         )
+
+
+# Dtypes of resets that the kernels read as they are.
+KERNEL_RESETS = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32")
+)
 
 
 def use_triton(
@@ -258,17 +277,18 @@ def use_triton(
         return False
     reason = _bridge.unsupported([x.dtype for x in (carry, xs, *params, *others)], carry.shape[-1])
     if reason is None and kernel_precision(precision, carry.shape[-1]) is None:
+        precision = jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]
         reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
     if reason is not None and implementation == "triton":
         raise NotImplementedError(f"the Triton implementation {reason}")
-    return reason is None and xs.size > 0 and carry.size > 0
+    return reason is None and 0 not in (*xs.shape[:-1], carry.shape[-1])
 
 
 def kernel_precision(precision: Any, hidden: int) -> str | None:
     """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if isinstance(precision, (tuple, list)):
+    if isinstance(precision, tuple):
         return kernel_precision(precision[0], hidden) if len(set(precision)) == 1 else None
     try:
         default = precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
@@ -316,8 +336,10 @@ def _run_triton(
             x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), 0 if time_major else -2)
         return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)), hidden)
 
+    if resets is not None and resets.dtype.name not in KERNEL_RESETS:
+        resets = resets != 0
     # the kernels carry float32; they read and write states in it, or in bfloat16 where all of it is bfloat16
-    operand_dtype = jnp.result_type(xs, params.w_ih)
+    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]
     kind, canonical_reset_states = "zeros", None
     if any(x is not None for x in reset_states):
@@ -332,7 +354,7 @@ def _run_triton(
         cell=cell,
         reset_state=kind,
         reverse=reverse,
-        precision=tuple(precision) if isinstance(precision, list) else precision,
+        precision=precision,
         kernel_precision=str(kernel_precision(precision, hidden)),
         remat=remat,
         returned=returned,
@@ -368,11 +390,11 @@ def _forward(
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
     """As `_recurrence`, and returns all that the kernel wrote; with `keep`, what the backward pass needs too."""
     cell, hidden = static.cell, states[0].shape[-1]
-    operand_dtype = jnp.result_type(xs, params.w_ih)
+    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     xp = cells.project(cell, params, xs, static.precision)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
     arrays: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
-    arrays |= {name: b.astype(operand_dtype)[None] for name, b in cell.hidden_biases(params).items()}
+    arrays |= {name: b.astype(jnp.float32)[None] for name, b in cell.hidden_biases(params).items()}
     arrays |= {"xp": xp, "reset": resets} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
     arrays |= {f"reset_{s}": x for s, x in zip(cell.states, reset_states or (), strict=False)}
     outputs = [
@@ -399,7 +421,7 @@ def _operand(w: Array, kernel_precision: str) -> Array:
 
 
 def _gates_dtype(operand_dtype: Any) -> Any:
-    """Gates lie in [-1, 1], where float16 rounds to 2^-12: far below the error of bfloat16 operands, of no other."""
+    """What gates are saved in: float16 rounds them far below the error of bfloat16 operands, but of no other."""
     return jnp.dtype(jnp.float16 if operand_dtype == jnp.bfloat16 else jnp.float32)
 
 
@@ -430,7 +452,7 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
     params, states, xs, resets, reset_states, saved = residuals
     d_last, d_sequences = cotangents
     cell, hidden = static.cell, states[0].shape[-1]
-    operand_dtype = jnp.result_type(xs, params.w_ih)
+    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     f32 = jnp.dtype(jnp.float32)
     h_prev = _previous(static, saved["hs"], states[0], resets, reset_states[0] if reset_states else None)
     h_prev = h_prev.astype(operand_dtype)
@@ -438,6 +460,8 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
     if gates is None:
         xp = cells.project(cell, params, xs, static.precision)
         gates = cell.activations(params, xp, reference.matmul(h_prev, params.w_hh, static.precision, f32))
+        if _gates_dtype(operand_dtype) == jnp.float16:  # as the kernel saves them
+            gates = jnp.clip(gates, -65504.0, 65504.0)
         gates = gates.astype(_gates_dtype(operand_dtype))
 
     index = cell.states.index(cell.saved_state)

@@ -30,7 +30,7 @@ def problem(cell: str, direction: str, kind: str, hidden: int, batch: int) -> Pr
         f"reset_{s}": "float32" for s in states
     }
     if direction == "fwd":
-        names |= {"xp": "float32", "gates": gates} | ({"b_hn": operand} if cell == "gru" else {})
+        names |= {"xp": "float32", "gates": gates} | ({"b_hn": "float32"} if cell == "gru" else {})
         names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
     else:
         names |= {"gates": gates, "dxp": operand} | ({"dhn": operand} if cell == "gru" else {})

@@ -231,3 +231,52 @@ def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
     with pytest.raises(NotImplementedError, match=f'the Triton implementation {text}.*implementation="xla"'):
         function(**call, implementation="triton")
     assert function(**call)[1].shape == (T, B, H)
+
+
+@pytest.mark.interpret
+def test_a_second_derivative_of_the_kernels_names_the_way():
+    call = gru_call()
+    xs = call.pop("xs")
+
+    def loss(xs):
+        return jnp.sum(jaxrnn.gru(**call, xs=xs, implementation="triton")[1] ** 2)
+
+    with pytest.raises(NotImplementedError, match=r'no second derivative.*implementation="xla"'):
+        jax.grad(lambda xs: jnp.sum(jax.grad(loss)(xs) ** 2))(xs)
+
+
+def test_a_pair_is_no_reset_state_of_a_gru():
+    call = gru_call()
+    state = (call["carry"], call["carry"])
+    resets = jnp.zeros(call["xs"].shape[:-1], bool)
+    with pytest.raises(ValueError, match="reset_state must be one array, got a tuple of 2"):
+        jaxrnn.gru(**call, resets=resets, reset_state=state)
+
+
+@pytest.mark.parametrize(
+    ("capability", "text"), [(75, r"compute capability 8\.0 \(Ampere\) or newer, this GPU has 7\.5"), (80, None)]
+)
+def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
+    torch = pytest.importorskip("torch")
+    from jaxrnn import _bridge
+    from torch_bridge import launch
+    from torch_bridge.config import Device
+
+    class Gpu:
+        local_hardware_id = 0
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "device", lambda ordinal: Device(capability, 40, 65_536))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    reason = _bridge.unsupported([jnp.float32], 64)
+    assert reason is None if text is None else re.search(text + '.*implementation="xla"', reason)
+
+
+@pytest.mark.interpret
+def test_the_interpreter_beside_a_gpu_is_refused_by_name(monkeypatch):
+    from jaxrnn import _bridge
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "unset it, set JAX_PLATFORMS=cpu" in _bridge.unsupported([jnp.float32], 64)

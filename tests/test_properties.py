@@ -407,3 +407,25 @@ def test_unusual_calls_equal_xla(cell, name, implementation):
     got, want = both(implementation), both("xla")
     assert jax.tree.map(jnp.result_type, got) == jax.tree.map(jnp.result_type, want)
     assert_close(got, want, 3e-3 if any(x.dtype == jnp.float16 for x in jax.tree.leaves(args)) else CLOSE)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_vmap_over_nothing_gives_nothing(implementation):
+    T, B, D, H = 3, 2, 4, 5
+    params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((H, 3 * H)), jnp.ones((3 * H,)), jnp.ones((H,)))
+    run = jax.vmap(lambda h, x: jaxrnn.gru(params, h, x, implementation=implementation))
+    last, ys = run(jnp.zeros((0, B, H)), jnp.zeros((0, T, B, D)))
+    assert (last.shape, ys.shape) == ((0, B, H), (0, T, B, H))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "int4"])
+def test_resets_may_have_any_dtype(dtype):
+    T, B, D, H = 3, 2, 4, 5
+    params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((H, 3 * H)), jnp.ones((3 * H,)), jnp.ones((H,)))
+    carry, xs = jnp.ones((B, H)), jnp.linspace(-1, 1, T * B * D).reshape(T, B, D)
+    resets = jnp.array([[0, 1], [1, 0], [0, 0]])
+    want = jaxrnn.gru(params, carry, xs, resets=resets, implementation="triton")
+    got = jaxrnn.gru(params, carry, xs, resets=resets.astype(dtype), implementation="triton")
+    np.testing.assert_array_equal(got[1], want[1])

@@ -9,7 +9,7 @@ from typing import Literal
 
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
-Precision = Literal["tf32", "tf32x3", "ieee"]
+Precision = Literal["tf32", "tf32x3"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 GATES = {"gru": 3, "lstm": 4}

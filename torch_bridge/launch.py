@@ -7,6 +7,7 @@ A launch allocates nothing, waits for nothing and tunes nothing, so it can be ca
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ POINTER_TYPES = {
     "uint8": "*u8", "uint16": "*u16", "uint32": "*u32", "uint64": "*u64",
 }  # fmt: skip
 SCALARS = {"T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32"}
+
+# The interpreter patches triton.language for the whole process.
+_interpreter = threading.Lock()
 
 
 def interpreting() -> bool:
@@ -162,8 +166,7 @@ class Launch:
 
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the module onto a device. Must have happened before a stream capture."""
-        if ordinal not in self._compiled:
-            self._compiled[ordinal] = _loaded(self.specialization, ordinal)
+        self._compiled[ordinal] = _loaded(self.specialization, ordinal)
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""
@@ -179,6 +182,10 @@ class Launch:
         The interpreter runs programs one after the other, so those that would wait for one another are launched a step
         (and a phase) at a time: the end of a launch is their barrier.
         """
+        with _interpreter:
+            self._interpret(tensors)
+
+    def _interpret(self, tensors: Mapping[str, Any]) -> None:
         kernel = self.specialization.kernel
         arguments = {name: tensors.get(name.removesuffix("_ptr")) for name in kernel.arg_names if name.endswith("_ptr")}
         arguments |= self.specialization.constants() | self.scalars
