@@ -1,4 +1,4 @@
-"""The cell table: what a cell needs to be launched. A new cell is one kernel file and one entry here."""
+"""The cell table: what a cell needs to be launched. Its tilings are data in `torch_bridge.config`."""
 
 from dataclasses import dataclass
 from typing import Any
