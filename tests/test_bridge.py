@@ -28,7 +28,6 @@ PRECISIONS = [
     ("float32", "tf32x3", "tf32x3"),
     (Precision.HIGHEST, "tf32x3", "tf32x3"),
     ((Precision.DEFAULT, Precision.DEFAULT), "tf32x3", "tf32"),
-    (["highest", "highest"], "tf32x3", "tf32x3"),
     (("default", "highest"), None, None),
     ("BF16_BF16_F32", None, None),
     (jax.lax.DotAlgorithmPreset.F32_F32_F32, None, None),
