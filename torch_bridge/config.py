@@ -12,6 +12,7 @@ ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
+# Gates of each cell: the width of its input projection over H.
 GATES = {"gru": 3, "lstm": 4}
 
 
@@ -169,7 +170,7 @@ def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
     if small.shared_memory(problem) > device.shared_memory:
         return None
     side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
-    # elsewhere than on Hopper the weights of larger tiles do not stay in registers
+    # elsewhere than on Hopper, or with masks, the larger tile spills
     fits = block == 128 and even and device.capability == 90 and large.shared_memory(problem) <= device.shared_memory
     return large if fits and problem.models * small.tiles(problem) > side_by_side else small
 
@@ -202,8 +203,8 @@ _HOPPER_TILINGS = {
     ("lstm", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
 # Microseconds of a step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million products.
-# Fitted to 330 timings on an H200, triton 3.6, of B from 8 to 2048 and H from 128 to 1024. The cheapest of the tilings
-# by these figures is the fastest measured, or within 20 % of it.
+# Fitted to 330 timings on an H200, triton 3.6, of B from 8 to 2048 and H from 128 to 1024. Of the tilings that
+# were timed, the cheapest by these figures was the fastest or within 26 % of it; those above were not all timed.
 _STEP_COST = {
     ("tf32", "fwd"): (3.6, 2.7, 0.64, 1.3),
     ("tf32", "bwd"): (5.2, 2.5, 0.67, 0.61),

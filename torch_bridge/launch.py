@@ -139,7 +139,7 @@ class Launch:
         self.workspaces: list[tuple[str, int, str, bool]] = []
         cooperative = self.config.splits > 1 and not interpreting()
         if self.config.splits > 1:
-            width = problem.hidden * (1 if problem.direction == "fwd" else CELLS[problem.cell].gates)
+            width = problem.hidden * (1 if problem.direction == "fwd" else _config.GATES[problem.cell])
             length = 2 * problem.groups * problem.batch * width
             self.workspaces.append(("exchange", length, problem.operand_dtype, False))
         if cooperative:

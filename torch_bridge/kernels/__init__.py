@@ -9,14 +9,13 @@ from torch_bridge.kernels.lstm import lstm_bwd_kernel, lstm_fwd_kernel
 
 @dataclass(frozen=True)
 class CellKernels:
-    """Kernels of one cell, and the number of its gates (the width of `xp` over H)."""
+    """Kernels of one cell."""
 
-    gates: int
     fwd: Any
     bwd: Any
 
 
 CELLS = {
-    "gru": CellKernels(gates=3, fwd=gru_fwd_kernel, bwd=gru_bwd_kernel),
-    "lstm": CellKernels(gates=4, fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel),
+    "gru": CellKernels(fwd=gru_fwd_kernel, bwd=gru_bwd_kernel),
+    "lstm": CellKernels(fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel),
 }
