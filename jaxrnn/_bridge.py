@@ -291,7 +291,7 @@ def _cpu_launch(problem: Any) -> Any:
         raise NotImplementedError(
             'the Triton kernels were asked for on CPU devices: pass implementation="xla" for what runs there'
         )
-    return Launch(problem, Device())
+    return Launch(problem, Device(interpreted=True))
 
 
 mlir.register_lowering(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,22 +23,24 @@ class Cell:
       name: of the kernels in `torch_bridge.kernels.CELLS`.
       gates: width of the input projection over H.
       states: what is carried, the hidden state first.
-      saved_state: the state whose history the backward kernel reads.
+      saved: what the forward kernel saves of every step for the backward kernel: `(name, width over H)`.
+      save: (params, xp, h_prev @ w_hh, states before each step by name) -> the same in float32, recomputed.
+      history: the states before each step that `save` needs.
       hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
       bias: the params field added to the input projection.
       hidden_biases: params -> arrays besides `w_hh` that the forward kernel takes, by name.
-      activations: (params, xp, h_prev @ w_hh) -> gates as the forward kernel saves them, `[..., gates saved * H]`.
       recurrent_grads: (h_prev^T @ ..., dxp, hidden grads) -> gradients of the recurrent params by field.
     """
 
     name: str
     gates: int
     states: tuple[str, ...]
-    saved_state: str
+    saved: tuple[tuple[str, int], ...]
+    save: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
+    history: tuple[str, ...]
     hidden_grads: tuple[str, ...]
     bias: str
     hidden_biases: Callable[[Any], dict[str, Array]]
-    activations: Callable[[Any, Array, Array], Array]
     recurrent_grads: Callable[[Callable[[Array], Array], Array, dict[str, Array]], dict[str, Array]]
 
 
@@ -46,11 +48,19 @@ def _sum(x: Array) -> Array:
     return jnp.sum(x, axis=(0, 1, 2), dtype=jnp.float32)
 
 
-def _gru_activations(params: GRUParams, xp: Array, hp: Array) -> Array:
+def _interleave(factors: Sequence[Array]) -> Array:
+    """`[..., H, 4]` as `[..., 4H]`."""
+    return jnp.stack(factors, axis=-1).reshape(*factors[0].shape[:-1], -1)
+
+
+def _gru_saved(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
     (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(hp, 3, axis=-1)
     r, z = jax.nn.sigmoid(x_r + h_r), jax.nn.sigmoid(x_z + h_z)
     h_n = h_n + params.b_hn.astype(h_n.dtype)
-    return jnp.concatenate([r, z, jnp.tanh(x_n + r * h_n), h_n], axis=-1)
+    n = jnp.tanh(x_n + r * h_n)
+    f_n = (1 - z) * (1 - n * n)
+    factors = f_n * h_n * r * (1 - r), (previous["h"] - n) * z * (1 - z), f_n, f_n * r
+    return {"factors": _interleave(factors), "keep": z}
 
 
 def _gru_recurrent_grads(
@@ -62,31 +72,36 @@ def _gru_recurrent_grads(
     return {"w_hh": jnp.concatenate([contract(dxp)[:, :width], contract(dhn)], axis=-1), "b_hn": _sum(dhn)}
 
 
-def _lstm_activations(params: LSTMParams, xp: Array, hp: Array) -> Array:
+def _lstm_saved(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
     i, f, g, o = jnp.split(xp + hp, 4, axis=-1)
-    return jnp.concatenate([jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)], axis=-1)
+    i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
+    tanh_c = jnp.tanh(f * previous["c"] + i * g)
+    factors = g * i * (1 - i), previous["c"] * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)
+    return {"factors": _interleave(factors), "through": o * (1 - tanh_c * tanh_c), "keep": f}
 
 
 GRU = Cell(
     name="gru",
     gates=3,
     states=("h",),
-    saved_state="h",
+    saved=(("factors", 4), ("keep", 1)),
+    save=_gru_saved,
+    history=("h",),
     hidden_grads=("dhn",),
     bias="b_ih",
     hidden_biases=lambda params: {"b_hn": params.b_hn},
-    activations=_gru_activations,
     recurrent_grads=_gru_recurrent_grads,
 )
 LSTM = Cell(
     name="lstm",
     gates=4,
     states=("h", "c"),
-    saved_state="c",
+    saved=(("factors", 4), ("through", 1), ("keep", 1)),
+    save=_lstm_saved,
+    history=("h", "c"),
     hidden_grads=(),
     bias="b",
     hidden_biases=lambda params: {},
-    activations=_lstm_activations,
     recurrent_grads=lambda contract, dxp, _: {"w_hh": contract(dxp)},
 )
 

@@ -284,6 +284,10 @@ def use_triton(
     return reason is None and 0 not in (*xs.shape[:-1], carry.shape[-1])
 
 
+# Up to this width XLA multiplies small batches in full float32: TF32 would be far from its accuracy.
+_FULL_PRECISION_WIDTH = 32
+
+
 def kernel_precision(precision: Any, hidden: int) -> str | None:
     """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
     if precision is None:
@@ -294,8 +298,7 @@ def kernel_precision(precision: Any, hidden: int) -> str | None:
         default = precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
     except ValueError:
         return None
-    # up to a width of 32 XLA multiplies small batches in full float32: TF32 would be far from its accuracy
-    return "tf32" if default and hidden > 32 else "tf32x3"
+    return "tf32" if default and hidden > _FULL_PRECISION_WIDTH else "tf32x3"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -400,11 +403,14 @@ def _forward(
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
         for s, x in zip(cell.states, states, strict=True)
-        if s == "h" or s in static.returned or (keep and s == cell.saved_state)
+        if s == "h" or s in static.returned or (keep and static.remat and s in cell.history)
     ]
     outputs += [_bridge.Output(f"{s}_last", False, hidden, jnp.dtype(jnp.float32)) for s in cell.states]
     if keep and not static.remat:
-        outputs.append(_bridge.Output("gates", True, 4 * hidden, _gates_dtype(operand_dtype)))
+        outputs += [
+            _bridge.Output(name, True, width * hidden, _saved_dtype(name, operand_dtype, static.kernel_precision))
+            for name, width in cell.saved
+        ]
     results = _bridge.launch(
         cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
         precision=static.kernel_precision,
@@ -420,9 +426,14 @@ def _operand(w: Array, kernel_precision: str) -> Array:
     return jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
 
 
-def _gates_dtype(operand_dtype: Any) -> Any:
-    """What gates are saved in: float16 rounds them far below the error of bfloat16 operands, but of no other."""
-    return jnp.dtype(jnp.float16 if operand_dtype == jnp.bfloat16 else jnp.float32)
+def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
+    """What the backward pass needs is saved in: float16 rounds no worse than the products of TF32 or bfloat16 do.
+
+    `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
+    """
+    products = "bfloat16" if operand_dtype == jnp.bfloat16 else kernel_precision
+    wide = name == "keep" or operand_dtype == jnp.float16 or products == "tf32x3"
+    return jnp.dtype(jnp.float32 if wide else jnp.float16)
 
 
 def _recurrence_fwd(
@@ -430,7 +441,8 @@ def _recurrence_fwd(
     reset_states: tuple[Array, ...] | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     last, sequences, results = _forward(static, params, states, xs, resets, reset_states, keep=True)
-    saved = {name: results[name] for name in ("hs", "cs", "gates") if name in results}
+    needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
+    saved = {name: results[name] for name in needed}
     return (last, sequences), (params, states, xs, resets, reset_states, saved)
 
 
@@ -454,49 +466,55 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
     cell, hidden = static.cell, states[0].shape[-1]
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     f32 = jnp.dtype(jnp.float32)
-    h_prev = _previous(static, saved["hs"], states[0], resets, reset_states[0] if reset_states else None)
-    h_prev = h_prev.astype(operand_dtype)
-    gates = saved.get("gates")
-    if gates is None:
+    previous = {
+        s: _previous(static, saved[f"{s}s"], states[k], resets, reset_states[k] if reset_states else None)
+        for k, s in enumerate(cell.states)
+        if f"{s}s" in saved
+    }
+    h_prev = previous["h"].astype(operand_dtype)
+    if static.remat:
         xp = cells.project(cell, params, xs, static.precision)
-        gates = cell.activations(params, xp, reference.matmul(h_prev, params.w_hh, static.precision, f32))
-        if _gates_dtype(operand_dtype) == jnp.float16:  # as the kernel saves them
-            gates = jnp.clip(gates, -65504.0, 65504.0)
-        gates = gates.astype(_gates_dtype(operand_dtype))
+        hp = reference.matmul(h_prev, params.w_hh, static.precision, f32)
+        saved = cell.save(params, xp, hp, {s: x.astype(f32) for s, x in previous.items()})
+        for name, x in saved.items():
+            dtype = _saved_dtype(name, operand_dtype, static.kernel_precision)
+            saved[name] = x if dtype == f32 else jnp.clip(x, -65504.0, 65504.0).astype(dtype)  # as the kernel does
 
-    index = cell.states.index(cell.saved_state)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "gates": gates, "reset": resets}
-    arrays |= {f"{cell.saved_state}s": saved[f"{cell.saved_state}s"], f"{cell.saved_state}0": states[index]}
-    arrays |= {f"reset_{cell.saved_state}": reset_states[index]} if reset_states else {}
+    arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": resets} | {
+        name: saved[name] for name, _ in cell.saved
+    }
     arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
     arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
     if reset_states:
-        outputs += [_bridge.Output(f"dreset_{s}", static.reset_state == "stepped", hidden, f32) for s in cell.states]
+        outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
     results = _bridge.launch(
-        cell.name, "bwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
+        cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
         precision=static.kernel_precision,
     )  # fmt: skip
 
-    def contract(x: Array, y: Array) -> Array:
+    def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
         """`x^T @ y` over groups, steps and batch."""
-        return jnp.einsum("gtbx,gtby->xy", x, y, precision=static.precision, preferred_element_type=f32)
+        return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=f32)
 
     dxp = results["dxp"]
     dxs = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                      preferred_element_type=f32)  # fmt: skip
     grads = {"w_ih": contract(xs.astype(operand_dtype), dxp), cell.bias: cells.bias_grad(dxp)}
     hidden_grads = {name: results[name] for name in cell.hidden_grads}
-    grads |= cell.recurrent_grads(functools.partial(contract, h_prev), dxp, hidden_grads)
+    recurrent = jax.lax.Precision.HIGHEST if hidden <= _FULL_PRECISION_WIDTH else static.precision
+    grads |= cell.recurrent_grads(functools.partial(contract, h_prev, precision=recurrent), dxp, hidden_grads)
     dparams = type(params)(**{name: grads[name].astype(getattr(params, name).dtype) for name in params._fields})
     dstates = tuple(results[f"d{s}0"].astype(x.dtype) for s, x in zip(cell.states, states, strict=True))
     dreset_states = None
     if reset_states:
+        # of a fixed state the kernel gives every step's gradient: few are not zero, and a sum would take it registers
         dreset_states = tuple(
-            results[f"dreset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
+            (d if static.reset_state == "stepped" else d.sum(axis=1)).astype(x.dtype)
+            for x, d in ((x, results[f"dreset_{s}"]) for s, x in zip(cell.states, reset_states, strict=True))
         )
     return dparams, dstates, dxs.astype(xs.dtype), _no_gradient(resets), dreset_states
 

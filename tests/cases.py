@@ -344,3 +344,6 @@ GPU_FORWARD = tuple(
     for case in GPU
     if case.H in (24, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
 )
+
+# Where operands are scaled to 16 bits on a Hopper GPU, and a width where they are not.
+OF_EVERY_SIZE = tuple(Case(cell, T=9, B=16, H=H) for cell in WEIGHTS for H in (64, 100, 128, 256))

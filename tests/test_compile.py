@@ -21,37 +21,46 @@ KINDS = {"tf32": ("float32", "tf32"), "tf32x3": ("float32", "tf32x3"), "bf16": (
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def problem(cell: str, direction: str, kind: str, hidden: int, batch: int) -> Problem:
-    """A problem with every array that a kernel can take: the most that one has to hold."""
+def problem(cell: str, direction: str, kind: str, hidden: int, batch: int, reset_state: str) -> Problem:
+    """A problem with every array that a kernel can take with a reset state: the most that one has to hold.
+
+    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients.
+    """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
-    gates = "float16" if operand == "bfloat16" else "float32"
-    names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"} | {
-        f"reset_{s}": "float32" for s in states
-    }
+    saved = "float16" if precision == "tf32" else "float32"
+    backward = ({"factors": saved} if cell == "gru" else {"factors": saved, "through": saved}) | {"keep": "float32"}
+    names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"}
+    if reset_state != "zeros":
+        names |= {f"reset_{s}": "float32" for s in states}
     if direction == "fwd":
-        names |= {"xp": "float32", "gates": gates} | ({"b_hn": "float32"} if cell == "gru" else {})
+        names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if cell == "gru" else {})
         names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
+        if reset_state == "zeros":
+            names.pop("cs", None)
     else:
-        names |= {"gates": gates, "dxp": operand} | ({"dhn": operand} if cell == "gru" else {})
-        names |= {f"{states[-1]}s": "float32", f"{states[-1]}0": "float32"}
+        names |= {"dxp": operand} | backward | ({"dhn": operand} if cell == "gru" else {})
         names |= {f"d{s}{suffix}": "float32" for s in states for suffix in ("s", "_last", "0")}
-        names |= {f"dreset_{s}": "float32" for s in states}
-    return Problem(cell, direction, 1, 1, 64, batch, hidden, tuple(names.items()), "stepped", False, precision)
+        names |= {f"dreset_{s}": "float32" for s in states if reset_state != "zeros"}
+        if reset_state == "zeros":
+            names.pop("dcs", None)
+    return Problem(cell, direction, 1, 1, 64, batch, hidden, tuple(names.items()), reset_state, False, precision)
 
 
 def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[Problem, KernelConfig]]:
     """The tilings that the heuristic picks on a device, each with a problem it is picked for.
 
-    Of hidden sizes with the same tiling, one that the blocks divide and one that they do not stand for all.
+    Of hidden sizes with the same tiling, one that the blocks divide and one that they do not stand for all; of reset
+    states the per-step ones, which take the most arrays, and none where a tiling is for the common problem.
     """
     picked = {}
-    for hidden in (1, 24, 64, 100, 128, 192, 256, 512, 1024):
-        for batch in (1, 16, 64, 256, 1024, 2048, 16384):
-            p = problem(cell, direction, kind, hidden, batch)
-            c = config.heuristic(p, device)
-            tiling = dataclasses.replace(c, splits=min(c.splits, 2)), hidden % c.block_k == 0
-            picked.setdefault(tiling, (p, c))
+    for reset_state in ("stepped", "zeros"):
+        for hidden in (1, 24, 64, 100, 128, 192, 256, 512, 1024):
+            for batch in (1, 16, 64, 256, 1024, 2048, 16384):
+                p = problem(cell, direction, kind, hidden, batch, reset_state)
+                c = config.heuristic(p, device)
+                tiling = dataclasses.replace(c, splits=min(c.splits, 2)), hidden % c.block_k == 0
+                picked.setdefault(tiling, (p, c))
     return list(picked.values())
 
 

@@ -48,3 +48,48 @@ def test_the_reference_in_float64_matches_the_oracle(cell):
     got, want = cases.run_float64(case, inputs), cases.run_oracle(case, inputs)
     assert got.keys() == want.keys()
     cases.compare(got, want, lambda name: 1e-12)
+
+
+def of_sequence(name, x, b):
+    """The part of an output or gradient that is a sequence's own, or None of one that all share."""
+    if name in ("ys", "cs", "dxs"):
+        return x[:, b]
+    return x[b] if name.removeprefix("d").startswith("carry") else None
+
+
+@pytest.mark.parametrize("weights", [1e-4, 1.0, 4.0])
+@pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
+def test_sequences_of_every_size_keep_their_accuracy(case, weights):
+    """Operands of 16 bits are scaled: neither a small gradient beside a large one nor a large state may notice."""
+    inputs = cases.make_inputs(case)
+    inputs["w_hh"] = inputs["w_hh"] * np.float32(weights)
+    gradients, states = np.logspace(-18, 12, case.B, dtype=np.float32), np.logspace(-3, 4, case.B, dtype=np.float32)
+    for name in inputs:
+        if name.startswith("ct_"):
+            inputs[name] = inputs[name] * gradients[:, None]
+        if name.startswith("carry"):
+            inputs[name] = inputs[name] * np.roll(states, case.B // 2)[:, None]
+    want = cases.run_oracle(case, inputs)
+    got, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "xla"))
+    for b in range(case.B):
+        one = [{k: of_sequence(k, x, b) for k, x in results.items()} for results in (got, xla, want)]
+        one = [{k: x for k, x in results.items() if x is not None} for results in one]
+        cases.check(case, *one)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
+def test_what_is_not_finite_stays_in_its_sequence(case, bad):
+    inputs = cases.make_inputs(case)
+    clean = cases.run(case, inputs, "triton")
+    for name in inputs:
+        if name.startswith(("carry", "ct_carry")):
+            inputs[name] = inputs[name].copy()
+            inputs[name][3, 7] = bad
+    got = cases.run(case, inputs, "triton")
+    assert not np.isfinite(got["ys"][0, 3]).all()
+    for b in set(range(case.B)) - {3}:
+        for name in got:
+            if of_sequence(name, got[name], b) is not None:
+                x, y = of_sequence(name, got[name], b), of_sequence(name, clean[name], b)
+                np.testing.assert_array_equal(x, y, err_msg=name)

@@ -33,7 +33,7 @@ class Problem:
       batch: sequences in a group.
       hidden: hidden units.
       dtypes: `(name, dtype)` of every array that takes part; an array left out is not computed or not used.
-      reset_state: where an episode's first state comes from.
+      reset_state: where an episode's first state comes from; backward it does not matter.
       reverse: run from the last step to the first.
       precision: of float32 products on the tensor cores.
     """
@@ -69,16 +69,21 @@ class Device:
       capability: compute capability times ten.
       multiprocessors: how many.
       shared_memory: bytes that one program can have of a multiprocessor's.
+      interpreted: kernels run in Triton's interpreter, which has no Gluon.
     """
 
     capability: int = 90
     multiprocessors: int = 132
     shared_memory: int = 232_448
+    interpreted: bool = False
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A tiling. `splits == 1` keeps the weights of all units on chip; more share a tile's units among programs."""
+    """A tiling. `splits == 1` keeps the weights of all units on chip; more share a tile's units among programs.
+
+    `hopper` takes the kernels in Gluon, which only capability 9.0 runs.
+    """
 
     block_h: int
     block_b: int
@@ -86,6 +91,7 @@ class KernelConfig:
     splits: int
     num_warps: int
     num_stages: int
+    hopper: bool = False
 
     def tiles(self, problem: Problem) -> int:
         """Batch tiles of one model."""
@@ -100,6 +106,10 @@ class KernelConfig:
         """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
         gates, wide = GATES[problem.cell], problem.operand_dtype == "float32"
         size = 4 if wide else 2
+        if self.hopper:
+            # weights on their way to registers, and operands of two steps with the bounds of their size
+            operands = 1 if problem.direction == "fwd" else gates
+            return 2 * self.block_h * self.block_h + (4 * operands * self.block_h + 8 * self.num_warps) * self.block_b
         if self.splits == 1:
             copies = 2 if problem.precision == "tf32x3" else 1
             return copies * gates * self.block_h * self.block_h * size + 16 * self.block_h * self.block_b
@@ -128,7 +138,21 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
     Raises:
       UnsupportedError: the hidden state is wider than the programs of one cooperative launch can share.
     """
-    return _resident_config(problem, device) or _split_config(problem, device)
+    return _hopper_config(problem, device) or _resident_config(problem, device) or _split_config(problem, device)
+
+
+def _hopper_config(problem: Problem, device: Device) -> KernelConfig | None:
+    """The kernels in Gluon, where they have one: weights in registers, in 16 bits, for half the time of a step."""
+    covered = 32 < problem.hidden <= 128 and _kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
+    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
+    covered &= problem.steps > 1  # to bring the weights into registers takes longer than a step
+    if problem.cell == "lstm" and problem.hidden > 64:  # what registers hold, without masks and further gradients
+        names = dict(problem.dtypes)
+        covered &= problem.hidden == 128 and "dcs" not in names and "dreset_h" not in names
+    if device.capability != 90 or device.interpreted or not covered:
+        return None
+    block = 64 if problem.hidden <= 64 else 128
+    return KernelConfig(block, 8, block, splits=1, num_warps=block // 16, num_stages=1, hopper=True)
 
 
 # Warps of a program that keeps all weights on chip, by the width of its block: if the hidden size fills the block, and
@@ -139,7 +163,7 @@ _RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("gru", "tf32x3", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 8)},
     ("gru", "tf32x3", "bwd"): {16: (1, 1), 32: (2, 2), 64: (8, 8)},
     ("gru", "16-bit", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 8), 128: (8, 8)},
-    ("gru", "16-bit", "bwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("gru", "16-bit", "bwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
     ("lstm", "tf32", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4)},
     ("lstm", "tf32", "bwd"): {16: (1, 1), 32: (4, 4), 64: (4, 4)},
     ("lstm", "tf32x3", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 8)},
@@ -148,7 +172,11 @@ _RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("lstm", "16-bit", "bwd"): {16: (1, 1), 32: (4, 4), 64: (8, 8), 128: (16,)},
 }
 # Where they differ elsewhere than on Hopper: there the products read the weights from registers.
-_ELSEWHERE_WARPS = {("gru", "tf32", "bwd"): {64: (8, 8)}}
+_ELSEWHERE_WARPS = {
+    ("gru", "tf32", "bwd"): {64: (8, 8)},
+    ("gru", "tf32x3", "fwd"): {64: (8, 8)},
+    ("lstm", "tf32x3", "fwd"): {64: (8, 8)},
+}
 
 
 def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
@@ -175,29 +203,31 @@ def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
     return large if fits and problem.models * small.tiles(problem) > side_by_side else small
 
 
-# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill, on any device and on Hopper besides.
+# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill, with Triton 3.6 to 3.9: of any problem on
+# any device, and besides on Hopper of the common problem, which has no reset state and no cell states of every step.
 _TILINGS = {
-    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 3), (32, 16, 32, 4, 3), (64, 16, 32, 8, 3)),
-    ("gru", "tf32", "bwd"): ((16, 16, 64, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
-    ("gru", "tf32x3", "fwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
-    ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 32, 32, 8, 4)),
-    ("gru", "16-bit", "fwd"): ((16, 16, 32, 4, 3), (64, 16, 32, 8, 3)),
+    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 2), (64, 16, 32, 8, 2)),
+    ("gru", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+    ("gru", "tf32x3", "fwd"): ((16, 16, 16, 4, 3), (16, 32, 32, 4, 4), (64, 16, 16, 8, 3)),
+    ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 4)),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 3), (64, 16, 32, 8, 3)),
     ("gru", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
     ("lstm", "tf32", "fwd"): ((16, 32, 64, 8, 3),),
-    ("lstm", "tf32", "bwd"): ((16, 16, 64, 4, 4), (32, 16, 64, 4, 4), (64, 32, 32, 8, 4)),
-    ("lstm", "tf32x3", "fwd"): ((16, 32, 32, 4, 4),),
+    ("lstm", "tf32", "bwd"): ((32, 16, 64, 4, 4), (64, 16, 32, 8, 4)),
+    ("lstm", "tf32x3", "fwd"): ((16, 32, 16, 4, 4),),
     ("lstm", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4),),
     ("lstm", "16-bit", "bwd"): ((16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
 }
 _HOPPER_TILINGS = {
-    ("gru", "tf32", "fwd"): ((64, 32, 32, 8, 4),),
+    ("gru", "tf32", "fwd"): ((32, 16, 32, 4, 3), (64, 16, 32, 8, 3), (64, 32, 32, 8, 4)),
     ("gru", "tf32", "bwd"): ((32, 16, 64, 4, 4),),
-    ("gru", "tf32x3", "fwd"): ((64, 32, 32, 8, 3),),
+    ("gru", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 3)),
+    ("gru", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("gru", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
     ("gru", "16-bit", "bwd"): ((64, 64, 32, 8, 3),),
-    ("lstm", "tf32", "fwd"): ((64, 32, 32, 8, 3),),
-    ("lstm", "tf32", "bwd"): ((64, 32, 64, 8, 3),),
+    ("lstm", "tf32", "fwd"): ((64, 32, 16, 8, 4),),
+    ("lstm", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 32, 32, 8, 4), (64, 32, 64, 8, 3)),
     ("lstm", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 4)),
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
@@ -231,7 +261,8 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
     best: tuple[float, KernelConfig] | None = None
     key = problem.cell, kind, problem.direction
-    tilings = _TILINGS[key] + (_HOPPER_TILINGS.get(key, ()) if device.capability == 90 else ())
+    common = problem.reset_state == "zeros" and not dict(problem.dtypes).keys() & {"cs", "dcs", "dreset_h"}
+    tilings = _TILINGS[key] + (_HOPPER_TILINGS.get(key, ()) if common and device.capability == 90 else ())
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
         tilings = (_WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:

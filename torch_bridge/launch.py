@@ -15,6 +15,7 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from torch_bridge import config as _config
 from torch_bridge.config import Device, KernelConfig, Problem
@@ -54,7 +55,7 @@ class Specialization:
     @property
     def kernel(self) -> Any:
         """The kernel function."""
-        return getattr(CELLS[self.cell], self.direction)
+        return CELLS[self.cell].kernel(self.direction, self.config.hopper)
 
     def constants(self) -> dict[str, Any]:
         """Values of the compile-time arguments, absent arrays among them."""
@@ -89,12 +90,13 @@ class Specialization:
                 attributes[(i,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = SCALARS[name]
-        source = ASTSource(self.kernel, signature, constants, attributes)
+        source = (GluonASTSource if self.config.hopper else ASTSource)(self.kernel, signature, constants, attributes)
         options = {
             "num_warps": self.config.num_warps,
             "num_stages": self.config.num_stages,
             "launch_cooperative_grid": self.cooperative,
             "enable_fp_fusion": True,
+            "maxnreg": min(255, 65536 // (32 * self.config.num_warps)),
         }
         return triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
 

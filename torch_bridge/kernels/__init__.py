@@ -1,5 +1,6 @@
 """The cell table: what a cell needs to be launched. Its tilings are data in `torch_bridge.config`."""
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +10,26 @@ from torch_bridge.kernels.lstm import lstm_bwd_kernel, lstm_fwd_kernel
 
 @dataclass(frozen=True)
 class CellKernels:
-    """Kernels of one cell."""
+    """Kernels of one cell.
+
+    Attributes:
+      fwd: forward.
+      bwd: backward.
+      hopper: the module that has them in Gluon as `fwd_kernel` and `bwd_kernel`, or None.
+    """
 
     fwd: Any
     bwd: Any
+    hopper: str | None = None
+
+    def kernel(self, direction: str, hopper: bool) -> Any:
+        """The kernel of a direction."""
+        if not hopper:
+            return getattr(self, direction)
+        return getattr(importlib.import_module(f"torch_bridge.kernels.{self.hopper}"), f"{direction}_kernel")
 
 
 CELLS = {
-    "gru": CellKernels(fwd=gru_fwd_kernel, bwd=gru_bwd_kernel),
-    "lstm": CellKernels(fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel),
+    "gru": CellKernels(fwd=gru_fwd_kernel, bwd=gru_bwd_kernel, hopper="gru_sm90"),
+    "lstm": CellKernels(fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel, hopper="lstm_sm90"),
 }

@@ -78,11 +78,59 @@ def store_tile(ptr, rows, cols, width, mask, value):
 
 
 @triton.jit
-def store_gate(ptr, rows, cols, width, mask, value):
-    """As `store_tile`; what float16 cannot hold is saved as its largest value, so that gradients stay finite."""
+def half_bits(x, BOUNDED: tl.constexpr):
+    """The 16 bits of `x` in float16; unless BOUNDED says that it fits, beyond its range the largest of its sign."""
+    if not BOUNDED:
+        x = tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
+    return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def pack_halves(a, b, c, d, BOUNDED_CD: tl.constexpr):
+    """Four float16 numbers in 64 bits, `a` lowest."""
+    low = half_bits(a, False) | (half_bits(b, False) << 16)
+    high = half_bits(c, BOUNDED_CD) | (half_bits(d, BOUNDED_CD) << 16)
+    return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
+
+
+@triton.jit
+def unpack_half(bits):
+    """The number in the low 16 of 32 bits."""
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def unpack_halves(bits):
+    """What `pack_halves` packed."""
+    low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
+    return unpack_half(low), unpack_half(low >> 16), unpack_half(high), unpack_half(high >> 16)
+
+
+@triton.jit
+def store_factors(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr, BOUNDED_CD: tl.constexpr):
+    """Stores to `[..., H, 4]`, in float16 (what it cannot hold as its largest: gradients stay finite) or float32."""
+    at = rows[None, :] * H + cols[:, None]
     if ptr.dtype.element_ty == tl.float16:
-        value = tl.where(tl.abs(value) > 65504.0, tl.where(value > 0, 65504.0, -65504.0), value)
-    store_tile(ptr, rows, cols, width, mask, value)
+        tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_halves(a, b, c, d, BOUNDED_CD), mask=mask)
+    else:
+        tl.store(ptr + at * 4, a, mask=mask)
+        tl.store(ptr + at * 4 + 1, b, mask=mask)
+        tl.store(ptr + at * 4 + 2, c, mask=mask)
+        tl.store(ptr + at * 4 + 3, d, mask=mask)
+
+
+@triton.jit
+def load_factors(ptr, rows, cols, mask, H: tl.constexpr):
+    """What `store_factors` stored."""
+    at = rows[None, :] * H + cols[:, None]
+    if ptr.dtype.element_ty == tl.float16:
+        return unpack_halves(tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=mask, other=0))
+    else:
+        a = tl.load(ptr + at * 4, mask=mask, other=0.0)
+        b = tl.load(ptr + at * 4 + 1, mask=mask, other=0.0)
+        c = tl.load(ptr + at * 4 + 2, mask=mask, other=0.0)
+        d = tl.load(ptr + at * 4 + 3, mask=mask, other=0.0)
+        return a, b, c, d
 
 
 @triton.jit
@@ -120,32 +168,6 @@ def select_reset(h, state_ptr, reset, seq, rows, cols, mask, H: tl.constexpr, RE
     else:
         state = load_tile(state_ptr, rows, cols, H, mask & reset[None, :])
     return tl.where(reset[None, :], state, h)
-
-
-@triton.jit
-def previous(hs_ptr, h0_ptr, seq, row0, i, T, B, REVERSE: tl.constexpr):
-    """Where the state before the i-th step lies: `(pointer, rows)`, in the outputs or, for the first step, in `h0`."""
-    ptr = h0_ptr
-    rows = seq
-    if i > 0:
-        ptr = hs_ptr
-        rows = row0 + step_time(i - 1, T, REVERSE) * B
-    return ptr, rows
-
-
-@triton.jit
-def load_previous(
-    hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, seq, row0, i, T, B, cols, mask, mask_q,
-    H: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """The state that step T - 1 - i of the forward pass started from, resets applied."""
-    ptr, prev = previous(hs_ptr, h0_ptr, seq, row0, T - 1 - i, T, B, REVERSE)
-    h = load_tile(ptr, prev, cols, H, mask)
-    if reset_ptr is not None:
-        rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
-        reset = load_reset(reset_ptr, rows, mask_q)
-        h = select_reset(h, reset_h_ptr, reset, seq, rows, cols, mask, H, RESET_STATE)
-    return h
 
 
 @triton.jit

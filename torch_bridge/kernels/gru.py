@@ -1,4 +1,11 @@
-"""GRU time loop, forward and backward. Gates are ordered r, z, n; saved per step are r, z, n and W_hn h + b_hn.
+"""GRU time loop, forward and backward. Gates are ordered r, z, n.
+
+With h_n = W_hn h + b_hn and dh the gradient of a step's output, the backward pass needs of a step four factors,
+  dr / dh = (1 - z) (1 - n^2) h_n r (1 - r)    dz / dh = (h - n) z (1 - z)
+  dn / dh = (1 - z) (1 - n^2)                  dh_n / dh = (1 - z) (1 - n^2) r
+and z, the part of dh that goes on to h. The forward pass saves these, not the gates: in float16 they keep their
+relative accuracy where a gate saturates, h is not read again, and a backward step is five products and a matmul. z
+multiplies dh once a step for all steps, so its rounding would add up: it stays in float32.
 
 A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights stay on chip
 and the hidden state never leaves it. Otherwise SPLITS programs share the units of a tile and meet at a barrier once a
@@ -11,12 +18,10 @@ import triton
 import triton.language as tl
 
 from torch_bridge.kernels.common import (
-    RESET_FIXED,
-    RESET_STEPPED,
     barrier,
     first_row,
     load_exchanged,
-    load_previous,
+    load_factors,
     load_reset,
     load_tile,
     load_weight,
@@ -24,7 +29,7 @@ from torch_bridge.kernels.common import (
     select_reset,
     sigmoid,
     step_time,
-    store_gate,
+    store_factors,
     store_tile,
     stream_weight,
     tanh,
@@ -33,7 +38,7 @@ from torch_bridge.kernels.common import (
 
 @triton.jit
 def _gru_fwd_tile(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
     exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -42,7 +47,7 @@ def _gru_fwd_tile(
     DTYPE: tl.constexpr = w_hh_t_ptr.dtype.element_ty
     PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
     HAS_RESETS: tl.constexpr = reset_ptr is not None
-    SAVE: tl.constexpr = gates_ptr is not None
+    SAVE: tl.constexpr = factors_ptr is not None
     EVEN: tl.constexpr = H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_b = tl.arange(0, BLOCK_B)
@@ -106,13 +111,14 @@ def _gru_fwd_tile(
                 a_z = tl.dot(stream_weight(w_z_ptr, row, k, H, EVEN), h_op, a_z, input_precision=PRECISION)
                 a_n = tl.dot(stream_weight(w_n_ptr, row, k, H, EVEN), h_op, a_n, input_precision=PRECISION)
 
-        # the next step's inputs are on their way while this step computes
+        # the next step's inputs are on their way while this step computes, or while programs wait for one another
         this_x_n = x_n
         this_rows = rows
         rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * B
-        x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
-        x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
-        x_n = load_tile(xp_ptr, rows, 2 * H + unit, 3 * H, mask)
+        if SPLITS == 1:
+            x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
+            x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
+            x_n = load_tile(xp_ptr, rows, 2 * H + unit, 3 * H, mask)
         if HAS_RESETS:
             reset = load_reset(reset_ptr, rows, mask_q)
 
@@ -120,18 +126,22 @@ def _gru_fwd_tile(
         r = sigmoid(a_r)
         z = sigmoid(a_z)
         n = tanh(this_x_n + r * a_n, PRECISE)
+        h_prev = h
         h = n + z * (h - n)
         store_tile(hs_ptr, this_rows, unit, H, mask, h)
         if SAVE:
-            store_gate(gates_ptr, this_rows, unit, 4 * H, mask, r)
-            store_gate(gates_ptr, this_rows, H + unit, 4 * H, mask, z)
-            store_gate(gates_ptr, this_rows, 2 * H + unit, 4 * H, mask, n)
-            store_gate(gates_ptr, this_rows, 3 * H + unit, 4 * H, mask, a_n)
+            f_n = (1.0 - z) * (1.0 - n * n)
+            f_r = f_n * a_n * r * (1.0 - r)
+            store_factors(factors_ptr, this_rows, unit, mask, f_r, (h_prev - n) * z * (1.0 - z), f_n, f_n * r, H, True)
+            store_tile(keep_ptr, this_rows, unit, H, mask, z)
         if SPLITS > 1:
             start = h
             if HAS_RESETS:
                 start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
             store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
+            x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
+            x_n = load_tile(xp_ptr, rows, 2 * H + unit, 3 * H, mask)
             if barrier_ptr is not None:
                 arrivals += SPLITS
                 barrier(barrier_ptr, arrivals)
@@ -149,7 +159,8 @@ def gru_fwd_kernel(
     reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
     hs_ptr,  # [G, T, B, H] out, dtype of h0
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
-    gates_ptr,  # [G, T, B, 4H] out, or None: nothing is saved
+    factors_ptr,  # [G, T, B, H, 4] out: dr, dz, dn, dh_n over dh, or None: nothing is saved
+    keep_ptr,  # [G, T, B, H] out, float32: z, or None
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
@@ -160,8 +171,9 @@ def gru_fwd_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _gru_fwd_tile(
-            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr, None, None,
-            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+            None, None,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
     else:
@@ -170,7 +182,7 @@ def gru_fwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _gru_fwd_tile(
-                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, gates_ptr,
+                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
                 exchange_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
@@ -178,30 +190,20 @@ def gru_fwd_kernel(
 
 
 @triton.jit
-def _gru_bwd_inputs(
-    gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, i, T, B, unit, mask, mask_q,
-    H: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """What step i of the backward pass, step T - 1 - i of the forward pass, reads; h as it saw it."""
-    rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+def _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H: tl.constexpr):
+    """What a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
-    r = load_tile(gates_ptr, rows, unit, 4 * H, mask)
-    z = load_tile(gates_ptr, rows, H + unit, 4 * H, mask)
-    n = load_tile(gates_ptr, rows, 2 * H + unit, 4 * H, mask)
-    h_n = load_tile(gates_ptr, rows, 3 * H + unit, 4 * H, mask)
-    h = load_previous(
-        hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, seq, row0, i, T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE
-    )
-    return dy, r, z, n, h_n, h
+    f_r, f_z, f_n, f_hn = load_factors(factors_ptr, rows, unit, mask, H)
+    return dy, f_r, f_z, f_n, f_hn, load_tile(keep_ptr, rows, unit, H, mask)
 
 
 @triton.jit
 def _gru_bwd_tile(
-    w_hh_ptr, gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, dh_last_ptr,
+    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
     dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
@@ -231,15 +233,9 @@ def _gru_bwd_tile(
         dh = load_tile(dh_last_ptr, seq, unit, H, mask)
     else:
         dh = load_tile(dh0_ptr, seq, unit, H, mask)
-    if RESET_STATE == RESET_FIXED:
-        dstate = tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
-        if t_begin > 0:
-            dstate = load_tile(dreset_h_ptr, seq, unit, H, mask)
     if SPLITS == 1:
-        dy, r, z, n, h_n, h = _gru_bwd_inputs(
-            gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, t_begin, T, B, unit, mask, mask_q,
-            H, RESET_STATE, REVERSE,
-        )  # fmt: skip
+        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * B
+        dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H)
 
     for i in range(t_begin, t_end):
         rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
@@ -247,22 +243,16 @@ def _gru_bwd_tile(
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
             if SPLITS > 1:
-                dy, r, z, n, h_n, h = _gru_bwd_inputs(
-                    gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, i, T, B, unit, mask, mask_q,
-                    H, RESET_STATE, REVERSE,
-                )  # fmt: skip
+                dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H)
             dh += dy
-            dn = dh * (1.0 - z) * (1.0 - n * n)
-            dz = dh * (h - n) * z * (1.0 - z)
-            dr = dn * h_n * r * (1.0 - r)
-            dhn = dn * r
-            dh = dh * z
+            dr, dz, dn, dhn = dh * f_r, dh * f_z, dh * f_n, dh * f_hn
+            dh = dh * keep
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
-                dy, r, z, n, h_n, h = _gru_bwd_inputs(
-                    gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, seq, row0, tl.minimum(i + 1, t_end - 1),
-                    T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
-                )  # fmt: skip
+                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+                dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(
+                    factors_ptr, keep_ptr, dhs_ptr, next_rows, unit, mask, H
+                )
             store_tile(dxp_ptr, rows, unit, 3 * H, mask, dr)
             store_tile(dxp_ptr, rows, H + unit, 3 * H, mask, dz)
             store_tile(dxp_ptr, rows, 2 * H + unit, 3 * H, mask, dn)
@@ -287,46 +277,40 @@ def _gru_bwd_tile(
                     d_op = load_exchanged(d_ptr, col, k, 3 * H, EVEN)
                     dh = tl.dot(stream_weight(w_ptr, row, k, 3 * H, EVEN), d_op, dh, input_precision=PRECISION)
             if reset_ptr is not None:
-                if RESET_STATE == RESET_FIXED:
-                    dstate += tl.where(reset[None, :], dh, 0.0)
-                if RESET_STATE == RESET_STEPPED:
+                if dreset_h_ptr is not None:
                     store_tile(dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
                 dh = tl.where(reset[None, :], 0.0, dh)
     store_tile(dh0_ptr, seq, unit, H, mask, dh)
-    if RESET_STATE == RESET_FIXED and PRODUCT_PHASE:
-        store_tile(dreset_h_ptr, seq, unit, H, mask, dstate)
     return arrivals
 
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def gru_bwd_kernel(
     w_hh_ptr,  # [S, H, 3H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
-    gates_ptr,  # [G, T, B, 4H] r, z, n, W_hn h + b_hn
-    hs_ptr,  # [G, T, B, H]
-    h0_ptr,  # [G, B, H]
+    factors_ptr,  # [G, T, B, H, 4] dr, dz, dn, dh_n over dh
+    keep_ptr,  # [G, T, B, H] z
     reset_ptr,  # [G, T, B] or None
-    reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
     dhs_ptr,  # [G, T, B, H]
     dh_last_ptr,  # [G, B, H]
     dxp_ptr,  # [G, T, B, 3H] out: gradients of the gates before their activations
     dhn_ptr,  # [G, T, B, H] out: gradient of W_hn h + b_hn
     dh0_ptr,  # [G, B, H] out, float32
-    dreset_h_ptr,  # shape of reset_h, out, float32, or None
+    dreset_h_ptr,  # [G, T, B, H] out, float32, gradient of each step's reset state, or None
     exchange_ptr,  # [2, G, B, 3H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
     worker = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _gru_bwd_tile(
-            w_hh_ptr, gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, dh_last_ptr,
+            w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
             dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, None, None,
-            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
-            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION, True, True,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
+            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
         )  # fmt: skip
     else:
         if barrier_ptr is not None:
@@ -334,9 +318,9 @@ def gru_bwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _gru_bwd_tile(
-                w_hh_ptr, gates_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dhs_ptr, dh_last_ptr,
+                w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
                 dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, exchange_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION,
                 GATES_PHASE, PRODUCT_PHASE,
             )  # fmt: skip

@@ -1,19 +1,20 @@
-"""LSTM time loop, forward and backward. Gates are ordered i, f, g, o; saved per step are the four, and the cell state.
+"""LSTM time loop, forward and backward. Gates are ordered i, f, g, o.
 
-Programs, their barrier and what they exchange are those of `torch_bridge.kernels.gru`; a program keeps the cell states
-of its own units.
+With dh and dc the gradients of a step's hidden and cell state, the backward pass needs of a step
+  di / dc = g i (1 - i)    df / dc = c f (1 - f)    dg / dc = i (1 - g^2)    do / dh = tanh(c') o (1 - o)
+  dc / dh = o (1 - tanh(c')^2), and f, the part of dc that goes on to c.
+As in `torch_bridge.kernels.gru` these are saved, not the gates. Programs, their barrier and what they exchange are
+those of the GRU too; a program keeps the cell states of its own units.
 """
 
 import triton
 import triton.language as tl
 
 from torch_bridge.kernels.common import (
-    RESET_FIXED,
-    RESET_STEPPED,
     barrier,
     first_row,
     load_exchanged,
-    load_previous,
+    load_factors,
     load_reset,
     load_tile,
     load_weight,
@@ -21,7 +22,7 @@ from torch_bridge.kernels.common import (
     select_reset,
     sigmoid,
     step_time,
-    store_gate,
+    store_factors,
     store_tile,
     stream_weight,
     tanh,
@@ -31,7 +32,7 @@ from torch_bridge.kernels.common import (
 @triton.jit
 def _lstm_fwd_tile(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, exchange_ptr, barrier_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -110,13 +111,14 @@ def _lstm_fwd_tile(
                 a_g = tl.dot(stream_weight(w_g_ptr, row, k, H, EVEN), h_op, a_g, input_precision=PRECISION)
                 a_o = tl.dot(stream_weight(w_o_ptr, row, k, H, EVEN), h_op, a_o, input_precision=PRECISION)
 
-        # the next step's inputs are on their way while this step computes
+        # the next step's inputs are on their way while this step computes, or while programs wait for one another
         this_rows = rows
         rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * B
-        x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
-        x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
-        x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
-        x_o = load_tile(xp_ptr, rows, 3 * H + unit, 4 * H, mask)
+        if SPLITS == 1:
+            x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
+            x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
+            x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
+            x_o = load_tile(xp_ptr, rows, 3 * H + unit, 4 * H, mask)
         if HAS_RESETS:
             reset = load_reset(reset_ptr, rows, mask_q)
 
@@ -124,21 +126,28 @@ def _lstm_fwd_tile(
         g_f = sigmoid(a_f)
         g_g = tanh(a_g, PRECISE)
         g_o = sigmoid(a_o)
+        c_prev = c
         c = g_f * c + g_i * g_g
-        h = g_o * tanh(c, PRECISE)
+        tanh_c = tanh(c, PRECISE)
+        h = g_o * tanh_c
         store_tile(hs_ptr, this_rows, unit, H, mask, h)
         if cs_ptr is not None:
             store_tile(cs_ptr, this_rows, unit, H, mask, c)
-        if gates_ptr is not None:
-            store_gate(gates_ptr, this_rows, unit, 4 * H, mask, g_i)
-            store_gate(gates_ptr, this_rows, H + unit, 4 * H, mask, g_f)
-            store_gate(gates_ptr, this_rows, 2 * H + unit, 4 * H, mask, g_g)
-            store_gate(gates_ptr, this_rows, 3 * H + unit, 4 * H, mask, g_o)
+        if factors_ptr is not None:
+            f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
+            f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
+            store_factors(factors_ptr, this_rows, unit, mask, f_i, f_f, f_g, f_o, H, True)
+            store_tile(through_ptr, this_rows, unit, H, mask, g_o * (1.0 - tanh_c * tanh_c))
+            store_tile(keep_ptr, this_rows, unit, H, mask, g_f)
         if SPLITS > 1:
             start = h
             if HAS_RESETS:
                 start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
             store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
+            x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
+            x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
+            x_o = load_tile(xp_ptr, rows, 3 * H + unit, 4 * H, mask)
             if barrier_ptr is not None:
                 arrivals += SPLITS
                 barrier(barrier_ptr, arrivals)
@@ -160,7 +169,9 @@ def lstm_fwd_kernel(
     cs_ptr,  # [G, T, B, H] out, dtype of c0, or None
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
     c_last_ptr,  # as h_last
-    gates_ptr,  # [G, T, B, 4H] out, or None: nothing is saved
+    factors_ptr,  # [G, T, B, H, 4] out: di, df, dg over dc and do over dh, or None: nothing is saved
+    through_ptr,  # [G, T, B, H] out: dc over dh, or None
+    keep_ptr,  # [G, T, B, H] out, float32: f, or None
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
@@ -172,8 +183,8 @@ def lstm_fwd_kernel(
     if SPLITS == 1:
         _lstm_fwd_tile(
             w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, None, None,
-            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, None, None,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
     else:
@@ -183,46 +194,35 @@ def lstm_fwd_kernel(
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _lstm_fwd_tile(
                 w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, gates_ptr, exchange_ptr, barrier_ptr,
+                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, exchange_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def _lstm_bwd_inputs(
-    gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, i, T, B, unit, mask, mask_q,
-    H: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
-    """What step i of the backward pass, step T - 1 - i of the forward pass, reads; c_prev as that step saw it."""
-    rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+def _lstm_bwd_inputs(factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr):
+    """What a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
     if dcs_ptr is not None:
         dcy = load_tile(dcs_ptr, rows, unit, H, mask)
     else:
         dcy = tl.zeros_like(dy)
-    g_i = load_tile(gates_ptr, rows, unit, 4 * H, mask)
-    g_f = load_tile(gates_ptr, rows, H + unit, 4 * H, mask)
-    g_g = load_tile(gates_ptr, rows, 2 * H + unit, 4 * H, mask)
-    g_o = load_tile(gates_ptr, rows, 3 * H + unit, 4 * H, mask)
-    c = load_tile(cs_ptr, rows, unit, H, mask)
-    c_prev = load_previous(
-        cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, seq, row0, i, T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE
-    )
-    return dy, dcy, g_i, g_f, g_g, g_o, c, c_prev
+    f_i, f_f, f_g, f_o = load_factors(factors_ptr, rows, unit, mask, H)
+    through = load_tile(through_ptr, rows, unit, H, mask)
+    return dy, dcy, f_i, f_f, f_g, f_o, through, load_tile(keep_ptr, rows, unit, H, mask)
 
 
 @triton.jit
 def _lstm_bwd_tile(
-    w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
     DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
-    PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
     EVEN: tl.constexpr = 4 * H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_b = tl.arange(0, BLOCK_B)
@@ -252,17 +252,11 @@ def _lstm_bwd_tile(
     else:
         dh = load_tile(dh0_ptr, seq, unit, H, mask)
         dc = load_tile(dc0_ptr, seq, unit, H, mask)
-    if RESET_STATE == RESET_FIXED:
-        dstate_h = tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
-        dstate_c = tl.zeros((BLOCK_H, BLOCK_B), tl.float32)
-        if t_begin > 0:
-            dstate_h = load_tile(dreset_h_ptr, seq, unit, H, mask)
-            dstate_c = load_tile(dreset_c_ptr, seq, unit, H, mask)
     if SPLITS == 1:
-        dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
-            gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, t_begin,
-            T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
-        )  # fmt: skip
+        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * B
+        dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
+            factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
+        )
 
     for i in range(t_begin, t_end):
         rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
@@ -270,26 +264,21 @@ def _lstm_bwd_tile(
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
             if SPLITS > 1:
-                dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
-                    gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0, i,
-                    T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
-                )  # fmt: skip
+                dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
+                    factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
+                )
             dh += dy
-            tanh_c = tanh(c, PRECISE)
-            dc += dcy + dh * g_o * (1.0 - tanh_c * tanh_c)
-            d_o = dh * tanh_c * g_o * (1.0 - g_o)
-            d_i = dc * g_g * g_i * (1.0 - g_i)
-            d_f = dc * c_prev * g_f * (1.0 - g_f)
-            d_g = dc * g_i * (1.0 - g_g * g_g)
-            dc = dc * g_f
+            dc += dcy + dh * through
+            d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
+            dc = dc * keep
             # zero, but not a constant: ptxas 12.8 unrolls the product and then takes the constant for its result
             dh = tl.where(mask, 0.0, dh)
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
-                dy, dcy, g_i, g_f, g_g, g_o, c, c_prev = _lstm_bwd_inputs(
-                    gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, seq, row0,
-                    tl.minimum(i + 1, t_end - 1), T, B, unit, mask, mask_q, H, RESET_STATE, REVERSE,
-                )  # fmt: skip
+                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+                dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
+                    factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H
+                )
             store_tile(dxp_ptr, rows, unit, 4 * H, mask, d_i)
             store_tile(dxp_ptr, rows, H + unit, 4 * H, mask, d_f)
             store_tile(dxp_ptr, rows, 2 * H + unit, 4 * H, mask, d_g)
@@ -316,30 +305,23 @@ def _lstm_bwd_tile(
                     d_op = load_exchanged(d_ptr, col, k, 4 * H, EVEN)
                     dh = tl.dot(stream_weight(w_ptr, row, k, 4 * H, EVEN), d_op, dh, input_precision=PRECISION)
             if reset_ptr is not None:
-                if RESET_STATE == RESET_FIXED:
-                    dstate_h += tl.where(reset[None, :], dh, 0.0)
-                    dstate_c += tl.where(reset[None, :], dc, 0.0)
-                if RESET_STATE == RESET_STEPPED:
+                if dreset_h_ptr is not None:
                     store_tile(dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
                     store_tile(dreset_c_ptr, rows, unit, H, mask, tl.where(reset[None, :], dc, 0.0))
                 dh = tl.where(reset[None, :], 0.0, dh)
                 dc = tl.where(reset[None, :], 0.0, dc)
     store_tile(dh0_ptr, seq, unit, H, mask, dh)
     store_tile(dc0_ptr, seq, unit, H, mask, dc)
-    if RESET_STATE == RESET_FIXED and PRODUCT_PHASE:
-        store_tile(dreset_h_ptr, seq, unit, H, mask, dstate_h)
-        store_tile(dreset_c_ptr, seq, unit, H, mask, dstate_c)
     return arrivals
 
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def lstm_bwd_kernel(
     w_hh_ptr,  # [S, H, 4H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
-    gates_ptr,  # [G, T, B, 4H] i, f, g, o
-    cs_ptr,  # [G, T, B, H]
-    c0_ptr,  # [G, B, H]
+    factors_ptr,  # [G, T, B, H, 4] di, df, dg over dc and do over dh
+    through_ptr,  # [G, T, B, H] dc over dh
+    keep_ptr,  # [G, T, B, H] f
     reset_ptr,  # [G, T, B] or None
-    reset_c_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
     dhs_ptr,  # [G, T, B, H]
     dcs_ptr,  # [G, T, B, H], or None: no gradient comes through the cell states of single steps
     dh_last_ptr,  # [G, B, H]
@@ -347,23 +329,23 @@ def lstm_bwd_kernel(
     dxp_ptr,  # [G, T, B, 4H] out: gradients of the gates before their activations
     dh0_ptr,  # [G, B, H] out, float32
     dc0_ptr,  # [G, B, H] out, float32
-    dreset_h_ptr,  # shape of the reset state, out, float32, or None
+    dreset_h_ptr,  # [G, T, B, H] out, float32, gradient of each step's reset state, or None
     dreset_c_ptr,  # as dreset_h
     exchange_ptr,  # [2, G, B, 4H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
-    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
 ):  # fmt: skip
     worker = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _lstm_bwd_tile(
-            w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+            w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
             dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None, None,
-            T, B, Q, 0, t_begin, t_end, worker // tiles, worker % tiles, 0, 0,
-            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION, True, True,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
+            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
         )  # fmt: skip
     else:
         if barrier_ptr is not None:
@@ -371,9 +353,9 @@ def lstm_bwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _lstm_bwd_tile(
-                w_hh_ptr, gates_ptr, cs_ptr, c0_ptr, reset_ptr, reset_c_ptr, dhs_ptr, dcs_ptr,
+                w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr,
                 dh_last_ptr, dc_last_ptr, dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
                 barrier_ptr, T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION,
                 GATES_PHASE, PRODUCT_PHASE,
             )  # fmt: skip

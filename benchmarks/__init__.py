@@ -1,0 +1,1 @@
+"""What the project measures, beside everyone it is measured against: `python -m benchmarks --help`."""

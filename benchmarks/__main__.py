@@ -1,0 +1,143 @@
+"""Measures jaxrnn beside everyone else, and shows the results.
+
+    python -m benchmarks headline small                      # measure; needs an NVIDIA GPU
+    python -m benchmarks small --only jaxrnn,flax --rows "GRU 8,"
+    python -m benchmarks show headline                       # the tables again, from the last results
+    python -m benchmarks table                               # the README's table
+    python -m benchmarks plot                                # the figures
+
+Suites: headline small sweep vmap acting dispatch memory compile accuracy ppo; with none named, all of them. Results go
+to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is stopped keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.settings import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+SUITES = ("headline", "small", "sweep", "vmap", "acting", "dispatch", "memory", "compile", "accuracy", "ppo")
+VIEWS = ("show", "table", "plot")
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Reads the command line: what to do in `view` and `suites`, how in `settings`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot")
+    add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
+    add("--only", type=_names, default=(), metavar="A,B", help="measure only these providers")
+    add("--skip", type=_names, default=(), metavar="A,B", help="do not measure these providers")
+    add("--rows", action="append", default=[], metavar="TEXT", help="only cases with this in their name; repeatable")
+    add("--seconds", type=float, default=Settings.seconds, help="of each provider in each row (default: %(default)s)")
+    add("--rounds", type=int, default=Settings.rounds, help="turns that each provider takes (default: %(default)s)")
+    add(
+        "--first-call-limit", type=float, default=Settings.first_call_limit, metavar="SECONDS",
+        help="for a first call that may take minutes (default: %(default)s)",
+    )  # fmt: skip
+    add("--commit", default=os.environ.get("JAXRNN_COMMIT"), help="of the code (default: JAXRNN_COMMIT, or ask git)")
+    options = parser.parse_args(arguments)
+    options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in VIEWS else None
+    options.suites = options.commands or SUITES
+    if unknown := [name for name in options.suites if name not in SUITES]:
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(VIEWS)}")
+    options.settings = Settings(
+        options.seconds, options.rounds, options.first_call_limit, options.only, options.skip, tuple(options.rows)
+    )
+    return options
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
+
+
+def results_folder(out: Path | None) -> Path:
+    """`out`, or the one folder there is under `RESULTS`."""
+    if out is not None:
+        return out
+    folders = sorted({path.parent for path in RESULTS.glob("*/*.json")})
+    if len(folders) != 1:
+        found = ", ".join(folder.name for folder in folders) or "none"
+        raise SystemExit(f"name the folder of the results with --out; under {RESULTS} there are: {found}")
+    return folders[0]
+
+
+def view(options: argparse.Namespace) -> None:
+    """Shows results that are there."""
+    from benchmarks import plot, report
+    from benchmarks.results import Report
+
+    folder = results_folder(options.out)
+    if options.view == "plot":
+        print(*plot.draw(folder), sep="\n")
+    elif options.view == "table":
+        print(report.markdown(Report.load(folder / "headline.json")))
+    else:
+        for path in (folder / f"{suite}.json" for suite in options.suites):
+            if path.exists():
+                report.console().print(report.table(Report.load(path)))
+
+
+def measure(options: argparse.Namespace) -> int:
+    """Runs the suites. Returns how many rows of this project failed."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what a first call in another process found out, stays
+
+    import jax
+    from tqdm import tqdm  # type: ignore[import-untyped]
+
+    from benchmarks import machine, report, suites
+    from benchmarks.providers import PROVIDERS
+    from benchmarks.results import Report
+
+    if jax.default_backend() != "gpu":
+        raise SystemExit(
+            f'the suites time an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
+            "that has one, with jaxrnn[cuda13] installed; show, table and plot work everywhere"
+        )
+    named = {*options.settings.only, *options.settings.skip}
+    if unknown := named - {*PROVIDERS, *suites.OTHER_NAMES}:
+        raise SystemExit(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
+    here = machine.describe(options.commit)
+    folder = RESULTS / machine.slug(here) if options.out is None else options.out
+    console, bad = report.console(), 0
+    for name in options.suites:
+        result = Report(name, here, dataclasses.asdict(options.settings), [])
+        with tqdm(desc=name, unit=" turns") as bar:
+
+            def progress(text: str, bar: tqdm = bar) -> None:
+                bar.set_postfix_str(text, refresh=False)
+                bar.update()
+
+            for row in suites.SUITES[name](options.settings, progress):
+                result.rows.append(row)
+                path = result.save(folder)
+        if result.rows:
+            console.print(report.table(result))
+            console.print(f"{path}", soft_wrap=True)
+        bad += sum(report.broken(row) for row in result.rows)
+    return bad
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 1 if a row of this project is wrong or failed."""
+    options = parse_arguments(arguments)
+    if options.view:
+        view(options)
+        return 0
+    return 1 if measure(options) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The first call of a provider in a process of its own, with cold caches or with a time limit.
+
+As a program, `python -m benchmarks.first_call PROVIDER CASE LIMIT [check]`, it makes that call and prints its seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import functools
+import importlib
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.cases import Case
+
+UNFINISHED = "unfinished"
+STARTUP_LIMIT = 300  # seconds for imports, and for inputs to get to the device
+_READY, _DONE = "ready", "done"
+
+
+@dataclasses.dataclass(frozen=True)
+class FirstCall:
+    """Seconds of a first call, from tracing to the first result; or why there are none, `UNFINISHED` or an error."""
+
+    seconds: float | None = None
+    reason: str = ""
+
+
+def run(provider: str, case: Case, *, limit: float, cold: bool = False) -> FirstCall:
+    """Makes the first call; gives it `limit` seconds once inputs are on the device.
+
+    Args:
+      provider: its name.
+      case: the shape.
+      limit: in seconds.
+      cold: with empty caches, and the result is checked. Otherwise what it compiles is left in Triton's cache, where
+        this process finds it, and checking is left to the caller.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        environment = dict(os.environ)
+        if cold:
+            environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+            environment |= {"TRITON_CACHE_DIR": folder, "TORCH_EXTENSIONS_DIR": folder, "CUDA_CACHE_PATH": folder}
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.first_call",
+            provider,
+            str(case),
+            str(limit),
+            *(["check"] if cold else []),
+        ]
+        try:
+            process = subprocess.run(
+                command, capture_output=True, text=True, env=environment, cwd=Path(__file__).parents[1],
+                timeout=limit + STARTUP_LIMIT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return FirstCall(reason=f"imports and inputs took more than {STARTUP_LIMIT} s")
+    said = [line.split() for line in process.stdout.splitlines() if line.startswith((_READY, _DONE))]
+    if process.returncode == 0 and len(said) == 2:
+        return FirstCall(float(said[1][1]))
+    if len(said) == 1 and "Timeout (" in process.stderr:
+        return FirstCall(reason=UNFINISHED)
+    last = (process.stderr.strip().split("\n") or [""])[-1]
+    return FirstCall(reason=last[:200] or f"ended with status {process.returncode}")
+
+
+def main(provider: str, label: str, limit: str, check: str = "") -> None:
+    """Makes the call in this process: says when all is ready for it, then how long it took. Exits at the limit."""
+    import jax
+
+    from benchmarks import cases, harness, providers
+    from benchmarks.oracle import Oracle
+    from benchmarks.results import Row
+
+    chosen = providers.PROVIDERS[provider]
+    for name in chosen.needs:
+        importlib.import_module(name)
+    case = cases.find(label)
+    inputs = providers.Inputs(cases.make_inputs(case))
+    built = chosen.build(case, inputs)
+    if isinstance(built, providers.JaxPass):
+        first: Callable[[], Any] = functools.partial(built.jitted, *built.args)
+        wait: Callable[[Any], Any] = jax.block_until_ready
+        wait((built.args, jax.jit(jax.numpy.sin)(1.0)))  # the device has started, and the inputs are there
+    else:
+        import torch
+
+        first, wait = built.run, lambda _: torch.cuda.synchronize()
+        wait(None)
+    print(_READY, flush=True)
+    faulthandler.dump_traceback_later(float(limit), exit=True)  # works inside a compiler too, where no signal would
+    began = time.perf_counter()
+    result = first()
+    wait(result)
+    print(_DONE, time.perf_counter() - began, flush=True)
+    faulthandler.cancel_dump_traceback_later()
+    if not check:
+        return
+    checked = harness.check(chosen, harness.Ready(lambda: result, built.canonical), Oracle(case, inputs.jax))
+    if isinstance(checked, Row):
+        raise SystemExit(f"{checked.status}: {checked.reason}")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        main(*sys.argv[1:])
+    except Exception as error:  # the last line of stderr is what the table says
+        traceback.print_exc()
+        from benchmarks.timing import first_line
+
+        raise SystemExit(first_line(error)) from None

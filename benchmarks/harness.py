@@ -1,0 +1,215 @@
+"""From a case and some providers to rows: prepare, check against the oracle, and only then time, all in turn."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from benchmarks import cases, first_call, oracle, timing
+from benchmarks.oracle import Oracle
+from benchmarks.providers import PROVIDERS, Inputs, JaxPass, TorchPass
+from benchmarks.results import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from benchmarks.cases import Case
+    from benchmarks.providers import Provider
+    from benchmarks.results import Status
+    from benchmarks.settings import Settings
+
+
+@dataclasses.dataclass
+class Ready:
+    """A provider that is ready to run a case.
+
+    Attributes:
+      run: enqueues one pass and returns its result.
+      canonical: the result by the names of the oracle.
+      compiled: what XLA made of it, for a JAX provider.
+    """
+
+    run: Callable[[], Any]
+    canonical: Callable[[Any], Any]
+    compiled: Any = None
+
+    def clock(self) -> timing.Clock:
+        """The clock that suits the framework."""
+        return timing.torch_clock(self.run) if self.compiled is None else timing.jax_clock(self.run)
+
+
+class FirstCalls:
+    """Which slow starters have been seen to start in time; tried apart, since a first call cannot be interrupted."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._started: set[tuple[str, str, int]] = set()
+        self._unfinished: dict[str, Case] = {}
+
+    def problem(self, provider: Provider, case: Case) -> tuple[Status, str] | None:
+        """The status and reason of a row if `provider` does not start in time on `case`, else None."""
+        key = (provider.name, case.cell, case.H)
+        if not provider.bounded or key in self._started:
+            return None
+        slow = self._unfinished.get(provider.name)
+        if slow is not None and case.H >= slow.H:
+            return "skipped", f"its first call at {slow}, no wider, was unfinished after {self._limit:g} s"
+        result = first_call.run(provider.name, case, limit=self._limit)
+        if result.reason == first_call.UNFINISHED:
+            self._unfinished[provider.name] = case
+            return "unfinished", f"first call unfinished after {self._limit:g} s"
+        if result.reason:
+            return "failed", result.reason
+        self._started.add(key)
+        return None
+
+
+def prepare(
+    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls
+) -> tuple[dict[str, Ready], dict[str, Row]]:
+    """Builds and compiles what can run; JAX's programs compile side by side. Rows say why the others cannot."""
+    ready: dict[str, Ready] = {}
+    rows: dict[str, Row] = {}
+    lowered: dict[str, tuple[Any, JaxPass]] = {}
+    for provider in providers:
+        row = Row(str(case), provider.name, ours=provider.ours)
+        if reason := provider.unavailable():
+            rows[provider.name] = dataclasses.replace(row, status="unavailable", reason=reason)
+        elif reason := provider.unsupported(case):
+            rows[provider.name] = dataclasses.replace(row, status="unsupported", reason=reason)
+        elif problem := first_calls.problem(provider, case):
+            rows[provider.name] = dataclasses.replace(row, status=problem[0], reason=problem[1])
+        else:
+            try:
+                built = provider.build(case, inputs)
+                if isinstance(built, TorchPass):
+                    ready[provider.name] = Ready(built.run, built.canonical)
+                else:
+                    lowered[provider.name] = built.jitted.lower(*built.args), built
+            except Exception as error:  # a provider that breaks is a row, not the end of the run
+                rows[provider.name] = failed(row, error)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        futures = {name: pool.submit(program.compile) for name, (program, _) in lowered.items()}
+    for name, future in futures.items():
+        built = lowered[name][1]
+        try:
+            compiled = future.result()
+        except Exception as error:
+            rows[name] = failed(Row(str(case), name, ours=PROVIDERS[name].ours), error)
+        else:
+            ready[name] = Ready(functools.partial(compiled, *built.args), built.canonical, compiled)
+    return ready, rows
+
+
+def check(provider: Provider, ready: Ready, truth: Oracle) -> Row | tuple[str, float]:
+    """Runs one pass. Returns the largest error and of what, or the row that says why there is nothing to time."""
+    row = Row("", provider.name, ours=provider.ours)
+    try:
+        got = to_jax(ready.canonical(ready.run()))
+        errors = oracle.errors(got, truth.want(provider.dtype, provider.resets))
+    except Exception as error:
+        return failed(row, error)
+    largest = {name: rms for name, (rms, _) in errors.items()}
+    name = max(largest, key=lambda name: float("inf") if largest[name] != largest[name] else largest[name])
+    limit = oracle.TOLERANCE[provider.precision]
+    if not largest[name] <= limit:
+        reason = f"not timed: {name} is off by {largest[name]:.2g}, more than {limit:g}"
+        return dataclasses.replace(row, status="wrong", reason=reason, error=largest[name], error_of=name)
+    return name, largest[name]
+
+
+def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
+    """JAX arrays as they are, and tensors as JAX arrays that share their memory."""
+    if all(isinstance(x, jax.Array) for x in arrays.values()):
+        return arrays
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
+
+
+def time_case(
+    case: Case,
+    providers: Sequence[Provider],
+    settings: Settings,
+    first_calls: FirstCalls,
+    targets: dict[str, float],
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """A row for every provider, in their order: milliseconds of a pass. `targets` are by provider."""
+    inputs = Inputs(cases.make_inputs(case))
+    ready, rows = prepare(providers, case, inputs, first_calls)
+    truth = Oracle(case, inputs.jax)
+    clocks, errors = {}, {}
+    for provider in providers:
+        if provider.name not in ready:
+            continue
+        checked = check(provider, ready[provider.name], truth)
+        if isinstance(checked, Row):
+            rows[provider.name] = dataclasses.replace(checked, case=str(case))
+            continue
+        try:
+            clocks[provider.name] = ready[provider.name].clock()
+        except Exception as error:
+            rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
+        errors[provider.name] = checked
+    truth.forget()
+    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+    for provider in providers:
+        if provider.name in spreads:
+            device, wall = spreads[provider.name]
+            worst, size = errors[provider.name]
+            rows[provider.name] = timed(
+                Row(str(case), provider.name, ours=provider.ours, error=size, error_of=worst),
+                device, wall, scale=1e3, method=clocks[provider.name].method,
+            )  # fmt: skip
+    return [dataclasses.replace(rows[p.name], target=targets.get(p.name), note=note(p, case)) for p in providers]
+
+
+def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:
+    """`row` with figures; seconds times `scale` are in its unit."""
+    return dataclasses.replace(
+        row, value=scale * device.median, low=scale * device.low, high=scale * device.high, calls=device.calls,
+        wall=scale * wall.median, method=method,
+    )  # fmt: skip
+
+
+def failed(row: Row, error: Exception) -> Row:
+    """`row` for a provider that raised."""
+    return dataclasses.replace(row, status="failed", reason=timing.first_line(error))
+
+
+def note(provider: Provider, case: Case) -> str:
+    """What to know of a figure of `provider`."""
+    return "" if provider.resets or not case.reset_rate else "without resets"
+
+
+def peak_bytes(ready: Ready) -> tuple[int, str]:
+    """Device memory that a pass needs, arguments and results included, and who says so."""
+    if ready.compiled is not None:
+        sizes = ready.compiled.memory_analysis()
+        total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+        return total - sizes.alias_size_in_bytes, "XLA: arguments, results and temporaries of the compiled pass"
+    import torch
+
+    ready.run()
+    release()
+    torch.cuda.reset_peak_memory_stats()
+    ready.run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated over a pass"
+
+
+def release() -> None:
+    """Gives memory of the case before back to the device, for whichever framework is next."""
+    import gc
+    import sys
+
+    gc.collect()
+    if "torch" in sys.modules and sys.modules["torch"].cuda.is_available():
+        sys.modules["torch"].cuda.empty_cache()

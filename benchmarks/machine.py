@@ -1,0 +1,56 @@
+"""What a figure was measured on: GPU, driver, versions and commit."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+from pathlib import Path
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
+
+
+def describe(commit: str | None = None) -> dict[str, str]:
+    """GPU (or platform), driver, versions of the packages involved, and the commit, "unknown" without git."""
+    device = jax.devices()[0]
+    versions = {name: _version(name) for name in PACKAGES}
+    return {
+        "gpu": device.device_kind if device.platform == "gpu" else device.platform,
+        "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0]
+        or "none",
+        **{name: version for name, version in versions.items() if version},
+        "commit": commit or _commit(),
+    }
+
+
+def line(machine: dict[str, str]) -> str:
+    """The same in one line: `NVIDIA H200, driver 580.159.04, jax 0.11.2, ..., commit b9d0fc8`."""
+    return ", ".join(value if name == "gpu" else f"{name} {value}" for name, value in machine.items())
+
+
+def slug(machine: dict[str, str]) -> str:
+    """The GPU's name as a folder: `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    root = Path(__file__).parents[1]
+    commit = _output(["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", "jaxrnn", "torch_bridge"])
+    return f"{commit}{' with changes' if changed else ''}" if commit else "unknown"
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -1,0 +1,95 @@
+"""The check that comes before every clock: outputs and every gradient against float64.
+
+The oracle is `jaxrnn`'s `lax.scan` reference in float64, which the tests hold to a NumPy loop with hand-derived
+gradients. It sees the numbers the provider sees, rounded to bfloat16 where the provider's arrays are.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+import jaxrnn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from benchmarks.cases import Case, Dtype
+
+    Arrays = dict[str, jax.Array]
+    Errors = dict[str, tuple[float, float]]
+
+# The largest relative error a provider may make and still be timed. Rounding gives some 1e-3 in TF32 and 1e-2 in
+# bfloat16, more where the state is rounded too; a wrong bias, gate order or reset gives 1e-1 or more.
+TOLERANCE = {"tf32": 1e-2, "bf16": 5e-2}
+
+
+def forward(weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
+    """Outputs `[T, B, H]` of `jaxrnn.gru` or `lstm`, after the names of the weights; `weights` has `xs` too."""
+    weights = dict(weights)
+    xs, resets = weights.pop("xs"), rest["resets"]
+    if "b" in weights:
+        carry = (rest["c0"], rest["h0"])
+        ys = jaxrnn.lstm(jaxrnn.LSTMParams(**weights), carry, xs, resets=resets, **options)[1]
+        assert not isinstance(ys, tuple)  # it is one only where cells are returned
+        return ys
+    return jaxrnn.gru(jaxrnn.GRUParams(**weights), rest["h0"], xs, resets=resets, **options)[1]
+
+
+def with_gradients(inputs: Arrays, **options: Any) -> Arrays:
+    """`ys` and the gradients `dxs`, `dw_ih`, ... of `jaxrnn.gru` or `lstm` for the cotangent `ct_ys`."""
+    rest: dict[str, jax.Array] = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
+    differentiated = {name: x for name, x in inputs.items() if name not in rest}
+    ys, vjp = jax.vjp(lambda arrays: forward(arrays, rest, **options), differentiated)
+    (gradients,) = vjp(rest["ct_ys"])
+    return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
+
+
+class Oracle:
+    """Outputs and gradients of a case in float64, made when first asked for."""
+
+    def __init__(self, case: Case, arrays: Callable[[Dtype, bool], Arrays]) -> None:
+        """Takes the case and its inputs, in a dtype and with or without resets."""
+        self._arrays = arrays
+        self._results: dict[tuple[Dtype, bool], Arrays] = {}
+
+        def run(arrays: Arrays) -> Arrays:
+            wide = {name: x if x.dtype == bool else x.astype(jnp.float64) for name, x in arrays.items()}
+            return with_gradients(wide, implementation="xla", precision="highest")
+
+        self._run = jax.jit(jax.vmap(run) if case.models else run)
+
+    def want(self, dtype: Dtype, resets: bool) -> Arrays:
+        """For operands rounded to `dtype`, with the case's resets or without any."""
+        if (dtype, resets) not in self._results:
+            with jax.enable_x64(True):
+                self._results[dtype, resets] = self._run(self._arrays(dtype, resets))
+        return self._results[dtype, resets]
+
+    def forget(self) -> None:
+        """Frees what was made."""
+        self._results.clear()
+
+
+@jax.jit
+def _errors(got: Arrays, want: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]:
+    def error(got: jax.Array, want: jax.Array) -> tuple[jax.Array, jax.Array]:
+        got, want = got.astype(jnp.float64), want.astype(jnp.float64)
+        difference = jnp.abs(got - want)
+        norm, largest = jnp.linalg.norm(want.ravel()), jnp.abs(want).max()
+        return jnp.linalg.norm(difference.ravel()) / norm, difference.max() / largest
+
+    return {name: error(x, want[name]) for name, x in got.items()}
+
+
+def errors(got: Arrays, want: Arrays) -> Errors:
+    """By name, `||got - want|| / ||want||` and `max|got - want| / max|want|`; NaN where anything is NaN."""
+    if got.keys() != want.keys():
+        raise ValueError(f"got {', '.join(sorted(got))}; want {', '.join(sorted(want))}")
+    for name, x in got.items():
+        if x.shape != want[name].shape:
+            raise ValueError(f"{name} has shape {x.shape}, want {want[name].shape}")
+    with jax.enable_x64(True):
+        return {name: (float(rms), float(largest)) for name, (rms, largest) in _errors(got, want).items()}

@@ -1,0 +1,99 @@
+"""Figures from the results: PNGs beside the JSON."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from matplotlib.figure import Figure
+
+from benchmarks import cases, machine
+from benchmarks.results import Report, Row
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+# The palette of Okabe and Ito, which the colour-blind can tell apart.
+STYLES = {
+    "jaxrnn": ("#0072b2", "jaxrnn"),
+    "jaxrnn-bf16": ("#56b4e9", "jaxrnn, bfloat16"),
+    "flax": ("#d55e00", "Flax ScannedRNN"),
+    "hoisted-scan": ("#e69f00", "lax.scan, hoisted"),
+    "torchrl": ("#009e73", "TorchRL Triton"),
+    "torch-cudnn-packed": ("#cc79a7", "cuDNN, packed"),
+    "torch-cudnn": ("#999999", "cuDNN, no resets"),
+}
+
+
+def draw(folder: Path) -> list[Path]:
+    """Draws what there are results for in `folder`, and returns the files."""
+    made = []
+    for suite, figure in (("headline", headline), ("small", small)):
+        path = folder / f"{suite}.json"
+        if path.exists():
+            image = path.with_suffix(".png")
+            figure(Report.load(path)).savefig(image, dpi=150)
+            made.append(image)
+    return made
+
+
+def _figure(report: Report, title: str, width: float) -> Figure:
+    figure = Figure(figsize=(width, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title)
+    axes.grid(axis="y", alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set_ylabel("milliseconds")
+    figure.supxlabel(machine.line(report.machine), fontsize=6, color="0.4")
+    return figure
+
+
+def _values(report: Report) -> dict[tuple[str, str], float]:
+    return {
+        (row.case, row.provider): row.value for row in report.rows if isinstance(row, Row) and row.value is not None
+    }
+
+
+def headline(report: Report) -> Figure:
+    """Bars: milliseconds of forward and backward, by case and provider; over each, how many times as fast ours is."""
+    figure = _figure(report, "Forward and backward with every gradient", 13)
+    (axes,) = figure.axes
+    values = _values(report)
+    labels = [str(case) for case in cases.HEADLINE if any(label == str(case) for label, _ in values)]
+    shown = [name for name in STYLES if any(provider == name for _, provider in values)]
+    width = 0.85 / max(len(shown), 1)
+    for k, name in enumerate(shown):
+        color, legend = STYLES[name]
+        at = [i for i, label in enumerate(labels) if (label, name) in values]
+        places = [i + (k - (len(shown) - 1) / 2) * width for i in at]
+        heights = [values[labels[i], name] for i in at]
+        axes.bar(places, heights, width, color=color, label=legend)
+        for i, place, height in zip(at, places, heights, strict=True):
+            ours = values.get((labels[i], "jaxrnn"))
+            if ours is not None and not name.startswith("jaxrnn"):
+                axes.text(
+                    place, height * 1.05, f"{height / ours:.1f}x", ha="center", va="bottom", fontsize=5.5, rotation=90
+                )
+    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n", 1) for label in labels], fontsize=8)
+    axes.set_xlabel("B, T, H")
+    axes.margins(x=0.01, y=0.12)
+    axes.legend(frameon=False, ncols=len(shown), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+    return figure
+
+
+def small(report: Report) -> Figure:
+    """Lines: milliseconds against B, for a GRU of T=128 and H=128."""
+    figure = _figure(report, "GRU, T=128, H=128: forward and backward with every gradient", 7.5)
+    (axes,) = figure.axes
+    values = _values(report)
+    chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128)]
+    for name, (color, legend) in STYLES.items():
+        points = [(case.B, values[str(case), name]) for case in chosen if (str(case), name) in values]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=color, label=legend, marker="o", markersize=4)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([case.B for case in chosen], [str(case.B) for case in chosen])
+    axes.set_xlabel("B")
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure

@@ -1,0 +1,534 @@
+"""Everyone who is measured. A provider is a function from a case and its numbers to one forward and backward pass.
+
+A pass is the input projection, the recurrence, and the gradients of inputs, weights and biases for a given cotangent of
+the outputs. What a real program would have to do around it, such as laying weights out for cuDNN or sorting episodes
+for packing, is done beforehand and not timed: everyone is measured at their best.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import importlib.util
+from typing import TYPE_CHECKING, Any, Literal
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks import cases, oracle
+from jaxrnn import reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from numpy.typing import NDArray
+
+    from benchmarks.cases import Case, Cell, Dtype
+
+    Arrays = dict[str, jax.Array]
+    Tensors = dict[str, Any]
+
+
+class Inputs:
+    """The numbers of a case as arrays of either framework, made once and shared by all providers."""
+
+    def __init__(self, numbers: dict[str, NDArray[Any]]) -> None:
+        self.numpy = numbers
+        self._jax: dict[tuple[Dtype, bool], Arrays] = {}
+        self._torch: dict[tuple[Dtype, bool], Tensors] = {}
+
+    def _rounded(self, dtype: Dtype, resets: bool) -> dict[str, NDArray[Any]]:
+        """Floating-point arrays in `dtype`, and resets, none of them set if not `resets`."""
+        floats = {
+            name: x.astype(cases.NUMPY_DTYPES[dtype], copy=False) for name, x in self.numpy.items() if x.dtype != bool
+        }
+        return floats | {"resets": self.numpy["resets"] & resets}
+
+    def jax(self, dtype: Dtype, resets: bool) -> Arrays:
+        """As JAX arrays on the default device."""
+        if (dtype, resets) not in self._jax:
+            self._jax[dtype, resets] = jax.device_put(self._rounded(dtype, resets))
+        return self._jax[dtype, resets]
+
+    def torch(self, dtype: Dtype, resets: bool) -> Tensors:
+        """As tensors on the GPU, or on the CPU where there is none."""
+        import torch
+
+        if (dtype, resets) not in self._torch:
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            to = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
+            self._torch[dtype, resets] = {
+                name: torch.from_numpy(x).to(device) if x.dtype == bool else torch.from_numpy(x).to(device).to(to)
+                for name, x in (self.numpy | {"resets": self.numpy["resets"] & resets}).items()
+            }
+        return self._torch[dtype, resets]
+
+
+@dataclasses.dataclass(frozen=True)
+class JaxPass:
+    """A pass of a JAX provider.
+
+    Attributes:
+      jitted: the jitted pass.
+      args: what it takes, on the device.
+      canonical: its result by the names, and in the layout, of the oracle.
+    """
+
+    jitted: Any
+    args: tuple[Any, ...]
+    canonical: Callable[[Any], Arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchPass:
+    """A pass of a PyTorch provider.
+
+    Attributes:
+      run: enqueues the pass and returns its result.
+      canonical: its result by the names, and in the layout, of the oracle.
+    """
+
+    run: Callable[[], Any]
+    canonical: Callable[[Any], Tensors]
+
+
+@dataclasses.dataclass(frozen=True)
+class Provider:
+    """One way to compute a pass.
+
+    Attributes:
+      name: as in tables.
+      build: the pass for a case.
+      note: what it is, in a line.
+      cells: those it has.
+      dtype: of the arrays that go in.
+      precision: of its matmuls, a key of `oracle.TOLERANCE`.
+      resets: whether it can reset; without, it is checked and timed without any.
+      vmap: whether it can run many models at once.
+      needs: modules that it imports.
+      bounded: whether its first call may take minutes, and is first tried in a process that can be stopped.
+    """
+
+    name: str
+    build: Callable[[Case, Inputs], JaxPass | TorchPass]
+    note: str
+    cells: tuple[Cell, ...] = ("gru", "lstm")
+    dtype: Dtype = "f32"
+    precision: Literal["tf32", "bf16"] = "tf32"
+    resets: bool = True
+    vmap: bool = True
+    needs: tuple[str, ...] = ()
+    bounded: bool = False
+
+    @property
+    def ours(self) -> str:
+        """The provider of this project that it is compared with."""
+        return "jaxrnn-bf16" if self.precision == "bf16" else "jaxrnn"
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run here, or None."""
+        missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
+        return f"{', '.join(missing)} not installed" if missing else None
+
+    def unsupported(self, case: Case) -> str | None:
+        """Why it has no such case, or None."""
+        if case.cell not in self.cells:
+            return f"has no {case.cell.upper()}"
+        if case.models and not self.vmap:
+            return "has no vmap"
+        return None
+
+
+def _weights(case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: arrays[name] for name in case.weights}
+
+
+# JAX.
+
+
+def jax_pass(
+    case: Case,
+    forward: Callable[[Any, Any, Any], jax.Array],
+    weights: Any,
+    xs: jax.Array,
+    rest: Any,
+    ct_ys: jax.Array,
+    canonical: Callable[[Any], Arrays],
+) -> JaxPass:
+    """The pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`."""
+
+    def run(weights: Any, xs: jax.Array, rest: Any, ct_ys: jax.Array) -> Any:
+        ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, rest), weights, xs)
+        return ys, *vjp(ct_ys)
+
+    return JaxPass(
+        jax.jit(jax.vmap(run) if case.models else run),
+        (weights, xs, rest, ct_ys),
+        lambda result: {"ys": result[0], "dxs": result[2], **canonical(result[1])},
+    )
+
+
+def _rest(arrays: Arrays) -> Arrays:
+    return {name: arrays[name] for name in ("h0", "c0", "resets") if name in arrays}
+
+
+def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: Any) -> JaxPass:
+    """This project. In bfloat16 everything that goes in and comes out is; the state is float32 between steps."""
+    arrays = inputs.jax(dtype, True)
+    return jax_pass(
+        case,
+        lambda weights, xs, rest: oracle.forward({**weights, "xs": xs}, rest, **options),
+        _weights(case, arrays),
+        arrays["xs"],
+        _rest(arrays),
+        arrays["ct_ys"],
+        lambda gradients: {"d" + name: x for name, x in gradients.items()},
+    )
+
+
+class ScannedRNN(nn.Module):
+    """The recurrence as JAX code bases carry it: Flax's cell in `nn.scan`, the state replaced at resets."""
+
+    cell: type[nn.GRUCell | nn.OptimizedLSTMCell]
+
+    @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+    @nn.compact
+    def __call__(self, carry: Any, x: tuple[jax.Array, jax.Array]) -> Any:
+        ins, resets = x
+        hidden = ins.shape[-1]
+        start = self.cell(features=hidden, parent=None).initialize_carry(jax.random.key(0), ins.shape)
+        carry = jax.tree.map(lambda start, old: jnp.where(resets[:, None], start, old), start, carry)
+        return self.cell(features=hidden, name="cell")(carry, ins)
+
+
+# Flax has a kernel for every gate; biases are with the input kernels, or with the recurrent ones.
+FLAX_GATES: dict[Cell, str] = {"gru": "rzn", "lstm": "ifgo"}
+
+
+def to_flax(case: Case, weights: Mapping[str, Any]) -> Any:
+    """The parameters of Flax's cell."""
+    gates = FLAX_GATES[case.cell]
+    split = {name: jnp.split(w, len(gates), axis=-1) for name, w in weights.items() if name != "b_hn"}
+    params: dict[str, Any] = {}
+    for k, gate in enumerate(gates):
+        params["i" + gate], params["h" + gate] = {"kernel": split["w_ih"][k]}, {"kernel": split["w_hh"][k]}
+        if case.cell == "gru":
+            params["i" + gate]["bias"] = split["b_ih"][k]
+        else:
+            params["h" + gate]["bias"] = split["b"][k]
+    if case.cell == "gru":
+        params["hn"]["bias"] = weights["b_hn"]
+    return {"params": {"cell": params}}
+
+
+def from_flax(case: Case, variables: Any) -> Arrays:
+    """Gradients of Flax's parameters by the names of the oracle."""
+    params, gates = variables["params"]["cell"], FLAX_GATES[case.cell]
+
+    def join(side: str, leaf: str) -> jax.Array:
+        return jnp.concatenate([params[side + gate][leaf] for gate in gates], axis=-1)
+
+    gradients = {"dw_ih": join("i", "kernel"), "dw_hh": join("h", "kernel")}
+    if case.cell == "gru":
+        return gradients | {"db_ih": join("i", "bias"), "db_hn": params["hn"]["bias"]}
+    return gradients | {"db": join("h", "bias")}
+
+
+def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
+    """Flax: `nn.GRUCell`, and `nn.OptimizedLSTMCell`, the faster of its two LSTMs."""
+    rnn = ScannedRNN(nn.GRUCell if case.cell == "gru" else nn.OptimizedLSTMCell)
+    arrays = inputs.jax("f32", True)
+
+    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> jax.Array:
+        carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
+        return rnn.apply(variables, carry, (xs, rest["resets"]))[1]  # type: ignore[return-value]
+
+    variables = to_flax(case, _weights(case, arrays))
+    return jax_pass(
+        case, forward, variables, arrays["xs"], _rest(arrays), arrays["ct_ys"], functools.partial(from_flax, case)
+    )
+
+
+def hoisted_scan(weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
+    """What an expert writes by hand: the input projection before the loop, and eight steps to an iteration."""
+
+    def gru(h: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        xp, reset = inputs
+        h = jnp.where(reset[:, None], 0.0, h)
+        (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(h @ weights["w_hh"], 3, axis=-1)
+        h = reference.gru_cell(x_r + h_r, x_z + h_z, x_n, h_n + weights["b_hn"], h)
+        return h, h
+
+    def lstm(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array]) -> Any:
+        xp, reset = inputs
+        c, h = (jnp.where(reset[:, None], 0.0, x) for x in carry)
+        i, f, g, o = jnp.split(xp + h @ weights["w_hh"], 4, axis=-1)
+        c, h = reference.lstm_cell(i, f, g, o, c)
+        return (c, h), h
+
+    if "c0" in rest:
+        inputs = (xs @ weights["w_ih"] + weights["b"], rest["resets"])
+        return jax.lax.scan(lstm, (rest["c0"], rest["h0"]), inputs, unroll=8)[1]
+    inputs = (xs @ weights["w_ih"] + weights["b_ih"], rest["resets"])
+    return jax.lax.scan(gru, rest["h0"], inputs, unroll=8)[1]
+
+
+def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
+    """`hoisted_scan` on the case."""
+    arrays = inputs.jax("f32", True)
+    return jax_pass(
+        case, hoisted_scan, _weights(case, arrays), arrays["xs"], _rest(arrays), arrays["ct_ys"],
+        lambda gradients: {"d" + name: x for name, x in gradients.items()},
+    )  # fmt: skip
+
+
+def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
+    """The LSTM of cuDNN in JAX. It takes the batch first and all weights in one array."""
+    from jax.experimental import rnn
+
+    arrays, H = inputs.jax("f32", False), case.H
+    flat = jnp.concatenate(
+        [arrays["w_ih"].T.ravel(), arrays["w_hh"].T.ravel(), arrays["b"], jnp.zeros_like(arrays["b"])]
+    )
+    lengths = jnp.full(case.B, case.T, jnp.int32)
+
+    def forward(flat: jax.Array, xs: jax.Array, rest: Arrays) -> jax.Array:
+        h0, c0, lengths = rest["h0"], rest["c0"], rest["lengths"]
+        return rnn.lstm(xs, h0[None], c0[None], flat, lengths, H, H, 1, 0.0, False)[0]
+
+    def canonical(result: Any) -> Arrays:
+        ys, gradient, dxs = result
+        w_ih, w_hh, b_ih, _ = jnp.split(gradient, np.cumsum([4 * H * H, 4 * H * H, 4 * H]))
+        gradients = {"dw_ih": w_ih.reshape(4 * H, H).T, "dw_hh": w_hh.reshape(4 * H, H).T, "db": b_ih}
+        return {"ys": ys.swapaxes(0, 1), "dxs": dxs.swapaxes(0, 1), **gradients}
+
+    rest = {"h0": arrays["h0"], "c0": arrays["c0"], "lengths": lengths}
+    batch_first = (jnp.swapaxes(arrays[name], 0, 1).copy() for name in ("xs", "ct_ys"))
+    xs, ct_ys = batch_first
+    built = jax_pass(case, forward, flat, xs, rest, ct_ys, lambda gradient: {})
+    return dataclasses.replace(built, canonical=canonical)
+
+
+# PyTorch.
+
+
+def configure_torch() -> None:
+    """TF32 for everyone, as JAX has it by default."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = True
+    torch.backends.cudnn.allow_tf32 = True
+
+
+def torch_weights(case: Case, tensors: Tensors) -> Tensors:
+    """PyTorch's weights `[3H, D]` and biases `[3H]` (4H for an LSTM), as leaves of the gradient."""
+    import torch
+
+    if case.cell == "gru":
+        b_hn = tensors["b_hn"]
+        b_ih, b_hh = tensors["b_ih"], torch.cat([torch.zeros_like(b_hn), torch.zeros_like(b_hn), b_hn])
+    else:
+        b_ih, b_hh = tensors["b"], torch.zeros_like(tensors["b"])
+    weights = {"w_ih": tensors["w_ih"].T, "w_hh": tensors["w_hh"].T, "b_ih": b_ih, "b_hh": b_hh}
+    return {name: w.contiguous().clone().requires_grad_() for name, w in weights.items()}
+
+
+def from_torch(case: Case, ys: Any, dxs: Any, gradients: Any, *, batch_first: bool = False) -> Tensors:
+    """A result of PyTorch by the names of the oracle; `gradients` are those of `torch_weights`."""
+    dw_ih, dw_hh, db_ih, db_hh = gradients
+    if batch_first:
+        ys, dxs = ys.transpose(0, 1), dxs.transpose(0, 1)
+    biases = {"db_ih": db_ih, "db_hn": db_hh[2 * case.H :]} if case.cell == "gru" else {"db": db_ih}
+    return {"ys": ys.detach(), "dxs": dxs, "dw_ih": dw_ih.T, "dw_hh": dw_hh.T, **biases}
+
+
+def torch_module(case: Case, tensors: Tensors) -> Any:
+    """`torch.nn.GRU` or `LSTM` with the weights of the case."""
+    import torch
+
+    configure_torch()
+    xs, weights = tensors["xs"], torch_weights(case, tensors)
+    rnn = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[case.cell](case.H, case.H, device=xs.device, dtype=xs.dtype)
+    with torch.no_grad():
+        for name, parameter in rnn.named_parameters():
+            parameter.copy_(weights[name.replace("weight_", "w_").replace("bias_", "b_").removesuffix("_l0")])
+    return rnn
+
+
+def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+    """What cuDNN does for `torch.nn`, without resets: its fastest kernels take no other input."""
+    import torch
+
+    tensors = inputs.torch(dtype, False)
+    rnn, xs, ct_ys = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), tensors["ct_ys"]
+    state = (tensors["h0"][None], tensors["c0"][None]) if case.cell == "lstm" else tensors["h0"][None]
+    parameters = list(rnn.parameters())
+
+    def run() -> Any:
+        ys, _ = rnn(xs, state)
+        return ys, *torch.autograd.grad(ys, [xs, *parameters], ct_ys)
+
+    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:]))
+
+
+def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
+    """Cuts sequences into episodes, longest first.
+
+    Args:
+      resets: `[T, B]`, true at the first step of an episode.
+
+    Returns:
+      `(sequence, start, length, first)`, each `[E]`: which sequence an episode is of, its first step, its steps, and
+      whether it goes on from the carry.
+    """
+    T = resets.shape[0]
+    starts = resets.copy()
+    starts[0] = True
+    sequence, start = np.nonzero(starts.T)
+    end = np.append(start[1:], 0)
+    end[np.append(sequence[1:] != sequence[:-1], True)] = T
+    order = np.argsort(start - end, kind="stable")
+    sequence, start, length = sequence[order], start[order], (end - start)[order]
+    return sequence, start, length, (start == 0) & ~resets[0, sequence]
+
+
+def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+    """What cuDNN does with resets: episodes are a packed batch. Gathering and scattering are timed, sorting is not."""
+    import torch
+    from torch.nn.utils.rnn import PackedSequence
+
+    tensors, T, B, H = inputs.torch(dtype, True), case.T, case.B, case.H
+    rnn, xs = torch_module(case, tensors), tensors["xs"].detach().requires_grad_()
+    sequence, start, length, first = episodes(inputs.numpy["resets"])
+    batch_sizes = (length[None, :] > np.arange(length[0])[:, None]).sum(1)
+    index = np.concatenate([(start[:n] + t) * B + sequence[:n] for t, n in enumerate(batch_sizes)])
+    gather = torch.from_numpy(index).to(xs.device)
+    scatter = torch.from_numpy(np.argsort(index)).to(xs.device)
+    sizes = torch.from_numpy(batch_sizes)
+    goes_on = torch.from_numpy(first).to(xs.device)[None, :, None]
+    picked = torch.from_numpy(sequence).to(xs.device)
+    states = [
+        torch.where(goes_on, tensors[name][picked][None], torch.zeros((), dtype=xs.dtype, device=xs.device))
+        for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]
+    ]
+    state = tuple(states) if case.cell == "lstm" else states[0]
+    ct_ys, parameters = tensors["ct_ys"], list(rnn.parameters())
+
+    def run() -> Any:
+        data = xs.reshape(T * B, H).index_select(0, gather)
+        packed, _ = rnn(PackedSequence(data, sizes), state)
+        ys = packed.data.index_select(0, scatter).reshape(T, B, H)
+        return ys, *torch.autograd.grad(ys, [xs, *parameters], ct_ys)
+
+    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:]))
+
+
+def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass:
+    """TorchRL's Triton kernels. Batch first; reset values for every step, of which the first is the carry."""
+    import torch
+
+    kernels = importlib.import_module("torchrl.modules.tensordict_module._rnn_triton")
+    configure_torch()
+    tensors = inputs.torch("f32", True)
+    weights = torch_weights(case, tensors)
+    xs, ct_ys, resets = (tensors[name].transpose(0, 1).contiguous() for name in ("xs", "ct_ys", "resets"))
+    xs.requires_grad_()
+    states = []
+    for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]:
+        start = torch.zeros(case.B, case.T, case.H, device=xs.device)
+        start[:, 0] = torch.where(resets[:, :1], 0.0, tensors[name])
+        states.append(start)
+    function = kernels.gru_triton if case.cell == "gru" else kernels.lstm_triton
+    compute = torch.bfloat16 if bf16 else torch.float32
+
+    def run() -> Any:
+        ys = function(xs, *states, *weights.values(), resets, compute, input_precision="tf32")[0]
+        return ys, *torch.autograd.grad(ys, [xs, *weights.values()], ct_ys)
+
+    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:], batch_first=True))
+
+
+def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
+    """FlashRNN's fused CUDA kernels (for a GRU it has alternating ones), one head, and a projection by PyTorch."""
+    import torch
+
+    flashrnn = importlib.import_module("flashrnn").flashrnn
+    configure_torch()
+    tensors, H = inputs.torch("f32", False), case.H
+    xs, ct_ys = (tensors[name].transpose(0, 1).contiguous() for name in ("xs", "ct_ys"))
+    xs.requires_grad_()
+    weights = torch_weights(case, tensors)
+    w_ih, w_hh, b_ih, b_hh = weights.values()
+    states = torch.stack([tensors[name] for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]])[:, :, None, None]
+
+    def gates(w: Any) -> Any:  # [GH, ...] -> [G, 1, H, ...]; a GRU's recurrent product has n first
+        w = w.reshape(cases.GATES[case.cell], 1, H, *w.shape[1:])
+        return torch.cat([w[2:], w[:2]]) if case.cell == "gru" else w
+
+    def run() -> Any:
+        if case.cell == "gru":  # the biases: n's recurrent one, r's and z's, n's of the input
+            xp = torch.nn.functional.linear(xs, w_ih)
+            b_r_z = (b_ih + b_hh)[: 2 * H].reshape(2, 1, H)
+            b = torch.cat([b_hh[2 * H :].reshape(1, 1, H), b_r_z, b_ih[2 * H :].reshape(1, 1, H)])
+        else:
+            xp, b = torch.nn.functional.linear(xs, w_ih), (b_ih + b_hh).reshape(4, 1, H)
+        xp = xp.reshape(case.B, case.T, -1, 1, H)
+        hs, _ = flashrnn(
+            xp, gates(w_hh), b, states, function=case.cell, dtype="float32",
+            backend="cuda_fused" if case.cell == "lstm" else "cuda",
+        )  # fmt: skip
+        ys = hs[0, :, :, 0]
+        return ys, *torch.autograd.grad(ys, [xs, *weights.values()], ct_ys)
+
+    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:], batch_first=True))
+
+
+ALL = (
+    Provider(
+        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, gates saved",
+        needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True),
+        "this project, gates recomputed", needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"),
+        "this project, all arrays in bfloat16", dtype="bf16", precision="bf16", needs=("torch", "triton"),
+    ),
+    Provider("jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan"),
+    Provider("flax", flax_pass, "Flax's cell in nn.scan, as JAX RL agents have it"),
+    Provider("hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8"),
+    Provider(
+        "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,
+        vmap=False,
+    ),
+    Provider("torch-cudnn", torch_pass, "torch.nn, without resets", resets=False, vmap=False, needs=("torch",)),
+    Provider(
+        "torch-cudnn-bf16", functools.partial(torch_pass, dtype="bf16"), "torch.nn in bfloat16, without resets",
+        dtype="bf16", precision="bf16", resets=False, vmap=False, needs=("torch",),
+    ),
+    Provider("torch-cudnn-packed", torch_packed_pass, "torch.nn, packed episodes", vmap=False, needs=("torch",)),
+    Provider(
+        "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"),
+        "torch.nn in bfloat16, packed episodes", dtype="bf16", precision="bf16", vmap=False, needs=("torch",),
+    ),
+    Provider(
+        "torchrl", torchrl_pass, "TorchRL's Triton kernels, TF32", vmap=False, needs=("torch", "triton", "torchrl"),
+        bounded=True,
+    ),
+    Provider(
+        "torchrl-bf16", functools.partial(torchrl_pass, bf16=True),
+        "TorchRL's Triton kernels, float32 arrays and bfloat16 products", precision="bf16", vmap=False,
+        needs=("torch", "triton", "torchrl"), bounded=True,
+    ),
+    Provider(
+        "flashrnn", flashrnn_pass, "FlashRNN's CUDA kernels, without resets", resets=False, vmap=False,
+        needs=("torch", "flashrnn"), bounded=True,
+    ),
+)  # fmt: skip
+
+PROVIDERS = {provider.name: provider for provider in ALL}

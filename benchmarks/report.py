@@ -1,0 +1,159 @@
+"""Tables for people: in the terminal, and in Markdown for the README."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import cases, machine
+from benchmarks.results import AccuracyRow, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from benchmarks.results import Report
+
+# Columns of the README's table: its heading, the provider in TF32, and the one in bfloat16.
+COLUMNS = (
+    ("jaxrnn", "jaxrnn", "jaxrnn-bf16"),
+    ("Flax `ScannedRNN`", "flax", None),
+    ("`lax.scan`, hoisted", "hoisted-scan", None),
+    ("TorchRL Triton", "torchrl", "torchrl-bf16"),
+    ("cuDNN, packed", "torch-cudnn-packed", "torch-cudnn-packed-bf16"),
+    ("cuDNN, no resets", "torch-cudnn", "torch-cudnn-bf16"),
+)
+
+
+def console() -> Console:
+    """The terminal; where there is none, a page that is wide enough."""
+    console = Console()
+    return console if console.is_terminal else Console(width=170)
+
+
+def number(x: float) -> str:
+    """Three digits that count, and no exponent."""
+    if x == 0 or not math.isfinite(x):
+        return f"{x:g}"
+    return f"{x:,.{max(2 - math.floor(math.log10(abs(x))), 0)}f}"
+
+
+def advantage(row: Row, rows: Sequence[Row]) -> float | None:
+    """How many times as good our provider is in the same case: below 1, `row` is better."""
+    ours = next((r for r in rows if r.case == row.case and r.provider == row.ours), None)
+    if ours is None or not ours.value or not row.value:
+        return None
+    return ours.value / row.value if row.unit == "steps/s" else row.value / ours.value
+
+
+def table(report: Report) -> Table:
+    """All rows of a suite."""
+    if report.suite == "accuracy":
+        return accuracy_table(report)
+    rows = [row for row in report.rows if isinstance(row, Row)]
+    unit = rows[0].unit if rows else ""
+    result = Table(title=report.suite, caption=machine.line(report.machine))
+    for name in ("case", "provider", unit, "quartiles", "wall", "ours is", "target", "error", "notes"):
+        left = name in ("case", "provider", "notes")
+        result.add_column(name, justify="left" if left else "right", no_wrap=name != "notes")
+    before = None
+    for row in rows:
+        if before not in (None, row.case):
+            result.add_section()
+        name, before = "" if row.case == before else row.case, row.case
+        if row.value is None:
+            result.add_row(
+                name, row.provider, "-", "", "", "", _target(row), _error(row), f"{row.status}: {row.reason}"
+            )
+            continue
+        times = advantage(row, rows)
+        result.add_row(
+            name,
+            row.provider,
+            number(row.value),
+            _quartiles(row),
+            "" if row.wall is None else number(row.wall),
+            "" if times is None or row.provider == row.ours else f"{number(times)}x",
+            _target(row),
+            _error(row),
+            "; ".join(filter(None, (row.note, row.method if "eager" in row.method else ""))),
+        )
+    return result
+
+
+def met(row: Row) -> bool | None:
+    """Whether a row reaches its target; None if it has none, or no figure."""
+    if row.target is None or row.value is None:
+        return None
+    return row.value >= row.target if row.unit == "steps/s" else row.value <= row.target
+
+
+def broken(row: Row | AccuracyRow) -> bool:
+    """Whether a row says that something of this project does not work, or is not accurate."""
+    if isinstance(row, AccuracyRow):
+        return not row.good
+    return row.provider.startswith(("jaxrnn", "and our launch")) and row.status in ("wrong", "failed")
+
+
+def _quartiles(row: Row) -> str:
+    if row.low is None or row.high is None or row.low == row.high:
+        return ""
+    return f"{number(row.low)} .. {number(row.high)}"
+
+
+def _target(row: Row) -> str:
+    if row.target is None:
+        return ""
+    reached = met(row)
+    return number(row.target) + ("" if reached is None else " met" if reached else " missed")
+
+
+def _error(row: Row) -> str:
+    return "" if row.error is None else f"{row.error:.1e} {row.error_of}"
+
+
+def accuracy_table(report: Report) -> Table:
+    """Errors beside XLA's; what exceeds twice XLA's is flagged."""
+    result = Table(title="accuracy: error against float64", caption=machine.line(report.machine))
+    for name in ("case", "precision", "array", "rms", "XLA's", "ratio", "max", "XLA's", "verdict"):
+        left = name in ("case", "precision", "array", "verdict")
+        result.add_column(name, justify="left" if left else "right", no_wrap=name != "verdict")
+    before: tuple[str, str] | None = None
+    for row in report.rows:
+        assert isinstance(row, AccuracyRow)
+        group = (row.case, row.precision)
+        if before not in (None, group):
+            result.add_section()
+        labels, before = ("", "") if group == before else group, group
+        figures = ["-" if x is None else f"{x:.1e}" for x in (row.rms, row.xla_rms, row.max, row.xla_max)]
+        ratio = "-" if row.ratio is None else f"{row.ratio:.2f}"
+        verdict = row.reason or ("within 2x" if row.good else "OVER 2x")
+        result.add_row(*labels, row.array, *figures[:2], ratio, *figures[2:], verdict)
+    return result
+
+
+def markdown(report: Report) -> str:
+    """The headline table for the README: milliseconds, TF32 and, after the slash, bfloat16."""
+    found = {(row.case, row.provider): row for row in report.rows if isinstance(row, Row)}
+
+    def value(case: str, provider: str) -> str:
+        row = found.get((case, provider))
+        return "-" if row is None or row.value is None else number(row.value)
+
+    headings = ["B, T, H", *(heading for heading, _, _ in COLUMNS), "target"]
+    lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * (len(headings) - 1)}"]
+    for case, target in cases.HEADLINE.items():
+        if not any(label == str(case) for label, _ in found):
+            continue
+        cells = []
+        for _, tf32, bf16 in COLUMNS:
+            values = [value(str(case), name) for name in (tf32, bf16) if name is not None]
+            cells.append("-" if set(values) == {"-"} else " / ".join(values))
+        cells[0] = f"**{cells[0]}**"
+        lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
+    about = (
+        "Milliseconds of forward and backward with every gradient, in TF32 / bfloat16; 1 % of steps begin an episode."
+    )
+    return "\n".join([*lines, "", about, f"Measured on {machine.line(report.machine)}."])

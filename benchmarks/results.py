@@ -1,0 +1,121 @@
+"""Rows of a suite, and the JSON they are kept in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+Status = Literal["measured", "unavailable", "unsupported", "unfinished", "skipped", "wrong", "failed"]
+Unit = Literal["ms", "us", "s", "GB", "steps/s"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """What one provider did in one case.
+
+    Attributes:
+      case: the case, as printed.
+      provider: its name.
+      status: "measured"; or why there is no figure: "unavailable" (not installed), "unsupported", "unfinished" (its
+        first call took too long), "skipped" (another one did), "wrong" (failed the check), "failed" (raised).
+      reason: the same in words.
+      ours: the provider of this project that it is compared with.
+      unit: of `value`, `low`, `high` and `target`.
+      value, low, high: median and quartiles; of a single measurement, three times the same.
+      calls: how many calls went into them.
+      wall: median time until the host has the result of one call, in `unit`.
+      method: how it was measured.
+      error: its largest relative error against float64, of all outputs and gradients.
+      error_of: the output or gradient that has it.
+      target: of this project, where there is one.
+      note: anything a reader should know.
+    """
+
+    case: str
+    provider: str
+    status: Status = "measured"
+    reason: str = ""
+    ours: str = "jaxrnn"
+    unit: Unit = "ms"
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    calls: int = 0
+    wall: float | None = None
+    method: str = ""
+    error: float | None = None
+    error_of: str = ""
+    target: float | None = None
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class AccuracyRow:
+    """How far one output or gradient of the kernels, and of XLA at the same precision, is from float64.
+
+    Attributes:
+      case: the case, as printed.
+      precision: "default" (TF32), "high", "highest", or "bf16".
+      array: `ys`, `dxs`, ...
+      rms, xla_rms: `||got - want|| / ||want||`.
+      max, xla_max: `max|got - want| / max|want|`.
+      allowance: what `rms` may exceed twice `xla_rms` by: the last bits of float32, and the luck of few elements.
+      reason: why there are no figures, if there are none.
+    """
+
+    case: str
+    precision: str
+    array: str
+    rms: float | None = None
+    xla_rms: float | None = None
+    max: float | None = None
+    xla_max: float | None = None
+    allowance: float = 0.0
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        """Our error over XLA's."""
+        return None if self.rms is None or not self.xla_rms else self.rms / self.xla_rms
+
+    @property
+    def good(self) -> bool:
+        """Whether the error is within twice XLA's. NaN is not."""
+        if self.rms is None or self.xla_rms is None:
+            return False
+        return self.rms <= 2 * self.xla_rms + self.allowance
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A suite's results.
+
+    Attributes:
+      suite: its name.
+      machine: as `machine.describe` has it.
+      settings: the options it ran with.
+      rows: what came out so far.
+    """
+
+    suite: str
+    machine: dict[str, str]
+    settings: dict[str, Any]
+    rows: list[Row | AccuracyRow]
+
+    def save(self, folder: Path) -> Path:
+        """Writes `folder/SUITE.json`."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{self.suite}.json"
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Report:
+        """Reads what `save` wrote."""
+        report = json.loads(path.read_text())
+        kind = AccuracyRow if report["suite"] == "accuracy" else Row
+        return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})

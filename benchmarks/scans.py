@@ -1,0 +1,128 @@
+"""Programs whose unit is one iteration of a jitted scan: a rollout's step, and a launch beside nothing."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from benchmarks import oracle
+from benchmarks.providers import ScannedRNN, to_flax
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from benchmarks.cases import Case
+
+    Arrays = dict[str, jax.Array]
+    Program = tuple[Callable[..., Any], tuple[Any, ...]]  # a function to jit, and its arguments
+
+
+def trivial(x: jax.Array) -> jax.Array:
+    """One small fused op that XLA cannot merge with its neighbours."""
+    return jax.lax.optimization_barrier(jnp.tanh(1.01 * x))
+
+
+# A step of a rollout: `[B, H]` in, `[B, H]` out, and the carry.
+
+
+def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
+    """Scans over `case.T` steps, one at a time, that return `ys [T, B, H]`; the first three are the recurrence."""
+    weights = {name: arrays[name] for name in case.weights}
+    inputs = (arrays["xs"], arrays["resets"])
+    cell = ScannedRNN(nn.GRUCell)
+
+    def ours(implementation: str | None, weights: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:
+        rest = {"h0": h, "resets": reset[None]}
+        ys = oracle.forward({**weights, "xs": x[None]}, rest, implementation=implementation)
+        return ys[0], ys[0]
+
+    def flax(variables: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:
+        applied: Any = cell.apply(variables, h, (x[None], reset[None]))
+        h, ys = applied
+        return h, ys[0]
+
+    def fused_ops(_: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:
+        h = trivial(trivial(trivial(jnp.where(reset[:, None], 0.0, h) + x)))
+        return h, h
+
+    def scan(step: Callable[..., Any], weights: Any, h: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> jax.Array:
+        return jax.lax.scan(lambda h, xs: step(weights, h, *xs), h, inputs)[1]
+
+    steps: dict[str, tuple[Callable[..., Any], Any]] = {
+        "jaxrnn": (functools.partial(ours, None), weights),
+        "jaxrnn-triton": (functools.partial(ours, "triton"), weights),
+        "flax": (flax, to_flax(case, weights)),
+        "three trivial ops": (fused_ops, weights),
+    }
+    return {
+        name: (functools.partial(scan, step), (weights, arrays["h0"], inputs))
+        for name, (step, weights) in steps.items()
+    }
+
+
+# A launch in a scan.
+
+DISPATCH_ITERATIONS, DISPATCH_BATCH, DISPATCH_HIDDEN = 1000, 16, 64
+NONE, MORE, NATIVE, ONE_STEP, TWO_STEPS = (
+    "five trivial ops", "and a sixth", "and a native Triton call", "and our launch, T=1", "and our launch, T=2",
+)  # fmt: skip
+
+
+def dispatch() -> dict[str, Program]:
+    """Scans over the same five ops: alone, and with one more op, a native call of the same kind, or our launch."""
+    B, H = DISPATCH_BATCH, DISPATCH_HIDDEN
+    keys = jax.random.split(jax.random.key(0), 4)
+    h = 0.5 * jax.random.normal(keys[0], (B, H))
+    fixed = {
+        "w_hh_t": jax.random.normal(keys[1], (1, 3 * H, H)) * H**-0.5,
+        "b_hn": jax.random.normal(keys[2], (1, H)),
+        "xp": jax.random.normal(keys[3], (1, 2, B, 3 * H)),
+    }
+
+    def scan(body: Callable[[Arrays, jax.Array], jax.Array], fixed: Arrays, h: jax.Array) -> jax.Array:
+        def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            for _unused in range(5):
+                h = trivial(h)
+            return body(fixed, h), None
+
+        return jax.lax.scan(step, h, length=DISPATCH_ITERATIONS)[0]
+
+    bodies: dict[str, Callable[[Arrays, jax.Array], jax.Array]] = {
+        NONE: lambda fixed, h: h,
+        MORE: lambda fixed, h: trivial(h),
+        NATIVE: lambda fixed, h: native_call(h),
+        ONE_STEP: functools.partial(bare_launch, 1),
+        TWO_STEPS: functools.partial(bare_launch, 2),
+    }
+    return {name: (functools.partial(scan, body), (fixed, h)) for name, body in bodies.items()}
+
+
+def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:
+    """Our forward kernel of a GRU without anything that XLA does around it; `h [B, H]`."""
+    from jaxrnn import _bridge
+
+    f32, H = jnp.dtype(jnp.float32), h.shape[-1]
+    outputs = [_bridge.Output("hs", True, H, f32), _bridge.Output("h_last", False, H, f32)]
+    arrays: dict[str, jax.Array | None] = {**fixed, "xp": fixed["xp"][:, :steps], "h0": h[None]}
+    results = _bridge.launch(
+        "gru", "fwd", arrays, outputs, reset_state="zeros", reverse=False, precision="tf32"
+    )  # fmt: skip
+    return results["h_last"][0]
+
+
+def native_call(h: jax.Array) -> jax.Array:
+    """A Triton kernel that jaxlib launches itself, doing next to nothing."""
+    from jax.experimental import pallas
+    from jax.experimental.pallas import triton
+
+    def kernel(x_ref: Any, y_ref: Any) -> None:
+        y_ref[...] = 0.99 * x_ref[...]
+
+    call = pallas.pallas_call(
+        kernel, out_shape=jax.ShapeDtypeStruct(h.shape, h.dtype), compiler_params=triton.CompilerParams(num_warps=4)
+    )
+    return call(h)

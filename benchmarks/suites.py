@@ -1,0 +1,306 @@
+"""The suites. Each is a generator of rows, so that what is done survives what is not."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from benchmarks import cases, first_call, harness, oracle, scans, timing
+from benchmarks.harness import FirstCalls
+from benchmarks.oracle import Oracle
+from benchmarks.providers import ALL, Inputs
+from benchmarks.results import AccuracyRow, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from benchmarks.cases import Case
+    from benchmarks.providers import Provider
+    from benchmarks.settings import Settings
+
+    Progress = Callable[[str], None]
+    Suite = Callable[[Settings, Progress], Iterator[Row] | Iterator[AccuracyRow]]
+
+
+def compared(settings: Settings) -> list[Provider]:
+    """Who takes part: all that `settings` choose, this project's own `lax.scan` only if it is named."""
+    return [p for p in settings.chosen(ALL) if p.name != "jaxrnn-xla" or p.name in settings.only]
+
+
+# Forward and backward.
+
+
+def passes(
+    chosen: Iterable[Case], targets: Callable[[Case], dict[str, float]], settings: Settings, progress: Progress
+) -> Iterator[Row]:
+    """Times a pass of every provider in every case."""
+    first_calls = FirstCalls(settings.first_call_limit)
+    for case in chosen:
+        if settings.wants_case(str(case)):
+            progress(str(case))
+            providers = compared(settings)
+            yield from harness.time_case(case, providers, settings, first_calls, targets(case), progress)
+            harness.release()
+
+
+def time_targets(case: Case) -> dict[str, float]:
+    """Of `cases.HEADLINE`, by provider."""
+    target = cases.HEADLINE.get(case)
+    return {} if target is None else {"jaxrnn": target.tf32, "jaxrnn-bf16": target.bf16}
+
+
+def headline(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """GRU and LSTM over shapes that are large in batch, width or time."""
+    return passes(cases.HEADLINE, time_targets, settings, progress)
+
+
+def small(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Small batches, where the latency of a step is the price."""
+    return passes(cases.SMALL, time_targets, settings, progress)
+
+
+def sweep(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """T, H and the rate of resets, one at a time."""
+    return passes(cases.SWEEP, time_targets, settings, progress)
+
+
+def vmap(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Many models at once, as agents trained on several seeds are."""
+    return passes(cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}, settings, progress)
+
+
+# Inside a scan.
+
+
+def compiled_scans(programs: dict[str, scans.Program], rows: dict[str, Row]) -> dict[str, Callable[[], Any]]:
+    """Compiles what can run, and puts a row for what cannot into `rows`."""
+    run: dict[str, Callable[[], Any]] = {}
+    for name, (program, args) in programs.items():
+        try:
+            run[name] = functools.partial(jax.jit(program).lower(*args).compile(), *args)
+        except Exception as error:
+            rows[name] = harness.failed(rows[name], error)
+    return run
+
+
+def timed_scans(
+    run: dict[str, Callable[[], Any]], rows: dict[str, Row], iterations: int, settings: Settings, progress: Progress
+) -> None:
+    """Puts microseconds an iteration into `rows`."""
+    clocks = {name: timing.jax_clock(program) for name, program in run.items()}
+    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+    for name, (device, wall) in spreads.items():
+        method = f"jitted scans of {iterations} iterations, enqueued"
+        rows[name] = harness.timed(rows[name], device, wall, scale=1e6 / iterations, method=method)
+
+
+def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """One step in the body of a jitted scan, as a rollout makes it."""
+    case = cases.ACTING
+    progress(str(case))
+    inputs = Inputs(cases.make_inputs(case))
+    programs = scans.acting(case, inputs.jax("f32", True))
+    programs = {name: program for name, program in programs.items() if settings.wants(name)}
+    notes = {"jaxrnn": "what users get: for one step, XLA", "three trivial ops": "no recurrence: what a scan costs"}
+    rows = {
+        name: Row("a GRU step, B=64, H=128", name, unit="us", note=notes.get(name, ""),
+                  target=cases.ACTING_TARGET_US if name == "jaxrnn" else None)
+        for name in programs
+    }  # fmt: skip
+    run = compiled_scans(programs, rows)
+    want = Oracle(case, inputs.jax).want("f32", True)["ys"]
+    for name in [name for name in run if name != "three trivial ops"]:
+        error = oracle.errors({"ys": run[name]()}, {"ys": want})["ys"][0]
+        rows[name] = dataclasses.replace(rows[name], error=error, error_of="ys")
+        if not error <= oracle.TOLERANCE["tf32"]:
+            rows[name] = dataclasses.replace(rows[name], status="wrong", reason=f"not timed: ys is off by {error:.2g}")
+            del run[name]
+    timed_scans(run, rows, case.T, settings, progress)
+    yield from rows.values()
+
+
+def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """A launch in a jitted scan against none, and against a native call."""
+    programs = scans.dispatch()
+    case = f"an iteration, B={scans.DISPATCH_BATCH}, H={scans.DISPATCH_HIDDEN}"
+    progress(case)
+    rows = {name: Row(case, name, unit="us", ours="") for name in programs}
+    run = compiled_scans(programs, rows)
+    timed_scans(run, rows, scans.DISPATCH_ITERATIONS, settings, progress)
+    yield from rows.values()
+    launch = Row(
+        case, "our launch over a native call", unit="us", ours="", target=cases.DISPATCH_TARGET_US,
+        note="without its steps: 2 (T=1) - (T=2) - native",
+    )  # fmt: skip
+    one, two, native = (rows[name].value for name in (scans.ONE_STEP, scans.TWO_STEPS, scans.NATIVE))
+    if one is None or two is None or native is None:
+        yield dataclasses.replace(launch, status="failed", reason="a row that it is made of has no figure")
+    else:
+        yield dataclasses.replace(launch, value=2 * one - two - native, method="from the medians above")
+
+
+# Memory and compilation.
+
+
+def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Device memory of a pass: arguments, results and all between."""
+    case = cases.MEMORY
+    first_calls = FirstCalls(settings.first_call_limit)
+    numbers = cases.make_inputs(case)
+    truth = Oracle(case, lambda dtype, resets: Inputs(numbers).jax(dtype, resets))
+    for provider in compared(settings):
+        progress(provider.name)
+        inputs = Inputs(numbers)
+        ready, rows = harness.prepare([provider], case, inputs, first_calls)
+        del inputs  # so that PyTorch counts only what the pass holds on to
+        row = rows.get(provider.name, Row(str(case), provider.name, ours=provider.ours))
+        target = cases.MEMORY_TARGETS_GB.get(provider.name)
+        row = dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
+        if provider.name in ready:
+            checked = harness.check(provider, ready[provider.name], truth)
+            truth.forget()
+            if isinstance(checked, Row):
+                row = dataclasses.replace(row, status=checked.status, reason=checked.reason, error=checked.error)
+            else:
+                size, method = harness.peak_bytes(ready[provider.name])
+                row = dataclasses.replace(
+                    row, value=size / 1e9, low=size / 1e9, high=size / 1e9, calls=1, method=method,
+                    error_of=checked[0], error=checked[1],
+                )  # fmt: skip
+        yield row
+        del ready
+        harness.release()
+
+
+def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """The first call at a new shape with cold caches, imports not counted."""
+    for case in cases.COMPILE:
+        for provider in compared(settings):
+            if not settings.wants_case(str(case)):
+                continue
+            progress(f"{case} {provider.name}")
+            target = cases.COMPILE_TARGET_S if provider.name.startswith("jaxrnn") else None
+            row = Row(str(case), provider.name, ours=provider.ours, unit="s", target=target)
+            if reason := provider.unavailable():
+                yield dataclasses.replace(row, status="unavailable", reason=reason)
+            elif reason := provider.unsupported(case):
+                yield dataclasses.replace(row, status="unsupported", reason=reason)
+            else:
+                result = first_call.run(provider.name, case, limit=settings.first_call_limit, cold=True)
+                if result.reason == first_call.UNFINISHED:
+                    reason = f"first call unfinished after {settings.first_call_limit:g} s"
+                    yield dataclasses.replace(row, status="unfinished", reason=reason)
+                elif result.seconds is None:
+                    yield dataclasses.replace(row, status="failed", reason=result.reason)
+                else:
+                    s = result.seconds
+                    yield dataclasses.replace(
+                        row, value=s, low=s, high=s, calls=1, method="one process, empty caches, imports not counted"
+                    )
+
+
+# Accuracy.
+
+PRECISIONS: dict[str, tuple[cases.Dtype, str, float]] = {  # dtype of arrays, precision of matmuls, rounding
+    "default": ("f32", "default", 2.0**-11),
+    "high": ("f32", "high", 2.0**-24),
+    "bf16": ("bf16", "default", 2.0**-8),
+}
+
+
+def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
+    """Errors of the kernels and of XLA at the same precision, against float64."""
+    for case in cases.ACCURACY:
+        if not settings.wants_case(str(case)):
+            continue
+        inputs = Inputs(cases.make_inputs(case))
+        truth = Oracle(case, inputs.jax)
+        for precision, (dtype, name, rounding) in PRECISIONS.items():
+            progress(f"{case} {precision}")
+            want = truth.want(dtype, True)
+            try:
+                ours, xla = compare_precision(inputs.jax(dtype, True), name, want)
+            except Exception as error:
+                yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
+                continue
+            for array in want:
+                yield AccuracyRow(
+                    str(case), precision, array, *(ours[array][0], xla[array][0], ours[array][1], xla[array][1]),
+                    allowance=4 * 2.0**-23 + rounding * want[array].size ** -0.5,
+                )  # fmt: skip
+        harness.release()
+
+
+def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Errors, oracle.Errors]:
+    """Errors of the kernels and of XLA, compiled side by side."""
+    programs = []
+    for name in ("triton", "xla"):
+        run = functools.partial(oracle.with_gradients, implementation=name, precision=precision)
+        programs.append(jax.jit(run).lower(arrays))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        ours, xla = pool.map(lambda program: program.compile(), programs)
+    return oracle.errors(ours(arrays), want), oracle.errors(xla(arrays), want)
+
+
+# A whole agent.
+
+PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "triton", "no recurrence": "none"}
+
+
+def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Env steps a second of recurrent PPO: rollouts, updates and all, as `examples/recurrent_ppo.py` makes them."""
+    example = load_example()
+    for envs, target in cases.PPO_TARGETS.items():
+        label = f"PPO, {envs} envs"
+        for name, implementation in PPO_NAMES.items():
+            if not settings.wants_case(label) or not settings.wants(name):
+                continue
+            progress(f"{label}, {name}")
+            row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
+            steps = cases.PPO_STEPS[envs]
+            config = example.Config(implementation=implementation, num_envs=envs, total_steps=steps)
+            try:
+                result = example.train(config)
+            except Exception as error:
+                yield harness.failed(row, error)
+                continue
+            speed = result.steps_per_second
+            yield dataclasses.replace(
+                row, value=speed, low=speed, high=speed, calls=config.calls - 1,
+                method=f"one training run of {config.updates * config.steps_per_update:,} steps",
+                note=f"final return {result.final_return.mean():.2f}",
+            )  # fmt: skip
+
+
+def load_example() -> Any:
+    """`examples/recurrent_ppo.py` as a module."""
+    path = Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
+    spec = importlib.util.spec_from_file_location("recurrent_ppo", path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# Names that `--only` and `--skip` take besides the providers'.
+OTHER_NAMES = ("jaxrnn-triton", "three trivial ops", "no recurrence")
+
+SUITES: dict[str, Suite] = {
+    "headline": headline,
+    "small": small,
+    "sweep": sweep,
+    "vmap": vmap,
+    "acting": acting,
+    "dispatch": dispatch,
+    "memory": memory,
+    "compile": compile,
+    "accuracy": accuracy,
+    "ppo": ppo,
+}

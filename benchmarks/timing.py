@@ -1,0 +1,135 @@
+"""Clocks. All take calls that only enqueue work, and none starts before the device is idle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Median and quartiles of repeated measurements, in seconds, and how many calls went into them."""
+
+    median: float
+    low: float
+    high: float
+    calls: int
+
+    @classmethod
+    def of(cls, seconds: list[float], calls: int) -> Spread:
+        """Of at least one measurement."""
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], calls)
+        low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, low, high, calls)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """How one candidate is timed.
+
+    Attributes:
+      batch: runs a number of calls back to back and returns their seconds on the device.
+      single: runs one call and returns the seconds until the host has its result.
+      method: what `batch` does, in words.
+    """
+
+    batch: Callable[[int], float]
+    single: Callable[[], float]
+    method: str
+
+
+def jax_clock(run: Callable[[], Any]) -> Clock:
+    """Calls enqueued back to back, one synchronisation: dispatch overlaps, unless it is what takes longest."""
+
+    def batch(calls: int) -> float:
+        began = time.perf_counter()
+        for _ in range(calls):
+            result = run()
+        jax.block_until_ready(result)
+        return time.perf_counter() - began
+
+    return Clock(batch, lambda: batch(1), "jitted calls, enqueued")
+
+
+def torch_clock(run: Callable[[], Any]) -> Clock:
+    """CUDA events around replays of a CUDA graph; around eager calls where the program cannot be captured."""
+    import torch
+
+    replay, method = capture(run)
+
+    def batch(calls: int) -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        for _ in range(calls):
+            replay()
+        ended.record()
+        torch.cuda.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+
+    def single() -> float:
+        began = time.perf_counter()
+        replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    return Clock(batch, single, method)
+
+
+def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
+    """`run` as the replay of a CUDA graph, or itself where it cannot be captured, and which of them."""
+    import torch
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except RuntimeError as error:
+        torch.cuda.synchronize()
+        return run, f"eager calls, CUDA events; not captured: {first_line(error)}"
+    return graph.replay, "CUDA graph replays, CUDA events"
+
+
+def interleave(
+    clocks: Mapping[str, Clock], *, rounds: int, seconds: float, progress: Callable[[str], None] = lambda _: None
+) -> dict[str, tuple[Spread, Spread]]:
+    """Times all candidates in turn, `rounds` times over, each for about `seconds` in all.
+
+    Returns:
+      By name, the spread over rounds of the time of one call, on the device and until the host has its result.
+    """
+    device: dict[str, list[float]] = {name: [] for name in clocks}
+    wall: dict[str, list[float]] = {name: [] for name in clocks}
+    calls: dict[str, int] = {}
+    for name, clock in clocks.items():
+        clock.batch(2)
+        estimate = clock.batch(2) / 2
+        calls[name] = max(math.ceil(seconds / rounds / max(estimate, 1e-7)), 1)
+    for _ in range(rounds):
+        for name, clock in clocks.items():
+            clock.batch(1)  # after another's turn
+            device[name].append(clock.batch(calls[name]) / calls[name])
+            wall[name].append(clock.single())
+            progress(name)
+    return {name: (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds)) for name in clocks}
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an exception and the first line of what it says, for a cell of a table."""
+    text = str(error).strip().split("\n")[0]
+    return f"{type(error).__name__}: {text}"[:200].rstrip(": ")

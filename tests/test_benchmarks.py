@@ -1,0 +1,298 @@
+"""What `benchmarks` does without a GPU: cases, providers against the oracle, statistics, tables, figures, JSON."""
+
+import dataclasses
+import functools
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import cases, harness, machine, plot, providers, report, timing
+from benchmarks.cases import Case
+from benchmarks.oracle import TOLERANCE, Oracle, errors
+from benchmarks.results import AccuracyRow, Report, Row
+from benchmarks.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
+
+# What the project promises: B, T, H and milliseconds in TF32 and bfloat16.
+TARGETS = {
+    "gru": {
+        (2048, 256, 128): (2.0, 1.2),
+        (1024, 128, 256): (2.2, 1.3),
+        (512, 32, 1024): (2.6, 1.5),
+        (128, 64, 512): (0.9, 0.7),
+        (64, 128, 128): (0.35, 0.3),
+        (32, 128, 128): (0.35, 0.3),
+        (4, 128, 128): (0.35, 0.3),
+        (8, 1024, 256): (4.5, 4.0),
+    },
+    "lstm": {(2048, 256, 128): (2.8, 1.6), (1024, 128, 256): (2.8, 1.6), (1024, 128, 512): (8.0, 4.0)},
+}
+
+
+def test_the_headline_has_every_row_that_has_a_target():
+    promised = {Case(cell, *shape): target for cell, rows in TARGETS.items() for shape, target in rows.items()}
+    assert promised == cases.HEADLINE
+
+
+def test_every_suite_has_its_cases():
+    assert [case.B for case in cases.SMALL if case.H == 128] == [1, 2, 4, 8, 16, 32, 64]
+    assert Case("gru", 8, 1024, 256) in cases.SMALL
+    assert {case.models for case in cases.VMAP} == {16, 64}
+    assert any(case.T >= 4096 for case in cases.ACCURACY)
+    for axis in ("T", "H", "reset_rate"):
+        assert len({getattr(case, axis) for case in cases.SWEEP}) >= 4
+    assert set(command.SUITES) == set(_suites())
+
+
+def _suites():
+    from benchmarks import suites
+
+    return suites.SUITES
+
+
+def test_a_case_is_found_by_what_it_prints():
+    for case in (*cases.HEADLINE, *cases.SWEEP, *cases.VMAP):
+        assert cases.find(str(case)) == case
+    with pytest.raises(ValueError, match="no case 'GRU 1,2,3'"):
+        cases.find("GRU 1,2,3")
+
+
+TINY = [Case("gru", 5, 4, 12, reset_rate=0.3), Case("lstm", 5, 4, 12, reset_rate=0.3)]
+ON_CPU = (
+    "jaxrnn-xla", "flax", "hoisted-scan", "torch-cudnn", "torch-cudnn-bf16", "torch-cudnn-packed",
+    "torch-cudnn-packed-bf16",
+)  # fmt: skip
+
+
+@functools.cache
+def numbers_and_truth(case):
+    inputs = providers.Inputs(cases.make_inputs(case))
+    assert 0 < inputs.numpy["resets"].sum() < inputs.numpy["resets"].size
+    return inputs, Oracle(case, inputs.jax)
+
+
+@pytest.mark.parametrize("case", TINY, ids=str)
+@pytest.mark.parametrize("name", ON_CPU)
+def test_a_provider_passes_the_check(name, case):
+    provider = providers.PROVIDERS[name]
+    if provider.unavailable():
+        pytest.skip(provider.unavailable())
+    inputs, truth = numbers_and_truth(case)
+    checked = harness.check(provider, ready(provider.build(case, inputs)), truth)
+    assert not isinstance(checked, Row), checked.reason
+    assert checked[1] < (TOLERANCE["bf16"] if provider.precision == "bf16" or jax.default_backend() == "gpu" else 2e-6)
+
+
+def ready(built):
+    if isinstance(built, providers.TorchPass):
+        return harness.Ready(built.run, built.canonical)
+    return harness.Ready(lambda: built.jitted(*built.args), built.canonical)
+
+
+@pytest.mark.parametrize("name", ["jaxrnn-xla", "flax"])
+def test_a_provider_with_vmap_passes_the_check(name):
+    case = Case("gru", 3, 5, 8, reset_rate=0.2, models=2)
+    inputs, truth = numbers_and_truth(case)
+    checked = harness.check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
+    assert not isinstance(checked, Row), checked.reason
+
+
+def test_a_provider_that_is_wrong_is_not_timed():
+    inputs, truth = numbers_and_truth(TINY[0])
+    flax = providers.PROVIDERS["flax"]
+    built = flax.build(TINY[0], inputs)
+
+    def without_resets():
+        weights, xs, rest, ct_ys = built.args
+        return built.jitted(weights, xs, rest | {"resets": np.zeros_like(rest["resets"])}, ct_ys)
+
+    row = harness.check(flax, harness.Ready(without_resets, built.canonical), truth)
+    assert isinstance(row, Row) and row.status == "wrong" and row.value is None
+    assert row.error_of in row.reason
+
+
+def test_errors_tell_nan_and_names_apart():
+    want = {"ys": jax.numpy.ones((2, 3))}
+    assert errors({"ys": jax.numpy.full((2, 3), 1.5)}, want)["ys"] == pytest.approx((0.5, 0.5))
+    assert np.isnan(errors({"ys": jax.numpy.full((2, 3), np.nan)}, want)["ys"][0])
+    with pytest.raises(ValueError, match="shape"):
+        errors({"ys": jax.numpy.ones((3, 2))}, want)
+    with pytest.raises(ValueError, match="want ys"):
+        errors({"dxs": jax.numpy.ones((2, 3))}, want)
+
+
+def test_a_case_is_timed_and_every_provider_has_a_row():
+    """A jitted pass, one that is not installed, one that has no such cell, and one that raises."""
+    fake = dataclasses.replace(providers.PROVIDERS["flax"], name="absent", needs=("no_such_module",))
+
+    def raises(case, inputs):
+        raise RuntimeError("out of order\nsecond line")
+
+    broken = dataclasses.replace(fake, name="broken", needs=(), build=raises)
+    chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax", "jax-cudnn-lstm")] + [fake, broken]
+    settings = Settings(seconds=0.01, rounds=3)
+    rows = harness.time_case(TINY[0], chosen, settings, harness.FirstCalls(1.0), {"jaxrnn-xla": 5.0})
+    assert [row.provider for row in rows] == [provider.name for provider in chosen]
+    assert [row.status for row in rows] == ["measured", "measured", "unsupported", "unavailable", "failed"]
+    assert rows[0].target == 5.0 and rows[0].unit == "ms" and rows[0].calls >= 3
+    assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].wall > 0
+    assert rows[3].reason == "no_such_module not installed" and rows[4].reason == "RuntimeError: out of order"
+
+
+def test_a_slow_starter_is_stopped_and_then_left_alone(monkeypatch):
+    calls = []
+
+    def never(name, case, limit, cold=False):
+        calls.append(case)
+        return harness.first_call.FirstCall(reason=harness.first_call.UNFINISHED)
+
+    monkeypatch.setattr(harness.first_call, "run", never)
+    first_calls, slow = harness.FirstCalls(7.0), providers.PROVIDERS["torchrl"]
+    wide, wider = Case("gru", 64, 128, 256), Case("lstm", 1, 128, 512)
+    assert first_calls.problem(slow, wide) == ("unfinished", "first call unfinished after 7 s")
+    assert first_calls.problem(slow, wider)[0] == "skipped"
+    assert first_calls.problem(providers.PROVIDERS["flax"], wide) is None
+    assert calls == [wide]
+
+
+def test_clocks_take_turns():
+    order = []
+
+    def clock(name, seconds):
+        return timing.Clock(lambda calls: order.append(name) or calls * seconds, lambda: 2 * seconds, "pretended")
+
+    spreads = timing.interleave({"a": clock("a", 0.25), "b": clock("b", 0.5)}, rounds=3, seconds=3.0)
+    assert [order[i] for i in range(4, len(order), 2)] == ["a", "b"] * 3
+    assert spreads["a"][0] == timing.Spread(0.25, 0.25, 0.25, 12) and spreads["b"][1].median == 1.0
+    assert timing.Spread.of([1.0, 2.0, 3.0, 4.0, 5.0], 5) == timing.Spread(3.0, 2.0, 4.0, 5)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
+def test_episodes_cover_every_step_once(rate):
+    resets = np.random.default_rng(0).random((11, 4)) < rate
+    sequence, start, length, first = providers.episodes(resets)
+    covered = sorted((b, t) for b, s, n in zip(sequence, start, length, strict=True) for t in range(s, s + n))
+    assert covered == [(b, t) for b in range(4) for t in range(11)]
+    assert (np.diff(length) <= 0).all()
+    for b, s, goes_on in zip(sequence, start, first, strict=True):
+        assert goes_on == (s == 0 and not resets[0, b]) and (s == 0 or resets[s, b])
+
+
+def rows_of(case, **values):
+    return [
+        Row(str(case), name, ours=providers.PROVIDERS[name].ours, value=x, low=x, high=x) for name, x in values.items()
+    ]
+
+
+def headline():
+    rows = []
+    for k, case in enumerate(cases.HEADLINE):
+        rows += rows_of(case, jaxrnn=1.0 + k, flax=8.0 + 8 * k)
+        rows += rows_of(case, **{"jaxrnn-bf16": 0.5, "torch-cudnn-bf16": 2.0})
+        rows.append(Row(str(case), "torchrl", "unavailable", "torchrl not installed"))
+    rows[0] = dataclasses.replace(rows[0], target=2.0, error=1e-4, error_of="dw_hh")
+    return Report("headline", MACHINE, {"seconds": 0.3}, rows)
+
+
+def printed(result):
+    console = report.Console(width=200, record=True, file=io.StringIO())
+    console.print(report.table(result))
+    return console.export_text()
+
+
+def test_the_table_has_ratios_targets_and_reasons():
+    lines = printed(headline()).split("\n")
+    ours, flax, cudnn, torchrl = (
+        next(line for line in lines if f" {name} " in line)
+        for name in ("jaxrnn", "flax", "torch-cudnn-bf16", "torchrl")
+    )
+    assert "2.00 met" in ours and "1.0e-04 dw_hh" in ours
+    assert "8.00x" in flax and "4.00x" in cudnn  # the latter against jaxrnn-bf16
+    assert "unavailable: torchrl not installed" in torchrl
+    assert machine.line(MACHINE) == "NVIDIA H200, driver 580.1, jax 0.11.2, commit abc"
+    assert any(machine.line(MACHINE) in line for line in lines)
+
+
+def test_more_steps_a_second_are_better():
+    rows = [
+        Row("PPO", "jaxrnn", unit="steps/s", value=500.0, target=400.0),
+        Row("PPO", "flax", unit="steps/s", value=100.0),
+    ]
+    assert report.advantage(rows[1], rows) == 5.0
+    assert report.met(rows[0]) and report.met(rows[1]) is None
+
+
+def test_the_accuracy_table_flags_what_exceeds_twice_xla():
+    rows = [
+        AccuracyRow("GRU", "default", "ys", rms=1.9e-4, xla_rms=1e-4, max=1e-3, xla_max=1e-3),
+        AccuracyRow("GRU", "default", "dxs", rms=2.1e-4, xla_rms=1e-4, max=1e-3, xla_max=1e-3),
+        AccuracyRow("GRU", "default", "db_hn", rms=2.1e-4, xla_rms=1e-4, max=1e-3, xla_max=1e-3, allowance=2e-5),
+        AccuracyRow("GRU", "default", "dw_hh", rms=float("nan"), xla_rms=1e-4, max=1e-3, xla_max=1e-3),
+        AccuracyRow("GRU", "high", "all", reason="RuntimeError: no"),
+    ]
+    assert [row.good for row in rows] == [True, False, True, False, False]
+    assert [report.broken(row) for row in rows] == [False, True, False, True, True]
+    text = printed(Report("accuracy", MACHINE, {}, rows))
+    assert text.count("OVER 2x") == 2 and text.count("within 2x") == 2 and "RuntimeError: no" in text
+
+
+def test_results_survive_a_file(tmp_path):
+    result = headline()
+    assert Report.load(result.save(tmp_path)) == result
+    rows = [AccuracyRow("GRU", "high", "ys", 1e-7, 1e-7, 1e-7, 1e-7)]
+    accuracy = Report("accuracy", MACHINE, {}, rows)
+    assert Report.load(accuracy.save(tmp_path)) == accuracy
+
+
+def test_the_markdown_table_has_a_row_for_every_case():
+    lines = report.markdown(headline()).split("\n")
+    assert len([line for line in lines if line.startswith(("| GRU", "| LSTM"))]) == len(cases.HEADLINE)
+    assert lines[2] == "| GRU 2048,256,128 | **1.00 / 0.500** | 8.00 | - | - | - | - / 2.00 | 2 / 1.2 |"
+    assert "NVIDIA H200" in lines[-1]
+
+
+def test_figures_are_drawn(tmp_path):
+    headline().save(tmp_path)
+    rows = [row for case in cases.SMALL for row in rows_of(case, jaxrnn=1.0, flax=3.0)]
+    Report("small", MACHINE, {}, rows).save(tmp_path)
+    images = plot.draw(tmp_path)
+    assert [image.name for image in images] == ["headline.png", "small.png"]
+    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
+
+
+@pytest.mark.parametrize(
+    ("x", "text"), [(0.0012345, "0.00123"), (0.35, "0.350"), (9.16, "9.16"), (37.1, "37.1"), (490_000, "490,000")]
+)
+def test_numbers_have_three_digits(x, text):
+    assert report.number(x) == text
+
+
+def test_the_command_line():
+    options = command.parse_arguments(
+        ["small", "acting", "--only", "jaxrnn,flax", "--rows", "GRU 8,", "--seconds", "0.1"]
+    )
+    assert options.view is None and options.suites == ["small", "acting"]
+    assert options.settings == Settings(seconds=0.1, only=("jaxrnn", "flax"), rows=("GRU 8,",))
+    assert options.settings.wants("flax") and not options.settings.wants("torchrl")
+    assert options.settings.wants_case("GRU 8,1024,256") and not options.settings.wants_case("GRU 64,128,128")
+    assert command.parse_arguments([]).suites == command.SUITES
+    assert command.parse_arguments(["show", "small"]).view == "show"
+    with pytest.raises(SystemExit):
+        command.parse_arguments(["no-such-suite"])
+
+
+def test_without_a_gpu_measuring_says_so():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "headline"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 1 and "an NVIDIA GPU" in result.stderr and "Traceback" not in result.stderr

@@ -1,0 +1,121 @@
+"""What the kernels in Gluon share: weights and operands in 16 bits, scaled, activations, packed stores.
+
+The weights of a program are the register operand of wgmma for the whole sequence: a warp owns 16 hidden units of every
+gate. Only the other operand, hidden states (forward) or gate gradients (backward), goes through shared memory, in two
+buffers written in turn: one barrier a step, and no change of layout.
+
+Products of float32 are made of float16 operands, which have the ten bits of mantissa that TF32 has. Their range is
+kept by powers of two, exact to apply and to undo: one scale for the weights, one a sequence for the other operand.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+# renamed in Triton 3.7
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+
+
+@gluon.constexpr_function
+def slot_layout(warps):
+    """`[warps, 8]`: every warp's value of a sequence, in the threads that wgmma's result gives the sequence to."""
+    doublings = warps.bit_length() - 1
+    registers = [*([1 << bit, 0] for bit in range(doublings)), [0, 1]]
+    lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * doublings, [], [warps, 8])
+
+
+@gluon.jit
+def scale_to_float16(largest, EXPONENT: gl.constexpr):
+    """The power of two that brings `largest` to 2^EXPONENT or up to twice that; limited for what is near zero."""
+    exponent = gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 0xFF, 27)
+    return ((127 + EXPONENT + 127 - exponent) << 23).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def inverse(power_of_2):
+    """1 / x of a power of two."""
+    return ((254 << 23) - power_of_2.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def load_weights(ptr, rows, cols, stride, mask, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
+    """A square of weights as the register operand of a product."""
+    w = gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    if SCALED:
+        w = w * scale
+    return gl.convert_layout(w.to(DTYPE), layout)
+
+
+@gluon.jit
+def load_weights_shared(ptr, rows, cols, stride, mask, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
+    """As `load_weights`, in shared memory, for what the registers cannot hold."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows.shape[0], cols.shape[0]], DTYPE)
+    w = gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+    if SCALED:
+        w = w * scale
+    return gl.allocate_shared_memory(DTYPE, [rows.shape[0], cols.shape[0]], SHARED, w.to(DTYPE))
+
+
+@gluon.jit
+def weights_scale(
+    ptr, stride, gate_stride, H: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr, layout: gl.constexpr
+):  # fmt: skip
+    """The scale of all gates' weights, and the largest sum of absolute weights that a row has."""
+    cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout))
+    largest = gl.zeros([32, BLOCK_H], gl.float32, layout)
+    row_largest = gl.zeros([32], gl.float32, gl.SliceLayout(1, layout))
+    for first in gl.static_range(0, BLOCK_H, 32):  # as many rows at a time as there are registers for
+        rows = first + gl.arange(0, 32, gl.SliceLayout(1, layout))
+        mask = (rows < H)[:, None] & (cols < H)[None, :]
+        row = gl.zeros([32, BLOCK_H], gl.float32, layout)
+        for gate in gl.static_range(GATES):
+            w = gl.load(ptr + gate * gate_stride + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+            largest = gl.maximum(largest, gl.abs(w))
+            row += gl.abs(w)
+        row_largest = gl.maximum(row_largest, gl.sum(row, axis=1))
+    return scale_to_float16(gl.max(gl.max(largest, axis=1), axis=0), 14), gl.max(row_largest, axis=0)
+
+
+@gluon.jit
+def fast_sigmoid(x):
+    """The logistic function by the hardware's exponential and reciprocal, each right to one or two last bits."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .f32 e;
+        mul.f32 e, $1, 0fBFB8AA3B;
+        ex2.approx.ftz.f32 e, e;
+        add.f32 e, e, 0f3F800000;
+        rcp.approx.ftz.f32 $0, e;
+        }""",
+        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def to_operand(x, DTYPE: gl.constexpr):
+    """`x` as an operand; what float16 cannot hold as its largest."""
+    if DTYPE == gl.float16:
+        x = gl.inline_asm_elementwise(
+            "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
+        )
+    return x.to(DTYPE)
+
+
+@gluon.jit
+def pack(a, b, c, d):
+    """As `pack_halves`, in two instructions a pair."""
+    return gl.inline_asm_elementwise(
+        """{
+        .reg .b32 low, high;
+        cvt.rn.satfinite.f16x2.f32 low, $2, $1;
+        cvt.rn.satfinite.f16x2.f32 high, $4, $3;
+        mov.b64 $0, {low, high};
+        }""",
+        "=l,f,f,f,f", [a, b, c, d], dtype=gl.int64, is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def load_gradient(ptr, rows, unit, mask, H: gl.constexpr):
+    """The gradient of a step's output."""
+    return gl.load(ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)

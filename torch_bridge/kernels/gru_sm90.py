@@ -1,0 +1,295 @@
+"""GRU time loop for Hopper in Gluon: as `gru.py` with SPLITS == 1 and, forward, no reset state."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from torch_bridge.kernels.common import step_time, unpack_halves
+from torch_bridge.kernels.common_sm90 import (
+    barrier,
+    fast_sigmoid,
+    inverse,
+    load_gradient,
+    load_weights,
+    pack,
+    scale_to_float16,
+    slot_layout,
+    to_operand,
+    weights_scale,
+)
+
+
+@gluon.jit
+def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+    """What a forward step reads."""
+    xp = xp_ptr + rows[None, :] * (3 * H) + unit[:, None]
+    x_r = gl.load(xp, mask=mask, other=0.0)
+    x_z = gl.load(xp + H, mask=mask, other=0.0)
+    x_n = gl.load(xp + 2 * H, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+    return x_r, x_z, x_n, reset
+
+
+@gluon.jit
+def _forward_step(
+    i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+    xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Step i, and the loads of step i + 1."""
+    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
+    if reset_ptr is not None:
+        h = gl.where(reset[None, :], 0.0, h)
+    if SCALED:
+        buffer.store(to_operand(h * scale, DTYPE))
+    else:
+        buffer.store(to_operand(h, DTYPE))
+    fence_async_shared()
+    barrier()
+    a_r = warpgroup_mma(w_r, buffer, zeros, use_acc=False, is_async=True)
+    a_n = warpgroup_mma(w_n, buffer, zeros, use_acc=False, is_async=True)
+    a_z = warpgroup_mma(w_z, buffer, zeros, use_acc=False, is_async=True)
+    a_r, a_n, a_z = warpgroup_mma_wait(num_outstanding=0, deps=[a_r, a_n, a_z])
+    if SCALED:
+        a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
+    h_n = a_n + b_hn
+    r = fast_sigmoid(a_r + x_r.to(gl.float32))
+    z = fast_sigmoid(a_z + x_z.to(gl.float32))
+    n = 2.0 * fast_sigmoid(2.0 * (x_n.to(gl.float32) + r * h_n)) - 1.0
+    h_prev = h
+    h = n + z * (h - n)
+    at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
+    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+    if factors_ptr is not None:
+        f_n = (1.0 - z) * (1.0 - n * n)
+        factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
+        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
+        gl.store(keep_ptr + at, z, mask=mask)
+    return h, next_r, next_z, next_n, next_reset
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
+def fwd_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    T, B, Q, tiles,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    model = (gl.program_id(0) // tiles).to(gl.int64)
+    tile = gl.program_id(0) % tiles
+
+    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
+    w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
+    w_ptr = w_hh_t_ptr + model * (3 * H * H)
+    w_scale = 1.0
+    if SCALED:
+        w_scale, _ = weights_scale(w_ptr, H, H * H, H, BLOCK_H, 3, LOAD)
+    w_r = load_weights(w_ptr, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_z = load_weights(w_ptr + H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_n = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model * Q + q
+    row = (seq // B) * T * B + seq % B
+    b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
+    h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+    scale, unscale = h, h
+    if SCALED:
+        scale = scale_to_float16(gl.maximum(gl.max(gl.abs(h), axis=0), 1.0), 14)[None, :]
+        unscale = inverse(scale) * inverse(w_scale)
+    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+
+    x_r, x_z, x_n, reset = _load_inputs(xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * B, unit, mask, mask_q, H)
+    barrier()
+    for i in range(0, T - 1, 2):
+        h, x_r, x_z, x_n, reset = _forward_step(
+            i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE,
+        )  # fmt: skip
+        h, x_r, x_z, x_n, reset = _forward_step(
+            i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE,
+        )  # fmt: skip
+    if T % 2 == 1:
+        h, x_r, x_z, x_n, reset = _forward_step(
+            T - 1, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE,
+        )  # fmt: skip
+    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask)
+
+
+@gluon.jit
+def _load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+    """What a backward step reads besides the gradient of its output, as it lies in memory."""
+    at = rows[None, :] * H + unit[:, None]
+    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+    return factors, keep, reset
+
+
+@gluon.jit
+def _backward_step(
+    i, dh, dy, dy_next, factors, keep, reset, bound,
+    buffer_r, buffer_z, buffer_n, slot, w_r, w_z, w_n, w_bound, w_unscale, zeros,
+    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    ACC: gl.constexpr, SLOT: gl.constexpr,
+):  # fmt: skip
+    """Step i, the loads of step i + 1, and the gradient of the output of step i + 2.
+
+    The operands' scale must be known before they are: `bound`, taken at the step before, is at least each |dh| of a
+    sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has,
+      |dh_next| <= |dy_next| + |dh| + L max(|dr|, |dz|, |dhn|), at most three times the largest of the sums by unit.
+    """
+    f_r, f_z, f_n, f_hn = unpack_halves(factors)
+    this_keep, this_reset, this_dy = keep, reset, dy
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    factors, keep, reset = _load_factors(factors_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
+    dy = dy_next
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
+    dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
+    dh += this_dy.to(gl.float32)
+    dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
+    if SCALED:
+        # 2^8: what a factor may be beyond one (half of |h_n| or |h|) has room
+        scale = scale_to_float16(bound, 8)[None, :]
+        unscale = inverse(scale) * w_unscale
+        buffer_r.store(to_operand(dr * scale, DTYPE))
+        buffer_z.store(to_operand(dz * scale, DTYPE))
+        buffer_n.store(to_operand(dhn * scale, DTYPE))
+        largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
+        largest = gl.abs(dy.to(gl.float32)) + gl.abs(dh) + w_bound * largest
+        slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
+    else:
+        buffer_r.store(to_operand(dr, DTYPE))
+        buffer_z.store(to_operand(dz, DTYPE))
+        buffer_n.store(to_operand(dhn, DTYPE))
+    dh = dh * this_keep
+    fence_async_shared()
+    barrier()
+    product = warpgroup_mma(w_r, buffer_r, zeros, use_acc=False, is_async=True)
+    product = warpgroup_mma(w_z, buffer_z, product, is_async=True)
+    product = warpgroup_mma(w_n, buffer_n, product, is_async=True)
+
+    # while the product runs: what this step leaves behind
+    rows = row + step_time(T - 1 - i, T, REVERSE) * B
+    dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]
+    at = rows[None, :] * H + unit[:, None]
+    gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=mask)
+    gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=mask)
+    gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=mask)
+    gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=mask)
+    if SCALED:
+        bound = gl.convert_layout(3.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, ACC), assert_trivial=True)
+
+    product = warpgroup_mma_wait(num_outstanding=0, deps=[product])
+    if SCALED:
+        product = product * unscale
+    dh += product
+    if reset_ptr is not None:
+        if dreset_h_ptr is not None:
+            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=mask)
+        dh = gl.where(this_reset[None, :], 0.0, dh)
+    return dh, dy, dy_next, factors, keep, reset, bound
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    T, B, Q, tiles,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    SLOT: gl.constexpr = slot_layout(WARPS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    model = (gl.program_id(0) // tiles).to(gl.int64)
+    tile = gl.program_id(0) % tiles
+
+    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
+    w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
+    w_ptr = w_hh_ptr + model * (3 * H * H)
+    w_scale, w_bound, w_unscale = 1.0, 1.0, 1.0
+    if SCALED:
+        w_scale, w_bound = weights_scale(w_ptr, 3 * H, H, H, BLOCK_H, 3, LOAD)
+        w_unscale = inverse(w_scale)
+    w_r = load_weights(w_ptr, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_z = load_weights(w_ptr + H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_n = load_weights(w_ptr + 2 * H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model * Q + q
+    row = (seq // B) * T * B + seq % B
+    dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    even_r = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_z = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_n = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_r = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_z = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_n = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
+    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
+
+    rows = row + step_time(T - 1, T, REVERSE) * B
+    factors, keep, reset = _load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+    dy = load_gradient(dhs_ptr, rows, unit, mask, H)
+    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
+    dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)
+    bound = gl.max(gl.abs(dh + dy.to(gl.float32)), axis=0)
+    barrier()
+    for i in range(0, T - 1, 2):
+        dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
+            i, dh, dy, dy_next, factors, keep, reset, bound, even_r, even_z, even_n, even_slot,
+            w_r, w_z, w_n, w_bound, w_unscale, zeros,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+        )  # fmt: skip
+        dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
+            i + 1, dh, dy, dy_next, factors, keep, reset, bound, odd_r, odd_z, odd_n, odd_slot,
+            w_r, w_z, w_n, w_bound, w_unscale, zeros,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+        )  # fmt: skip
+    if T % 2 == 1:
+        dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
+            T - 1, dh, dy, dy_next, factors, keep, reset, bound, even_r, even_z, even_n, even_slot,
+            w_r, w_z, w_n, w_bound, w_unscale, zeros,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+        )  # fmt: skip
+    gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask)

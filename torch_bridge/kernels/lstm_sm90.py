@@ -1,0 +1,346 @@
+"""LSTM time loop for Hopper in Gluon: as `lstm.py` with SPLITS == 1 and, forward, no reset state.
+
+Four gates of 128 units leave few registers for the rest: forward, the weights of one gate are read from shared memory;
+backward, a step loads the next one's inputs after it has stored its own results.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from torch_bridge.kernels.common import step_time, unpack_halves
+from torch_bridge.kernels.common_sm90 import (
+    barrier,
+    fast_sigmoid,
+    inverse,
+    load_gradient,
+    load_weights,
+    load_weights_shared,
+    pack,
+    scale_to_float16,
+    slot_layout,
+    to_operand,
+    weights_scale,
+)
+
+
+@gluon.jit
+def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+    """What a forward step reads."""
+    xp = xp_ptr + rows[None, :] * (4 * H) + unit[:, None]
+    x_i = gl.load(xp, mask=mask, other=0.0)
+    x_f = gl.load(xp + H, mask=mask, other=0.0)
+    x_g = gl.load(xp + 2 * H, mask=mask, other=0.0)
+    x_o = gl.load(xp + 3 * H, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+    return x_i, x_f, x_g, x_o, reset
+
+
+@gluon.jit
+def _forward_step(
+    i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Step i, and the loads of step i + 1."""
+    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    next_i, next_f, next_g, next_o, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
+    if reset_ptr is not None:
+        h = gl.where(reset[None, :], 0.0, h)
+        c = gl.where(reset[None, :], 0.0, c)
+    if SCALED:
+        buffer.store(to_operand(h * scale, DTYPE))
+    else:
+        buffer.store(to_operand(h, DTYPE))
+    fence_async_shared()
+    barrier()
+    a_i = warpgroup_mma(w_i, buffer, zeros, use_acc=False, is_async=True)
+    a_g = warpgroup_mma(w_g, buffer, zeros, use_acc=False, is_async=True)
+    a_f = warpgroup_mma(w_f, buffer, zeros, use_acc=False, is_async=True)
+    a_o = warpgroup_mma(w_o, buffer, zeros, use_acc=False, is_async=True)
+    a_i, a_g, a_f, a_o = warpgroup_mma_wait(num_outstanding=0, deps=[a_i, a_g, a_f, a_o])
+    if SCALED:
+        a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
+    g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
+    g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
+    g_f = fast_sigmoid(a_f + x_f.to(gl.float32))
+    g_o = fast_sigmoid(a_o + x_o.to(gl.float32))
+    c_prev = c
+    c = g_f * c + g_i * g_g
+    tanh_c = 2.0 * fast_sigmoid(2.0 * c) - 1.0
+    h = g_o * tanh_c
+    at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
+    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+    if cs_ptr is not None:
+        gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
+    if factors_ptr is not None:
+        f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
+        f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
+        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, pack(f_i, f_f, f_g, f_o), mask=mask)
+        gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=mask)
+        gl.store(keep_ptr + at, g_f, mask=mask)
+    return h, c, next_i, next_f, next_g, next_o, next_reset
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
+def fwd_kernel(
+    w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    factors_ptr, through_ptr, keep_ptr,
+    T, B, Q, tiles,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    model = (gl.program_id(0) // tiles).to(gl.int64)
+    tile = gl.program_id(0) % tiles
+
+    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
+    w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
+    w_ptr = w_hh_t_ptr + model * (4 * H * H)
+    w_scale = 1.0
+    if SCALED:
+        w_scale, _ = weights_scale(w_ptr, H, H * H, H, BLOCK_H, 4, LOAD)
+    w_i = load_weights(w_ptr, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_f = load_weights(w_ptr + H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_g = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    if BLOCK_H == 128:
+        w_o = load_weights_shared(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE)
+    else:
+        w_o = load_weights(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model * Q + q
+    row = (seq // B) * T * B + seq % B
+    h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+    c = gl.load(c0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+    scale, unscale = h, h
+    if SCALED:
+        scale = scale_to_float16(gl.maximum(gl.max(gl.abs(h), axis=0), 1.0), 14)[None, :]
+        unscale = inverse(scale) * inverse(w_scale)
+    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+
+    rows = row + step_time(0, T, REVERSE) * B
+    x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+    barrier()
+    for i in range(0, T - 1, 2):
+        h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE,
+        )  # fmt: skip
+        h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE,
+        )  # fmt: skip
+    if T % 2 == 1:
+        h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
+            T - 1, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            H, SCALED, DTYPE, REVERSE,
+        )  # fmt: skip
+    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask)
+    gl.store(c_last_ptr + seq[None, :] * H + unit[:, None], c, mask=mask)
+
+
+@gluon.jit
+def _load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+    """What a backward step reads besides the gradients of its outputs, as it lies in memory."""
+    at = rows[None, :] * H + unit[:, None]
+    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+    through = gl.load(through_ptr + at, mask=mask, other=0.0)
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+    return factors, through, keep, reset
+
+
+@gluon.jit
+def _backward_step(
+    i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+    buffer_i, buffer_f, buffer_g, buffer_o, slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
+    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
+    row, T, B, unit, mask, mask_q,
+    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    ACC: gl.constexpr, SLOT: gl.constexpr,
+):  # fmt: skip
+    """Step i, the loads of step i + 1, and the gradients of the outputs of step i + 2.
+
+    The operands' scale must be known before they are: `bound`, taken at the step before, is at least each |dh| and
+    |dc| of a sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has, both are next
+      <= |dy_next| + |dcy_next| + |dc| + L max(|di|, |df|, |dg|, |do|), four times the largest of the sums by unit.
+    """
+    f_i, f_f, f_g, f_o = unpack_halves(factors)
+    this_through, this_keep, this_reset, this_dy, this_dcy = through, keep, reset, dy, dcy
+    dh += this_dy.to(gl.float32)
+    dc += dh * this_through.to(gl.float32)
+    if dcs_ptr is not None:
+        dc += this_dcy.to(gl.float32)
+    d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
+    unscale = zeros
+    if SCALED:
+        # 2^4: what a factor may be beyond one (a quarter of |c|) has room
+        scale = scale_to_float16(bound, 4)[None, :]
+        unscale = inverse(scale) * w_unscale
+        buffer_i.store(to_operand(d_i * scale, DTYPE))
+        buffer_f.store(to_operand(d_f * scale, DTYPE))
+        buffer_g.store(to_operand(d_g * scale, DTYPE))
+        buffer_o.store(to_operand(d_o * scale, DTYPE))
+        largest = gl.maximum(gl.maximum(gl.abs(d_i), gl.abs(d_f)), gl.maximum(gl.abs(d_g), gl.abs(d_o)))
+        largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dc) + w_bound * largest
+        if dcs_ptr is not None:
+            largest += gl.abs(dcy_next.to(gl.float32))
+        slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
+    else:
+        buffer_i.store(to_operand(d_i, DTYPE))
+        buffer_f.store(to_operand(d_f, DTYPE))
+        buffer_g.store(to_operand(d_g, DTYPE))
+        buffer_o.store(to_operand(d_o, DTYPE))
+    dc = dc * this_keep
+    rows = row + step_time(T - 1 - i, T, REVERSE) * B
+    dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
+    gl.store(dxp, d_i.to(dxp_ptr.dtype.element_ty), mask=mask)
+    gl.store(dxp + H, d_f.to(dxp_ptr.dtype.element_ty), mask=mask)
+    gl.store(dxp + 2 * H, d_g.to(dxp_ptr.dtype.element_ty), mask=mask)
+    gl.store(dxp + 3 * H, d_o.to(dxp_ptr.dtype.element_ty), mask=mask)
+    fence_async_shared()
+    barrier()
+    dh = warpgroup_mma(w_i, buffer_i, zeros, use_acc=False, is_async=True)
+    dh = warpgroup_mma(w_f, buffer_f, dh, is_async=True)
+    dh = warpgroup_mma(w_g, buffer_g, dh, is_async=True)
+    dh = warpgroup_mma(w_o, buffer_o, dh, is_async=True)
+
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    factors, through, keep, reset = _load_factors(
+        factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H
+    )
+    dy, dcy = dy_next, dcy_next
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
+    dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
+    if dcs_ptr is not None:
+        dcy_next = load_gradient(dcs_ptr, next_rows, unit, mask, H)
+    if SCALED:
+        bound = gl.convert_layout(4.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, ACC), assert_trivial=True)
+
+    dh = warpgroup_mma_wait(num_outstanding=0, deps=[dh])
+    if SCALED:
+        dh = dh * unscale
+    if reset_ptr is not None:
+        if dreset_h_ptr is not None:
+            at = rows[None, :] * H + unit[:, None]
+            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=mask)
+            gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dc, 0.0), mask=mask)
+        dh = gl.where(this_reset[None, :], 0.0, dh)
+        dc = gl.where(this_reset[None, :], 0.0, dc)
+    return dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    T, B, Q, tiles,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    SLOT: gl.constexpr = slot_layout(WARPS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    model = (gl.program_id(0) // tiles).to(gl.int64)
+    tile = gl.program_id(0) % tiles
+
+    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
+    w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
+    w_ptr = w_hh_ptr + model * (4 * H * H)
+    w_scale, w_bound, w_unscale = 1.0, 1.0, 1.0
+    if SCALED:
+        w_scale, w_bound = weights_scale(w_ptr, 4 * H, H, H, BLOCK_H, 4, LOAD)
+        w_unscale = inverse(w_scale)
+    w_i = load_weights(w_ptr, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_f = load_weights(w_ptr + H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model * Q + q
+    row = (seq // B) * T * B + seq % B
+    dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+    dc = gl.load(dc_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    even_i = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_f = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_g = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_o = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_i = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_f = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_g = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    odd_o = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
+    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
+
+    rows = row + step_time(T - 1, T, REVERSE) * B
+    factors, through, keep, reset = _load_factors(
+        factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+    )
+    dy = load_gradient(dhs_ptr, rows, unit, mask, H)
+    dcy = dy
+    if dcs_ptr is not None:
+        dcy = load_gradient(dcs_ptr, rows, unit, mask, H)
+    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
+    dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)
+    dcy_next = dy_next
+    bound = gl.abs(dh) + gl.abs(dy.to(gl.float32)) + gl.abs(dc)
+    if dcs_ptr is not None:
+        dcy_next = load_gradient(dcs_ptr, rows, unit, mask, H)
+        bound += gl.abs(dcy.to(gl.float32))
+    bound = gl.max(bound, axis=0)
+    barrier()
+    for i in range(0, T - 1, 2):
+        dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
+            i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+            even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
+            row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+        )  # fmt: skip
+        dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
+            i + 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+            odd_i, odd_f, odd_g, odd_o, odd_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
+            row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+        )  # fmt: skip
+    if T % 2 == 1:
+        dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
+            T - 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+            even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
+            row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+        )  # fmt: skip
+    gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask)
+    gl.store(dc0_ptr + seq[None, :] * H + unit[:, None], dc, mask=mask)
