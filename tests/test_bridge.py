@@ -134,7 +134,7 @@ def test_another_time_or_batch_takes_the_same_kernel(problem, hidden):
     from torch_bridge.launch import Launch
 
     def specialization(**changes):
-        return Launch(dataclasses.replace(problem, hidden=hidden, **changes), Device()).specialization
+        return Launch(dataclasses.replace(problem, **({"hidden": hidden} | changes)), Device()).specialization
 
     first = specialization(steps=3, batch=2)
     for steps, batch, groups in ((1, 2, 1), (4, 2, 1), (3, 1, 1), (16, 7, 1), (1000, 8, 1), (3, 1, 5), (3, 2, 4)):
@@ -142,7 +142,11 @@ def test_another_time_or_batch_takes_the_same_kernel(problem, hidden):
         assert (other, hash(other)) == (first, hash(first))
     for changes in ({"reverse": True}, {"dtypes": problem.dtypes[:-1]}):
         assert specialization(**changes) != first
-    assert specialization(batch=100_000).config != first.config or hidden == 24
+    common = tuple((name, x) for name, x in problem.dtypes if name not in ("cs", "dcs") and "reset_" not in name)
+    small, large = (
+        specialization(hidden=512, batch=batch, reset_state="zeros", dtypes=common) for batch in (2, 100_000)
+    )
+    assert small.config != large.config
 
 
 @pytest.mark.interpret

@@ -107,9 +107,10 @@ class KernelConfig:
         gates, wide = GATES[problem.cell], problem.operand_dtype == "float32"
         size = 4 if wide else 2
         if self.hopper:
-            # weights on their way to registers, and operands of two steps with the bounds of their size
+            # weights that stay there or are on their way to registers, operands of two steps, bounds of their size
+            squares = 2 if gates == 4 and self.block_h == 128 else 1
             operands = 1 if problem.direction == "fwd" else gates
-            return 2 * self.block_h * self.block_h + (4 * operands * self.block_h + 8 * self.num_warps) * self.block_b
+            return 2 * squares * self.block_h**2 + 4 * operands * self.block_h * self.block_b + 1024
         if self.splits == 1:
             copies = 2 if problem.precision == "tf32x3" else 1
             return copies * gates * self.block_h * self.block_h * size + 16 * self.block_h * self.block_b
@@ -203,8 +204,9 @@ def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
     return large if fits and problem.models * small.tiles(problem) > side_by_side else small
 
 
-# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill, with Triton 3.6 to 3.9: of any problem on
-# any device, and besides on Hopper of the common problem, which has no reset state and no cell states of every step.
+# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill with Triton 3.6 to 3.9: of any problem on
+# any device, and on Hopper besides of the common problem, which has no reset state, no cell states of every step and no
+# part of a block.
 _TILINGS = {
     ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 2), (64, 16, 32, 8, 2)),
     ("gru", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
@@ -213,21 +215,21 @@ _TILINGS = {
     ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 3), (64, 16, 32, 8, 3)),
     ("gru", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
     ("lstm", "tf32", "fwd"): ((16, 32, 64, 8, 3),),
-    ("lstm", "tf32", "bwd"): ((32, 16, 64, 4, 4), (64, 16, 32, 8, 4)),
+    ("lstm", "tf32", "bwd"): ((64, 16, 32, 8, 4), (64, 16, 64, 8, 3)),
     ("lstm", "tf32x3", "fwd"): ((16, 32, 16, 4, 4),),
     ("lstm", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4),),
     ("lstm", "16-bit", "bwd"): ((16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
 }
 _HOPPER_TILINGS = {
-    ("gru", "tf32", "fwd"): ((32, 16, 32, 4, 3), (64, 16, 32, 8, 3), (64, 32, 32, 8, 4)),
+    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 3), (32, 16, 32, 4, 3), (64, 16, 32, 8, 3), (64, 32, 32, 8, 4)),
     ("gru", "tf32", "bwd"): ((32, 16, 64, 4, 4),),
     ("gru", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 3)),
     ("gru", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("gru", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
     ("gru", "16-bit", "bwd"): ((64, 64, 32, 8, 3),),
-    ("lstm", "tf32", "fwd"): ((64, 32, 16, 8, 4),),
-    ("lstm", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 32, 32, 8, 4), (64, 32, 64, 8, 3)),
+    ("lstm", "tf32", "fwd"): ((64, 32, 32, 8, 3),),
+    ("lstm", "tf32", "bwd"): ((16, 16, 64, 8, 3), (32, 16, 64, 4, 4), (64, 32, 32, 8, 4), (64, 32, 64, 8, 3)),
     ("lstm", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 4)),
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
@@ -262,7 +264,9 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
     best: tuple[float, KernelConfig] | None = None
     key = problem.cell, kind, problem.direction
     common = problem.reset_state == "zeros" and not dict(problem.dtypes).keys() & {"cs", "dcs", "dreset_h"}
-    tilings = _TILINGS[key] + (_HOPPER_TILINGS.get(key, ()) if common and device.capability == 90 else ())
+    tilings = _TILINGS[key]
+    if common and device.capability == 90:  # first: of two that cost the same, theirs has more stages
+        tilings = tuple(tiling for tiling in _HOPPER_TILINGS[key] if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
         tilings = (_WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:

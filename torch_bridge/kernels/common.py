@@ -171,13 +171,18 @@ def select_reset(h, state_ptr, reset, seq, rows, cols, mask, H: tl.constexpr, RE
 
 
 @triton.jit
-def barrier(counter_ptr, target):
-    """Waits until `target` arrivals were counted, each program arriving once a call; orders what they wrote before.
+def arrive(counter_ptr):
+    """Counts this program as arrived at a barrier: all see what it wrote before. What no one waits for follows.
 
     Only for programs of one cooperative launch. The counter starts at zero and only grows, so no one resets it early.
     """
     tl.debug_barrier()
     tl.atomic_add(counter_ptr, 1, sem="release")
+
+
+@triton.jit
+def wait(counter_ptr, target):
+    """Waits until `target` arrivals were counted, each program arriving once a barrier."""
     while tl.atomic_add(counter_ptr, 0, sem="acquire") < target:
         pass
     tl.debug_barrier()

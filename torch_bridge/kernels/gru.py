@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from torch_bridge.kernels.common import (
-    barrier,
+    arrive,
     first_row,
     load_exchanged,
     load_factors,
@@ -33,6 +33,7 @@ from torch_bridge.kernels.common import (
     store_tile,
     stream_weight,
     tanh,
+    wait,
 )
 
 
@@ -90,7 +91,8 @@ def _gru_fwd_tile(
         store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
         if barrier_ptr is not None:
             arrivals += SPLITS
-            barrier(barrier_ptr, arrivals)
+            arrive(barrier_ptr)
+            wait(barrier_ptr, arrivals)
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
@@ -128,6 +130,13 @@ def _gru_fwd_tile(
         n = tanh(this_x_n + r * a_n, PRECISE)
         h_prev = h
         h = n + z * (h - n)
+        if SPLITS > 1:
+            start = h
+            if HAS_RESETS:
+                start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            if barrier_ptr is not None:
+                arrive(barrier_ptr)
         store_tile(hs_ptr, this_rows, unit, H, mask, h)
         if SAVE:
             f_n = (1.0 - z) * (1.0 - n * n)
@@ -135,16 +144,12 @@ def _gru_fwd_tile(
             store_factors(factors_ptr, this_rows, unit, mask, f_r, (h_prev - n) * z * (1.0 - z), f_n, f_n * r, H, True)
             store_tile(keep_ptr, this_rows, unit, H, mask, z)
         if SPLITS > 1:
-            start = h
-            if HAS_RESETS:
-                start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
-            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
             x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
             x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
             x_n = load_tile(xp_ptr, rows, 2 * H + unit, 3 * H, mask)
             if barrier_ptr is not None:
                 arrivals += SPLITS
-                barrier(barrier_ptr, arrivals)
+                wait(barrier_ptr, arrivals)
     store_tile(h_last_ptr, seq, unit, H, mask, h)
     return arrivals
 
@@ -253,15 +258,17 @@ def _gru_bwd_tile(
                 dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(
                     factors_ptr, keep_ptr, dhs_ptr, next_rows, unit, mask, H
                 )
-            store_tile(dxp_ptr, rows, unit, 3 * H, mask, dr)
-            store_tile(dxp_ptr, rows, H + unit, 3 * H, mask, dz)
-            store_tile(dxp_ptr, rows, 2 * H + unit, 3 * H, mask, dn)
-            store_tile(dhn_ptr, rows, unit, H, mask, dhn)
             if SPLITS > 1:
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 store_tile(d_ptr, offs_b, unit, 3 * H, mask, operand(dr, DTYPE, PRECISION))
                 store_tile(d_ptr, offs_b, H + unit, 3 * H, mask, operand(dz, DTYPE, PRECISION))
                 store_tile(d_ptr, offs_b, 2 * H + unit, 3 * H, mask, operand(dhn, DTYPE, PRECISION))
+                if barrier_ptr is not None:
+                    arrive(barrier_ptr)
+            store_tile(dxp_ptr, rows, unit, 3 * H, mask, dr)
+            store_tile(dxp_ptr, rows, H + unit, 3 * H, mask, dz)
+            store_tile(dxp_ptr, rows, 2 * H + unit, 3 * H, mask, dn)
+            store_tile(dhn_ptr, rows, unit, H, mask, dhn)
         if PRODUCT_PHASE:
             if SPLITS == 1:
                 dh = tl.dot(w_r, operand(dr, DTYPE, PRECISION), dh, input_precision=PRECISION)
@@ -270,7 +277,7 @@ def _gru_bwd_tile(
             else:
                 if barrier_ptr is not None:
                     arrivals += SPLITS
-                    barrier(barrier_ptr, arrivals)
+                    wait(barrier_ptr, arrivals)
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 for k0 in tl.range(0, 3 * H, BLOCK_K, num_stages=STAGES):
                     k = k0 + tl.arange(0, BLOCK_K)

@@ -35,10 +35,11 @@ def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
 @gluon.jit
 def _forward_step(
     i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + 1."""
+    """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
+    live = mask & (i < T)
     next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
     next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
@@ -62,12 +63,13 @@ def _forward_step(
     h_prev = h
     h = n + z * (h - n)
     at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
-    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
         f_n = (1.0 - z) * (1.0 - n * n)
         factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
-        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
-        gl.store(keep_ptr + at, z, mask=mask)
+        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=live)
+        gl.store(keep_ptr + at, z, mask=live)
+    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
     return h, next_r, next_z, next_n, next_reset
 
 
@@ -118,24 +120,17 @@ def fwd_kernel(
 
     x_r, x_z, x_n, reset = _load_inputs(xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * B, unit, mask, mask_q, H)
     barrier()
-    for i in range(0, T - 1, 2):
+    for i in range(0, T, 2):
         h, x_r, x_z, x_n, reset = _forward_step(
             i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
         h, x_r, x_z, x_n, reset = _forward_step(
             i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
-    if T % 2 == 1:
-        h, x_r, x_z, x_n, reset = _forward_step(
-            T - 1, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, factors_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE,
-        )  # fmt: skip
-    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask)
 
 
 @gluon.jit
@@ -154,7 +149,8 @@ def _load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H:
 def _backward_step(
     i, dh, dy, dy_next, factors, keep, reset, bound,
     buffer_r, buffer_z, buffer_n, slot, w_r, w_z, w_n, w_bound, w_unscale, zeros,
-    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, B,
+    unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     ACC: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
@@ -164,6 +160,7 @@ def _backward_step(
     sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has,
       |dh_next| <= |dy_next| + |dh| + L max(|dr|, |dz|, |dhn|), at most three times the largest of the sums by unit.
     """
+    live = mask & (i < T)  # of a step past the last one nothing is stored
     f_r, f_z, f_n, f_hn = unpack_halves(factors)
     this_keep, this_reset, this_dy = keep, reset, dy
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
@@ -174,8 +171,8 @@ def _backward_step(
     dh += this_dy.to(gl.float32)
     dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
     if SCALED:
-        # 2^8: what a factor may be beyond one (half of |h_n| or |h|) has room
-        scale = scale_to_float16(bound, 8)[None, :]
+        # 2^0: what a factor may be beyond one (a quarter of |h_n| or |h|) has room
+        scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
         buffer_r.store(to_operand(dr * scale, DTYPE))
         buffer_z.store(to_operand(dz * scale, DTYPE))
@@ -198,10 +195,10 @@ def _backward_step(
     rows = row + step_time(T - 1 - i, T, REVERSE) * B
     dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]
     at = rows[None, :] * H + unit[:, None]
-    gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=mask)
-    gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=mask)
-    gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=mask)
-    gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=mask)
+    gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
         bound = gl.convert_layout(3.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, ACC), assert_trivial=True)
 
@@ -211,8 +208,9 @@ def _backward_step(
     dh += product
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
-            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=mask)
+            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=live)
         dh = gl.where(this_reset[None, :], 0.0, dh)
+    gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask & (i == T - 1))
     return dh, dy, dy_next, factors, keep, reset, bound
 
 
@@ -272,24 +270,18 @@ def bwd_kernel(
     dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)
     bound = gl.max(gl.abs(dh + dy.to(gl.float32)), axis=0)
     barrier()
-    for i in range(0, T - 1, 2):
+    for i in range(0, T, 2):
         dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
             i, dh, dy, dy_next, factors, keep, reset, bound, even_r, even_z, even_n, even_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, B,
+            unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip
         dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
             i + 1, dh, dy, dy_next, factors, keep, reset, bound, odd_r, odd_z, odd_n, odd_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, B,
+            unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip
-    if T % 2 == 1:
-        dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
-            T - 1, dh, dy, dy_next, factors, keep, reset, bound, even_r, even_z, even_n, even_slot,
-            w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dreset_h_ptr, row, T, B, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, ACC, SLOT,
-        )  # fmt: skip
-    gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask)

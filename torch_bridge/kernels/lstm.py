@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from torch_bridge.kernels.common import (
-    barrier,
+    arrive,
     first_row,
     load_exchanged,
     load_factors,
@@ -26,6 +26,7 @@ from torch_bridge.kernels.common import (
     store_tile,
     stream_weight,
     tanh,
+    wait,
 )
 
 
@@ -86,7 +87,8 @@ def _lstm_fwd_tile(
         store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
         if barrier_ptr is not None:
             arrivals += SPLITS
-            barrier(barrier_ptr, arrivals)
+            arrive(barrier_ptr)
+            wait(barrier_ptr, arrivals)
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
@@ -130,6 +132,13 @@ def _lstm_fwd_tile(
         c = g_f * c + g_i * g_g
         tanh_c = tanh(c, PRECISE)
         h = g_o * tanh_c
+        if SPLITS > 1:
+            start = h
+            if HAS_RESETS:
+                start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            if barrier_ptr is not None:
+                arrive(barrier_ptr)
         store_tile(hs_ptr, this_rows, unit, H, mask, h)
         if cs_ptr is not None:
             store_tile(cs_ptr, this_rows, unit, H, mask, c)
@@ -140,17 +149,13 @@ def _lstm_fwd_tile(
             store_tile(through_ptr, this_rows, unit, H, mask, g_o * (1.0 - tanh_c * tanh_c))
             store_tile(keep_ptr, this_rows, unit, H, mask, g_f)
         if SPLITS > 1:
-            start = h
-            if HAS_RESETS:
-                start = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
-            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
             x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
             x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
             x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
             x_o = load_tile(xp_ptr, rows, 3 * H + unit, 4 * H, mask)
             if barrier_ptr is not None:
                 arrivals += SPLITS
-                barrier(barrier_ptr, arrivals)
+                wait(barrier_ptr, arrivals)
     store_tile(h_last_ptr, seq, unit, H, mask, h)
     store_tile(c_last_ptr, seq, unit, H, mask, c)
     return arrivals
@@ -279,16 +284,18 @@ def _lstm_bwd_tile(
                 dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
                     factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H
                 )
-            store_tile(dxp_ptr, rows, unit, 4 * H, mask, d_i)
-            store_tile(dxp_ptr, rows, H + unit, 4 * H, mask, d_f)
-            store_tile(dxp_ptr, rows, 2 * H + unit, 4 * H, mask, d_g)
-            store_tile(dxp_ptr, rows, 3 * H + unit, 4 * H, mask, d_o)
             if SPLITS > 1:
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 store_tile(d_ptr, offs_b, unit, 4 * H, mask, operand(d_i, DTYPE, PRECISION))
                 store_tile(d_ptr, offs_b, H + unit, 4 * H, mask, operand(d_f, DTYPE, PRECISION))
                 store_tile(d_ptr, offs_b, 2 * H + unit, 4 * H, mask, operand(d_g, DTYPE, PRECISION))
                 store_tile(d_ptr, offs_b, 3 * H + unit, 4 * H, mask, operand(d_o, DTYPE, PRECISION))
+                if barrier_ptr is not None:
+                    arrive(barrier_ptr)
+            store_tile(dxp_ptr, rows, unit, 4 * H, mask, d_i)
+            store_tile(dxp_ptr, rows, H + unit, 4 * H, mask, d_f)
+            store_tile(dxp_ptr, rows, 2 * H + unit, 4 * H, mask, d_g)
+            store_tile(dxp_ptr, rows, 3 * H + unit, 4 * H, mask, d_o)
         if PRODUCT_PHASE:
             if SPLITS == 1:
                 dh = tl.dot(w_i, operand(d_i, DTYPE, PRECISION), dh, input_precision=PRECISION)
@@ -298,7 +305,7 @@ def _lstm_bwd_tile(
             else:
                 if barrier_ptr is not None:
                     arrivals += SPLITS
-                    barrier(barrier_ptr, arrivals)
+                    wait(barrier_ptr, arrivals)
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 for k0 in tl.range(0, 4 * H, BLOCK_K, num_stages=STAGES):
                     k = k0 + tl.arange(0, BLOCK_K)

@@ -4,6 +4,7 @@ Four gates of 128 units leave few registers for the rest: forward, the weights o
 backward, a step loads the next one's inputs after it has stored its own results.
 """
 
+import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
@@ -23,6 +24,9 @@ from torch_bridge.kernels.common_sm90 import (
     weights_scale,
 )
 
+# Backward, ptxas finds registers for the weights of four gates up to Triton 3.7, and later for those of two.
+SHARED_GATES = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) > (3, 7))
+
 
 @gluon.jit
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
@@ -41,10 +45,12 @@ def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
 @gluon.jit
 def _forward_step(
     i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, B,
+    unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + 1."""
+    """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
+    live = mask & (i < T)
     next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
     next_i, next_f, next_g, next_o, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
@@ -72,15 +78,18 @@ def _forward_step(
     tanh_c = 2.0 * fast_sigmoid(2.0 * c) - 1.0
     h = g_o * tanh_c
     at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
-    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
-        gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
+        gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
         f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
         f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, pack(f_i, f_f, f_g, f_o), mask=mask)
-        gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=mask)
-        gl.store(keep_ptr + at, g_f, mask=mask)
+        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, pack(f_i, f_f, f_g, f_o), mask=live)
+        gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=live)
+        gl.store(keep_ptr + at, g_f, mask=live)
+    last = seq[None, :] * H + unit[:, None]
+    gl.store(h_last_ptr + last, h, mask=mask & (i == T - 1))
+    gl.store(c_last_ptr + last, c, mask=mask & (i == T - 1))
     return h, c, next_i, next_f, next_g, next_o, next_reset
 
 
@@ -137,25 +146,19 @@ def fwd_kernel(
     rows = row + step_time(0, T, REVERSE) * B
     x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
     barrier()
-    for i in range(0, T - 1, 2):
+    for i in range(0, T, 2):
         h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
             i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+            seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
         h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
             i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+            seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
-    if T % 2 == 1:
-        h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
-            T - 1, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr, row, T, B, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE,
-        )  # fmt: skip
-    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask)
-    gl.store(c_last_ptr + seq[None, :] * H + unit[:, None], c, mask=mask)
 
 
 @gluon.jit
@@ -172,11 +175,22 @@ def _load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mas
 
 
 @gluon.jit
+def _leave(d, largest, buffer, ptr, live, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
+    """Leaves the gradient of a gate in memory and as an operand; returns the largest of it and `largest`."""
+    if SCALED:
+        buffer.store(to_operand(d * scale, DTYPE))
+    else:
+        buffer.store(to_operand(d, DTYPE))
+    gl.store(ptr, d.to(ptr.dtype.element_ty), mask=live)
+    return gl.maximum(largest, gl.abs(d))
+
+
+@gluon.jit
 def _backward_step(
     i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
     buffer_i, buffer_f, buffer_g, buffer_o, slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
-    row, T, B, unit, mask, mask_q,
+    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+    dreset_h_ptr, dreset_c_ptr, seq, row, T, B, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     ACC: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
@@ -186,39 +200,31 @@ def _backward_step(
     |dc| of a sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has, both are next
       <= |dy_next| + |dcy_next| + |dc| + L max(|di|, |df|, |dg|, |do|), four times the largest of the sums by unit.
     """
+    live = mask & (i < T)  # of a step past the last one nothing is stored
     f_i, f_f, f_g, f_o = unpack_halves(factors)
     this_through, this_keep, this_reset, this_dy, this_dcy = through, keep, reset, dy, dcy
     dh += this_dy.to(gl.float32)
     dc += dh * this_through.to(gl.float32)
     if dcs_ptr is not None:
         dc += this_dcy.to(gl.float32)
-    d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
-    unscale = zeros
+    rows = row + step_time(T - 1 - i, T, REVERSE) * B
+    dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
+    scale, unscale = zeros, zeros
     if SCALED:
-        # 2^4: what a factor may be beyond one (a quarter of |c|) has room
-        scale = scale_to_float16(bound, 4)[None, :]
+        # 2^0: what a factor may be beyond one (a quarter of |c|) has room
+        scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
-        buffer_i.store(to_operand(d_i * scale, DTYPE))
-        buffer_f.store(to_operand(d_f * scale, DTYPE))
-        buffer_g.store(to_operand(d_g * scale, DTYPE))
-        buffer_o.store(to_operand(d_o * scale, DTYPE))
-        largest = gl.maximum(gl.maximum(gl.abs(d_i), gl.abs(d_f)), gl.maximum(gl.abs(d_g), gl.abs(d_o)))
+    # one gate after the other: all at once do not fit the registers
+    largest = _leave(dc * f_i, zeros, buffer_i, dxp, live, scale, SCALED, DTYPE)
+    largest = _leave(dc * f_f, largest, buffer_f, dxp + H, live, scale, SCALED, DTYPE)
+    largest = _leave(dc * f_g, largest, buffer_g, dxp + 2 * H, live, scale, SCALED, DTYPE)
+    largest = _leave(dh * f_o, largest, buffer_o, dxp + 3 * H, live, scale, SCALED, DTYPE)
+    if SCALED:
         largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dc) + w_bound * largest
         if dcs_ptr is not None:
             largest += gl.abs(dcy_next.to(gl.float32))
         slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
-    else:
-        buffer_i.store(to_operand(d_i, DTYPE))
-        buffer_f.store(to_operand(d_f, DTYPE))
-        buffer_g.store(to_operand(d_g, DTYPE))
-        buffer_o.store(to_operand(d_o, DTYPE))
     dc = dc * this_keep
-    rows = row + step_time(T - 1 - i, T, REVERSE) * B
-    dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
-    gl.store(dxp, d_i.to(dxp_ptr.dtype.element_ty), mask=mask)
-    gl.store(dxp + H, d_f.to(dxp_ptr.dtype.element_ty), mask=mask)
-    gl.store(dxp + 2 * H, d_g.to(dxp_ptr.dtype.element_ty), mask=mask)
-    gl.store(dxp + 3 * H, d_o.to(dxp_ptr.dtype.element_ty), mask=mask)
     fence_async_shared()
     barrier()
     dh = warpgroup_mma(w_i, buffer_i, zeros, use_acc=False, is_async=True)
@@ -244,10 +250,13 @@ def _backward_step(
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
             at = rows[None, :] * H + unit[:, None]
-            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=mask)
-            gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dc, 0.0), mask=mask)
+            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=live)
+            gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dc, 0.0), mask=live)
         dh = gl.where(this_reset[None, :], 0.0, dh)
         dc = gl.where(this_reset[None, :], 0.0, dc)
+    last = seq[None, :] * H + unit[:, None]
+    gl.store(dh0_ptr + last, dh, mask=mask & (i == T - 1))
+    gl.store(dc0_ptr + last, dc, mask=mask & (i == T - 1))
     return dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound
 
 
@@ -281,8 +290,12 @@ def bwd_kernel(
         w_unscale = inverse(w_scale)
     w_i = load_weights(w_ptr, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_f = load_weights(w_ptr + H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
-    w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
-    w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    if BLOCK_H == 128 and SHARED_GATES:
+        w_g = load_weights_shared(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE)
+        w_o = load_weights_shared(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE)
+    else:
+        w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+        w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
     q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
@@ -322,25 +335,16 @@ def bwd_kernel(
         bound += gl.abs(dcy.to(gl.float32))
     bound = gl.max(bound, axis=0)
     barrier()
-    for i in range(0, T - 1, 2):
+    for i in range(0, T, 2):
         dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
             i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
             even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
-            row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+            dreset_h_ptr, dreset_c_ptr, seq, row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip
         dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
             i + 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
             odd_i, odd_f, odd_g, odd_o, odd_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
-            row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+            dreset_h_ptr, dreset_c_ptr, seq, row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip
-    if T % 2 == 1:
-        dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
-            T - 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
-            even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dreset_h_ptr, dreset_c_ptr,
-            row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
-        )  # fmt: skip
-    gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask)
-    gl.store(dc0_ptr + seq[None, :] * H + unit[:, None], dc, mask=mask)
