@@ -24,6 +24,8 @@ from benchmarks.settings import Settings
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from benchmarks.results import AccuracyRow, Row
+
 SUITES = ("headline", "small", "sweep", "vmap", "acting", "dispatch", "memory", "compile", "accuracy", "ppo")
 VIEWS = ("show", "table", "plot")
 RESULTS = Path(__file__).parent / "results"
@@ -40,6 +42,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--only", type=_names, default=(), metavar="A,B", help="measure only these providers")
     add("--skip", type=_names, default=(), metavar="A,B", help="do not measure these providers")
     add("--rows", action="append", default=[], metavar="TEXT", help="only cases with this in their name; repeatable")
+    add("--add", action="store_true", help="keep the results that are there of other cases, same machine and commit")
     add("--seconds", type=float, default=Settings.seconds, help="of each provider in each row (default: %(default)s)")
     add("--rounds", type=int, default=Settings.rounds, help="turns that each provider takes (default: %(default)s)")
     add(
@@ -114,6 +117,8 @@ def measure(options: argparse.Namespace) -> int:
     console, bad = report.console(), 0
     for name in options.suites:
         result = Report(name, here, dataclasses.asdict(options.settings), [])
+        kept = result.others(folder) if options.add else []
+        new: list[Row | AccuracyRow] = []
         with tqdm(desc=name, unit=" turns") as bar:
 
             def progress(text: str, bar: tqdm = bar) -> None:
@@ -121,7 +126,8 @@ def measure(options: argparse.Namespace) -> int:
                 bar.update()
 
             for row in suites.SUITES[name](options.settings, progress):
-                result.rows.append(row)
+                new.append(row)
+                result.rows[:] = [*(old for old in kept if old.case not in {row.case for row in new}), *new]
                 path = result.save(folder)
         if result.rows:
             console.print(report.table(result))

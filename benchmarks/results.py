@@ -113,6 +113,12 @@ class Report:
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         return path
 
+    def others(self, folder: Path) -> list[Row | AccuracyRow]:
+        """Rows that `folder` has of this suite from the same machine and commit."""
+        path = folder / f"{self.suite}.json"
+        before = self.load(path) if path.exists() else None
+        return before.rows if before is not None and before.machine == self.machine else []
+
     @classmethod
     def load(cls, path: Path) -> Report:
         """Reads what `save` wrote."""

@@ -266,7 +266,7 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
     common = problem.reset_state == "zeros" and not dict(problem.dtypes).keys() & {"cs", "dcs", "dreset_h"}
     tilings = _TILINGS[key]
     if common and device.capability == 90:  # first: of two that cost the same, theirs has more stages
-        tilings = tuple(tiling for tiling in _HOPPER_TILINGS[key] if problem.hidden % tiling[2] == 0) + tilings
+        tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
         tilings = (_WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
