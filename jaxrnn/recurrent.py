@@ -481,9 +481,8 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
             saved[name] = x if dtype == f32 else jnp.clip(x, -65504.0, 65504.0).astype(dtype)  # as the kernel does
 
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": resets} | {
-        name: saved[name] for name, _ in cell.saved
-    }
+    arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": resets}
+    arrays |= {name: saved[name] for name, _ in cell.saved}
     arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
     arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]

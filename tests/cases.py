@@ -332,6 +332,7 @@ def _gpu() -> tuple[Case, ...]:
             add(H, B, reset_state="tbh", **kind)
         add(128, 16, T=1, reset_state="h")
         add(100, 3, T=257, reset_state="bh")
+        add(48, 19)  # masked blocks of 64, and a part of a tile
         add(256, 64, T=128, precision="highest", remat=True)
     return _dedupe(cases)
 

@@ -96,6 +96,7 @@ class Specialization:
             "num_stages": self.config.num_stages,
             "launch_cooperative_grid": self.cooperative,
             "enable_fp_fusion": True,
+            # all there are: ptxas otherwise aims at several programs side by side and spills
             "maxnreg": min(255, 65536 // (32 * self.config.num_warps)),
         }
         return triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
