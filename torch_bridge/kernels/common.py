@@ -86,10 +86,10 @@ def half_bits(x, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def pack_halves(a, b, c, d, BOUNDED_CD: tl.constexpr):
-    """Four float16 numbers in 64 bits, `a` lowest."""
+def pack_halves(a, b, c, d):
+    """Four float16 numbers in 64 bits, `a` lowest; `c` and `d` are at most 1."""
     low = half_bits(a, False) | (half_bits(b, False) << 16)
-    high = half_bits(c, BOUNDED_CD) | (half_bits(d, BOUNDED_CD) << 16)
+    high = half_bits(c, True) | (half_bits(d, True) << 16)
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 
 
@@ -107,11 +107,11 @@ def unpack_halves(bits):
 
 
 @triton.jit
-def store_factors(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr, BOUNDED_CD: tl.constexpr):
+def store_factors(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr):
     """Stores to `[..., H, 4]`, in float16 (what it cannot hold as its largest: gradients stay finite) or float32."""
     at = rows[None, :] * H + cols[:, None]
     if ptr.dtype.element_ty == tl.float16:
-        tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_halves(a, b, c, d, BOUNDED_CD), mask=mask)
+        tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_halves(a, b, c, d), mask=mask)
     else:
         tl.store(ptr + at * 4, a, mask=mask)
         tl.store(ptr + at * 4 + 1, b, mask=mask)

@@ -141,7 +141,7 @@ def _gru_fwd_tile(
         if SAVE:
             f_n = (1.0 - z) * (1.0 - n * n)
             f_r = f_n * a_n * r * (1.0 - r)
-            store_factors(factors_ptr, this_rows, unit, mask, f_r, (h_prev - n) * z * (1.0 - z), f_n, f_n * r, H, True)
+            store_factors(factors_ptr, this_rows, unit, mask, f_r, (h_prev - n) * z * (1.0 - z), f_n, f_n * r, H)
             store_tile(keep_ptr, this_rows, unit, H, mask, z)
         if SPLITS > 1:
             x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)

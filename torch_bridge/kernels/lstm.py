@@ -145,7 +145,7 @@ def _lstm_fwd_tile(
         if factors_ptr is not None:
             f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
             f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-            store_factors(factors_ptr, this_rows, unit, mask, f_i, f_f, f_g, f_o, H, True)
+            store_factors(factors_ptr, this_rows, unit, mask, f_i, f_f, f_g, f_o, H)
             store_tile(through_ptr, this_rows, unit, H, mask, g_o * (1.0 - tanh_c * tanh_c))
             store_tile(keep_ptr, this_rows, unit, H, mask, g_f)
         if SPLITS > 1:
