@@ -100,13 +100,31 @@ class KernelConfig:
     def workers(self, problem: Problem, device: Device) -> int:
         """Groups of programs that run side by side, each taking tiles in turn."""
         items = problem.models * self.tiles(problem)
-        return items if self.splits == 1 else max(1, min(items, device.multiprocessors // self.splits))
+        if self.splits == 1:
+            return items
+        side_by_side = 1
+        if self.hopper:  # as registers and shared memory allow, of which a program takes 1 KB more
+            side_by_side = min(2, (device.shared_memory + 1024) // (self.shared_memory(problem) + 1024))
+        return max(1, min(items, side_by_side * device.multiprocessors // self.splits))
+
+    def exchange(self, problem: Problem, device: Device) -> tuple[int, str, bool]:
+        """Length and dtype of the workspace that programs exchange through, and whether it must be zeros."""
+        forward = problem.direction == "fwd"
+        if not self.hopper:
+            width = problem.hidden * (1 if forward else GATES[problem.cell])
+            return 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
+        # words with their numbers: of two sequences one word forward, from every program to every other backward
+        words = self.block_h * self.block_b * self.splits * self.workers(problem, device)
+        return 2 * words if forward else 4 * words * self.splits, "int32", True
 
     def shared_memory(self, problem: Problem) -> int:
         """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
         gates, wide = GATES[problem.cell], problem.operand_dtype == "float32"
         size = 4 if wide else 2
         if self.hopper:
+            if self.splits > 1:
+                operands = self.splits if problem.direction == "fwd" else gates
+                return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
             # weights that stay there or are on their way to registers, operands of two steps, bounds of their size
             squares = 2 if gates == 4 and self.block_h == 128 else 1
             operands = 1 if problem.direction == "fwd" else gates
@@ -139,7 +157,12 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
     Raises:
       UnsupportedError: the hidden state is wider than the programs of one cooperative launch can share.
     """
-    return _hopper_config(problem, device) or _resident_config(problem, device) or _split_config(problem, device)
+    return (
+        _hopper_config(problem, device)
+        or _resident_config(problem, device)
+        or _hopper_split_config(problem, device)
+        or _split_config(problem, device)
+    )
 
 
 def _hopper_config(problem: Problem, device: Device) -> KernelConfig | None:
@@ -154,6 +177,21 @@ def _hopper_config(problem: Problem, device: Device) -> KernelConfig | None:
         return None
     block = 64 if problem.hidden <= 64 else 128
     return KernelConfig(block, 8, block, splits=1, num_warps=block // 16, num_stages=1, hopper=True)
+
+
+def _hopper_split_config(problem: Problem, device: Device) -> KernelConfig | None:
+    """The same with the units shared, as long as shared memory holds a program's weights."""
+    covered = problem.cell == "gru" and _kind(problem) != "tf32x3" and problem.operand_dtype != "float16" and problem.steps > 1
+    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
+    if device.capability != 90 or device.interpreted or not covered:
+        return None
+    for block_b in (8, 16, 32):
+        config = KernelConfig(64, block_b, 64, _cdiv(problem.hidden, 64), num_warps=4, num_stages=1, hopper=True)
+        if config.shared_memory(problem) > device.shared_memory:
+            return None
+        if problem.models * config.tiles(problem) <= config.workers(problem, device):
+            return config
+    return config
 
 
 # Warps of a program that keeps all weights on chip, by the width of its block: if the hidden size fills the block, and

@@ -55,7 +55,7 @@ class Specialization:
     @property
     def kernel(self) -> Any:
         """The kernel function."""
-        return CELLS[self.cell].kernel(self.direction, self.config.hopper)
+        return CELLS[self.cell].kernel(self.direction, self.config.hopper, self.config.splits > 1)
 
     def constants(self) -> dict[str, Any]:
         """Values of the compile-time arguments, absent arrays among them."""
@@ -142,10 +142,8 @@ class Launch:
         self.workspaces: list[tuple[str, int, str, bool]] = []
         cooperative = self.config.splits > 1 and not interpreting()
         if self.config.splits > 1:
-            width = problem.hidden * (1 if problem.direction == "fwd" else _config.GATES[problem.cell])
-            length = 2 * problem.groups * problem.batch * width
-            self.workspaces.append(("exchange", length, problem.operand_dtype, False))
-        if cooperative:
+            self.workspaces.append(("exchange", *self.config.exchange(problem, device)))
+        if cooperative and not self.config.hopper:
             self.workspaces.append(("barrier", self.workers, "int32", True))
         dtypes = problem.dtypes + tuple((name, dtype) for name, _, dtype, _ in self.workspaces)
         self.specialization = Specialization(

@@ -15,18 +15,20 @@ class CellKernels:
     Attributes:
       fwd: forward.
       bwd: backward.
-      hopper: the module that has them in Gluon as `fwd_kernel` and `bwd_kernel`, or None.
+      hopper: the module that has them in Gluon as `fwd_kernel` and `bwd_kernel`, for one program that holds all units;
+        where programs share them, that name and `_split`. Or None.
     """
 
     fwd: Any
     bwd: Any
     hopper: str | None = None
 
-    def kernel(self, direction: str, hopper: bool) -> Any:
+    def kernel(self, direction: str, hopper: bool, split: bool) -> Any:
         """The kernel of a direction."""
         if not hopper:
             return getattr(self, direction)
-        return getattr(importlib.import_module(f"torch_bridge.kernels.{self.hopper}"), f"{direction}_kernel")
+        module = importlib.import_module(f"torch_bridge.kernels.{self.hopper}{'_split' if split else ''}")
+        return getattr(module, f"{direction}_kernel")
 
 
 CELLS = {
