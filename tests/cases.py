@@ -334,6 +334,15 @@ def _gpu() -> tuple[Case, ...]:
         add(100, 3, T=257, reset_state="bh")
         add(48, 19)  # masked blocks of 64, and a part of a tile
         add(256, 64, T=128, precision="highest", remat=True)
+        # programs that share units: parts of a block and of a tile, many steps, many tiles of many models
+        add(300, 19)
+        add(300, 19, dtype="bf16", time_major=False, reverse=True)
+        add(384, 3, T=257)
+        add(256, 20, models=40)
+        add(256, 64, models=2, dtype="bf16", time_major=False, reverse=True)
+        if cell == "lstm":
+            add(100, 64, cells=True)
+            add(384, 64, cells=True)
     return _dedupe(cases)
 
 

@@ -55,11 +55,13 @@ def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[
     """
     picked = {}
     for reset_state in ("stepped", "zeros"):
-        for hidden in (1, 24, 64, 100, 128, 192, 256, 512, 1024):
+        for hidden in (1, 24, 64, 100, 128, 192, 256, 300, 384, 512, 1024):
             for batch in (1, 16, 64, 256, 1024, 2048, 16384):
                 p = problem(cell, direction, kind, hidden, batch, reset_state)
                 c = config.heuristic(p, device)
-                tiling = dataclasses.replace(c, splits=min(c.splits, 2)), hidden % c.block_k == 0
+                # programs in Gluon have all that the others share with them in their code
+                splits = c.splits if c.hopper else min(c.splits, 2)
+                tiling = dataclasses.replace(c, splits=splits), hidden % c.block_k == 0
                 picked.setdefault(tiling, (p, c))
     return list(picked.values())
 

@@ -103,3 +103,17 @@ def test_what_is_not_finite_stays_in_its_sequence(case, bad):
             if of_sequence(name, got[name], b) is not None:
                 x, y = of_sequence(name, got[name], b), of_sequence(name, clean[name], b)
                 np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
+@pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
+def test_a_new_episode_knows_nothing_of_the_carry(case, bad):
+    inputs = cases.make_inputs(case)
+    inputs["resets"][:, 3] = np.arange(case.T) == 4
+    clean = cases.run(case, inputs, "triton")
+    for name in inputs:
+        if name.startswith("carry"):
+            inputs[name] = inputs[name].copy()
+            inputs[name][3, 7] = bad
+    got = cases.run(case, inputs, "triton")
+    np.testing.assert_allclose(got["ys"][4:, 3], clean["ys"][4:, 3], rtol=0, atol=1e-6)

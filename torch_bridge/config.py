@@ -100,12 +100,11 @@ class KernelConfig:
     def workers(self, problem: Problem, device: Device) -> int:
         """Groups of programs that run side by side, each taking tiles in turn."""
         items = problem.models * self.tiles(problem)
-        if self.splits == 1:
-            return items
-        side_by_side = 1
-        if self.hopper:  # as registers and shared memory allow, of which a program takes 1 KB more
-            side_by_side = min(2, (device.shared_memory + 1024) // (self.shared_memory(problem) + 1024))
-        return max(1, min(items, side_by_side * device.multiprocessors // self.splits))
+        return items if self.splits == 1 else max(1, min(items, device.multiprocessors // self.splits))
+
+    def rounds(self, problem: Problem, device: Device) -> int:
+        """Tiles that a worker takes, one after the other."""
+        return _cdiv(problem.models * self.tiles(problem), self.workers(problem, device))
 
     def exchange(self, problem: Problem, device: Device) -> tuple[int, str, bool]:
         """Length and dtype of the workspace that programs exchange through, and whether it must be zeros."""
@@ -113,9 +112,9 @@ class KernelConfig:
         if not self.hopper:
             width = problem.hidden * (1 if forward else GATES[problem.cell])
             return 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
-        # words with their numbers: of two sequences one word forward, from every program to every other backward
-        words = self.block_h * self.block_b * self.splits * self.workers(problem, device)
-        return 2 * words if forward else 4 * words * self.splits, "int32", True
+        # two buffers; forward, a word and its number for two sequences; backward, a word from each program to each
+        words = 2 * self.block_h * self.block_b * self.splits * self.workers(problem, device)
+        return words if forward else words * self.splits, "int32", True
 
     def shared_memory(self, problem: Problem) -> int:
         """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
@@ -157,41 +156,27 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
     Raises:
       UnsupportedError: the hidden state is wider than the programs of one cooperative launch can share.
     """
-    return (
-        _hopper_config(problem, device)
-        or _resident_config(problem, device)
-        or _hopper_split_config(problem, device)
-        or _split_config(problem, device)
-    )
+    return _hopper_config(problem, device) or _resident_config(problem, device) or _split_config(problem, device)
+
+
+def _in_gluon(problem: Problem, device: Device) -> bool:
+    """Whether there are kernels in Gluon for it: products of 16 bits, and forward no reset state."""
+    covered = _kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
+    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
+    covered &= problem.steps > 1  # to bring the weights on chip takes longer than a step
+    return covered and device.capability == 90 and not device.interpreted
 
 
 def _hopper_config(problem: Problem, device: Device) -> KernelConfig | None:
     """The kernels in Gluon, where they have one: weights in registers, in 16 bits, for half the time of a step."""
-    covered = 32 < problem.hidden <= 128 and _kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
-    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
-    covered &= problem.steps > 1  # to bring the weights into registers takes longer than a step
+    covered = 32 < problem.hidden <= 128 and _in_gluon(problem, device)
     if problem.cell == "lstm" and problem.hidden > 64:  # what registers hold, without masks and further gradients
         names = dict(problem.dtypes)
         covered &= problem.hidden == 128 and "dcs" not in names and "dreset_h" not in names
-    if device.capability != 90 or device.interpreted or not covered:
+    if not covered:
         return None
     block = 64 if problem.hidden <= 64 else 128
     return KernelConfig(block, 8, block, splits=1, num_warps=block // 16, num_stages=1, hopper=True)
-
-
-def _hopper_split_config(problem: Problem, device: Device) -> KernelConfig | None:
-    """The same with the units shared, as long as shared memory holds a program's weights."""
-    covered = problem.cell == "gru" and _kind(problem) != "tf32x3" and problem.operand_dtype != "float16" and problem.steps > 1
-    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
-    if device.capability != 90 or device.interpreted or not covered:
-        return None
-    for block_b in (8, 16, 32):
-        config = KernelConfig(64, block_b, 64, _cdiv(problem.hidden, 64), num_warps=4, num_stages=1, hopper=True)
-        if config.shared_memory(problem) > device.shared_memory:
-            return None
-        if problem.models * config.tiles(problem) <= config.workers(problem, device):
-            return config
-    return config
 
 
 # Warps of a program that keeps all weights on chip, by the width of its block: if the hidden size fills the block, and
@@ -250,7 +235,7 @@ _TILINGS = {
     ("gru", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
     ("gru", "tf32x3", "fwd"): ((16, 16, 16, 4, 3), (16, 32, 32, 4, 4), (64, 16, 16, 8, 3)),
     ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 4)),
-    ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 3), (64, 16, 32, 8, 3)),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 2), (64, 16, 32, 8, 3)),
     ("gru", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
     ("lstm", "tf32", "fwd"): ((16, 32, 64, 8, 3),),
     ("lstm", "tf32", "bwd"): ((64, 16, 32, 8, 4), (64, 16, 64, 8, 3)),
@@ -264,7 +249,7 @@ _HOPPER_TILINGS = {
     ("gru", "tf32", "bwd"): ((32, 16, 64, 4, 4),),
     ("gru", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 3)),
     ("gru", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
-    ("gru", "16-bit", "fwd"): ((64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 3), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
     ("gru", "16-bit", "bwd"): ((64, 64, 32, 8, 3),),
     ("lstm", "tf32", "fwd"): ((64, 32, 32, 8, 3),),
     ("lstm", "tf32", "bwd"): ((16, 16, 64, 8, 3), (32, 16, 64, 4, 4), (64, 32, 32, 8, 4), (64, 32, 64, 8, 3)),
@@ -285,6 +270,29 @@ _STEP_COST = {
 }
 
 
+# The kernels in Gluon whose programs have 64 units each: sequences of a tile, warps, and microseconds of a step of one
+# tile: fixed, per program that shares the units. Read off 250 timings on an H200, of B from 8 to 2048 and H from 192 to
+# 512.
+_HOPPER_SHARES = {
+    ("gru", "fwd"): ((8, 4, 0.75, 0.35), (16, 4, 1.6, 0.35), (32, 8, 3.0, 0.5)),
+    ("gru", "bwd"): ((8, 4, 0.6, 0.42), (16, 4, 1.6, 0.47), (32, 8, 2.4, 0.8)),
+    ("lstm", "fwd"): ((8, 4, 1.3, 0.33), (16, 4, 2.2, 0.35), (32, 8, 3.6, 0.6)),
+    ("lstm", "bwd"): ((8, 4, 0.9, 0.42), (16, 4, 1.8, 0.53), (32, 8, 2.5, 0.92)),
+}
+
+
+def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """Ways to share the units with all weights on chip, and what a step of all tiles costs."""
+    if not _in_gluon(problem, device):
+        return []
+    splits, ways = _cdiv(problem.hidden, 64), []
+    for block_b, num_warps, fixed, per_split in _HOPPER_SHARES[problem.cell, problem.direction]:
+        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, hopper=True)
+        if splits > 1 and config.shared_memory(problem) <= device.shared_memory:
+            ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
+    return ways
+
+
 # For hidden sizes beyond what the tilings above can share.
 _WIDEST_TILING = (64, 16, 32, 8, 3)
 
@@ -299,7 +307,7 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
     gates, kind = GATES[problem.cell], _kind(problem)
     fixed, per_state, per_weight, per_product = _STEP_COST[kind, problem.direction]
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
-    best: tuple[float, KernelConfig] | None = None
+    ways = _hopper_shares(problem, device)
     key = problem.cell, kind, problem.direction
     common = problem.reset_state == "zeros" and not dict(problem.dtypes).keys() & {"cs", "dcs", "dreset_h"}
     tilings = _TILINGS[key]
@@ -316,15 +324,13 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
         if config.shared_memory(problem) > device.shared_memory:
             continue
-        rounds = _cdiv(problem.models * config.tiles(problem), config.workers(problem, device))
         state = block_b * row * (1 if problem.direction == "fwd" else gates)
         products = gates * block_h * block_b * problem.hidden / 1e6
         step = fixed + per_state * state + per_weight * gates * block_h * row + per_product * products
-        if best is None or rounds * step < best[0]:
-            best = (rounds * step, config)
-    if best is None:
+        ways.append((config.rounds(problem, device) * step, config))
+    if not ways:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} multiprocessors of this "
             f'device can share ({widest(device)}); pass implementation="xla"'
         )
-    return best[1]
+    return min(ways, key=lambda way: way[0])[1]

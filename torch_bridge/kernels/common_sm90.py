@@ -32,6 +32,19 @@ def scale_to_float16(largest, EXPONENT: gl.constexpr):
 
 
 @gluon.jit
+def state_scale(h):
+    """The scale of a sequence's hidden states, which are at most 1 or the largest of the first, whose sizes `h` are."""
+    largest = gl.max(gl.where(h < float("inf"), h, 0.0), axis=0)
+    return scale_to_float16(gl.maximum(largest, 1.0), 14)
+
+
+@gluon.jit
+def new_state_scale(scale, reset):
+    """The same from a step on that starts an episode, from zeros, where `reset` says."""
+    return gl.where(reset[None, :], 16384.0, scale)
+
+
+@gluon.jit
 def inverse(power_of_2):
     """1 / x of a power of two."""
     return ((254 << 23) - power_of_2.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)

@@ -1,32 +1,36 @@
-"""How programs of one launch that share a tile's units exchange 32-bit words: with no barrier, the word is the signal.
+"""How programs of one launch that share a tile's units exchange data: with no barrier, the data is the signal.
 
-A word travels with its number in one 64-bit store: who waits for number n reads the word until n comes with it. One
-trip through L2 in place of the three that a barrier takes (write, count, read). Words lie in two buffers, written in
-turn: a program sends number n + 2 after it has received n + 1 from all the others, who sent it after they had received
-n. The memory starts at zero and numbers at one. All programs must run at once: only for cooperative launches.
+A word travels with its number in one 64-bit store, and who waits for number n reads the word until n comes with it: one
+trip through L2 in place of the three that a barrier takes (write, count, read). Of a float32 the last bit is enough:
+it says whether the word is new, in turns. Words lie in two buffers, written in turn: a program sends number n + 2 after
+it has received n + 1 from all the others, who sent it after they had received n. The memory starts at zero and numbers
+at one. All programs must run at once: only for cooperative launches.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common_sm90 import inverse, scale_to_float16, to_operand
+from torch_bridge.kernels.common_sm90 import barrier, inverse, scale_to_float16, state_scale, to_operand
 
 
 @gluon.constexpr_function
-def _receive_assembly(count, stride, pack):
-    """Reads `count` words, `stride` bytes apart, at each of `pack` addresses until all have their number."""
-    n, loads, tests = count * pack, [], []
+def _receive_assembly(count, stride, pack, numbered):
+    """Reads `count` words, `stride` bytes apart, at each of `pack` addresses until all are there."""
+    n, read, split, test = count * pack, [], [], []
     for element in range(pack):
+        address, number = n + element, n + pack + element
         for word in range(count):
             k = word * pack + element  # outputs lie word by word
-            loads.append(f"ld.relaxed.gpu.global.b64 w{k}, [${n + element} + {word * stride}];")
-            loads.append(f"mov.b64 {{${k}, n{k}}}, w{k};")
-            tests.append(f"setp.ne.or.b32 p, n{k}, ${n + pack + element}, p;")
-    order = [line for line in loads if line.startswith("ld")] + [line for line in loads if line.startswith("mov")]
-    return "\n".join(
-        ["{", f".reg .b64 w<{n}>;", f".reg .b32 n<{n}>;", ".reg .pred p;", "again:", *order]
-        + ["setp.ne.b32 p, 0, 0;", *tests, "@p bra again;", "}"]
-    )
+            if numbered:
+                read.append(f"ld.relaxed.gpu.global.b64 w{k}, [${address} + {word * stride}];")
+                split.append(f"mov.b64 {{${k}, n{k}}}, w{k};")
+            else:
+                read.append(f"ld.relaxed.gpu.global.b32 ${k}, [${address} + {word * stride}];")
+                split.append(f"and.b32 n{k}, ${k}, 1;")
+            test.append(f"setp.ne.or.b32 p, n{k}, ${number}, p;")
+    declared = [f".reg .b64 w<{n}>;", f".reg .b32 n<{n}>;", ".reg .pred p;"]
+    return "\n".join(["{", *declared, "again:", *read, *split, "setp.ne.b32 p, 0, 0;", *test, "@p bra again;", "}"])
 
 
 @gluon.constexpr_function
@@ -39,20 +43,33 @@ def _repeat(x, count):
     return (x,) * count
 
 
-@gluon.jit
-def receive(address, number, COUNT: gl.constexpr, STRIDE: gl.constexpr, PACK: gl.constexpr):
-    """Waits for COUNT int32 words, STRIDE bytes apart, at each of the addresses (int64): a tuple of tensors.
+@gluon.constexpr_function
+def _at_once(count, elements, numbered):
+    """How many of a thread's `elements` addresses to wait for at once, as registers allow: each is of `count` words."""
+    limit = (16 if count * elements <= 16 else 8) if numbered else 32
+    pack = 1
+    while pack < elements and 2 * pack * count <= limit:
+        pack *= 2
+    return pack
 
-    PACK addresses of a thread are waited for at once; `number` has the shape of `address`.
+
+@gluon.jit
+def _receive(
+    address, number, COUNT: gl.constexpr, STRIDE: gl.constexpr, ELEMENTS: gl.constexpr, NUMBERED: gl.constexpr
+):  # fmt: skip
+    """Waits for COUNT words, STRIDE bytes apart, at each address, of which a thread has ELEMENTS: a tuple of tensors.
+
+    `number` has the shape of `address`: the number of a word, or if not NUMBERED its last bit.
     """
+    PACK: gl.constexpr = _at_once(COUNT, ELEMENTS, NUMBERED)
     return gl.inline_asm_elementwise(
-        _receive_assembly(COUNT, STRIDE, PACK), _receive_constraints(COUNT, PACK), [address, number],
+        _receive_assembly(COUNT, STRIDE, PACK, NUMBERED), _receive_constraints(COUNT, PACK), [address, number],
         dtype=_repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
     )  # fmt: skip
 
 
 @gluon.jit
-def send(address, word, number, live):
+def _send_numbered(address, word, number, live):
     """Sends 32-bit words with their number, where `live` is not 0."""
     gl.inline_asm_elementwise(
         """{
@@ -67,19 +84,25 @@ def send(address, word, number, live):
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def at_once(count, elements):
-    """How many of a thread's `elements` addresses to wait for at once, with `count` words at each: 16 words or so."""
-    pack = 1
-    while pack < elements and 2 * pack * count <= 16:
-        pack *= 2
-    return pack
+@gluon.jit
+def _send(address, word):
+    """Sends 32-bit words as they are."""
+    gl.inline_asm_elementwise(
+        "st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
+        "=r,l,r", [address, word], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
-def _load_square(ptr, first_row, first_col, stride, H: gl.constexpr, LOAD: gl.constexpr):
-    """64 rows and columns of a matrix of at least H each."""
-    rows = first_row + gl.arange(0, 64, gl.SliceLayout(1, LOAD))
+def opaque_zero(x):
+    """Zero, which the compiler does not know: what is computed with it stays in the loop, and leaves its registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, LOAD: gl.constexpr):
+    """32 rows and 64 columns of a matrix of at least H each."""
+    rows = first_row + gl.arange(0, 32, gl.SliceLayout(1, LOAD))
     cols = first_col + gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     mask = (rows < H)[:, None] & (cols < H)[None, :]
     return gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
@@ -98,40 +121,41 @@ def load_share(
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     scale = 1.0
+    count = SPLITS * GATES + opaque_zero(split)  # known, it would be unrolled, and take all registers
     if SCALED:
-        largest = gl.zeros([64, 64], gl.float32, LOAD)
-        for k in range(SPLITS * GATES):
-            part, gate = k // GATES, k % GATES
+        largest = gl.zeros([32, 64], gl.float32, LOAD)
+        for k in range(2 * count):
+            part, gate = k // 2 // GATES, k // 2 % GATES
             row, col = (split, part) if OWN_ROWS else (part, split)
-            w = _load_square(ptr + gate * gate_stride, row * 64, col * 64, stride, H, LOAD)
+            w = _load_rows(ptr + gate * gate_stride, row * 64 + k % 2 * 32, col * 64, stride, H, LOAD)
             largest = gl.maximum(largest, gl.abs(w))
         scale = scale_to_float16(gl.max(gl.max(largest, axis=1), axis=0), 14)
-    for k in range(SPLITS * GATES):
+    for k in range(count):
         row, col = (split, k // GATES) if OWN_ROWS else (k // GATES, split)
-        w = _load_square(ptr + (k % GATES) * gate_stride, row * 64, col * 64, stride, H, LOAD)
-        if SCALED:
-            w = w * scale
-        share.index(k).store(w.to(DTYPE))
+        for half in gl.static_range(2):
+            w = _load_rows(ptr + (k % GATES) * gate_stride, row * 64 + half * 32, col * 64, stride, H, LOAD)
+            if SCALED:
+                w = w * scale
+            share.index(k).slice(half * 32, 32).store(w.to(DTYPE))
     return inverse(scale)
 
 
 @gluon.jit
-def state_scale(h0_ptr, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
-    """The scale of a sequence's hidden states, which are at most 1 or the largest of its first state."""
+def first_state_scale(h0_ptr, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
+    """As `state_scale`, of all units."""
     largest = gl.zeros_like(own[:, None] * mask_q[None, :].to(gl.int32)).to(gl.float32)
-    for part in range(SPLITS):
+    for part in range(SPLITS + opaque_zero(SPLITS)):
         unit = part * 64 + own
         mask = (unit < H)[:, None] & mask_q[None, :]
         h = gl.abs(gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32))
-        largest = gl.maximum(largest, gl.where(h < float("inf"), h, 0.0))
-    return scale_to_float16(gl.maximum(gl.max(largest, axis=0), 1.0), 14)
+        largest = gl.maximum(largest, gl.where(h < float("inf"), h, 0.0))  # a NaN counts as 0, too
+    return state_scale(largest)
 
 
 @gluon.jit
-def _mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, WORDS: gl.constexpr):
-    """Address of one of a worker's BOXES of WORDS words."""
-    first = (((number % 2) * workers + worker) * BOXES + box).to(gl.int64) * (WORDS * 8)
-    return exchange_ptr.to(gl.int64) + first
+def _mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
+    """Address of one of a worker's BOXES of BYTES each."""
+    return exchange_ptr.to(gl.int64) + (((number % 2) * workers + worker) * BOXES + box).to(gl.int64) * BYTES
 
 
 @gluon.jit
@@ -145,38 +169,49 @@ def send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.c
     offset = (batch // 2)[None, :] * 64 + unit[:, None]
     low, high = x.reshape([64, BATCH // 2, 2]).split()
     offset, _ = offset.reshape([64, BATCH // 2, 2]).split()
-    address = _mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * 32) + offset * 8
-    send(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
+    address = _mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * 256) + offset * 8
+    _send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
 
 @gluon.jit
 def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
-    """Receives the tiles of all programs into `operands`, `[SPLITS, batch, 64]`."""
-    BATCH: gl.constexpr = operands.shape[1]
+    """Receives the tiles of all programs into `operands`, SPLITS of `[1, batch, 64]`."""
+    BATCH: gl.constexpr = operands[0].shape[1]
     LOAD: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     batch = gl.arange(0, BATCH // 2, gl.SliceLayout(1, LOAD))
     unit = gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     offset = batch[:, None] * 64 + unit[None, :]
-    address = _mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * 32) + offset * 8
-    PACK: gl.constexpr = at_once(SPLITS, BATCH // 4)
-    words = receive(address, offset * 0 + number, SPLITS, BATCH * 32 * 8, PACK)
+    address = _mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * 256) + offset * 8
+    words = _receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True)
     for part in gl.static_range(SPLITS):
         low = words[part].to(gl.int16).to(DTYPE, bitcast=True)
         high = (words[part] >> 16).to(gl.int16).to(DTYPE, bitcast=True)
         tile = gl.join(low, high).permute([0, 2, 1]).reshape([BATCH, 64])
-        operands.index(part).store(tile)
+        operands[part].index(0).store(tile)
 
 
 @gluon.jit
-def send_part(exchange_ptr, x, number, workers, worker, to, split, SPLITS: gl.constexpr):
-    """Sends a tile `[64, batch]` of float32 to one program."""
-    BATCH: gl.constexpr = x.shape[1]
-    LAYOUT: gl.constexpr = x.type.layout
+def _new_bit(number):
+    """The last bit of words of this number: of those two before it the other one."""
+    return (number + 1) // 2 % 2
+
+
+@gluon.jit
+def send_parts(
+    exchange_ptr, parts, unscale, number, workers, worker, split, SPLITS: gl.constexpr, SCALED: gl.constexpr
+):  # fmt: skip
+    """Sends to each program its tile `[64, batch]` of float32, but for the last bit."""
+    BATCH: gl.constexpr = parts[0].shape[1]
+    LAYOUT: gl.constexpr = parts[0].type.layout
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     batch = gl.arange(0, BATCH, gl.SliceLayout(0, LAYOUT))
     offset = batch[None, :] * 64 + unit[:, None]
-    box = _mailbox(exchange_ptr, number, workers, worker, to * SPLITS + split, SPLITS * SPLITS, BATCH * 64)
-    send(box + offset * 8, x.to(gl.int32, bitcast=True), offset * 0 + number, offset * 0 + 1)
+    for to in gl.static_range(SPLITS):
+        part = parts[to]
+        if SCALED:
+            part = part * unscale
+        box = _mailbox(exchange_ptr, number, workers, worker, to * SPLITS + split, SPLITS * SPLITS, BATCH * 256)
+        _send(box + offset * 4, (part.to(gl.int32, bitcast=True) & -2) | _new_bit(number))
 
 
 @gluon.jit
@@ -187,10 +222,64 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     batch = gl.arange(0, BATCH, gl.SliceLayout(0, LAYOUT))
     offset = batch[None, :] * 64 + unit[:, None]
-    box = _mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * 64)
-    PACK: gl.constexpr = at_once(SPLITS, BATCH // 2)
-    words = receive(box + offset * 8, offset * 0 + number, SPLITS, BATCH * 64 * 8, PACK)
+    box = _mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * 256)
+    bit = offset * 0 + _new_bit(number)
+    words = _receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
     total = zeros
     for part in gl.static_range(SPLITS):
         total += words[part].to(gl.float32, bitcast=True)
     return total
+
+
+@gluon.jit
+def allocate_operands(COUNT: gl.constexpr, BATCH: gl.constexpr, DTYPE: gl.constexpr):
+    """COUNT of `[1, BATCH, 64]`, an allocation each: of one, the compiler could not tell that no barrier is missing."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BATCH, 64], DTYPE)
+    operands = ()
+    for _ in gl.static_range(COUNT):
+        operands += (gl.allocate_shared_memory(DTYPE, [1, BATCH, 64], SHARED),)  # type: ignore[assignment]
+    return operands
+
+
+@gluon.jit
+def store_operand(operand, x, scale, SCALED: gl.constexpr):
+    """Leaves a tile `[64, batch]` as an operand."""
+    if SCALED:
+        x = x * scale
+    operand.index(0).permute([1, 0]).store(to_operand(x, operand.dtype))
+
+
+@gluon.jit
+def multiply_gates(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
+    """The products of a program's weights with the operands of all programs: a tuple by gate."""
+    first = opaque_zero(step)
+    fence_async_shared()
+    barrier()
+    products = ()
+    for _ in gl.static_range(GATES):
+        products += (zeros,)  # type: ignore[assignment]
+    for part in gl.static_range(SPLITS):
+        operand, sums = operands[part].index(first).permute([1, 0]), ()
+        for gate in gl.static_range(GATES):
+            weights = share.index(first + part * GATES + gate)
+            product = warpgroup_mma(weights, operand, products[gate], use_acc=part > 0, is_async=True)
+            sums += (product,)  # type: ignore[assignment]
+        products = sums
+    return warpgroup_mma_wait(num_outstanding=0, deps=products)
+
+
+@gluon.jit
+def multiply_parts(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
+    """The products of a program's weights with the operands of all gates: a tuple by program whose units they are."""
+    first = opaque_zero(step)
+    fence_async_shared()
+    barrier()
+    parts = ()
+    for part in gl.static_range(SPLITS):
+        product = zeros
+        for gate in gl.static_range(GATES):
+            operand = operands[gate].index(first).permute([1, 0])
+            weights = share.index(first + part * GATES + gate)
+            product = warpgroup_mma(weights, operand, product, use_acc=gate > 0, is_async=True)
+        parts += (product,)  # type: ignore[assignment]
+    return warpgroup_mma_wait(num_outstanding=0, deps=parts)

@@ -11,9 +11,11 @@ from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
     load_weights,
+    new_state_scale,
     pack,
     scale_to_float16,
     slot_layout,
+    state_scale,
     to_operand,
     weights_scale,
 )
@@ -34,7 +36,7 @@ def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
 
 @gluon.jit
 def _forward_step(
-    i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+    i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -44,6 +46,8 @@ def _forward_step(
     next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
+        if SCALED:
+            scale = new_state_scale(scale, reset)
     if SCALED:
         buffer.store(to_operand(h * scale, DTYPE))
     else:
@@ -55,6 +59,7 @@ def _forward_step(
     a_z = warpgroup_mma(w_z, buffer, zeros, use_acc=False, is_async=True)
     a_r, a_n, a_z = warpgroup_mma_wait(num_outstanding=0, deps=[a_r, a_n, a_z])
     if SCALED:
+        unscale = inverse(scale) * w_unscale
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
     h_n = a_n + b_hn
     r = fast_sigmoid(a_r + x_r.to(gl.float32))
@@ -70,7 +75,7 @@ def _forward_step(
         gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=live)
         gl.store(keep_ptr + at, z, mask=live)
     gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
-    return h, next_r, next_z, next_n, next_reset
+    return h, scale, next_r, next_z, next_n, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
@@ -109,10 +114,10 @@ def fwd_kernel(
     row = (seq // B) * T * B + seq % B
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    scale, unscale = h, h
+    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
+    w_unscale = inverse(w_scale)
     if SCALED:
-        scale = scale_to_float16(gl.maximum(gl.max(gl.abs(h), axis=0), 1.0), 14)[None, :]
-        unscale = inverse(scale) * inverse(w_scale)
+        scale = state_scale(gl.abs(h))[None, :]
     zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
     even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
@@ -121,13 +126,13 @@ def fwd_kernel(
     x_r, x_z, x_n, reset = _load_inputs(xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * B, unit, mask, mask_q, H)
     barrier()
     for i in range(0, T, 2):
-        h, x_r, x_z, x_n, reset = _forward_step(
-            i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+        h, scale, x_r, x_z, x_n, reset = _forward_step(
+            i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
-        h, x_r, x_z, x_n, reset = _forward_step(
-            i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, unscale, zeros,
+        h, scale, x_r, x_z, x_n, reset = _forward_step(
+            i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip

@@ -8,32 +8,39 @@ are.
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
-    barrier,
     fast_sigmoid,
     inverse,
     load_gradient,
+    new_state_scale,
     pack,
     scale_to_float16,
-    to_operand,
 )
-from torch_bridge.kernels.exchange_sm90 import load_share, receive_sum, receive_tile, send_part, send_tile, state_scale
+from torch_bridge.kernels.exchange_sm90 import (
+    allocate_operands,
+    first_state_scale,
+    load_share,
+    multiply_gates,
+    multiply_parts,
+    opaque_zero,
+    receive_sum,
+    receive_tile,
+    send_parts,
+    send_tile,
+    store_operand,
+)
 
 
 @gluon.jit
-def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a forward step reads."""
+def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
+    """The input projections of a step."""
     xp = xp_ptr + rows[None, :] * (3 * H) + unit[:, None]
     x_r = gl.load(xp, mask=mask, other=0.0)
     x_z = gl.load(xp + H, mask=mask, other=0.0)
     x_n = gl.load(xp + 2 * H, mask=mask, other=0.0)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
-    return x_r, x_z, x_n, reset
+    return x_r, x_z, x_n
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -43,64 +50,59 @@ def fwd_kernel(
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`, but `exchange`: zeros."""
+    WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_B, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     share = gl.allocate_shared_memory(
         DTYPE, [SPLITS * 3, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     )
-    operands = gl.allocate_shared_memory(
-        DTYPE, [SPLITS, BLOCK_B, 64], gl.NVMMASharedLayout.get_default_for([BLOCK_B, 64], DTYPE)
-    )
+    operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
     unit = split * 64 + own
     sent = 0
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
-        tile = item % tiles
-        q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+        w_unscale = load_share(share, w_hh_t_ptr + model * (3 * H * H), split, H, H * H, H, 3, SPLITS, True)
+        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
         mask_q = q < Q
         mask = (unit < H)[:, None] & mask_q[None, :]
         seq = model * Q + q
         row = (seq // B) * T * B + seq % B
-        w_unscale = load_share(share, w_hh_t_ptr + model * (3 * H * H), split, H, H * H, H, 3, SPLITS, True)
+        last = seq[None, :] * H + unit[:, None]
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-        h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-        scale, unscale = zeros, zeros
+        h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
         if SCALED:
-            scale = state_scale(h0_ptr, seq, own, mask_q, H, SPLITS)[None, :]
-            unscale = inverse(scale) * w_unscale
+            scale = first_state_scale(h0_ptr, seq, own, mask_q, H, SPLITS)[None, :]
         rows = row + step_time(0, T, REVERSE) * B
-        x_r, x_z, x_n, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+        x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
+        reset = mask_q
         start = h
         if reset_ptr is not None:
+            reset = load_reset(reset_ptr, rows, mask_q)
             start = gl.where(reset[None, :], 0.0, h)
+            if SCALED:
+                scale = new_state_scale(scale, reset)
         if SCALED:
             start = start * scale
         sent += 1
         send_tile(exchange_ptr, start, sent, 1, workers, worker, split, DTYPE, SPLITS)
         for i in range(T):
-            next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
-            next_r, next_z, next_n, next_reset = _load_inputs(
-                xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H
-            )
+            now = i + opaque_zero(i)  # or addresses of many steps would take registers
+            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
+            next_r, next_z, next_n = _load_inputs(xp_ptr, next_rows, unit, mask, H)
             if reset_ptr is not None:
                 h = gl.where(reset[None, :], 0.0, h)
+                reset = load_reset(reset_ptr, next_rows, mask_q)
             receive_tile(operands, exchange_ptr, sent, workers, worker, DTYPE, SPLITS)
-            fence_async_shared()
-            barrier()
-            a_r, a_n, a_z = zeros, zeros, zeros
-            for part in gl.static_range(SPLITS):
-                operand = operands.index(part).permute([1, 0])
-                a_r = warpgroup_mma(share.index(part * 3), operand, a_r, use_acc=part > 0, is_async=True)
-                a_z = warpgroup_mma(share.index(part * 3 + 1), operand, a_z, use_acc=part > 0, is_async=True)
-                a_n = warpgroup_mma(share.index(part * 3 + 2), operand, a_n, use_acc=part > 0, is_async=True)
-            a_r, a_n, a_z = warpgroup_mma_wait(num_outstanding=0, deps=[a_r, a_n, a_z])
+            a_r, a_z, a_n = multiply_gates(share, operands, zeros, i, 3, SPLITS)
             if SCALED:
+                unscale = inverse(scale) * w_unscale
                 a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
             h_n = a_n + b_hn
             r = fast_sigmoid(a_r + x_r.to(gl.float32))
@@ -110,21 +112,23 @@ def fwd_kernel(
             h = n + z * (h - n)
             start = h
             if reset_ptr is not None:
-                start = gl.where(next_reset[None, :], 0.0, h)
+                start = gl.where(reset[None, :], 0.0, h)
+                if SCALED:
+                    scale = new_state_scale(scale, reset)
             if SCALED:
                 start = start * scale
             more = (i + 1 < T).to(gl.int32)
             sent += more
             send_tile(exchange_ptr, start, sent, more, workers, worker, split, DTYPE, SPLITS)
-            at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
+            at = (row + step_time(now, T, REVERSE) * B)[None, :] * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
                 f_n = (1.0 - z) * (1.0 - n * n)
                 factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
                 gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
                 gl.store(keep_ptr + at, z, mask=mask)
-            x_r, x_z, x_n, reset = next_r, next_z, next_n, next_reset
-        gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask)
+            x_r, x_z, x_n = next_r, next_z, next_n
+        gl.store(h_last_ptr + last, h, mask=mask)
 
 
 @gluon.jit
@@ -135,7 +139,7 @@ def _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mas
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
     reset = mask_q
     if reset_ptr is not None:
-        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+        reset = load_reset(reset_ptr, rows, mask_q)
     return factors, keep, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 
@@ -147,36 +151,32 @@ def bwd_kernel(
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but `exchange`: zeros."""
+    WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_B, 16])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, 64], DTYPE)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
     share = gl.allocate_shared_memory(
         DTYPE, [SPLITS * 3, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     )
-    buffer_r = gl.allocate_shared_memory(DTYPE, [BLOCK_B, 64], SHARED).permute([1, 0])
-    buffer_z = gl.allocate_shared_memory(DTYPE, [BLOCK_B, 64], SHARED).permute([1, 0])
-    buffer_n = gl.allocate_shared_memory(DTYPE, [BLOCK_B, 64], SHARED).permute([1, 0])
+    operands = allocate_operands(3, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     sent = 0
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
-        tile = item % tiles
-        q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+        w_unscale = load_share(share, w_hh_ptr + model * (3 * H * H), split, 3 * H, H, H, 3, SPLITS, False)
+        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
         mask_q = q < Q
         mask = (unit < H)[:, None] & mask_q[None, :]
         seq = model * Q + q
         row = (seq // B) * T * B + seq % B
-        w_unscale = load_share(share, w_hh_ptr + model * (3 * H * H), split, 3 * H, H, H, 3, SPLITS, False)
-        dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
+        last = seq[None, :] * H + unit[:, None]
+        dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * B
-        factors, keep, reset, dy = _load_saved(
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H
-        )
+        factors, keep, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
         for i in range(T):
             dh += dy.to(gl.float32)
             f_r, f_z, f_n, f_hn = unpack_halves(factors)
@@ -187,32 +187,17 @@ def bwd_kernel(
             factors, keep, reset, dy = _load_saved(
                 factors_ptr, keep_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H
             )
-            unscale = zeros
+            scale, unscale = zeros, zeros
             if SCALED:
                 largest = gl.max(gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn)), axis=0)
                 scale = scale_to_float16(largest, 14)[None, :]
                 unscale = inverse(scale) * w_unscale
-                buffer_r.store(to_operand(dr * scale, DTYPE))
-                buffer_z.store(to_operand(dz * scale, DTYPE))
-                buffer_n.store(to_operand(dhn * scale, DTYPE))
-            else:
-                buffer_r.store(to_operand(dr, DTYPE))
-                buffer_z.store(to_operand(dz, DTYPE))
-                buffer_n.store(to_operand(dhn, DTYPE))
-            fence_async_shared()
-            barrier()
-            parts = ()
-            for part in gl.static_range(SPLITS):
-                product = warpgroup_mma(share.index(part * 3), buffer_r, zeros, use_acc=False, is_async=True)
-                product = warpgroup_mma(share.index(part * 3 + 1), buffer_z, product, is_async=True)
-                parts = parts + (warpgroup_mma(share.index(part * 3 + 2), buffer_n, product, is_async=True),)
-            parts = warpgroup_mma_wait(num_outstanding=0, deps=parts)
+            store_operand(operands[0], dr, scale, SCALED)
+            store_operand(operands[1], dz, scale, SCALED)
+            store_operand(operands[2], dhn, scale, SCALED)
+            parts = multiply_parts(share, operands, zeros, i, 3, SPLITS)
             sent += 1
-            for part in gl.static_range(SPLITS):
-                product = parts[part]
-                if SCALED:
-                    product = product * unscale
-                send_part(exchange_ptr, product, sent, workers, worker, part, split, SPLITS)
+            send_parts(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
 
             rows = row + step_time(T - 1 - i, T, REVERSE) * B
             dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]
@@ -226,4 +211,4 @@ def bwd_kernel(
                 if dreset_h_ptr is not None:
                     gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=mask)
                 dh = gl.where(this_reset[None, :], 0.0, dh)
-        gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask)
+        gl.store(dh0_ptr + last, dh, mask=mask)

@@ -17,9 +17,11 @@ from torch_bridge.kernels.common_sm90 import (
     load_gradient,
     load_weights,
     load_weights_shared,
+    new_state_scale,
     pack,
     scale_to_float16,
     slot_layout,
+    state_scale,
     to_operand,
     weights_scale,
 )
@@ -44,7 +46,7 @@ def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
 
 @gluon.jit
 def _forward_step(
-    i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+    i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, B,
     unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
@@ -56,6 +58,8 @@ def _forward_step(
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
         c = gl.where(reset[None, :], 0.0, c)
+        if SCALED:
+            scale = new_state_scale(scale, reset)
     if SCALED:
         buffer.store(to_operand(h * scale, DTYPE))
     else:
@@ -68,6 +72,7 @@ def _forward_step(
     a_o = warpgroup_mma(w_o, buffer, zeros, use_acc=False, is_async=True)
     a_i, a_g, a_f, a_o = warpgroup_mma_wait(num_outstanding=0, deps=[a_i, a_g, a_f, a_o])
     if SCALED:
+        unscale = inverse(scale) * w_unscale
         a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
     g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
     g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
@@ -90,7 +95,7 @@ def _forward_step(
     last = seq[None, :] * H + unit[:, None]
     gl.store(h_last_ptr + last, h, mask=mask & (i == T - 1))
     gl.store(c_last_ptr + last, c, mask=mask & (i == T - 1))
-    return h, c, next_i, next_f, next_g, next_o, next_reset
+    return h, c, scale, next_i, next_f, next_g, next_o, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
@@ -134,10 +139,10 @@ def fwd_kernel(
     row = (seq // B) * T * B + seq % B
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    scale, unscale = h, h
+    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
+    w_unscale = inverse(w_scale)
     if SCALED:
-        scale = scale_to_float16(gl.maximum(gl.max(gl.abs(h), axis=0), 1.0), 14)[None, :]
-        unscale = inverse(scale) * inverse(w_scale)
+        scale = state_scale(gl.abs(h))[None, :]
     zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
     even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
@@ -147,14 +152,14 @@ def fwd_kernel(
     x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
     barrier()
     for i in range(0, T, 2):
-        h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
-            i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+        h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
             seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
-        h, c, x_i, x_f, x_g, x_o, reset = _forward_step(
-            i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, unscale, zeros,
+        h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
             seq, row, T, B, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,

@@ -1,0 +1,242 @@
+"""LSTM time loop for Hopper in Gluon, units shared among programs: as `lstm.py` with SPLITS > 1, weights on chip.
+
+What programs keep and send is as in `gru_sm90_split.py`; the cell states of its units a program keeps.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common_sm90 import (
+    fast_sigmoid,
+    inverse,
+    load_gradient,
+    new_state_scale,
+    pack,
+    scale_to_float16,
+)
+from torch_bridge.kernels.exchange_sm90 import (
+    allocate_operands,
+    first_state_scale,
+    load_share,
+    multiply_gates,
+    multiply_parts,
+    opaque_zero,
+    receive_sum,
+    receive_tile,
+    send_parts,
+    send_tile,
+    store_operand,
+)
+
+
+@gluon.jit
+def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
+    """The input projections of a step."""
+    xp = xp_ptr + rows[None, :] * (4 * H) + unit[:, None]
+    x_i = gl.load(xp, mask=mask, other=0.0)
+    x_f = gl.load(xp + H, mask=mask, other=0.0)
+    x_g = gl.load(xp + 2 * H, mask=mask, other=0.0)
+    x_o = gl.load(xp + 3 * H, mask=mask, other=0.0)
+    return x_i, x_f, x_g, x_o
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+def fwd_kernel(
+    w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    factors_ptr, through_ptr, keep_ptr, exchange_ptr,
+    T, B, Q, tiles, items,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but `exchange`: zeros."""
+    WIDE: gl.constexpr = gl.num_warps() // 4
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
+    EARLY: gl.constexpr = BLOCK_B // WIDE < 16  # registers for two steps' inputs
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    share = gl.allocate_shared_memory(
+        DTYPE, [SPLITS * 4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    )
+    operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
+    zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
+    own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    unit = split * 64 + own
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale = load_share(share, w_hh_t_ptr + model * (4 * H * H), split, H, H * H, H, 4, SPLITS, True)
+        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+        mask_q = q < Q
+        mask = (unit < H)[:, None] & mask_q[None, :]
+        seq = model * Q + q
+        row = (seq // B) * T * B + seq % B
+        last = seq[None, :] * H + unit[:, None]
+        h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        c = gl.load(c0_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
+        if SCALED:
+            scale = first_state_scale(h0_ptr, seq, own, mask_q, H, SPLITS)[None, :]
+        rows = row + step_time(0, T, REVERSE) * B
+        x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
+        reset = mask_q
+        start = h
+        if reset_ptr is not None:
+            reset = load_reset(reset_ptr, rows, mask_q)
+            start = gl.where(reset[None, :], 0.0, h)
+            if SCALED:
+                scale = new_state_scale(scale, reset)
+        if SCALED:
+            start = start * scale
+        sent += 1
+        send_tile(exchange_ptr, start, sent, 1, workers, worker, split, DTYPE, SPLITS)
+        for i in range(T):
+            now = i + opaque_zero(i)  # or addresses of many steps would take registers
+            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
+            if EARLY:
+                next_i, next_f, next_g, next_o = _load_inputs(xp_ptr, next_rows, unit, mask, H)
+            if reset_ptr is not None:
+                c = gl.where(reset[None, :], 0.0, c)
+                reset = load_reset(reset_ptr, next_rows, mask_q)
+            receive_tile(operands, exchange_ptr, sent, workers, worker, DTYPE, SPLITS)
+            a_i, a_f, a_g, a_o = multiply_gates(share, operands, zeros, i, 4, SPLITS)
+            if SCALED:
+                unscale = inverse(scale) * w_unscale
+                a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
+            g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
+            g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
+            g_f = fast_sigmoid(a_f + x_f.to(gl.float32))
+            g_o = fast_sigmoid(a_o + x_o.to(gl.float32))
+            c_prev = c
+            c = g_f * c + g_i * g_g
+            tanh_c = 2.0 * fast_sigmoid(2.0 * c) - 1.0
+            h = g_o * tanh_c
+            start = h
+            if reset_ptr is not None:
+                start = gl.where(reset[None, :], 0.0, h)
+                if SCALED:
+                    scale = new_state_scale(scale, reset)
+            if SCALED:
+                start = start * scale
+            more = (i + 1 < T).to(gl.int32)
+            sent += more
+            send_tile(exchange_ptr, start, sent, more, workers, worker, split, DTYPE, SPLITS)
+            at = (row + step_time(now, T, REVERSE) * B)[None, :] * H + unit[:, None]
+            gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+            if cs_ptr is not None:
+                gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
+            if factors_ptr is not None:
+                f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
+                f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
+                factors = pack(f_i, f_f, f_g, f_o)
+                gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
+                gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=mask)
+                gl.store(keep_ptr + at, g_f, mask=mask)
+            if EARLY:
+                x_i, x_f, x_g, x_o = next_i, next_f, next_g, next_o
+            else:
+                x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, next_rows, unit, mask, H)
+        gl.store(h_last_ptr + last, h, mask=mask)
+        gl.store(c_last_ptr + last, c, mask=mask)
+
+
+@gluon.jit
+def _load_saved(
+    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
+):  # fmt: skip
+    """What a backward step reads, as it lies in memory."""
+    at = rows[None, :] * H + unit[:, None]
+    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+    through = gl.load(through_ptr + at, mask=mask, other=0.0)
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = load_reset(reset_ptr, rows, mask_q)
+    dy = load_gradient(dhs_ptr, rows, unit, mask, H)
+    dcy = dy
+    if dcs_ptr is not None:
+        dcy = load_gradient(dcs_ptr, rows, unit, mask, H)
+    return factors, through, keep, reset, dy, dcy
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+    T, B, Q, tiles, items,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but `exchange`: zeros."""
+    WIDE: gl.constexpr = gl.num_warps() // 4
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    share = gl.allocate_shared_memory(
+        DTYPE, [SPLITS * 4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    )
+    operands = allocate_operands(4, BLOCK_B, DTYPE)
+    zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
+    unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale = load_share(share, w_hh_ptr + model * (4 * H * H), split, 4 * H, H, H, 4, SPLITS, False)
+        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+        mask_q = q < Q
+        mask = (unit < H)[:, None] & mask_q[None, :]
+        seq = model * Q + q
+        row = (seq // B) * T * B + seq % B
+        last = seq[None, :] * H + unit[:, None]
+        dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        rows = row + step_time(T - 1, T, REVERSE) * B
+        factors, through, keep, reset, dy, dcy = _load_saved(
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H
+        )
+        for i in range(T):
+            dh += dy.to(gl.float32)
+            dc += dh * through.to(gl.float32)
+            if dcs_ptr is not None:
+                dc += dcy.to(gl.float32)
+            f_i, f_f, f_g, f_o = unpack_halves(factors)
+            d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
+            dc = dc * keep
+            this_reset = reset
+            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            factors, through, keep, reset, dy, dcy = _load_saved(
+                factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q, H
+            )
+            scale, unscale = zeros, zeros
+            if SCALED:
+                largest = gl.maximum(gl.maximum(gl.abs(d_i), gl.abs(d_f)), gl.maximum(gl.abs(d_g), gl.abs(d_o)))
+                scale = scale_to_float16(gl.max(largest, axis=0), 14)[None, :]
+                unscale = inverse(scale) * w_unscale
+            store_operand(operands[0], d_i, scale, SCALED)
+            store_operand(operands[1], d_f, scale, SCALED)
+            store_operand(operands[2], d_g, scale, SCALED)
+            store_operand(operands[3], d_o, scale, SCALED)
+            parts = multiply_parts(share, operands, zeros, i, 4, SPLITS)
+            sent += 1
+            send_parts(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
+
+            rows = row + step_time(T - 1 - i, T, REVERSE) * B
+            dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
+            gl.store(dxp, d_i.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + H, d_f.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + 2 * H, d_g.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + 3 * H, d_o.to(dxp_ptr.dtype.element_ty), mask=mask)
+            dh = receive_sum(exchange_ptr, zeros, sent, workers, worker, split, SPLITS)
+            if reset_ptr is not None:
+                if dreset_h_ptr is not None:
+                    at = rows[None, :] * H + unit[:, None]
+                    gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=mask)
+                    gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dc, 0.0), mask=mask)
+                dh = gl.where(this_reset[None, :], 0.0, dh)
+                dc = gl.where(this_reset[None, :], 0.0, dc)
+        gl.store(dh0_ptr + last, dh, mask=mask)
+        gl.store(dc0_ptr + last, dc, mask=mask)
