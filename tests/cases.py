@@ -339,6 +339,8 @@ def _gpu() -> tuple[Case, ...]:
         add(300, 19, dtype="bf16", time_major=False, reverse=True)
         add(384, 3, T=257)
         add(256, 20, models=40)
+        add(448, 64)
+        add(576, 19)
         add(256, 64, models=2, dtype="bf16", time_major=False, reverse=True)
         if cell == "lstm":
             add(100, 64, cells=True)

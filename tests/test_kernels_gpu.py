@@ -117,3 +117,16 @@ def test_a_new_episode_knows_nothing_of_the_carry(case, bad):
             inputs[name][3, 7] = bad
     got = cases.run(case, inputs, "triton")
     np.testing.assert_allclose(got["ys"][4:, 3], clean["ys"][4:, 3], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
+def test_no_gradient_crosses_a_reset(case):
+    inputs = cases.make_inputs(case)
+    inputs["resets"][4] = True
+    inputs["ct_ys"][:4] = 0
+    got = cases.run(case, inputs, "triton")
+    before = {name: x for name, x in got.items() if name.startswith("dcarry")} | {"dxs": got["dxs"][:4]}
+    assert len(before) == (2 if case.cell == "gru" else 3)
+    for name, x in before.items():
+        np.testing.assert_array_equal(x, np.zeros_like(x), err_msg=name)
+    assert got["dxs"][4:].any(axis=(0, 2)).all()

@@ -80,7 +80,7 @@ class Device:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A tiling. `splits == 1` keeps the weights of all units on chip; more share a tile's units among programs.
+    """A tiling. With `splits == 1` a program has the weights of all units on chip, else so many share a tile's units.
 
     `hopper` takes the kernels in Gluon, which only capability 9.0 runs.
     """
@@ -272,7 +272,7 @@ _STEP_COST = {
 
 # The kernels in Gluon whose programs have 64 units each: sequences of a tile, warps, and microseconds of a step of one
 # tile: fixed, per program that shares the units. Read off 250 timings on an H200, of B from 8 to 2048 and H from 192 to
-# 512.
+# 512, and taken for 65 to 576 units.
 _HOPPER_SHARES = {
     ("gru", "fwd"): ((8, 4, 0.75, 0.35), (16, 4, 1.6, 0.35), (32, 8, 3.0, 0.5)),
     ("gru", "bwd"): ((8, 4, 0.6, 0.42), (16, 4, 1.6, 0.47), (32, 8, 2.4, 0.8)),
@@ -285,13 +285,17 @@ def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, Kernel
     """Ways to share the units with all weights on chip, and what a step of all tiles costs."""
     if not _in_gluon(problem, device):
         return []
-    splits, ways = _cdiv(problem.hidden, 64), []
-    tiles = _HOPPER_SHARES[problem.cell, problem.direction]
+    splits = _cdiv(problem.hidden, 64)
+    few = problem.steps < 8  # do not pay for bringing the weights in
+    if few or not 1 < splits <= device.multiprocessors:
+        return []
+    ways: list[tuple[float, KernelConfig]] = []
+    tiles: tuple[tuple[int, int, float, float], ...] = _HOPPER_SHARES[problem.cell, problem.direction]
     if problem.cell == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
         tiles = tiles[:1]  # with further gradients Triton 3.9 spills the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
         config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, hopper=True)
-        if splits > 1 and config.shared_memory(problem) <= device.shared_memory:
+        if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways
 

@@ -1,8 +1,9 @@
 """What the kernels in Gluon share: weights and operands in 16 bits, scaled, activations, packed stores.
 
-The weights of a program are the register operand of wgmma for the whole sequence: a warp owns 16 hidden units of every
-gate. Only the other operand, hidden states (forward) or gate gradients (backward), goes through shared memory, in two
-buffers written in turn: one barrier a step, and no change of layout.
+Where one program has all units (`gru_sm90.py`, `lstm_sm90.py`), its weights are the register operand of wgmma for the
+whole sequence: a warp owns 16 hidden units of every gate. Only the other operand, hidden states (forward) or gate
+gradients (backward), goes through shared memory, in two buffers written in turn: one barrier a step, and no change of
+layout. Where programs share the units (`*_sm90_split.py`, with `exchange_sm90.py`), both operands are in shared memory.
 
 Products of float32 are made of float16 operands, which have the ten bits of mantissa that TF32 has. Their range is
 kept by powers of two, exact to apply and to undo: one scale for the weights, one a sequence for the other operand.
@@ -33,9 +34,11 @@ def scale_to_float16(largest, EXPONENT: gl.constexpr):
 
 @gluon.jit
 def state_scale(h):
-    """The scale of a sequence's hidden states, which are at most 1 or the largest of the first, whose sizes `h` are."""
-    largest = gl.max(gl.where(h < float("inf"), h, 0.0), axis=0)
-    return scale_to_float16(gl.maximum(largest, 1.0), 14)
+    """The scale of a sequence's hidden states, which are at most 1 or the largest of the first, whose sizes `h` are.
+
+    A NaN does not count.
+    """
+    return scale_to_float16(gl.maximum(gl.max(h, axis=0), 1.0), 14)
 
 
 @gluon.jit

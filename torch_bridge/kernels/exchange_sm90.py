@@ -141,14 +141,14 @@ def load_share(
 
 
 @gluon.jit
-def first_state_scale(h0_ptr, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
+def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
     """As `state_scale`, of all units."""
-    largest = gl.zeros_like(own[:, None] * mask_q[None, :].to(gl.int32)).to(gl.float32)
+    largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
         unit = part * 64 + own
         mask = (unit < H)[:, None] & mask_q[None, :]
         h = gl.abs(gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32))
-        largest = gl.maximum(largest, gl.where(h < float("inf"), h, 0.0))  # a NaN counts as 0, too
+        largest = gl.maximum(largest, h)
     return state_scale(largest)
 
 
@@ -227,7 +227,7 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
     words = _receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
     total = zeros
     for part in gl.static_range(SPLITS):
-        total += words[part].to(gl.float32, bitcast=True)
+        total += (words[part] & -2).to(gl.float32, bitcast=True)  # zero stays zero
     return total
 
 

@@ -49,7 +49,10 @@ def fwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`, but `exchange`: zeros."""
+    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`, but `exchange`.
+
+    It is zeros, int32 `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
+    """
     WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
@@ -78,7 +81,7 @@ def fwd_kernel(
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
         if SCALED:
-            scale = first_state_scale(h0_ptr, seq, own, mask_q, H, SPLITS)[None, :]
+            scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
         rows = row + step_time(0, T, REVERSE) * B
         x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
         reset = mask_q
@@ -150,7 +153,10 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but `exchange`: zeros."""
+    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but `exchange`.
+
+    It is zeros, int32 `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, to each program from each.
+    """
     WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
