@@ -315,6 +315,72 @@ def test_outside_jit_equals_inside(cell, implementation):
     assert_close(both(*args), jax.jit(both)(*args))
 
 
+@kernels_only
+def test_without_jit_equals_with_it(cell, implementation):
+    args = arguments(cell)
+    both = runner_with_gradients(cell, implementation)
+    with jax.disable_jit():
+        got = both(*args)
+    assert_close(got, jax.jit(both)(*args))
+
+
+@kernels_only
+def test_compiled_ahead_of_time(cell, implementation):
+    """`eval_shape` says what comes out; a compiled program may take the carry's memory."""
+    params, carry, *rest = arguments(cell)
+    call = runner(cell, implementation)
+    want = jax.jit(call)(params, carry, *rest)
+    expected = jax.eval_shape(call, params, carry, *rest)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), expected) == jax.tree.map(lambda x: (x.shape, x.dtype), want)
+    compiled = jax.jit(call, donate_argnums=1).lower(params, carry, *rest).compile()
+    donated = jax.tree.map(jnp.copy, carry)
+    assert_same(compiled(params, donated, *rest), want)
+    assert all(x.is_deleted() for x in jax.tree.leaves(donated))
+
+
+@kernels_only
+def test_control_flow_around_equals_python(cell, implementation):
+    params, carry, *rest = arguments(cell)
+    call = jax.jit(runner(cell, implementation))
+
+    def run(flag, carry):
+        once = jax.lax.cond(flag, lambda c: call(params, c, *rest)[0], lambda c: c, carry)
+        return jax.lax.while_loop(
+            lambda i_c: i_c[0] < 2, lambda i_c: (i_c[0] + 1, call(params, i_c[1], *rest)[0]), (0, once)
+        )[1]
+
+    for flag in (False, True):
+        want = carry
+        for _ in range(2 + flag):
+            want = call(params, want, *rest)[0]
+        assert_close(jax.jit(run)(flag, carry), want)
+
+
+@kernels_only
+def test_a_mapped_axis_keeps_its_name(cell, implementation):
+    args = arguments(cell, lead=(S,))
+    gradient = jax.grad(loss_of(runner(cell, implementation)))
+
+    def mean(*args):
+        return jax.lax.pmean(gradient(*args), "seeds")
+
+    got = jax.jit(jax.vmap(mean, axis_name="seeds", spmd_axis_name="seeds"))(*args)
+    each = [gradient(*jax.tree.map(lambda x, s=s: x[s], args)) for s in range(S)]
+    want = jax.tree.map(lambda *xs: jnp.broadcast_to(sum(xs) / S, (S, *xs[0].shape)), *each)
+    assert_close(got, want)
+
+
+@kernels_only
+def test_debug_nans_finds_one(cell, implementation):
+    params, carry, xs, resets, state = arguments(cell)
+    bad = jax.tree.map(lambda x: x.at[0, 0].set(jnp.nan), carry)
+    call = jax.jit(runner(cell, implementation))
+    with jax.debug_nans(True):
+        jax.block_until_ready(call(params, carry, xs, resets, state))
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.block_until_ready(call(params, bad, xs, jnp.zeros_like(resets), state))
+
+
 def test_resets_take_no_gradient(cell, implementation):
     args = arguments(cell)
     gradient = jax.jit(jax.grad(loss_of(runner(cell, implementation)), argnums=3))(*args)
