@@ -44,7 +44,7 @@ def state_scale(h):
 @gluon.jit
 def new_state_scale(scale, reset):
     """The same from a step on that starts an episode, from zeros, where `reset` says."""
-    return gl.where(reset[None, :], 16384.0, scale)
+    return gl.where(reset[None, :], 2.0**14, scale)
 
 
 @gluon.jit

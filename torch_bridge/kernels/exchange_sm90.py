@@ -11,7 +11,14 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common_sm90 import barrier, inverse, scale_to_float16, state_scale, to_operand
+from torch_bridge.kernels.common_sm90 import (
+    barrier,
+    inverse,
+    new_state_scale,
+    scale_to_float16,
+    state_scale,
+    to_operand,
+)
 
 
 @gluon.constexpr_function
@@ -159,7 +166,7 @@ def _mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BY
 
 
 @gluon.jit
-def send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
+def _send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
     """Sends a program's tile `[64, batch]` of operands to all: two sequences of a unit in a word."""
     BATCH: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
@@ -171,6 +178,22 @@ def send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.c
     offset, _ = offset.reshape([64, BATCH // 2, 2]).split()
     address = _mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * 256) + offset * 8
     _send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
+
+
+@gluon.jit
+def send_state(
+    exchange_ptr, h, scale, reset_ptr, reset, number, live, workers, worker, split,
+    SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Sends the hidden state that a step starts from, which `reset` is of; returns its scale."""
+    if reset_ptr is not None:
+        h = gl.where(reset[None, :], 0.0, h)
+        if SCALED:
+            scale = new_state_scale(scale, reset)
+    if SCALED:
+        h = h * scale
+    _send_tile(exchange_ptr, h, number, live, workers, worker, split, DTYPE, SPLITS)
+    return scale
 
 
 @gluon.jit
@@ -229,6 +252,23 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
     for part in gl.static_range(SPLITS):
         total += (words[part] & -2).to(gl.float32, bitcast=True)  # zero stays zero
     return total
+
+
+@gluon.jit
+def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
+    """Where a tile lies: masks of sequences and of states, the sequences, their first rows, their states."""
+    q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = (item // tiles).to(gl.int64) * Q + q
+    return mask_q, mask, seq, (seq // B) * T * B + seq % B, seq[None, :] * H + unit[:, None]
+
+
+@gluon.jit
+def allocate_share(GATES: gl.constexpr, SPLITS: gl.constexpr, DTYPE: gl.constexpr):
+    """What `load_share` fills."""
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
+    return gl.allocate_shared_memory(DTYPE, [SPLITS * GATES, 64, 64], SHARED)
 
 
 @gluon.jit

@@ -35,6 +35,25 @@ def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
 
 
 @gluon.jit
+def new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h):
+    """h_n, r, z, n and the next h, of products, input projections and h."""
+    h_n = a_n + b_hn
+    r = fast_sigmoid(a_r + x_r.to(gl.float32))
+    z = fast_sigmoid(a_z + x_z.to(gl.float32))
+    n = 2.0 * fast_sigmoid(2.0 * (x_n.to(gl.float32) + r * h_n)) - 1.0
+    return h_n, r, z, n, n + z * (h - n)
+
+
+@gluon.jit
+def save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev):
+    """Stores what the backward pass needs of a step."""
+    f_n = (1.0 - z) * (1.0 - n * n)
+    factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
+    gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
+    gl.store(keep_ptr + at, z, mask=mask)
+
+
+@gluon.jit
 def _forward_step(
     i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
@@ -61,19 +80,12 @@ def _forward_step(
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
-    h_n = a_n + b_hn
-    r = fast_sigmoid(a_r + x_r.to(gl.float32))
-    z = fast_sigmoid(a_z + x_z.to(gl.float32))
-    n = 2.0 * fast_sigmoid(2.0 * (x_n.to(gl.float32) + r * h_n)) - 1.0
     h_prev = h
-    h = n + z * (h - n)
+    h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
     at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
     gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
-        f_n = (1.0 - z) * (1.0 - n * n)
-        factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
-        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=live)
-        gl.store(keep_ptr + at, z, mask=live)
+        save_factors(factors_ptr, keep_ptr, at, live, h_n, r, z, n, h_prev)
     gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
     return h, scale, next_r, next_z, next_n, next_reset
 
@@ -139,7 +151,7 @@ def fwd_kernel(
 
 
 @gluon.jit
-def _load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+def load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a backward step reads besides the gradient of its output, as it lies in memory."""
     at = rows[None, :] * H + unit[:, None]
     factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
@@ -169,7 +181,7 @@ def _backward_step(
     f_r, f_z, f_n, f_hn = unpack_halves(factors)
     this_keep, this_reset, this_dy = keep, reset, dy
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
-    factors, keep, reset = _load_factors(factors_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
+    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     dy = dy_next
     next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
@@ -269,7 +281,7 @@ def bwd_kernel(
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * B
-    factors, keep, reset = _load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
     dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)

@@ -11,26 +11,26 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
-    fast_sigmoid,
     inverse,
     load_gradient,
-    new_state_scale,
-    pack,
     scale_to_float16,
 )
 from torch_bridge.kernels.exchange_sm90 import (
     allocate_operands,
+    allocate_share,
     first_state_scale,
     load_share,
+    locate,
     multiply_gates,
     multiply_parts,
     opaque_zero,
     receive_sum,
     receive_tile,
     send_parts,
-    send_tile,
+    send_state,
     store_operand,
 )
+from torch_bridge.kernels.gru_sm90 import load_factors, new_state, save_factors
 
 
 @gluon.jit
@@ -60,9 +60,7 @@ def fwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = gl.allocate_shared_memory(
-        DTYPE, [SPLITS * 3, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
-    )
+    share = allocate_share(3, SPLITS, DTYPE)
     operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -71,12 +69,7 @@ def fwd_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_t_ptr + model * (3 * H * H), split, H, H * H, H, 3, SPLITS, True)
-        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
-        mask_q = q < Q
-        mask = (unit < H)[:, None] & mask_q[None, :]
-        seq = model * Q + q
-        row = (seq // B) * T * B + seq % B
-        last = seq[None, :] * H + unit[:, None]
+        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
@@ -85,16 +78,12 @@ def fwd_kernel(
         rows = row + step_time(0, T, REVERSE) * B
         x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
         reset = mask_q
-        start = h
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
-            start = gl.where(reset[None, :], 0.0, h)
-            if SCALED:
-                scale = new_state_scale(scale, reset)
-        if SCALED:
-            start = start * scale
         sent += 1
-        send_tile(exchange_ptr, start, sent, 1, workers, worker, split, DTYPE, SPLITS)
+        scale = send_state(
+            exchange_ptr, h, scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
+        )
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
             next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
@@ -107,29 +96,17 @@ def fwd_kernel(
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
-            h_n = a_n + b_hn
-            r = fast_sigmoid(a_r + x_r.to(gl.float32))
-            z = fast_sigmoid(a_z + x_z.to(gl.float32))
-            n = 2.0 * fast_sigmoid(2.0 * (x_n.to(gl.float32) + r * h_n)) - 1.0
             h_prev = h
-            h = n + z * (h - n)
-            start = h
-            if reset_ptr is not None:
-                start = gl.where(reset[None, :], 0.0, h)
-                if SCALED:
-                    scale = new_state_scale(scale, reset)
-            if SCALED:
-                start = start * scale
+            h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
             more = (i + 1 < T).to(gl.int32)
             sent += more
-            send_tile(exchange_ptr, start, sent, more, workers, worker, split, DTYPE, SPLITS)
+            scale = send_state(
+                exchange_ptr, h, scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS
+            )
             at = (row + step_time(now, T, REVERSE) * B)[None, :] * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                f_n = (1.0 - z) * (1.0 - n * n)
-                factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
-                gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
-                gl.store(keep_ptr + at, z, mask=mask)
+                save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev)
             x_r, x_z, x_n = next_r, next_z, next_n
         gl.store(h_last_ptr + last, h, mask=mask)
 
@@ -137,12 +114,7 @@ def fwd_kernel(
 @gluon.jit
 def _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a backward step reads, as it lies in memory."""
-    at = rows[None, :] * H + unit[:, None]
-    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
+    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
     return factors, keep, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 
@@ -164,9 +136,7 @@ def bwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = gl.allocate_shared_memory(
-        DTYPE, [SPLITS * 3, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
-    )
+    share = allocate_share(3, SPLITS, DTYPE)
     operands = allocate_operands(3, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -174,12 +144,7 @@ def bwd_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_ptr + model * (3 * H * H), split, 3 * H, H, H, 3, SPLITS, False)
-        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
-        mask_q = q < Q
-        mask = (unit < H)[:, None] & mask_q[None, :]
-        seq = model * Q + q
-        row = (seq // B) * T * B + seq % B
-        last = seq[None, :] * H + unit[:, None]
+        mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * B
         factors, keep, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)

@@ -45,6 +45,28 @@ def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
 
 
 @gluon.jit
+def new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c):
+    """i, f, g, o, the tanh of the next c, the next h and c, of products, input projections and c."""
+    g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
+    g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
+    g_f = fast_sigmoid(a_f + x_f.to(gl.float32))
+    g_o = fast_sigmoid(a_o + x_o.to(gl.float32))
+    c = g_f * c + g_i * g_g
+    tanh_c = 2.0 * fast_sigmoid(2.0 * c) - 1.0
+    return g_i, g_f, g_g, g_o, tanh_c, g_o * tanh_c, c
+
+
+@gluon.jit
+def save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_o, tanh_c, c_prev):
+    """Stores what the backward pass needs of a step."""
+    f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
+    f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
+    gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, pack(f_i, f_f, f_g, f_o), mask=mask)
+    gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=mask)
+    gl.store(keep_ptr + at, g_f, mask=mask)
+
+
+@gluon.jit
 def _forward_step(
     i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, B,
@@ -74,24 +96,14 @@ def _forward_step(
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
-    g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
-    g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
-    g_f = fast_sigmoid(a_f + x_f.to(gl.float32))
-    g_o = fast_sigmoid(a_o + x_o.to(gl.float32))
     c_prev = c
-    c = g_f * c + g_i * g_g
-    tanh_c = 2.0 * fast_sigmoid(2.0 * c) - 1.0
-    h = g_o * tanh_c
+    g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
     at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
     gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
         gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
-        f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
-        f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, pack(f_i, f_f, f_g, f_o), mask=live)
-        gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=live)
-        gl.store(keep_ptr + at, g_f, mask=live)
+        save_factors(factors_ptr, through_ptr, keep_ptr, at, live, g_i, g_f, g_g, g_o, tanh_c, c_prev)
     last = seq[None, :] * H + unit[:, None]
     gl.store(h_last_ptr + last, h, mask=mask & (i == T - 1))
     gl.store(c_last_ptr + last, c, mask=mask & (i == T - 1))
@@ -167,7 +179,7 @@ def fwd_kernel(
 
 
 @gluon.jit
-def _load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+def load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a backward step reads besides the gradients of its outputs, as it lies in memory."""
     at = rows[None, :] * H + unit[:, None]
     factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
@@ -238,7 +250,7 @@ def _backward_step(
     dh = warpgroup_mma(w_o, buffer_o, dh, is_async=True)
 
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
-    factors, through, keep, reset = _load_factors(
+    factors, through, keep, reset = load_factors(
         factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H
     )
     dy, dcy = dy_next, dcy_next
@@ -324,7 +336,7 @@ def bwd_kernel(
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * B
-    factors, through, keep, reset = _load_factors(
+    factors, through, keep, reset = load_factors(
         factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
     )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)

@@ -8,26 +8,26 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
-    fast_sigmoid,
     inverse,
     load_gradient,
-    new_state_scale,
-    pack,
     scale_to_float16,
 )
 from torch_bridge.kernels.exchange_sm90 import (
     allocate_operands,
+    allocate_share,
     first_state_scale,
     load_share,
+    locate,
     multiply_gates,
     multiply_parts,
     opaque_zero,
     receive_sum,
     receive_tile,
     send_parts,
-    send_tile,
+    send_state,
     store_operand,
 )
+from torch_bridge.kernels.lstm_sm90 import load_factors, new_state, save_factors
 
 
 @gluon.jit
@@ -60,9 +60,7 @@ def fwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = gl.allocate_shared_memory(
-        DTYPE, [SPLITS * 4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
-    )
+    share = allocate_share(4, SPLITS, DTYPE)
     operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -71,12 +69,7 @@ def fwd_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_t_ptr + model * (4 * H * H), split, H, H * H, H, 4, SPLITS, True)
-        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
-        mask_q = q < Q
-        mask = (unit < H)[:, None] & mask_q[None, :]
-        seq = model * Q + q
-        row = (seq // B) * T * B + seq % B
-        last = seq[None, :] * H + unit[:, None]
+        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         c = gl.load(c0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
@@ -85,16 +78,12 @@ def fwd_kernel(
         rows = row + step_time(0, T, REVERSE) * B
         x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
         reset = mask_q
-        start = h
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
-            start = gl.where(reset[None, :], 0.0, h)
-            if SCALED:
-                scale = new_state_scale(scale, reset)
-        if SCALED:
-            start = start * scale
         sent += 1
-        send_tile(exchange_ptr, start, sent, 1, workers, worker, split, DTYPE, SPLITS)
+        scale = send_state(
+            exchange_ptr, h, scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
+        )
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
             next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
@@ -108,35 +97,19 @@ def fwd_kernel(
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
-            g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
-            g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
-            g_f = fast_sigmoid(a_f + x_f.to(gl.float32))
-            g_o = fast_sigmoid(a_o + x_o.to(gl.float32))
             c_prev = c
-            c = g_f * c + g_i * g_g
-            tanh_c = 2.0 * fast_sigmoid(2.0 * c) - 1.0
-            h = g_o * tanh_c
-            start = h
-            if reset_ptr is not None:
-                start = gl.where(reset[None, :], 0.0, h)
-                if SCALED:
-                    scale = new_state_scale(scale, reset)
-            if SCALED:
-                start = start * scale
+            g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
             more = (i + 1 < T).to(gl.int32)
             sent += more
-            send_tile(exchange_ptr, start, sent, more, workers, worker, split, DTYPE, SPLITS)
+            scale = send_state(
+                exchange_ptr, h, scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS
+            )
             at = (row + step_time(now, T, REVERSE) * B)[None, :] * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
-                f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-                factors = pack(f_i, f_f, f_g, f_o)
-                gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
-                gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=mask)
-                gl.store(keep_ptr + at, g_f, mask=mask)
+                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_o, tanh_c, c_prev)
             if EARLY:
                 x_i, x_f, x_g, x_o = next_i, next_f, next_g, next_o
             else:
@@ -150,13 +123,9 @@ def _load_saved(
     factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
 ):  # fmt: skip
     """What a backward step reads, as it lies in memory."""
-    at = rows[None, :] * H + unit[:, None]
-    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-    through = gl.load(through_ptr + at, mask=mask, other=0.0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
+    factors, through, keep, reset = load_factors(
+        factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+    )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy = dy
     if dcs_ptr is not None:
@@ -182,9 +151,7 @@ def bwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = gl.allocate_shared_memory(
-        DTYPE, [SPLITS * 4, 64, 64], gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
-    )
+    share = allocate_share(4, SPLITS, DTYPE)
     operands = allocate_operands(4, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -192,12 +159,7 @@ def bwd_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_ptr + model * (4 * H * H), split, 4 * H, H, H, 4, SPLITS, False)
-        q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
-        mask_q = q < Q
-        mask = (unit < H)[:, None] & mask_q[None, :]
-        seq = model * Q + q
-        row = (seq // B) * T * B + seq % B
-        last = seq[None, :] * H + unit[:, None]
+        mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * B
