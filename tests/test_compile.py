@@ -60,7 +60,7 @@ def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[
                 p = problem(cell, direction, kind, hidden, batch, reset_state)
                 c = config.heuristic(p, device)
                 # programs in Gluon have all that the others share with them in their code
-                splits = c.splits if c.hopper else min(c.splits, 2)
+                splits = min(c.splits, 2) if c.variant == "plain" else c.splits
                 tiling = dataclasses.replace(c, splits=splits), hidden % c.block_k == 0
                 picked.setdefault(tiling, (p, c))
     return list(picked.values())

@@ -10,6 +10,8 @@ from typing import Literal
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
+# Which kernels of a cell: in plain Triton, or in Gluon for capability 9.0 those of the module of that ending.
+Variant = Literal["plain", "sm90", "sm90_split"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 # Gates of each cell: the width of its input projection over H.
@@ -80,10 +82,7 @@ class Device:
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A tiling. With `splits == 1` a program has the weights of all units on chip, else so many share a tile's units.
-
-    `hopper` takes the kernels in Gluon, which only capability 9.0 runs.
-    """
+    """A tiling. With `splits == 1` a program has the weights of all units on chip, else so many share its units."""
 
     block_h: int
     block_b: int
@@ -91,7 +90,7 @@ class KernelConfig:
     splits: int
     num_warps: int
     num_stages: int
-    hopper: bool = False
+    variant: Variant = "plain"
 
     def tiles(self, problem: Problem) -> int:
         """Batch tiles of one model."""
@@ -109,7 +108,7 @@ class KernelConfig:
     def exchange(self, problem: Problem, device: Device) -> tuple[int, str, bool]:
         """Length and dtype of the workspace that programs exchange through, and whether it must be zeros."""
         forward = problem.direction == "fwd"
-        if not self.hopper:
+        if self.variant == "plain":
             width = problem.hidden * (1 if forward else GATES[problem.cell])
             return 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
         # two buffers; forward, a word and its number for two sequences; backward, a word from each program to each
@@ -120,10 +119,10 @@ class KernelConfig:
         """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
         gates, wide = GATES[problem.cell], problem.operand_dtype == "float32"
         size = 4 if wide else 2
-        if self.hopper:
-            if self.splits > 1:
-                operands = self.splits if problem.direction == "fwd" else gates
-                return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
+        if self.variant == "sm90_split":
+            operands = self.splits if problem.direction == "fwd" else gates
+            return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
+        if self.variant == "sm90":
             # weights that stay there or are on their way to registers, operands of two steps, bounds of their size
             squares = 2 if gates == 4 and self.block_h == 128 else 1
             operands = 1 if problem.direction == "fwd" else gates
@@ -156,7 +155,24 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
     Raises:
       UnsupportedError: the hidden state is wider than the programs of one cooperative launch can share.
     """
-    return _hopper_config(problem, device) or _resident_config(problem, device) or _split_config(problem, device)
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
+    """The tilings that a problem can run with, the fastest first as far as the figures here know.
+
+    Raises:
+      UnsupportedError: as `heuristic`.
+    """
+    ways = _hopper_shares(problem, device) + _plain_shares(problem, device)
+    shared = [config for _, config in sorted(ways, key=lambda way: way[0])]
+    found = _hopper_configs(problem, device) + _resident_configs(problem, device) + shared
+    if not found:
+        raise UnsupportedError(
+            f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} multiprocessors of this "
+            f'device can share ({widest(device)}); pass implementation="xla"'
+        )
+    return found
 
 
 def _in_gluon(problem: Problem, device: Device) -> bool:
@@ -167,16 +183,16 @@ def _in_gluon(problem: Problem, device: Device) -> bool:
     return covered and device.capability == 90 and not device.interpreted
 
 
-def _hopper_config(problem: Problem, device: Device) -> KernelConfig | None:
+def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     """The kernels in Gluon, where they have one: weights in registers, in 16 bits, for half the time of a step."""
     covered = 32 < problem.hidden <= 128 and _in_gluon(problem, device)
     if problem.cell == "lstm" and problem.hidden > 64:  # what registers hold, without masks and further gradients
         names = dict(problem.dtypes)
         covered &= problem.hidden == 128 and "dcs" not in names and "dreset_h" not in names
     if not covered:
-        return None
+        return []
     block = 64 if problem.hidden <= 64 else 128
-    return KernelConfig(block, 8, block, splits=1, num_warps=block // 16, num_stages=1, hopper=True)
+    return [KernelConfig(block, 8, block, splits=1, num_warps=block // 16, num_stages=1, variant="sm90")]
 
 
 # Warps of a program that keeps all weights on chip, by the width of its block: if the hidden size fills the block, and
@@ -203,7 +219,7 @@ _ELSEWHERE_WARPS = {
 }
 
 
-def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
+def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     """One program a tile, if it can hold all weights.
 
     A step's latency is the price, so tiles are small while they all run at once. H200, H=128, T=128, B=64: 2.0 us a
@@ -216,15 +232,17 @@ def _resident_config(problem: Problem, device: Device) -> KernelConfig | None:
     by_block = _RESIDENT_WARPS[key] | (_ELSEWHERE_WARPS.get(key, {}) if device.capability != 90 else {})
     warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps:
-        return None
+        return []
     small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
     large = dataclasses.replace(small, block_b=16, num_warps=8)
     if small.shared_memory(problem) > device.shared_memory:
-        return None
+        return []
     side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
     # elsewhere than on Hopper, or with masks, the larger tile spills
     fits = block == 128 and even and device.capability == 90 and large.shared_memory(problem) <= device.shared_memory
-    return large if fits and problem.models * small.tiles(problem) > side_by_side else small
+    if not fits:
+        return [small]
+    return [large, small] if problem.models * small.tiles(problem) > side_by_side else [small, large]
 
 
 # Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill with Triton 3.6 to 3.9: of any problem on
@@ -294,7 +312,7 @@ def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, Kernel
     if problem.cell == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
         tiles = tiles[:1]  # with further gradients Triton 3.9 spills the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
-        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, hopper=True)
+        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, variant="sm90_split")
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways
@@ -309,12 +327,12 @@ def widest(device: Device) -> int:
     return _WIDEST_TILING[0] * device.multiprocessors
 
 
-def _split_config(problem: Problem, device: Device) -> KernelConfig:
-    """The cheapest way to share the hidden units of a tile among programs."""
+def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """Ways to share the units that read the weights from L2 at every step, and what a step of all tiles costs."""
     gates, kind = GATES[problem.cell], _kind(problem)
     fixed, per_state, per_weight, per_product = _STEP_COST[kind, problem.direction]
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
-    ways = _hopper_shares(problem, device)
+    ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
     common = problem.reset_state == "zeros" and not dict(problem.dtypes).keys() & {"cs", "dcs", "dreset_h"}
     tilings = _TILINGS[key]
@@ -335,9 +353,4 @@ def _split_config(problem: Problem, device: Device) -> KernelConfig:
         products = gates * block_h * block_b * problem.hidden / 1e6
         step = fixed + per_state * state + per_weight * gates * block_h * row + per_product * products
         ways.append((config.rounds(problem, device) * step, config))
-    if not ways:
-        raise UnsupportedError(
-            f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} multiprocessors of this "
-            f'device can share ({widest(device)}); pass implementation="xla"'
-        )
-    return min(ways, key=lambda way: way[0])[1]
+    return ways

@@ -18,8 +18,8 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from torch_bridge import config as _config
+from torch_bridge import kernels
 from torch_bridge.config import Device, KernelConfig, Problem
-from torch_bridge.kernels import CELLS
 
 POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16",
@@ -34,7 +34,7 @@ _interpreter = threading.Lock()
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when they were imported."""
-    return not isinstance(CELLS["gru"].fwd, triton.runtime.JITFunction)
+    return not isinstance(kernels.CELLS["gru"].fwd, triton.runtime.JITFunction)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Specialization:
     @property
     def kernel(self) -> Any:
         """The kernel function."""
-        return CELLS[self.cell].kernel(self.direction, self.config.hopper, self.config.splits > 1)
+        return kernels.kernel(self.cell, self.direction, self.config.variant)
 
     def constants(self) -> dict[str, Any]:
         """Values of the compile-time arguments, absent arrays among them."""
@@ -90,7 +90,8 @@ class Specialization:
                 attributes[(i,)] = [["tt.divisibility", 16]]
             else:
                 signature[name] = SCALARS[name]
-        source = (GluonASTSource if self.config.hopper else ASTSource)(self.kernel, signature, constants, attributes)
+        source_type = ASTSource if self.config.variant == "plain" else GluonASTSource
+        source = source_type(self.kernel, signature, constants, attributes)
         options = {
             "num_warps": self.config.num_warps,
             "num_stages": self.config.num_stages,
@@ -143,7 +144,7 @@ class Launch:
         cooperative = self.config.splits > 1 and not interpreting()
         if self.config.splits > 1:
             self.workspaces.append(("exchange", *self.config.exchange(problem, device)))
-        if cooperative and not self.config.hopper:
+        if cooperative and self.config.variant == "plain":
             self.workspaces.append(("barrier", self.workers, "int32", True))
         dtypes = problem.dtypes + tuple((name, dtype) for name, _, dtype, _ in self.workspaces)
         self.specialization = Specialization(

@@ -15,23 +15,20 @@ class CellKernels:
     Attributes:
       fwd: forward.
       bwd: backward.
-      hopper: the module that has them in Gluon as `fwd_kernel` and `bwd_kernel`, for one program that holds all units;
-        where programs share them, that name and `_split`. Or None.
     """
 
     fwd: Any
     bwd: Any
-    hopper: str | None = None
-
-    def kernel(self, direction: str, hopper: bool, split: bool) -> Any:
-        """The kernel of a direction."""
-        if not hopper:
-            return getattr(self, direction)
-        module = importlib.import_module(f"torch_bridge.kernels.{self.hopper}{'_split' if split else ''}")
-        return getattr(module, f"{direction}_kernel")
 
 
 CELLS = {
-    "gru": CellKernels(fwd=gru_fwd_kernel, bwd=gru_bwd_kernel, hopper="gru_sm90"),
-    "lstm": CellKernels(fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel, hopper="lstm_sm90"),
+    "gru": CellKernels(fwd=gru_fwd_kernel, bwd=gru_bwd_kernel),
+    "lstm": CellKernels(fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel),
 }
+
+
+def kernel(cell: str, direction: str, variant: str) -> Any:
+    """The kernel of a cell and direction: in Gluon, `fwd_kernel` or `bwd_kernel` of the module `{cell}_{variant}`."""
+    if variant == "plain":
+        return getattr(CELLS[cell], direction)
+    return getattr(importlib.import_module(f"torch_bridge.kernels.{cell}_{variant}"), f"{direction}_kernel")
