@@ -11,7 +11,7 @@ Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
 # Which kernels of a cell: in plain Triton, or in Gluon for capability 9.0 those of the module of that ending.
-Variant = Literal["plain", "sm90", "sm90_split"]
+Variant = Literal["plain", "sm90", "sm90_split", "sm90_rows"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 # Gates of each cell: the width of its input projection over H.
@@ -105,15 +105,26 @@ class KernelConfig:
         """Tiles that a worker takes, one after the other."""
         return _cdiv(problem.models * self.tiles(problem), self.workers(problem, device))
 
-    def exchange(self, problem: Problem, device: Device) -> tuple[int, str, bool]:
-        """Length and dtype of the workspace that programs exchange through, and whether it must be zeros."""
-        forward = problem.direction == "fwd"
-        if self.variant == "plain":
-            width = problem.hidden * (1 if forward else GATES[problem.cell])
-            return 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
-        # two buffers; forward, a word and its number for two sequences; backward, a word from each program to each
-        words = 2 * self.block_h * self.block_b * self.splits * self.workers(problem, device)
-        return words if forward else words * self.splits, "int32", True
+    def workspaces(self, problem: Problem, device: Device) -> list[tuple[str, int, str, bool]]:
+        """Name, length and dtype of what programs that share a tile exchange through, and whether it must be zeros."""
+        if self.splits == 1:
+            return []
+        forward, gates, workers = problem.direction == "fwd", GATES[problem.cell], self.workers(problem, device)
+        if self.variant == "sm90_split":
+            # two buffers; forward, a word and its number for two sequences; backward, a word from each program to each
+            words = 2 * self.block_h * self.block_b * self.splits * workers
+            return [("exchange", words if forward else words * self.splits, "int32", True)]
+        if self.variant == "sm90_rows":
+            width = self.splits * self.block_h * (1 if forward else gates)
+            scaled = problem.operand_dtype == "float32"
+            exchange = 2 * workers * self.block_b * width, "float16" if scaled else problem.operand_dtype, False
+            bounds = [("bounds", 2 * workers * self.block_b * 32, "float32", False)] if scaled and not forward else []
+            products = [] if forward else [("products", 4 * workers * self.splits * self.block_b * 32, "int32", True)]
+            flags = "barrier", workers * self.num_warps * 32, "int32", True
+            return [("exchange", *exchange), *bounds, *products, flags]
+        width = problem.hidden * (1 if forward else gates)
+        exchange = 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
+        return [("exchange", *exchange), *([] if device.interpreted else [("barrier", workers, "int32", True)])]
 
     def shared_memory(self, problem: Problem) -> int:
         """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
@@ -122,6 +133,8 @@ class KernelConfig:
         if self.variant == "sm90_split":
             operands = self.splits if problem.direction == "fwd" else gates
             return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
+        if self.variant == "sm90_rows":
+            return 2 * gates * self.block_h * self.block_h * self.splits + 1024
         if self.variant == "sm90":
             # weights that stay there or are on their way to registers, operands of two steps, bounds of their size
             squares = 2 if gates == 4 and self.block_h == 128 else 1

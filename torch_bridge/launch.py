@@ -140,12 +140,8 @@ class Launch:
         self.config = config or _config.heuristic(problem, device)
         self.workers = self.config.workers(problem, device)
         self.tiles = self.config.tiles(problem)
-        self.workspaces: list[tuple[str, int, str, bool]] = []
-        cooperative = self.config.splits > 1 and not interpreting()
-        if self.config.splits > 1:
-            self.workspaces.append(("exchange", *self.config.exchange(problem, device)))
-        if cooperative and self.config.variant == "plain":
-            self.workspaces.append(("barrier", self.workers, "int32", True))
+        self.workspaces = self.config.workspaces(problem, device)
+        cooperative = self.config.splits > 1 and not device.interpreted
         dtypes = problem.dtypes + tuple((name, dtype) for name, _, dtype, _ in self.workspaces)
         self.specialization = Specialization(
             problem.cell, problem.direction, problem.hidden, dtypes, problem.reset_state, problem.reverse,

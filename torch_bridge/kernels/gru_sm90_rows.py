@@ -1,0 +1,217 @@
+"""GRU time loop for Hopper in Gluon, for wide states: as `gru.py`, weights on chip, sequences as the rows of products."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common_sm90 import inverse, scale_to_float16
+from torch_bridge.kernels.exchange_sm90 import opaque_zero
+from torch_bridge.kernels.gru_sm90 import new_state, save_factors
+from torch_bridge.kernels.rows_sm90 import (
+    allocate_weights,
+    box,
+    exchange_bounds,
+    fill_weights,
+    first_state_scale_rows,
+    load_bounds,
+    load_gradient_rows,
+    locate_rows,
+    multiply_gradients,
+    multiply_states,
+    parts,
+    raise_flags,
+    receive_product,
+    send_products,
+    send_state_rows,
+    store_bounds,
+    store_operand_rows,
+    wait_for_flags,
+)
+
+
+@gluon.jit
+def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
+    """The input projections of a step."""
+    xp = xp_ptr + rows[:, None] * (3 * H) + unit[None, :]
+    x_r = gl.load(xp, mask=mask, other=0.0)
+    x_z = gl.load(xp + H, mask=mask, other=0.0)
+    x_n = gl.load(xp + 2 * H, mask=mask, other=0.0)
+    return x_r, x_z, x_n
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+def fwd_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    exchange_ptr, barrier_ptr,
+    T, B, Q, tiles, items,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`, but two.
+
+    `exchange`, `[2, workers, BLOCK_B, SPLITS * 32]` of what products are made of, and `barrier`, int32 zeros `[workers,
+    warps, 32]`.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = SPLITS * 32
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    weights = allocate_weights(3, SPLITS, 1, exchange_ptr.dtype.element_ty)
+    zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
+    unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale, _ = fill_weights(weights, w_hh_t_ptr + model * (3 * H * H), split * 32, 0, H, H * H, H, 3)
+        mask_q, mask, seq, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[None, :]
+        h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        scale = gl.full([BLOCK_B, 1], 1.0, gl.float32, ACC)
+        if SCALED:
+            scale = first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H, SPLITS)
+        rows = row + step_time(0, T, REVERSE) * B
+        reset = mask_q
+        if reset_ptr is not None:
+            reset = load_reset(reset_ptr, rows, mask_q)
+        sent += 1
+        scale = send_state_rows(
+            exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+        )
+        for i in range(T):
+            x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
+            next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            if reset_ptr is not None:
+                h = gl.where(reset[:, None], 0.0, h)
+                reset = load_reset(reset_ptr, next_rows, mask_q)
+            wait_for_flags(barrier_ptr, worker, sent, 0, SPLITS)
+            share = box(exchange_ptr, sent, workers, worker, BLOCK_B * WIDTH)
+            a_r, a_z, a_n = multiply_states(weights, share, zeros, i, 3)
+            if SCALED:
+                unscale = inverse(scale) * w_unscale
+                a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
+            h_prev = h
+            h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
+            if i + 1 < T:
+                sent += 1
+                scale = send_state_rows(
+                    exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+                )
+            at = rows[:, None] * H + unit[None, :]
+            gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+            if factors_ptr is not None:
+                save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev)
+            rows = next_rows
+        gl.store(h_last_ptr + last, h, mask=mask)
+
+
+@gluon.jit
+def load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+    """What a backward step reads besides the gradient of its output, as it lies in memory."""
+    at = rows[:, None] * H + unit[None, :]
+    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = load_reset(reset_ptr, rows, mask_q)
+    return factors, keep, reset
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
+    T, B, Q, tiles, items,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but three.
+
+    `exchange`, `[2, workers, BLOCK_B, 3, SPLITS * 32]` of what products are made of; `bounds`, float32 `[2, workers,
+    BLOCK_B, 32]`, or None if that is bfloat16; and `barrier`, int32 zeros `[workers, warps, 32]`.
+    """
+    PARTS: gl.constexpr = parts(SPLITS)
+    LENGTH: gl.constexpr = SPLITS // PARTS * 32
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = 3 * SPLITS * 32
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    weights = allocate_weights(3, SPLITS, PARTS, exchange_ptr.dtype.element_ty)
+    zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
+    unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale, w_bound = fill_weights(
+            weights, w_hh_ptr + model * (3 * H * H), split // PARTS * (32 * PARTS), split % PARTS * LENGTH,
+            3 * H, H, H, 3,
+        )  # fmt: skip
+        mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        rows = row + step_time(T - 1, T, REVERSE) * B
+        factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+        dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
+        dy_next = load_gradient_rows(dhs_ptr, row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B, unit, mask, H)
+        bound = gl.max(zeros, axis=1)
+        w_bounds = bound
+        if SCALED:
+            w_bounds = exchange_bounds(
+                bounds_ptr, barrier_ptr, bound + PARTS * w_bound, sent + 1, workers, worker, split, SPLITS, ACC
+            )
+            bound = gl.max(gl.abs(dh + dy.to(gl.float32)), axis=1)
+            bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
+            sent += 2
+        for i in range(T):
+            here = worker + opaque_zero(i)  # or addresses would take registers all the time
+            dh += dy.to(gl.float32)
+            f_r, f_z, f_n, f_hn = unpack_halves(factors)
+            dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
+            sent += 1
+            scale = zeros
+            if SCALED:
+                # 2^0: what a factor may be beyond one (a quarter of |h_n| or |h|) has room
+                scale = scale_to_float16(bound, 0)[:, None]
+                largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
+                largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dh) + w_bounds[:, None] * largest
+                bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
+                store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * WIDTH)
+            to = share + split * 32
+            store_operand_rows(to, dr, scale, WIDTH, SCALED)
+            store_operand_rows(to + SPLITS * 32, dz, scale, WIDTH, SCALED)
+            store_operand_rows(to + 2 * SPLITS * 32, dhn, scale, WIDTH, SCALED)
+            raise_flags(barrier_ptr, here, split, sent)
+            dh = dh * keep
+
+            dxp = dxp_ptr + rows[:, None] * (3 * H) + unit[None, :]
+            at = rows[:, None] * H + unit[None, :]
+            gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=mask)
+            this_reset = reset
+            rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+
+            wait_for_flags(barrier_ptr, here, sent, 0, SPLITS)
+            product = multiply_gradients(weights, share + split % PARTS * LENGTH, i, WIDTH, 3)
+            if SCALED:
+                product = product * gl.convert_layout(inverse(scale) * w_unscale, product.type.layout, assert_trivial=True)
+            if PARTS > 1:
+                product = send_products(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
+            dy = dy_next
+            factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+            next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
+            dy_next = load_gradient_rows(dhs_ptr, next_rows, unit, mask, H)
+            if PARTS > 1:
+                product = receive_product(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
+            if SCALED:
+                bound = 3.0 * load_bounds(bounds, SPLITS, ACC)
+            dh += product
+            if reset_ptr is not None:
+                if dreset_h_ptr is not None:
+                    gl.store(dreset_h_ptr + at, gl.where(this_reset[:, None], dh, 0.0), mask=mask)
+                dh = gl.where(this_reset[:, None], 0.0, dh)
+        gl.store(dh0_ptr + last, dh, mask=mask)

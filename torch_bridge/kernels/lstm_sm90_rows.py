@@ -1,0 +1,239 @@
+"""LSTM time loop for Hopper in Gluon, for wide states: as `lstm.py`, weights on chip, sequences as rows of products.
+
+What programs keep and exchange is as in `gru_sm90_rows.py`; the cell states of its units a program keeps.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common_sm90 import inverse, scale_to_float16
+from torch_bridge.kernels.exchange_sm90 import opaque_zero
+from torch_bridge.kernels.lstm_sm90 import new_state, save_factors
+from torch_bridge.kernels.rows_sm90 import (
+    allocate_weights,
+    box,
+    exchange_bounds,
+    fill_weights,
+    first_state_scale_rows,
+    load_bounds,
+    load_gradient_rows,
+    locate_rows,
+    multiply_gradients,
+    multiply_states,
+    parts,
+    raise_flags,
+    receive_product,
+    send_products,
+    send_state_rows,
+    store_bounds,
+    store_operand_rows,
+    wait_for_flags,
+)
+
+
+@gluon.jit
+def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
+    """The input projections of a step."""
+    xp = xp_ptr + rows[:, None] * (4 * H) + unit[None, :]
+    x_i = gl.load(xp, mask=mask, other=0.0)
+    x_f = gl.load(xp + H, mask=mask, other=0.0)
+    x_g = gl.load(xp + 2 * H, mask=mask, other=0.0)
+    x_o = gl.load(xp + 3 * H, mask=mask, other=0.0)
+    return x_i, x_f, x_g, x_o
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+def fwd_kernel(
+    w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    factors_ptr, through_ptr, keep_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, tiles, items,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but two, which are as in `gru_sm90_rows.py`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    weights = allocate_weights(4, SPLITS, 1, exchange_ptr.dtype.element_ty)
+    zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
+    unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale, _ = fill_weights(weights, w_hh_t_ptr + model * (4 * H * H), split * 32, 0, H, H * H, H, 4)
+        mask_q, mask, seq, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        c = gl.load(c0_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        scale = gl.full([BLOCK_B, 1], 1.0, gl.float32, ACC)
+        if SCALED:
+            scale = first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H, SPLITS)
+        rows = row + step_time(0, T, REVERSE) * B
+        reset = mask_q
+        if reset_ptr is not None:
+            reset = load_reset(reset_ptr, rows, mask_q)
+        sent += 1
+        scale = send_state_rows(
+            exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+        )
+        for i in range(T):
+            x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
+            next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            if reset_ptr is not None:
+                c = gl.where(reset[:, None], 0.0, c)
+                reset = load_reset(reset_ptr, next_rows, mask_q)
+            wait_for_flags(barrier_ptr, worker, sent, 0, SPLITS)
+            share = box(exchange_ptr, sent, workers, worker, BLOCK_B * SPLITS * 32)
+            a_i, a_f, a_g, a_o = multiply_states(weights, share, zeros, i, 4)
+            if SCALED:
+                unscale = inverse(scale) * w_unscale
+                a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
+            c_prev = c
+            g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
+            if i + 1 < T:
+                sent += 1
+                scale = send_state_rows(
+                    exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+                )
+            at = rows[:, None] * H + unit[None, :]
+            gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+            if cs_ptr is not None:
+                gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
+            if factors_ptr is not None:
+                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_o, tanh_c, c_prev)
+            rows = next_rows
+        gl.store(h_last_ptr + last, h, mask=mask)
+        gl.store(c_last_ptr + last, c, mask=mask)
+
+
+@gluon.jit
+def _load_saved(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+    """What a backward step reads besides the gradient of its output, as it lies in memory."""
+    at = rows[:, None] * H + unit[None, :]
+    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+    through = gl.load(through_ptr + at, mask=mask, other=0.0)
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = load_reset(reset_ptr, rows, mask_q)
+    return factors, through, keep, reset
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
+    T, B, Q, tiles, items,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but three, which are as in `gru_sm90_rows.py`."""
+    PARTS: gl.constexpr = parts(SPLITS)
+    LENGTH: gl.constexpr = SPLITS // PARTS * 32
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDTH: gl.constexpr = 4 * SPLITS * 32
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    weights = allocate_weights(4, SPLITS, PARTS, exchange_ptr.dtype.element_ty)
+    zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
+    unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale, w_bound = fill_weights(
+            weights, w_hh_ptr + model * (4 * H * H), split // PARTS * (32 * PARTS), split % PARTS * LENGTH,
+            4 * H, H, H, 4,
+        )  # fmt: skip
+        mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        rows = row + step_time(T - 1, T, REVERSE) * B
+        factors, through, keep, reset = _load_saved(
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+        )
+        dcy = zeros
+        if dcs_ptr is not None:
+            dcy = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
+        dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
+        next_rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
+        dy_next = load_gradient_rows(dhs_ptr, next_rows, unit, mask, H)
+        bound = gl.max(zeros, axis=1)
+        w_bounds = bound
+        if SCALED:
+            w_bounds = exchange_bounds(
+                bounds_ptr, barrier_ptr, bound + PARTS * w_bound, sent + 1, workers, worker, split, SPLITS, ACC
+            )
+            largest = gl.abs(dh) + gl.abs(dy.to(gl.float32)) + gl.abs(dc)
+            if dcs_ptr is not None:
+                largest += gl.abs(dcy)
+            bound = gl.max(largest, axis=1)
+            bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
+            sent += 2
+        for i in range(T):
+            here = worker + opaque_zero(i)  # or addresses would take registers all the time
+            dh += dy.to(gl.float32)
+            dc += dh * through.to(gl.float32)
+            if dcs_ptr is not None:
+                dc += dcy
+            f_i, f_f, f_g, f_o = unpack_halves(factors)
+            d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
+            sent += 1
+            scale = zeros
+            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            if dcs_ptr is not None:
+                dcy = load_gradient_rows(dcs_ptr, next_rows, unit, mask, H).to(gl.float32)
+            if SCALED:
+                # 2^0: what a factor may be beyond one (a quarter of |c|) has room
+                scale = scale_to_float16(bound, 0)[:, None]
+                largest = gl.maximum(gl.maximum(gl.abs(d_i), gl.abs(d_f)), gl.maximum(gl.abs(d_g), gl.abs(d_o)))
+                largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dc) + w_bounds[:, None] * largest
+                if dcs_ptr is not None:
+                    largest += gl.abs(dcy)
+                bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
+                store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * WIDTH)
+            to = share + split * 32
+            store_operand_rows(to, d_i, scale, WIDTH, SCALED)
+            store_operand_rows(to + SPLITS * 32, d_f, scale, WIDTH, SCALED)
+            store_operand_rows(to + 2 * SPLITS * 32, d_g, scale, WIDTH, SCALED)
+            store_operand_rows(to + 3 * SPLITS * 32, d_o, scale, WIDTH, SCALED)
+            raise_flags(barrier_ptr, here, split, sent)
+            dc = dc * keep
+
+            dxp = dxp_ptr + rows[:, None] * (4 * H) + unit[None, :]
+            gl.store(dxp, d_i.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + H, d_f.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + 2 * H, d_g.to(dxp_ptr.dtype.element_ty), mask=mask)
+            gl.store(dxp + 3 * H, d_o.to(dxp_ptr.dtype.element_ty), mask=mask)
+            at = rows[:, None] * H + unit[None, :]
+            this_reset = reset
+            rows = next_rows
+
+            wait_for_flags(barrier_ptr, here, sent, 0, SPLITS)
+            dh = multiply_gradients(weights, share + split % PARTS * LENGTH, i, WIDTH, 4)
+            if SCALED:
+                dh = dh * gl.convert_layout(inverse(scale) * w_unscale, dh.type.layout, assert_trivial=True)
+            if PARTS > 1:
+                dh = send_products(products_ptr, dh, sent, here, split, SPLITS, PARTS, ACC)
+            dy = dy_next
+            factors, through, keep, reset = _load_saved(
+                factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+            )
+            next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
+            dy_next = load_gradient_rows(dhs_ptr, next_rows, unit, mask, H)
+            if PARTS > 1:
+                dh = receive_product(products_ptr, dh, sent, here, split, SPLITS, PARTS, ACC)
+            if SCALED:
+                bound = 4.0 * load_bounds(bounds, SPLITS, ACC)
+            if reset_ptr is not None:
+                if dreset_h_ptr is not None:
+                    gl.store(dreset_h_ptr + at, gl.where(this_reset[:, None], dh, 0.0), mask=mask)
+                    gl.store(dreset_c_ptr + at, gl.where(this_reset[:, None], dc, 0.0), mask=mask)
+                dh = gl.where(this_reset[:, None], 0.0, dh)
+                dc = gl.where(this_reset[:, None], 0.0, dc)
+        gl.store(dh0_ptr + last, dh, mask=mask)
+        gl.store(dc0_ptr + last, dc, mask=mask)
