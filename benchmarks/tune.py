@@ -165,6 +165,7 @@ def measure(
     from benchmarks import timing
     from benchmarks.oracle import TOLERANCE
 
+    tolerance = TOLERANCE["bf16" if _kind(problem) == "bf16" else "tf32"]
     arrays = make_arrays(problem, place)
     first, *others = tilings(problem, device)
     want: dict[str, torch.Tensor] = {}
@@ -173,7 +174,7 @@ def measure(
     for tiling in (first, *others):
         try:
             run = Run(problem, device, tiling, arrays)
-            reason = check(run, arrays, want, TOLERANCE[_kind(problem)])
+            reason = check(run, arrays, want, tolerance)
             if not reason:
                 clocks[tiling] = (clock or timing.torch_clock)(run)
         except Exception as error:

@@ -71,7 +71,7 @@ def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, dir
             return getattr(np, name)
 
     monkeypatch.setattr(interpreter, "np", Numpy())
-    problem = dataclasses.replace(make_problem(cell, direction, "tf32", 40, 1), **LAYOUT | {"steps": 3})
+    problem = dataclasses.replace(make_problem(cell, direction, "tf32", 40, 1), **LAYOUT | {"batch": 9, "steps": 2})
     assert_same(problem, Device(interpreted=True), tiling, "cpu", (8, 16, 32))
 
 
