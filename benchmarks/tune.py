@@ -186,7 +186,7 @@ def measure(
         elif tiling == first:
             want = {name: arrays[name].clone() for name in outputs_of(problem)}
     if len(clocks) > 1:
-        quick = _seconds(timing.interleave(_named(clocks), rounds=1, seconds=0.0))
+        quick = _seconds(timing.interleave(_named(clocks), rounds=1, seconds=settings.seconds / 10))
         limit = HOPELESS * min(quick.values())
         clocks = {tiling: clock for i, (tiling, clock) in enumerate(clocks.items()) if i == 0 or quick[str(i)] <= limit}
     spreads = _seconds(timing.interleave(_named(clocks), rounds=settings.rounds, seconds=settings.seconds))
