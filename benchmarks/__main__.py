@@ -5,9 +5,11 @@
     python -m benchmarks show headline                       # the tables again, from the last results
     python -m benchmarks table                               # the README's table
     python -m benchmarks plot                                # the figures
+    python -m benchmarks tune                                # times tilings, writes torch_bridge/tables/GPU.json
 
 Suites: headline small sweep vmap acting dispatch memory compile accuracy ppo; with none named, all of them. Results go
 to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is stopped keeps what it has.
+`tune` writes the table that launches on this GPU take their tilings from; --rows "GRU fwd" --add tunes a part again.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 SUITES = ("headline", "small", "sweep", "vmap", "acting", "dispatch", "memory", "compile", "accuracy", "ppo")
 VIEWS = ("show", "table", "plot")
+TUNE = "tune"
+TUNE_SECONDS = 0.05
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -37,13 +41,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot")
-    add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
+    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot, tune")
+    add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU, of tune torch_bridge/tables)")
     add("--only", type=_names, default=(), metavar="A,B", help="measure only these providers")
     add("--skip", type=_names, default=(), metavar="A,B", help="do not measure these providers")
     add("--rows", action="append", default=[], metavar="TEXT", help="only cases with this in their name; repeatable")
     add("--add", action="store_true", help="keep the results that are there of other cases, same machine and commit")
-    add("--seconds", type=float, default=Settings.seconds, help="of each provider in each row (default: %(default)s)")
+    seconds = f"of each provider in each row (default: {Settings.seconds}), of each tiling (default: {TUNE_SECONDS})"
+    add("--seconds", type=float, help=seconds)
     add("--rounds", type=int, default=Settings.rounds, help="turns that each provider takes (default: %(default)s)")
     add(
         "--first-call-limit", type=float, default=Settings.first_call_limit, metavar="SECONDS",
@@ -51,10 +56,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )  # fmt: skip
     add("--commit", default=os.environ.get("JAXRNN_COMMIT"), help="of the code (default: JAXRNN_COMMIT, or ask git)")
     options = parser.parse_args(arguments)
-    options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in VIEWS else None
+    special = (*VIEWS, TUNE)
+    options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in special else None
+    if options.view == TUNE and options.commands:
+        parser.error("tune has no suites; --rows chooses")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
-        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(VIEWS)}")
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(special)}")
+    if options.seconds is None:
+        options.seconds = TUNE_SECONDS if options.view == TUNE else Settings.seconds
     options.settings = Settings(
         options.seconds, options.rounds, options.first_call_limit, options.only, options.skip, tuple(options.rows)
     )
@@ -139,6 +149,10 @@ def measure(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if a row of this project is wrong or failed."""
     options = parse_arguments(arguments)
+    if options.view == TUNE:
+        from benchmarks import tune
+
+        return 1 if tune.main(options) else 0
     if options.view:
         view(options)
         return 0

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import subprocess
 from pathlib import Path
 
 import jax
 
+from torch_bridge import config
+
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
 
 
-def describe(commit: str | None = None) -> dict[str, str]:
-    """GPU (or platform), driver, versions of the packages involved, and the commit, "unknown" without git."""
+def describe(revision: str | None = None) -> dict[str, str]:
+    """GPU (or platform), driver, versions of the packages involved, and the commit (default: ask git)."""
     device = jax.devices()[0]
     versions = {name: _version(name) for name in PACKAGES}
     return {
@@ -21,7 +22,7 @@ def describe(commit: str | None = None) -> dict[str, str]:
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0]
         or "none",
         **{name: version for name, version in versions.items() if version},
-        "commit": commit or _commit(),
+        "commit": revision or commit("jaxrnn", "torch_bridge"),
     }
 
 
@@ -32,7 +33,7 @@ def line(machine: dict[str, str]) -> str:
 
 def slug(machine: dict[str, str]) -> str:
     """The GPU's name as a folder: `nvidia-h200`."""
-    return re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
+    return config.slug(machine["gpu"])
 
 
 def _version(package: str) -> str | None:
@@ -42,11 +43,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
+def commit(*paths: str) -> str:
+    """The commit, and whether files at `paths` have changed since; "unknown" without git."""
     root = Path(__file__).parents[1]
-    commit = _output(["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"])
-    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", "jaxrnn", "torch_bridge"])
-    return f"{commit}{' with changes' if changed else ''}" if commit else "unknown"
+    head = _output(["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"])
+    changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", *paths])
+    return f"{head}{' with changes' if changed else ''}" if head else "unknown"
 
 
 def _output(command: list[str]) -> str:

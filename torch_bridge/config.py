@@ -1,10 +1,17 @@
-"""Which tiling a launch uses: a pure function of the problem and the device, no measuring on a user's call."""
+"""Which tiling a launch uses: a pure function of the problem and the device, no measuring on a user's call.
+
+`tables/DEVICE.json` has the tilings that `python -m benchmarks tune` found to be faster than the heuristic's.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 Direction = Literal["fwd", "bwd"]
@@ -16,6 +23,7 @@ Variant = Literal["plain", "sm90", "sm90_split", "sm90_rows"]
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 # Gates of each cell: the width of its input projection over H.
 GATES = {"gru": 3, "lstm": 4}
+TABLES = Path(__file__).parent / "tables"
 
 
 class UnsupportedError(NotImplementedError):
@@ -62,22 +70,29 @@ class Problem:
         """The dtype that matmul operands have."""
         return dict(self.dtypes)["w_hh_t" if self.direction == "fwd" else "w_hh"]
 
+    @property
+    def common(self) -> bool:
+        """Whether it has no reset state, no cell states of every step, and no gradients of these."""
+        return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
+
 
 @dataclass(frozen=True)
 class Device:
-    """What the heuristic needs to know of a device.
+    """What the choice of a tiling needs to know of a device.
 
     Attributes:
       capability: compute capability times ten.
       multiprocessors: how many.
       shared_memory: bytes that one program can have of a multiprocessor's.
       interpreted: kernels run in Triton's interpreter, which has no Gluon.
+      name: as the driver has it, of the table; empty for a device that has none.
     """
 
     capability: int = 90
     multiprocessors: int = 132
     shared_memory: int = 232_448
     interpreted: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,6 +163,10 @@ class KernelConfig:
         return self.num_stages * stage + (8 if wide else 20) * self.block_h * self.block_b
 
 
+# Fewer do not pay for bringing all weights on chip.
+_MANY_STEPS = 8
+
+
 def _cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
@@ -159,6 +178,106 @@ def _power_of_2(n: int) -> int:
 def _kind(problem: Problem) -> str:
     """What the costs of products go by."""
     return problem.precision if problem.operand_dtype == "float32" else "16-bit"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Of the tilings of common problems of some size, the fastest.
+
+    Attributes:
+      cell: as of the problem, like `direction` and `hidden`.
+      kind: of products: "tf32", "tf32x3" or "16-bit".
+      sequences: a power of two, the number of sequences or the next above it.
+      config: the fastest tiling.
+      us: microseconds of a step.
+      heuristic_us: the same of the heuristic's tiling.
+    """
+
+    cell: str
+    direction: str
+    kind: str
+    hidden: int
+    sequences: int
+    config: KernelConfig
+    us: float
+    heuristic_us: float
+
+    @property
+    def key(self) -> tuple[str, str, str, int, int]:
+        """What it is found by."""
+        return self.cell, self.direction, self.kind, self.hidden, self.sequences
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tilings of a device that were measured to be faster than the heuristic's.
+
+    Attributes:
+      device: that it was measured on. One of the same name but with, say, fewer multiprocessors does not use it.
+      about: driver, versions and commit that it was measured with.
+      entries: in the order of their keys.
+    """
+
+    device: Device
+    about: Mapping[str, str]
+    entries: tuple[Entry, ...]
+
+    def save(self, folder: Path = TABLES) -> Path:
+        """Writes `folder/DEVICE.json`, a line for each entry."""
+        header = {"device": dataclasses.asdict(self.device), "about": dict(self.about)}
+        lines = [json.dumps(dataclasses.asdict(entry)) for entry in sorted(self.entries, key=lambda entry: entry.key)]
+        text = json.dumps(header, indent=1).removesuffix("\n}") + ',\n "entries": [\n' + ",\n".join(lines) + "\n]}\n"
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{slug(self.device.name)}.json"
+        path.write_text(text)
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> Table:
+        """Reads what `save` wrote."""
+        table = json.loads(path.read_text())
+        entries = (Entry(**entry | {"config": KernelConfig(**entry["config"])}) for entry in table["entries"])
+        return cls(Device(**table["device"]), table["about"], tuple(entries))
+
+    @functools.cached_property
+    def _configs(self) -> dict[tuple[str, str, str, int, int], KernelConfig]:
+        return {entry.key: entry.config for entry in self.entries}
+
+    def find(self, problem: Problem, device: Device) -> KernelConfig | None:
+        """The tiling for a problem, or None: of another device, of an uncommon problem, of what was not measured."""
+        if device != self.device or not problem.common or problem.models > 1 or problem.steps < _MANY_STEPS:
+            return None
+        config = self._configs.get(key(problem))
+        # another kind of 16 bits, or another state of the code, may not have the tiling
+        return config if config in candidates(problem, device) else None
+
+
+def key(problem: Problem) -> tuple[str, str, str, int, int]:
+    """What entries of tables know a problem by."""
+    return problem.cell, problem.direction, _kind(problem), problem.hidden, _power_of_2(problem.sequences)
+
+
+def slug(name: str) -> str:
+    """A device's name as that of a file: `nvidia-h200`."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+@functools.cache
+def table(name: str) -> Table | None:
+    """The table of devices of this name, if there is one."""
+    path = TABLES / f"{slug(name)}.json"
+    return Table.load(path) if name and path.exists() else None
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(problem: Problem, device: Device) -> KernelConfig:
+    """The tiling for a problem: of the device's table, where that has one, else the heuristic's.
+
+    Raises:
+      UnsupportedError: as `heuristic`.
+    """
+    measured = table(device.name)
+    return (measured and measured.find(problem, device)) or heuristic(problem, device)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -317,8 +436,7 @@ def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, Kernel
     if not _in_gluon(problem, device):
         return []
     splits = _cdiv(problem.hidden, 64)
-    few = problem.steps < 8  # do not pay for bringing the weights in
-    if few or not 1 < splits <= device.multiprocessors:
+    if problem.steps < _MANY_STEPS or not 1 < splits <= device.multiprocessors:
         return []
     ways: list[tuple[float, KernelConfig]] = []
     tiles: tuple[tuple[int, int, float, float], ...] = _HOPPER_SHARES[problem.cell, problem.direction]
@@ -347,9 +465,8 @@ def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelC
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
-    common = problem.reset_state == "zeros" and not dict(problem.dtypes).keys() & {"cs", "dcs", "dreset_h"}
     tilings = _TILINGS[key]
-    if common and device.capability == 90:  # first: of two that cost the same, theirs has more stages
+    if problem.common and device.capability == 90:  # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
         tilings = (_WIDEST_TILING,)

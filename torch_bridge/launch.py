@@ -124,6 +124,7 @@ def device(ordinal: int = 0) -> Device:
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing from torch's stubs
+        name=properties.name,
     )
 
 
@@ -137,7 +138,7 @@ class Launch:
 
     def __init__(self, problem: Problem, device: Device, config: KernelConfig | None = None):
         self.problem = problem
-        self.config = config or _config.heuristic(problem, device)
+        self.config = config or _config.choose(problem, device)
         self.workers = self.config.workers(problem, device)
         self.tiles = self.config.tiles(problem)
         self.workspaces = self.config.workspaces(problem, device)

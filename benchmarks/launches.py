@@ -1,0 +1,133 @@
+"""Problems, the arrays that a launch of one takes, and launches on them: what `tune` times and tests compare."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_bridge.config import GATES, Problem
+from torch_bridge.launch import Launch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch_bridge.config import Device, Direction, KernelConfig, Precision, ResetState
+
+# Dtype of operands, and precision of products.
+KINDS: dict[str, tuple[str, Precision]] = {
+    "tf32": ("float32", "tf32"),
+    "tf32x3": ("float32", "tf32x3"),
+    "bf16": ("bfloat16", "tf32"),
+}
+RESET_RATE = 0.05
+
+
+def make_problem(
+    cell: str,
+    direction: Direction,
+    kind: str,
+    hidden: int,
+    batch: int,
+    *,
+    steps: int = 64,
+    reset_state: ResetState = "zeros",
+) -> Problem:
+    """A problem with every array that a kernel can take with a reset state: the most that one has to hold.
+
+    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients.
+    """
+    operand, precision = KINDS[kind]
+    states = ("h",) if cell == "gru" else ("h", "c")
+    saved = "float16" if precision == "tf32" else "float32"
+    backward = ({"factors": saved} if cell == "gru" else {"factors": saved, "through": saved}) | {"keep": "float32"}
+    names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"}
+    if direction == "fwd":
+        names |= {f"reset_{s}": "float32" for s in states if reset_state != "zeros"}
+        names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if cell == "gru" else {})
+        names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
+        if reset_state == "zeros":
+            names.pop("cs", None)
+    else:
+        names |= {"dxp": operand} | backward | ({"dhn": operand} if cell == "gru" else {})
+        names |= {f"d{s}{suffix}": "float32" for s in states for suffix in ("s", "_last", "0")}
+        names |= {f"dreset_{s}": "float32" for s in states if reset_state != "zeros"}
+        if reset_state == "zeros":
+            names.pop("dcs", None)
+    return Problem(cell, direction, 1, 1, steps, batch, hidden, tuple(names.items()), reset_state, False, precision)
+
+
+def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
+    """The shape of an array: `[S, ...]` of weights, `[G, T, B, width]` of sequences, `[G, B, H]` of states."""
+    hidden, wide = problem.hidden, GATES[problem.cell] * problem.hidden
+    weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,)}
+    if name in weights:
+        return problem.models, *weights[name]
+    if name == "reset":
+        return problem.groups, problem.steps, problem.batch
+    fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
+    if fixed or name.endswith(("0", "_last")):
+        return problem.groups, problem.batch, hidden
+    width = {"xp": wide, "dxp": wide, "factors": 4 * hidden}.get(name, hidden)
+    return problem.groups, problem.steps, problem.batch, width
+
+
+def outputs_of(problem: Problem) -> list[str]:
+    """Names of the arrays that the kernel writes."""
+    if problem.direction == "fwd":
+        written = {"hs", "cs", "h_last", "c_last", "factors", "through", "keep"}
+    else:
+        written = {"dxp", "dhn", "dh0", "dc0", "dreset_h", "dreset_c"}
+    return [name for name, _ in problem.dtypes if name in written]
+
+
+def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int = 0) -> dict[str, torch.Tensor]:
+    """Arrays of a problem by name, on a device: inputs drawn so that nothing overflows, outputs filled with NaN."""
+    generator = torch.Generator(place).manual_seed(seed)
+    outputs, arrays = outputs_of(problem), {}
+    for name, dtype in problem.dtypes:
+        shape = shape_of(problem, name)
+        if name in outputs:
+            x = torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device=place)
+        elif name == "reset":
+            x = torch.rand(shape, generator=generator, device=place) < RESET_RATE
+        elif name in ("factors", "through", "keep"):
+            x = torch.rand(shape, generator=generator, device=place)
+            x = x if name == "keep" else (x - 0.5) / 2
+        else:
+            x = torch.randn(shape, generator=generator, device=place)
+            x *= problem.hidden**-0.5 if name in ("w_hh", "w_hh_t") else 0.5
+            if name in ("w_hh", "w_hh_t") and (dtype, problem.precision) == ("float32", "tf32"):
+                x = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)  # rounded to TF32, as callers do
+        arrays[name] = x.to(getattr(torch, dtype))
+    return arrays
+
+
+class Run:
+    """A launch of a problem with a tiling, on arrays: on a GPU compiled, on the CPU in Triton's interpreter."""
+
+    def __init__(
+        self, problem: Problem, device: Device, config: KernelConfig, arrays: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Compiles and loads; makes the workspaces."""
+        self.launch = Launch(problem, device, config)
+        place = next(iter(arrays.values())).device
+        self._ordinal = place.index
+        self._tensors, self._zeroed = dict(arrays), []
+        for name, length, dtype, zeroed in self.launch.workspaces:
+            self._tensors[name] = torch.zeros(length, dtype=getattr(torch, dtype), device=place)
+            if zeroed:
+                self._zeroed.append(self._tensors[name])
+        self._addresses = {name: x.data_ptr() for name, x in self._tensors.items()}
+        self._interpreted = place.type == "cpu"
+        if not self._interpreted:
+            self.launch.load(self._ordinal)
+
+    def __call__(self) -> None:
+        """Launches on PyTorch's current stream, after zeroing the workspaces that have to be: as XLA does."""
+        for x in self._zeroed:
+            x.zero_()
+        if self._interpreted:
+            self.launch.interpret(self._tensors)
+        else:
+            self.launch(torch.cuda.current_stream().cuda_stream, self._ordinal, self._addresses)

@@ -1,0 +1,152 @@
+"""Tilings that differ only in how sequences are put into tiles give the same bits."""
+
+import dataclasses
+import functools
+import itertools
+
+import cases
+import jax
+import numpy as np
+import pytest
+
+from torch_bridge.config import Device, KernelConfig
+
+CELLS, DIRECTIONS = ("gru", "lstm"), ("fwd", "bwd")
+# Sequences of two models, each with two groups, in whole tiles and parts of tiles.
+LAYOUT = {"models": 2, "groups": 4, "batch": 11, "steps": 9}
+
+
+def outputs(problem, device, tiling, place):
+    """What a launch writes, as bits: `np.ndarray` by name."""
+    import torch
+
+    from benchmarks.launches import Run, make_arrays, outputs_of
+
+    arrays = make_arrays(problem, place)
+    Run(problem, device, tiling, arrays)()
+    results = {}
+    for name in outputs_of(problem):
+        x = arrays[name].cpu().contiguous()
+        assert bool(x.isfinite().all()), name
+        results[name] = x.view(torch.int16).numpy()
+    return results
+
+
+def assert_same(problem, device, tiling, place, tiles):
+    """With tiles of other sizes, and all tiles taken in turn by few programs."""
+    few = dataclasses.replace(device, multiprocessors=tiling.splits)
+    first, *others = [
+        outputs(problem, d, dataclasses.replace(tiling, block_b=block_b), place)
+        for block_b, d in itertools.product(tiles, (device, few) if tiling.splits > 1 else (device,))
+    ]
+    for other in others:
+        for name, x in first.items():
+            np.testing.assert_array_equal(other[name], x, err_msg=name)
+
+
+def multiply(a, b, dtype):
+    """`a @ b`, each element summed in the same order whatever the shapes, which BLAS does not do."""
+    total = np.zeros((a.shape[0], b.shape[1]), dtype)
+    for k in range(a.shape[1]):
+        total += a[:, k, None].astype(dtype) * b[None, k].astype(dtype)
+    return total
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "tiling", [KernelConfig(64, 8, 64, 1, 4, 1), KernelConfig(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, direction, tiling):
+    pytest.importorskip("torch")
+    from triton.runtime import interpreter
+
+    from benchmarks.launches import make_problem
+
+    class Numpy:
+        matmul = staticmethod(multiply)
+
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+    monkeypatch.setattr(interpreter, "np", Numpy())
+    problem = dataclasses.replace(make_problem(cell, direction, "tf32", 40, 1), **LAYOUT | {"batch": 9, "steps": 2})
+    assert_same(problem, Device(interpreted=True), tiling, "cpu", (8, 16, 32))
+
+
+# By variant: hidden sizes, a tiling for them, and sizes of tiles.
+COMPILED = {
+    "one-program-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1), (8, 16)),
+    "one-program-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1), (8, 16)),
+    "shared-16": ((192,), KernelConfig(16, 16, 32, 12, 4, 2), (16, 32)),
+    "shared-64": ((256, 300), KernelConfig(64, 16, 32, 4, 8, 2), (16, 32)),
+    "sm90-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1, "sm90"), (8, 16)),
+    "sm90-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1, "sm90"), (8, 16)),
+    "sm90-split": ((192, 300), KernelConfig(64, 8, 64, 3, 4, 1, "sm90_split"), (8, 16, 32)),
+    "sm90-split-of-8-warps": ((256,), KernelConfig(64, 16, 64, 4, 8, 1, "sm90_split"), (16, 32)),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+@pytest.mark.parametrize("variant", COMPILED)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("cell", CELLS)
+def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
+    from benchmarks.launches import make_problem
+    from torch_bridge import launch
+
+    device = launch.device(0)
+    widths, tiling, tiles = COMPILED[variant]
+    if tiling.variant != "plain" and device.capability != 90:
+        pytest.skip("kernels for Hopper")
+    for hidden in widths:
+        problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
+        fitted = dataclasses.replace(tiling, splits=-(-hidden // tiling.block_h))
+        sizes = [b for b in tiles if fits(problem, device, dataclasses.replace(fitted, block_b=b))]
+        if len(sizes) > 1:
+            assert_same(problem, device, fitted, "cuda", sizes)
+
+
+def fits(problem, device, tiling):
+    return tiling.shared_memory(problem) <= device.shared_memory
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("reset_state", [None, "h", "tbh"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state):
+    """The same arrays, of the same shapes and dtypes."""
+    pytest.importorskip("torch")
+    from benchmarks.launches import make_arrays, make_problem, outputs_of, shape_of
+    from jaxrnn import _bridge
+
+    found, original = [], _bridge._problem
+
+    def problem_of(arrays, sizes, params):
+        problem = original(arrays, sizes, params)
+        shapes = {name: x.shape for name, x in zip(params["inputs"], arrays, strict=True)}
+        for output, x in zip(params["outputs"], _bridge._result_types(sizes, params["outputs"]), strict=True):
+            shapes[output.name] = x.shape
+        found.append((problem, shapes, [output.name for output in params["outputs"]]))
+        return problem
+
+    monkeypatch.setattr(_bridge, "_problem", problem_of)
+    case = cases.Case(cell, T=3, B=5, H=40, precision="default", reset_state=reset_state, cells=reset_state is not None)
+    inputs = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in cases.make_inputs(case).items() if x is not None
+    }
+    jax.jit(functools.partial(cases._with_gradients, case, "triton")).lower(inputs)
+    kinds = {None: "zeros", "h": "fixed", "tbh": "stepped"}
+    assert [problem.direction for problem, _, _ in found] == ["fwd", "bwd"]
+    for problem, shapes, outputs in found:
+        made = make_problem(cell, problem.direction, "tf32", 40, 5, steps=3, reset_state=kinds[reset_state])
+        assert dict(made.dtypes) == dict(problem.dtypes)
+        backward = {} if problem.direction == "fwd" else {"reset_state": "zeros"}  # there it does not matter
+        assert dataclasses.replace(made, dtypes=problem.dtypes, **backward) == problem
+        assert shapes == {name: shape_of(made, name) for name in shapes}
+        assert sorted(outputs) == sorted(outputs_of(made))
+        arrays = make_arrays(made, "cpu")
+        assert {name: str(x.dtype).removeprefix("torch.") for name, x in arrays.items()} == dict(made.dtypes)
+        assert {name: tuple(x.shape) for name, x in arrays.items()} == shapes
