@@ -102,7 +102,9 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
     except RuntimeError as error:
         torch.cuda.synchronize()
         return run, f"eager calls, CUDA events; not captured: {first_line(error)}"
-    return graph.replay, "CUDA graph replays, CUDA events"
+    kept = graph, run  # what the graph works on lives as long as `run` does
+
+    return lambda: kept[0].replay(), "CUDA graph replays, CUDA events"
 
 
 def interleave(

@@ -342,9 +342,17 @@ def _gpu() -> tuple[Case, ...]:
         add(448, 64)
         add(576, 19)
         add(256, 64, models=2, dtype="bf16", time_major=False, reverse=True)
+        # sequences as rows: parts of a block, of a tile and of a group of programs, many tiles of many models
+        add(700, 100)
+        add(650, 130, dtype="bf16", time_major=False, reverse=True)
+        add(640, 3, T=257)
+        add(520, 200, models=7, reset_state="h")
+        add(896, 300, resets="none")
         if cell == "lstm":
             add(100, 64, cells=True)
             add(384, 64, cells=True)
+            add(512, 64, cells=True, resets="none")
+            add(800, 19, cells=True, reset_state="bh")
     return _dedupe(cases)
 
 
@@ -358,4 +366,4 @@ GPU_FORWARD = tuple(
 )
 
 # Where operands are scaled to 16 bits on a Hopper GPU, and a width where they are not.
-OF_EVERY_SIZE = tuple(Case(cell, T=9, B=16, H=H) for cell in WEIGHTS for H in (64, 100, 128, 256))
+OF_EVERY_SIZE = tuple(Case(cell, T=9, B=16, H=H) for cell in WEIGHTS for H in (64, 100, 128, 256, 700))

@@ -36,12 +36,18 @@ def assert_same(problem, device, tiling, place, tiles):
     """With tiles of other sizes, and all tiles taken in turn by few programs."""
     few = dataclasses.replace(device, multiprocessors=tiling.splits)
     first, *others = [
-        outputs(problem, d, dataclasses.replace(tiling, block_b=block_b), place)
+        outputs(problem, d, with_tiles_of(block_b, tiling), place)
         for block_b, d in itertools.product(tiles, (device, few) if tiling.splits > 1 else (device,))
     ]
     for other in others:
         for name, x in first.items():
             np.testing.assert_array_equal(other[name], x, err_msg=name)
+
+
+def with_tiles_of(block_b, tiling):
+    """Where sequences are rows, a warp has 16 of them."""
+    warps = block_b // 16 if tiling.variant == "sm90_rows" else tiling.num_warps
+    return dataclasses.replace(tiling, block_b=block_b, num_warps=warps)
 
 
 def multiply(a, b, dtype):
@@ -84,6 +90,7 @@ COMPILED = {
     "sm90-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1, "sm90"), (8, 16)),
     "sm90-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1, "sm90"), (8, 16)),
     "sm90-split": ((192, 300), KernelConfig(64, 8, 64, 3, 4, 1, "sm90_split"), (8, 16, 32)),
+    "sm90-rows": ((512, 300), KernelConfig(32, 64, 32, 12, 4, 1, "sm90_rows"), (64, 128)),
     "sm90-split-of-8-warps": ((256,), KernelConfig(64, 16, 64, 4, 8, 1, "sm90_split"), (16, 32)),
 }
 
@@ -103,8 +110,10 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
         pytest.skip("kernels for Hopper")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
-        fitted = dataclasses.replace(tiling, splits=-(-hidden // tiling.block_h))
-        sizes = [b for b in tiles if fits(problem, device, dataclasses.replace(fitted, block_b=b))]
+        rows = tiling.variant == "sm90_rows"  # whose programs come by four
+        splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
+        fitted = dataclasses.replace(tiling, splits=splits)
+        sizes = [b for b in tiles if fits(problem, device, with_tiles_of(b, fitted))]
         if len(sizes) > 1:
             assert_same(problem, device, fitted, "cuda", sizes)
 

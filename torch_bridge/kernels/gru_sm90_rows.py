@@ -1,4 +1,4 @@
-"""GRU time loop for Hopper in Gluon, for wide states: as `gru.py`, weights on chip, sequences as the rows of products."""
+"""GRU time loop for Hopper in Gluon, for wide states: as `gru.py`, weights on chip, sequences as rows of products."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -9,6 +9,7 @@ from torch_bridge.kernels.exchange_sm90 import opaque_zero
 from torch_bridge.kernels.gru_sm90 import new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
+    backward_rows,
     box,
     exchange_bounds,
     fill_weights,
@@ -19,6 +20,7 @@ from torch_bridge.kernels.rows_sm90 import (
     multiply_gradients,
     multiply_states,
     parts,
+    prefetch_rows,
     raise_flags,
     receive_product,
     send_products,
@@ -52,7 +54,6 @@ def fwd_kernel(
     warps, 32]`.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = SPLITS * 32
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
     workers = gl.num_programs(0) // SPLITS
@@ -80,14 +81,17 @@ def fwd_kernel(
             exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
         )
         for i in range(T):
-            x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
+            here = worker + opaque_zero(i)  # or addresses would take registers all the time
             next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
+            prefetch_rows(xp_ptr, next_rows * (3 * H), first, 3, H)
             if reset_ptr is not None:
                 h = gl.where(reset[:, None], 0.0, h)
                 reset = load_reset(reset_ptr, next_rows, mask_q)
-            wait_for_flags(barrier_ptr, worker, sent, 0, SPLITS)
-            share = box(exchange_ptr, sent, workers, worker, BLOCK_B * WIDTH)
+            wait_for_flags(barrier_ptr, here, sent, SPLITS)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * SPLITS * 32)
             a_r, a_z, a_n = multiply_states(weights, share, zeros, i, 3)
+            x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
@@ -96,7 +100,7 @@ def fwd_kernel(
             if i + 1 < T:
                 sent += 1
                 scale = send_state_rows(
-                    exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+                    exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, here, split, SPLITS, SCALED
                 )
             at = rows[:, None] * H + unit[None, :]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
@@ -131,9 +135,9 @@ def bwd_kernel(
     BLOCK_B, 32]`, or None if that is bfloat16; and `barrier`, int32 zeros `[workers, warps, 32]`.
     """
     PARTS: gl.constexpr = parts(SPLITS)
-    LENGTH: gl.constexpr = SPLITS // PARTS * 32
+    LENGTH: gl.constexpr = SPLITS // PARTS
     WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = 3 * SPLITS * 32
+    TILES: gl.constexpr = 3 * SPLITS
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
     workers = gl.num_programs(0) // SPLITS
@@ -146,15 +150,15 @@ def bwd_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale, w_bound = fill_weights(
-            weights, w_hh_ptr + model * (3 * H * H), split // PARTS * (32 * PARTS), split % PARTS * LENGTH,
+            weights, w_hh_ptr + model * (3 * H * H), split // PARTS * (32 * PARTS), split % PARTS * (32 * LENGTH),
             3 * H, H, H, 3,
         )  # fmt: skip
         mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
-        rows = row + step_time(T - 1, T, REVERSE) * B
+        rows = backward_rows(row, 0, T, B, REVERSE)
         factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
-        dy_next = load_gradient_rows(dhs_ptr, row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B, unit, mask, H)
+        dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, B, REVERSE), unit, mask, H)
         bound = gl.max(zeros, axis=1)
         w_bounds = bound
         if SCALED:
@@ -178,40 +182,50 @@ def bwd_kernel(
                 largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dh) + w_bounds[:, None] * largest
                 bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
                 store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
-            share = box(exchange_ptr, sent, workers, here, BLOCK_B * WIDTH)
-            to = share + split * 32
-            store_operand_rows(to, dr, scale, WIDTH, SCALED)
-            store_operand_rows(to + SPLITS * 32, dz, scale, WIDTH, SCALED)
-            store_operand_rows(to + 2 * SPLITS * 32, dhn, scale, WIDTH, SCALED)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * TILES * 32)
+            store_operand_rows(share, dr, scale, split, TILES, SCALED)
+            store_operand_rows(share, dz, scale, SPLITS + split, TILES, SCALED)
+            store_operand_rows(share, dhn, scale, 2 * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, here, split, sent)
+            next_rows = backward_rows(row, i + 1, T, B, REVERSE)
+            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
+            prefetch_rows(factors_ptr, next_rows * (4 * H), 4 * first, 2, 64)
+            prefetch_rows(keep_ptr, next_rows * H, first, 1, 0)
+            later_rows = backward_rows(row, i + 2, T, B, REVERSE)
+            prefetch_rows(dhs_ptr, later_rows * H, first, 1, 0)
             dh = dh * keep
 
+            rows = backward_rows(row, i, T, B, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (3 * H) + unit[None, :]
             at = rows[:, None] * H + unit[None, :]
             gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=mask)
-            this_reset = reset
-            rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
 
-            wait_for_flags(barrier_ptr, here, sent, 0, SPLITS)
-            product = multiply_gradients(weights, share + split % PARTS * LENGTH, i, WIDTH, 3)
+            wait_for_flags(barrier_ptr, here, sent, SPLITS)
+            product = multiply_gradients(weights, share, split % PARTS * LENGTH, i, TILES, 3)
             if SCALED:
-                product = product * gl.convert_layout(inverse(scale) * w_unscale, product.type.layout, assert_trivial=True)
+                unscale = inverse(scale) * w_unscale
+                product = product * gl.convert_layout(unscale, product.type.layout, assert_trivial=True)
             if PARTS > 1:
                 product = send_products(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
+            then = i + opaque_zero(i)
             dy = dy_next
-            factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
-            dy_next = load_gradient_rows(dhs_ptr, next_rows, unit, mask, H)
             if PARTS > 1:
                 product = receive_product(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
             if SCALED:
+                bounds = box(bounds_ptr, sent, workers, worker + opaque_zero(i), BLOCK_B * 32)
                 bound = 3.0 * load_bounds(bounds, SPLITS, ACC)
             dh += product
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
-                    gl.store(dreset_h_ptr + at, gl.where(this_reset[:, None], dh, 0.0), mask=mask)
-                dh = gl.where(this_reset[:, None], 0.0, dh)
+                    at = backward_rows(row, then, T, B, REVERSE)[:, None] * H + unit[None, :]
+                    gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
+                dh = gl.where(reset[:, None], 0.0, dh)
+            rows = backward_rows(row, then + 1, T, B, REVERSE)
+            factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+            dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, B, REVERSE), unit, mask, H)
+        # again, so that it need not be kept for so long
+        _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         gl.store(dh0_ptr + last, dh, mask=mask)

@@ -12,6 +12,7 @@ from torch_bridge.kernels.exchange_sm90 import opaque_zero
 from torch_bridge.kernels.lstm_sm90 import new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
+    backward_rows,
     box,
     exchange_bounds,
     fill_weights,
@@ -22,6 +23,7 @@ from torch_bridge.kernels.rows_sm90 import (
     multiply_gradients,
     multiply_states,
     parts,
+    prefetch_rows,
     raise_flags,
     receive_product,
     send_products,
@@ -79,14 +81,17 @@ def fwd_kernel(
             exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
         )
         for i in range(T):
-            x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
+            here = worker + opaque_zero(i)  # or addresses would take registers all the time
             next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
+            prefetch_rows(xp_ptr, next_rows * (4 * H), first, 4, H)
             if reset_ptr is not None:
                 c = gl.where(reset[:, None], 0.0, c)
                 reset = load_reset(reset_ptr, next_rows, mask_q)
-            wait_for_flags(barrier_ptr, worker, sent, 0, SPLITS)
-            share = box(exchange_ptr, sent, workers, worker, BLOCK_B * SPLITS * 32)
+            wait_for_flags(barrier_ptr, here, sent, SPLITS)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * SPLITS * 32)
             a_i, a_f, a_g, a_o = multiply_states(weights, share, zeros, i, 4)
+            x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
@@ -95,7 +100,7 @@ def fwd_kernel(
             if i + 1 < T:
                 sent += 1
                 scale = send_state_rows(
-                    exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+                    exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, here, split, SPLITS, SCALED
                 )
             at = rows[:, None] * H + unit[None, :]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
@@ -130,9 +135,9 @@ def bwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but three, which are as in `gru_sm90_rows.py`."""
     PARTS: gl.constexpr = parts(SPLITS)
-    LENGTH: gl.constexpr = SPLITS // PARTS * 32
+    LENGTH: gl.constexpr = SPLITS // PARTS
     WARPS: gl.constexpr = gl.num_warps()
-    WIDTH: gl.constexpr = 4 * SPLITS * 32
+    TILES: gl.constexpr = 4 * SPLITS
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
     workers = gl.num_programs(0) // SPLITS
@@ -145,13 +150,13 @@ def bwd_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale, w_bound = fill_weights(
-            weights, w_hh_ptr + model * (4 * H * H), split // PARTS * (32 * PARTS), split % PARTS * LENGTH,
+            weights, w_hh_ptr + model * (4 * H * H), split // PARTS * (32 * PARTS), split % PARTS * (32 * LENGTH),
             4 * H, H, H, 4,
         )  # fmt: skip
         mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
-        rows = row + step_time(T - 1, T, REVERSE) * B
+        rows = backward_rows(row, 0, T, B, REVERSE)
         factors, through, keep, reset = _load_saved(
             factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
         )
@@ -159,7 +164,7 @@ def bwd_kernel(
         if dcs_ptr is not None:
             dcy = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
-        next_rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
+        next_rows = backward_rows(row, 1, T, B, REVERSE)
         dy_next = load_gradient_rows(dhs_ptr, next_rows, unit, mask, H)
         bound = gl.max(zeros, axis=1)
         w_bounds = bound
@@ -173,19 +178,19 @@ def bwd_kernel(
             bound = gl.max(largest, axis=1)
             bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
             sent += 2
+        if dcs_ptr is not None:
+            dc += dcy
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
             dh += dy.to(gl.float32)
             dc += dh * through.to(gl.float32)
-            if dcs_ptr is not None:
-                dc += dcy
             f_i, f_f, f_g, f_o = unpack_halves(factors)
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
             sent += 1
             scale = zeros
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            next_rows = backward_rows(row, i + 1, T, B, REVERSE)
             if dcs_ptr is not None:
-                dcy = load_gradient_rows(dcs_ptr, next_rows, unit, mask, H).to(gl.float32)
+                dcy = load_gradient_rows(dcs_ptr, next_rows, unit, mask & (i + 1 < T), H).to(gl.float32)
             if SCALED:
                 # 2^0: what a factor may be beyond one (a quarter of |c|) has room
                 scale = scale_to_float16(bound, 0)[:, None]
@@ -195,45 +200,59 @@ def bwd_kernel(
                     largest += gl.abs(dcy)
                 bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
                 store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
-            share = box(exchange_ptr, sent, workers, here, BLOCK_B * WIDTH)
-            to = share + split * 32
-            store_operand_rows(to, d_i, scale, WIDTH, SCALED)
-            store_operand_rows(to + SPLITS * 32, d_f, scale, WIDTH, SCALED)
-            store_operand_rows(to + 2 * SPLITS * 32, d_g, scale, WIDTH, SCALED)
-            store_operand_rows(to + 3 * SPLITS * 32, d_o, scale, WIDTH, SCALED)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * TILES * 32)
+            store_operand_rows(share, d_i, scale, split, TILES, SCALED)
+            store_operand_rows(share, d_f, scale, SPLITS + split, TILES, SCALED)
+            store_operand_rows(share, d_g, scale, 2 * SPLITS + split, TILES, SCALED)
+            store_operand_rows(share, d_o, scale, 3 * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, here, split, sent)
+            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
+            prefetch_rows(factors_ptr, next_rows * (4 * H), 4 * first, 2, 64)
+            prefetch_rows(keep_ptr, next_rows * H, first, 1, 0)
+            prefetch_rows(through_ptr, next_rows * H, first, 1, 0)
+            later_rows = backward_rows(row, i + 2, T, B, REVERSE)
+            prefetch_rows(dhs_ptr, later_rows * H, first, 1, 0)
             dc = dc * keep
+            if reset_ptr is not None:
+                if dreset_c_ptr is not None:
+                    at = backward_rows(row, i, T, B, REVERSE)[:, None] * H + unit[None, :]
+                    gl.store(dreset_c_ptr + at, gl.where(reset[:, None], dc, 0.0), mask=mask)
+                dc = gl.where(reset[:, None], 0.0, dc)
+            if dcs_ptr is not None:
+                dc += dcy
 
+            rows = backward_rows(row, i, T, B, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (4 * H) + unit[None, :]
             gl.store(dxp, d_i.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dxp + H, d_f.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dxp + 2 * H, d_g.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dxp + 3 * H, d_o.to(dxp_ptr.dtype.element_ty), mask=mask)
-            at = rows[:, None] * H + unit[None, :]
-            this_reset = reset
-            rows = next_rows
 
-            wait_for_flags(barrier_ptr, here, sent, 0, SPLITS)
-            dh = multiply_gradients(weights, share + split % PARTS * LENGTH, i, WIDTH, 4)
+            wait_for_flags(barrier_ptr, here, sent, SPLITS)
+            dh = multiply_gradients(weights, share, split % PARTS * LENGTH, i, TILES, 4)
             if SCALED:
-                dh = dh * gl.convert_layout(inverse(scale) * w_unscale, dh.type.layout, assert_trivial=True)
+                unscale = inverse(scale) * w_unscale
+                dh = dh * gl.convert_layout(unscale, dh.type.layout, assert_trivial=True)
             if PARTS > 1:
                 dh = send_products(products_ptr, dh, sent, here, split, SPLITS, PARTS, ACC)
+            then = i + opaque_zero(i)
             dy = dy_next
-            factors, through, keep, reset = _load_saved(
-                factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
-            )
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
-            dy_next = load_gradient_rows(dhs_ptr, next_rows, unit, mask, H)
             if PARTS > 1:
                 dh = receive_product(products_ptr, dh, sent, here, split, SPLITS, PARTS, ACC)
             if SCALED:
+                bounds = box(bounds_ptr, sent, workers, worker + opaque_zero(i), BLOCK_B * 32)
                 bound = 4.0 * load_bounds(bounds, SPLITS, ACC)
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
-                    gl.store(dreset_h_ptr + at, gl.where(this_reset[:, None], dh, 0.0), mask=mask)
-                    gl.store(dreset_c_ptr + at, gl.where(this_reset[:, None], dc, 0.0), mask=mask)
-                dh = gl.where(this_reset[:, None], 0.0, dh)
-                dc = gl.where(this_reset[:, None], 0.0, dc)
+                    at = backward_rows(row, then, T, B, REVERSE)[:, None] * H + unit[None, :]
+                    gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
+                dh = gl.where(reset[:, None], 0.0, dh)
+            rows = backward_rows(row, then + 1, T, B, REVERSE)
+            factors, through, keep, reset = _load_saved(
+                factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+            )
+            dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, B, REVERSE), unit, mask, H)
+        # again, so that it need not be kept for so long
+        _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         gl.store(dh0_ptr + last, dh, mask=mask)
         gl.store(dc0_ptr + last, dc, mask=mask)

@@ -12,6 +12,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from torch_bridge.kernels.common import step_time
 from torch_bridge.kernels.common_sm90 import barrier, inverse, scale_to_float16, to_operand
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
 
@@ -25,57 +26,46 @@ def _bits(count):
 
 
 @gluon.constexpr_function
-def _operand_layout(warps, programs):
-    """`[16 * warps, programs, 4, 8]`: sequences, programs, threads of a sequence, what each of them has."""
-    registers = [*([0, 0, 0, bit] for bit in (1, 2, 4)), *([0, bit, 0, 0] for bit in _bits(programs)), [8, 0, 0, 0]]
-    lanes = [[0, 0, 1, 0], [0, 0, 2, 0], [1, 0, 0, 0], [2, 0, 0, 0], [4, 0, 0, 0]]
-    shape = [16 * warps, programs, 4, 8]
-    return gl.DistributedLinearLayout(registers, lanes, [[16 * bit, 0, 0, 0] for bit in _bits(warps)], [], shape)
+def _fragments_layout(warps, blocks, elements):
+    """`[warps, 32, blocks, elements]`: of every block a thread has `elements` that lie side by side."""
+    registers = [*([0, 0, 0, bit] for bit in _bits(elements)), *([0, 0, bit, 0] for bit in _bits(blocks))]
+    lanes = [[0, bit, 0, 0] for bit in _bits(32)]
+    warp_bits = [[bit, 0, 0, 0] for bit in _bits(warps)]
+    return gl.DistributedLinearLayout(registers, lanes, warp_bits, [], [warps, 32, blocks, elements])
 
 
 @gluon.jit
-def _offsets(PROGRAMS: gl.constexpr, ROW: gl.constexpr, PROGRAM: gl.constexpr):
-    """Where the tiles of PROGRAMS lie, `[16 * warps, PROGRAMS, 4, 8]`, if rows and programs are so far apart."""
+def _offsets(BLOCKS: gl.constexpr, ELEMENTS: gl.constexpr, WARP: gl.constexpr):
+    """Where `[warps, 32, BLOCKS, ELEMENTS]` lie if warps are WARP apart, and their blocks."""
+    LAYOUT: gl.constexpr = _fragments_layout(gl.num_warps(), BLOCKS, ELEMENTS)
+    warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
+    block = gl.arange(0, BLOCKS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))[None, None, :, None]
+    element = gl.arange(0, ELEMENTS, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
+    offset = (warp * WARP)[:, None, None, None] + (lane * ELEMENTS)[None, :, None, None]
+    return offset + element[None, None, None, :], block
+
+
+@gluon.jit
+def store_operand_rows(ptr, x, scale, tile, TILES: gl.constexpr, SCALED: gl.constexpr):
+    """Stores a tile `[16 * warps, 32]` as an operand, number `tile` of TILES that a warp has side by side."""
     WARPS: gl.constexpr = gl.num_warps()
-    LAYOUT: gl.constexpr = _operand_layout(WARPS, PROGRAMS)
-    row = gl.arange(0, 16 * WARPS, gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    program = gl.arange(0, PROGRAMS, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
-    thread = gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT))))
-    element = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
-    offset = (row * ROW)[:, None, None, None] + (program * PROGRAM)[None, :, None, None]
-    return offset + (thread * 8)[None, None, :, None] + element[None, None, None, :]
-
-
-@gluon.jit
-def _store_tiles(ptr, x, ROW: gl.constexpr, PROGRAM: gl.constexpr):
-    """Stores tiles `[16 * warps, 32]` side by side in `x`, one for each program."""
-    PROGRAMS: gl.constexpr = x.shape[1] // 32
-    x = x.reshape([x.shape[0], PROGRAMS, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([x.shape[0], PROGRAMS, 4, 8])
-    x = gl.convert_layout(x, _operand_layout(gl.num_warps(), PROGRAMS), assert_trivial=True)
-    gl.store(ptr + _offsets(PROGRAMS, ROW, PROGRAM), x)
-
-
-@gluon.jit
-def _load_tiles(ptr, PROGRAMS: gl.constexpr, ROW: gl.constexpr, PROGRAM: gl.constexpr):
-    """Loads what programs stored: `[16 * warps, PROGRAMS, 32]`."""
-    ROWS: gl.constexpr = 16 * gl.num_warps()
-    x = gl.load(ptr + _offsets(PROGRAMS, ROW, PROGRAM), cache_modifier=".cg")
-    return x.reshape([ROWS, PROGRAMS, 4, 4, 2]).permute([0, 1, 3, 2, 4]).reshape([ROWS, PROGRAMS, 32])
-
-
-@gluon.jit
-def store_operand_rows(ptr, x, scale, WIDTH: gl.constexpr, SCALED: gl.constexpr):
-    """Stores a program's tile `[16 * warps, 32]` as an operand."""
     if SCALED:
         x = x * scale
-    _store_tiles(ptr, to_operand(x, ptr.dtype.element_ty), WIDTH, 32)
+    x = to_operand(x, ptr.dtype.element_ty).reshape([WARPS, 2, 8, 2, 2, 4, 2]).permute([0, 2, 5, 3, 4, 1, 6])
+    x = gl.convert_layout(x.reshape([WARPS, 32, 2, 8]), _fragments_layout(WARPS, 2, 8), assert_trivial=True)
+    offset, block = _offsets(2, 8, TILES * 512)
+    gl.store(ptr + tile * 512 + (offset + block * 256), x)
 
 
 @gluon.jit
-def load_operand_rows(ptr, WIDTH: gl.constexpr, OPERAND: gl.constexpr):
-    """Loads the tiles of TOGETHER programs as the register operand of a product, `[16 * warps, 32 * TOGETHER]`."""
-    x = _load_tiles(ptr, TOGETHER, WIDTH, 32).reshape([16 * gl.num_warps(), TOGETHER * 32])
-    return gl.convert_layout(x, OPERAND, assert_trivial=True)
+def load_operand_rows(ptr, tile, TILES: gl.constexpr, OPERAND: gl.constexpr):
+    """Loads TOGETHER tiles as the register operand of a product, `[16 * warps, 32 * TOGETHER]`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    offset, block = _offsets(2 * TOGETHER, 8, TILES * 512)
+    x = gl.load(ptr + tile * 512 + (offset + block * 256), cache_modifier=".cg")
+    x = x.reshape([WARPS, 8, 4, 2 * TOGETHER, 2, 2, 2]).permute([0, 5, 1, 3, 4, 2, 6])
+    return gl.convert_layout(x.reshape([16 * WARPS, 32 * TOGETHER]), OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -91,10 +81,11 @@ def raise_flags(flags_ptr, worker, split, number):
     address = flags_ptr.to(gl.int64) + (((worker * gl.num_warps() + thread // 32) * 32 + split) * 4).to(gl.int64)
     gl.inline_asm_elementwise(
         """{
-        .reg .pred p;
+        .reg .pred first;
+        fence.acq_rel.gpu;
         bar.warp.sync 0xffffffff;
-        setp.eq.b32 p, $3, 0;
-        @p st.release.gpu.global.b32 [$1], $2;
+        setp.eq.b32 first, $3, 0;
+        @first st.relaxed.gpu.global.b32 [$1], $2;
         mov.b32 $0, 0;
         }""",
         "=r,l,r,r", [address, thread * 0 + number, thread % 32], dtype=gl.int32, is_pure=False, pack=1,
@@ -102,8 +93,8 @@ def raise_flags(flags_ptr, worker, split, number):
 
 
 @gluon.jit
-def wait_for_flags(flags_ptr, worker, number, first, COUNT: gl.constexpr):
-    """Every warp waits until what the same warp of each of COUNT programs wrote is there."""
+def wait_for_flags(flags_ptr, worker, number, SPLITS: gl.constexpr):
+    """Every warp waits until what the same warp of each program wrote is there."""
     thread = _lanes()
     address = flags_ptr.to(gl.int64) + ((worker * gl.num_warps() * 32 + thread) * 4).to(gl.int64)
     gl.inline_asm_elementwise(
@@ -113,11 +104,12 @@ def wait_for_flags(flags_ptr, worker, number, first, COUNT: gl.constexpr):
         again:
         ld.acquire.gpu.global.b32 flag, [$1];
         setp.lt.s32 p, flag, $2;
+        vote.sync.any.pred p, p, 0xffffffff;
         @p bra again;
         bar.warp.sync 0xffffffff;
         mov.b32 $0, 0;
         }""",
-        "=r,l,r", [address, gl.where((thread % 32 >= first) & (thread % 32 < first + COUNT), number, 0)], dtype=gl.int32, is_pure=False, pack=1,
+        "=r,l,r", [address, gl.where(thread % 32 < SPLITS, number, 0)], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -133,13 +125,12 @@ def send_state_rows(
     SPLITS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Sends the hidden state that a step starts from, which `reset` is of; returns its scale."""
-    WIDTH: gl.constexpr = SPLITS * 32
     if reset_ptr is not None:
         h = gl.where(reset[:, None], 0.0, h)
         if SCALED:
             scale = gl.where(reset[:, None], 2.0**14, scale)
-    to = box(exchange_ptr, number, workers, worker, h.shape[0] * WIDTH) + split * 32
-    store_operand_rows(to, h, scale, WIDTH, SCALED)
+    share = box(exchange_ptr, number, workers, worker, h.shape[0] * SPLITS * 32)
+    store_operand_rows(share, h, scale, split, SPLITS, SCALED)
     raise_flags(flags_ptr, worker, split, number)
     return scale
 
@@ -167,6 +158,20 @@ def _load_weights(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.c
     return gl.load(ptr + row[:, None] * stride + col[None, :], mask=mask, other=0.0)
 
 
+@gluon.constexpr_function
+def _every_warp_layout(warps):
+    """`[32]`, an element a thread, in every warp."""
+    return gl.DistributedLinearLayout([], [[bit] for bit in _bits(32)], [[0] for _ in _bits(warps)], [], [32])
+
+
+@gluon.jit
+def _largest(x):
+    """The largest of `[32]`: `gl.max` over warps would keep a register from one call to the next."""
+    slot = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]), x)
+    barrier()
+    return gl.max(slot.load(_every_warp_layout(gl.num_warps())), axis=0)
+
+
 @gluon.jit
 def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.constexpr, GATES: gl.constexpr):
     """Brings a program's part of w_hh_t (GATES of them), or of w_hh, on chip.
@@ -189,7 +194,7 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
                 largest = gl.maximum(largest, w)
                 total += w
             row_largest = gl.maximum(row_largest, gl.sum(total, axis=1))
-    scale = scale_to_float16(gl.max(gl.max(largest, axis=1), axis=0), 14)
+    scale = scale_to_float16(_largest(gl.max(largest, axis=1)), 14)
     for k in range(count):
         for part in gl.static_range(PARTS):
             row, col = first_row + part * 32, first_col + k // GATES * COLS
@@ -199,7 +204,7 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
             weights.index(k).slice(part * 32, 32).store(w.to(weights.dtype))
     fence_async_shared()
     barrier()
-    return inverse(scale), gl.max(row_largest, axis=0)
+    return inverse(scale), _largest(row_largest)
 
 
 @gluon.jit
@@ -217,12 +222,32 @@ def first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H: gl.constexpr, SPLITS: 
 
 @gluon.jit
 def locate_rows(item, tiles, T, B, Q, unit, ROWS: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
-    """Where a tile lies: masks of sequences and of states, the sequences, their first rows, their states."""
+    """Where a tile lies: masks of sequences and of states, the sequences, their first rows, their states.
+
+    Of what is masked it is where a tile's first sequence lies.
+    """
     q = (item % tiles) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     mask_q = q < Q
     mask = mask_q[:, None] & (unit < H)[None, :]
+    q = gl.where(mask_q, q, (item % tiles) * ROWS)
     seq = (item // tiles).to(gl.int64) * Q + q
     return mask_q, mask, seq, (seq // B) * T * B + seq % B, seq[:, None] * H + unit[None, :]
+
+
+@gluon.jit
+def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr):
+    """Asks for what lies at `ptr + rows + first` and COUNT - 1 times STRIDE further on to come to L2; COUNT up to 4.
+
+    What a step reads comes from memory while the step before runs: as soon as it were asked for into registers, loads
+    of operands would wait for it.
+    """
+    LAYOUT: gl.constexpr = _half_layout(gl.num_warps())
+    rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    which = gl.minimum(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), COUNT - 1)
+    address = (ptr + (rows[:, None] + first + which[None, :] * STRIDE)).to(gl.int64)
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -232,20 +257,26 @@ def load_gradient_rows(ptr, rows, unit, mask, H: gl.constexpr):
 
 
 @gluon.jit
+def backward_rows(row, i, T, B, REVERSE: gl.constexpr):
+    """Where sequences are at step `i` of the backward pass, or at its last one."""
+    return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * B
+
+
+@gluon.jit
 def multiply_states(weights, ptr, zeros, step, GATES: gl.constexpr):
     """The products of all programs' hidden states with a program's weights: a tuple by gate."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     CHUNKS: gl.constexpr = weights.shape[0] // GATES
-    WIDTH: gl.constexpr = CHUNKS * 32 * TOGETHER
+    TILES: gl.constexpr = CHUNKS * TOGETHER
     first = opaque_zero(step)
     sums = ()
     for _ in gl.static_range(GATES):
         sums += (zeros,)  # type: ignore[assignment]
-    operand = load_operand_rows(ptr, WIDTH, OPERAND)
+    operand = load_operand_rows(ptr, 0, TILES, OPERAND)
     for chunk in gl.static_range(CHUNKS):
         this = operand
         if chunk + 1 < CHUNKS:
-            operand = load_operand_rows(ptr + (chunk + 1) * 32 * TOGETHER, WIDTH, OPERAND)
+            operand = load_operand_rows(ptr, (chunk + 1) * TOGETHER, TILES, OPERAND)
         products = ()
         for gate in gl.static_range(GATES):
             w = weights.index(first + chunk * GATES + gate).permute([1, 0])
@@ -256,8 +287,8 @@ def multiply_states(weights, ptr, zeros, step, GATES: gl.constexpr):
 
 
 @gluon.jit
-def multiply_gradients(weights, ptr, step, WIDTH: gl.constexpr, GATES: gl.constexpr):
-    """The product `[16 * warps, 32 * PARTS]` of a part of all gate gradients, which begins at `ptr`, with the weights."""
+def multiply_gradients(weights, ptr, first_tile, step, TILES: gl.constexpr, GATES: gl.constexpr):
+    """The product `[16 * warps, 32 * PARTS]` of all gates' gradients, from a tile on, with the weights."""
     WARPS: gl.constexpr = gl.num_warps()
     UNITS: gl.constexpr = weights.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNITS, 16])
@@ -265,56 +296,41 @@ def multiply_gradients(weights, ptr, step, WIDTH: gl.constexpr, GATES: gl.conste
     FACTORS: gl.constexpr = weights.shape[0]
     first = opaque_zero(step)
     product = gl.zeros([16 * WARPS, UNITS], gl.float32, ACC)
-    operand = load_operand_rows(ptr, WIDTH, OPERAND)
+    operand = load_operand_rows(ptr, first_tile, TILES, OPERAND)
     for factor in gl.static_range(FACTORS):
         this = operand
         if factor + 1 < FACTORS:
             # after a gate the next one of the same programs, in the order of the weights
             chunk, gate = (factor + 1) // GATES, (factor + 1) % GATES
-            operand = load_operand_rows(ptr + gate * (WIDTH // GATES) + chunk * 32 * TOGETHER, WIDTH, OPERAND)
+            tile = first_tile + gate * (TILES // GATES) + chunk * TOGETHER
+            operand = load_operand_rows(ptr, tile, TILES, OPERAND)
         w = weights.index(first + factor).permute([1, 0])
         product = warpgroup_mma(this, w, product, use_acc=factor > 0, is_async=True)
         product = warpgroup_mma_wait(num_outstanding=0, deps=[product])
     return product
 
 
-@gluon.constexpr_function
-def _products_layout(warps, programs, elements):
-    """`[16 * warps, programs, 8 * elements]`: of a tile a thread has two times `elements` that lie side by side."""
-    registers = [[0, 0, bit] for bit in _bits(elements)] + [[0, 0, 4 * elements]]
-    registers += [[0, bit, 0] for bit in _bits(programs)] + [[8, 0, 0]]
-    lanes = [[0, 0, elements], [0, 0, 2 * elements], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
-    warp_bits = [[16 * bit, 0, 0] for bit in _bits(warps)]
-    return gl.DistributedLinearLayout(registers, lanes, warp_bits, [], [16 * warps, programs, 8 * elements])
-
-
 @gluon.jit
 def send_products(ptr, product, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
     """Sends each other program of a group its tile of a product, but for the last bit; returns this program's own."""
-    ROWS: gl.constexpr = product.shape[0]
-    LAYOUT: gl.constexpr = _products_layout(gl.num_warps(), PARTS, 4)
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = 16 * WARPS
     part = split % PARTS
-    x = product.reshape([ROWS, PARTS, 2, 2, 4, 2]).permute([0, 1, 2, 4, 3, 5]).reshape([ROWS, PARTS, 32])
-    x = gl.convert_layout(x, LAYOUT, assert_trivial=True)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None, None]
-    to = gl.arange(0, PARTS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    element = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))[None, None, :]
-    offset = row * 32 + to * (PARTS * ROWS * 32) + element
-    to = to + offset * 0
-    box = ptr + ((worker * SPLITS + split - part).to(gl.int64) * PARTS + part) * (ROWS * 32)
-    gl.store(box + offset, (x.to(gl.int32, bitcast=True) & -2) | number % 2, mask=to != part)
+    own = product.reshape([ROWS, PARTS, 32])
     if PARTS == 4:
-        even, odd = x.reshape([ROWS, 2, 2, 32]).permute([0, 1, 3, 2]).split()
-        x = gl.where(part % 2 == 0, even, odd)
-    low, high = x.permute([0, 2, 1]).split()
-    return _as_tile(gl.where(part < PARTS // 2, low, high), ACC)
-
-
-@gluon.jit
-def _as_tile(x, ACC: gl.constexpr):
-    """Products in the order of units."""
-    x = x.reshape([x.shape[0], 2, 4, 2, 2]).permute([0, 1, 3, 2, 4]).reshape([x.shape[0], 32])
-    return gl.convert_layout(x, ACC, assert_trivial=True)
+        even, odd = own.reshape([ROWS, 2, 2, 32]).permute([0, 1, 3, 2]).split()
+        own = gl.where(part % 2 == 0, even, odd)
+    low, high = own.permute([0, 2, 1]).split()
+    own = gl.convert_layout(gl.where(part < PARTS // 2, low, high), ACC, assert_trivial=True)
+    x = (product.to(gl.int32, bitcast=True) & -2) | number % 2
+    x = x.reshape([WARPS, 2, 8, PARTS, 2, 2, 4, 2]).permute([0, 2, 6, 3, 1, 4, 5, 7])
+    LAYOUT: gl.constexpr = _fragments_layout(WARPS, 4 * PARTS, 4)
+    x = gl.convert_layout(x.reshape([WARPS, 32, 4 * PARTS, 4]), LAYOUT, assert_trivial=True)
+    offset, block = _offsets(4 * PARTS, 4, 512)
+    offset += block // 4 * (PARTS * ROWS * 32) + block % 4 * 128
+    box = ptr + ((worker * SPLITS + split - part).to(gl.int64) * PARTS + part) * (ROWS * 32)
+    gl.store(box + offset, x, mask=block // 4 + offset * 0 != part)
+    return own
 
 
 @gluon.constexpr_function
@@ -338,7 +354,8 @@ def _receive_assembly(count, stride, pack):
     lines += ["mov.b32 bits, 0;"]
     # bits | (word ^ bit)
     lines += [f"lop3.b32 bits, bits, ${k}, ${outputs + 2 * pack}, 0xF6;" for *_, words in groups for k in words]
-    return "\n".join([*lines, "and.b32 bits, bits, 1;", "setp.ne.b32 old, bits, 0;", "@old bra again;", "}"])
+    lines += ["and.b32 bits, bits, 1;", "setp.ne.b32 old, bits, 0;", "vote.sync.any.pred old, old, 0xffffffff;"]
+    return "\n".join([*lines, "@old bra again;", "}"])
 
 
 @gluon.constexpr_function
@@ -354,24 +371,26 @@ def _repeat(x, count):
 @gluon.jit
 def receive_product(ptr, own, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
     """The sum of this program's own tile and those that a group's others sent to it, always in the same order."""
-    ROWS: gl.constexpr = own.shape[0]
-    box = (ptr + (worker * SPLITS + split).to(gl.int64) * (PARTS * ROWS * 32)).to(gl.int64)
-    low = _receive_half(box, number % 2, split % PARTS, ROWS, PARTS)
-    high = _receive_half(box + 64, number % 2, split % PARTS, ROWS, PARTS)
-    product = gl.join(low, high).permute([0, 4, 2, 1, 3]).reshape([ROWS, 32])
-    return own + gl.convert_layout(product, ACC, assert_trivial=True)
+    WARPS: gl.constexpr = gl.num_warps()
+    box = ptr + (worker * SPLITS + split).to(gl.int64) * (PARTS * 16 * WARPS * 32)
+    low = _receive_half(box, number % 2, split % PARTS, PARTS)
+    high = _receive_half(box + 256, number % 2, split % PARTS, PARTS)
+    product = gl.join(low, high).reshape([WARPS, 8, 4, 2, 2, 2, 2]).permute([0, 6, 1, 3, 4, 2, 5])
+    return own + gl.convert_layout(product.reshape([16 * WARPS, 32]), ACC, assert_trivial=True)
 
 
 @gluon.jit
-def _receive_half(box, bit, part, ROWS: gl.constexpr, PARTS: gl.constexpr):
-    """Half of the units of a tile, summed over programs: `[ROWS, 4, 2, 2]`."""
-    LAYOUT: gl.constexpr = _half_layout(gl.num_warps())
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    chunk = gl.arange(0, 4, gl.SliceLayout(0, LAYOUT))
-    offset = row[:, None] * 128 + chunk[None, :] * 16
+def _receive_half(box, bit, part, PARTS: gl.constexpr):
+    """Half of the sequences of a tile, summed over programs: `[warps, 32, 2, 2, 2]`."""
+    WARPS: gl.constexpr = gl.num_warps()
+    LAYOUT: gl.constexpr = gl.SliceLayout(3, _fragments_layout(WARPS, 2, 1))
+    warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    block = gl.arange(0, 2, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    offset = (warp * 2048)[:, None, None] + (lane * 16)[None, :, None] + (block * 512)[None, None, :]
     words = gl.inline_asm_elementwise(
-        _receive_assembly(PARTS, ROWS * 128, 2), _receive_constraints(PARTS, 2),
-        [box + offset, offset * 0 + part, offset * 0 + bit],
+        _receive_assembly(PARTS, WARPS * 2048, 2), _receive_constraints(PARTS, 2),
+        [box.to(gl.int64) + offset, offset * 0 + part, offset * 0 + bit],
         dtype=_repeat(gl.int32, 4 * PARTS), is_pure=False, pack=2,
     )  # fmt: skip
     a, b, c, d = _total(words, 0, PARTS), _total(words, 1, PARTS), _total(words, 2, PARTS), _total(words, 3, PARTS)
@@ -429,5 +448,5 @@ def exchange_bounds(
     ptr = box(bounds_ptr, number, workers, worker, bound.shape[0] * 32)
     store_bounds(ptr, bound, split, ACC)
     raise_flags(flags_ptr, worker, split, number)
-    wait_for_flags(flags_ptr, worker, number, 0, SPLITS)
+    wait_for_flags(flags_ptr, worker, number, SPLITS)
     return load_bounds(ptr, SPLITS, ACC)
