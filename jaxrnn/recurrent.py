@@ -391,32 +391,95 @@ def _forward(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, keep: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """As `_recurrence`, and returns all that the kernel wrote; with `keep`, what the backward pass needs too."""
-    cell, hidden = static.cell, states[0].shape[-1]
+    """As `_recurrence`, and returns the arrays of all steps; with `keep`, what the backward pass needs too."""
+    cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
-    xp = cells.project(cell, params, xs, static.precision)
+    f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    arrays: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
-    arrays |= {name: b.astype(jnp.float32)[None] for name, b in cell.hidden_biases(params).items()}
-    arrays |= {"xp": xp, "reset": resets} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
-    arrays |= {f"reset_{s}": x for s, x in zip(cell.states, reset_states or (), strict=False)}
+    weights = {"w_hh_t": w_hh.T[None]}
+    weights |= {name: b.astype(f32)[None] for name, b in cell.hidden_biases(params).items()}
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
         for s, x in zip(cell.states, states, strict=True)
         if s == "h" or s in static.returned or (keep and static.remat and s in cell.history)
     ]
-    outputs += [_bridge.Output(f"{s}_last", False, hidden, jnp.dtype(jnp.float32)) for s in cell.states]
+    outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
     if keep and not static.remat:
         outputs += [
             _bridge.Output(name, True, width * hidden, _saved_dtype(name, operand_dtype, static.kernel_precision))
             for name, width in cell.saved
         ]
-    results = _bridge.launch(
-        cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
-        precision=static.kernel_precision,
-    )  # fmt: skip
-    last = tuple(results[f"{s}_last"] for s in cell.states)
+
+    def run(states: tuple[Array, ...], start: Any, size: int) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
+        arrays: dict[str, Array | None] = dict(weights)
+        arrays["xp"] = cells.project(cell, params, _part(xs, start, size), static.precision)
+        arrays["reset"] = _part(resets, start, size)
+        arrays |= {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
+        for s, x in zip(cell.states, reset_states or (), strict=False):
+            arrays[f"reset_{s}"] = _part(x, start, size) if static.reset_state == "stepped" else x
+        results = _bridge.launch(
+            cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
+            precision=static.kernel_precision,
+        )  # fmt: skip
+        return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
+
+    size = _chunk_steps(cell, xs, hidden) if keep and static.remat else steps
+    if size < steps:
+        states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
+    last, _, results = _in_chunks(run, states, steps, size, last_first=static.reverse)
     return last, {s: results[f"{s}s"] for s in static.returned}, results
+
+
+# `remat` recomputes so many bytes at a time: a chunk then takes several times as long as its launches' 10 to 30 us, and
+# is small beside inputs and states that one would save memory for.
+_CHUNK_BYTES = 2**27
+# At least so many steps, also where sequences are many: to bring the weights on chip takes as long as a few.
+_CHUNK_STEPS = 16
+
+
+def _chunk_steps(cell: cells.Cell, xs: Array, hidden: int) -> int:
+    """Steps that `remat` takes at a time: all, or as many as it may, fewer by up to a half if that leaves no rest."""
+    groups, steps, batch = xs.shape[:3]
+    # xp, hp, what is saved, and the states before each step, in float32
+    step_bytes = 4 * groups * batch * hidden * (3 * cell.gates + len(cell.history))
+    most = max(_CHUNK_STEPS, _CHUNK_BYTES // step_bytes)
+    if most >= steps:
+        return steps
+    return next((size for size in range(most, most // 2, -1) if steps % size == 0), most)
+
+
+def _part(x: Any, start: Any, size: int) -> Any:
+    """So many steps of `[G, T, ...]`, or None, from `start` on."""
+    return x if x is None or size == x.shape[1] else jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
+
+
+def _in_chunks(
+    run: Callable[[Any, Any, int], tuple[Any, Any, Any]], carry: Any, steps: int, size: int, last_first: bool
+) -> tuple[Any, Any, Any]:
+    """Runs `run(carry, start, size) -> (carry, to sum, to join along axis 1)` on chunks of time, one by one."""
+    if size == steps:
+        return run(carry, 0, steps)
+    full, rest = divmod(steps, size)
+    _, sums, parts = jax.eval_shape(lambda carry: run(carry, 0, size), carry)
+    joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], steps, *x.shape[2:]), x.dtype), parts)
+    everything = carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), joined
+
+    def chunk(everything: Any, start: Any, size: int) -> Any:
+        carry, sums, joined = everything
+        carry, terms, parts = run(carry, start, size)
+        # written in place: of scans' stacked outputs, more than one group would be transposed
+        joined = jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice_in_dim(x, p, start, axis=1), joined, parts)
+        return carry, jax.tree.map(jnp.add, sums, terms), joined
+
+    if rest and last_first:
+        everything = chunk(everything, full * size, rest)
+    everything, _ = jax.lax.scan(
+        lambda everything, start: (chunk(everything, start, size), None), everything, jnp.arange(full) * size,
+        reverse=last_first,
+    )  # fmt: skip
+    if rest and not last_first:
+        everything = chunk(everything, full * size, rest)
+    return everything
 
 
 def _operand(w: Array, kernel_precision: str) -> Array:
@@ -446,8 +509,18 @@ def _recurrence_fwd(
     return (last, sequences), (params, states, xs, resets, reset_states, saved)
 
 
+def _before(static: _Static, history: Array, state: Array, start: Any, size: int) -> Array:
+    """`[G, B, H]` the state that the first of these steps started from, resets not applied."""
+    steps = history.shape[1]
+    if size == steps:
+        return state
+    at = start + size if static.reverse else start - 1
+    before = jax.lax.dynamic_index_in_dim(history, jnp.clip(at, 0, steps - 1), axis=1, keepdims=False)
+    return jnp.where((at < 0) | (at == steps), state, before)
+
+
 def _previous(static: _Static, history: Array, state: Array, resets: Array | None, reset_state: Array | None) -> Array:
-    """`[G, T, B, H]` the state that every step started from, resets applied."""
+    """`[G, T, B, H]` the state that every step started from, resets applied; the first from `state`."""
     if static.reverse:
         previous = jnp.concatenate([history[:, 1:], state[:, None]], axis=1)
     else:
@@ -463,59 +536,78 @@ def _previous(static: _Static, history: Array, state: Array, resets: Array | Non
 def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     params, states, xs, resets, reset_states, saved = residuals
     d_last, d_sequences = cotangents
-    cell, hidden = static.cell, states[0].shape[-1]
+    cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     f32 = jnp.dtype(jnp.float32)
-    previous = {
-        s: _previous(static, saved[f"{s}s"], states[k], resets, reset_states[k] if reset_states else None)
-        for k, s in enumerate(cell.states)
-        if f"{s}s" in saved
-    }
-    h_prev = previous["h"].astype(operand_dtype)
-    if static.remat:
-        xp = cells.project(cell, params, xs, static.precision)
-        hp = reference.matmul(h_prev, params.w_hh, static.precision, f32)
-        saved = cell.save(params, xp, hp, {s: x.astype(f32) for s, x in previous.items()})
-        for name, x in saved.items():
-            dtype = _saved_dtype(name, operand_dtype, static.kernel_precision)
-            saved[name] = x if dtype == f32 else jnp.clip(x, -65504.0, 65504.0).astype(dtype)  # as the kernel does
-
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": resets}
-    arrays |= {name: saved[name] for name, _ in cell.saved}
-    arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
-    arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
     if reset_states:
         outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
-    results = _bridge.launch(
-        cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
-        precision=static.kernel_precision,
-    )  # fmt: skip
 
     def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
         """`x^T @ y` over groups, steps and batch."""
         return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=f32)
 
-    dxp = results["dxp"]
-    dxs = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
-                     preferred_element_type=f32)  # fmt: skip
-    grads = {"w_ih": contract(xs.astype(operand_dtype), dxp), cell.bias: cells.bias_grad(dxp)}
-    hidden_grads = {name: results[name] for name in cell.hidden_grads}
-    recurrent = jax.lax.Precision.HIGHEST if hidden <= _FULL_PRECISION_WIDTH else static.precision
-    grads |= cell.recurrent_grads(functools.partial(contract, h_prev, precision=recurrent), dxp, hidden_grads)
-    dparams = type(params)(**{name: grads[name].astype(getattr(params, name).dtype) for name in params._fields})
-    dstates = tuple(results[f"d{s}0"].astype(x.dtype) for s, x in zip(cell.states, states, strict=True))
+    def run(d_last: tuple[Array, ...], start: Any, size: int) -> tuple[tuple[Array, ...], Any, Any]:
+        part = functools.partial(_part, start=start, size=size)
+        x, reset = part(xs), part(resets)
+        factors: dict[str, Array] = {name: part(value) for name, value in saved.items()}
+        previous = {}
+        for k, s in enumerate(cell.states):
+            if f"{s}s" in saved:
+                first = _before(static, saved[f"{s}s"], states[k], start, size)
+                new = reset_states[k] if reset_states else None
+                new = part(new) if static.reset_state == "stepped" else new
+                previous[s] = _previous(static, factors[f"{s}s"], first, reset, new)
+        h_prev = previous["h"].astype(operand_dtype)
+        if static.remat:
+            xp = cells.project(cell, params, x, static.precision)
+            hp = reference.matmul(h_prev, params.w_hh, static.precision, f32)
+            factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
+            for name, value in factors.items():
+                dtype = _saved_dtype(name, operand_dtype, static.kernel_precision)
+                factors[name] = (
+                    value if dtype == f32 else jnp.clip(value, -65504.0, 65504.0).astype(dtype)
+                )  # as the kernel
+
+        arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
+        arrays |= {name: factors[name] for name, _ in cell.saved}
+        arrays |= {f"d{s}s": part(d) for s, d in d_sequences.items()}
+        arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
+        results = _bridge.launch(
+            cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
+            precision=static.kernel_precision,
+        )  # fmt: skip
+
+        dxp = results["dxp"]
+        dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
+                        preferred_element_type=f32)  # fmt: skip
+        sums, parts = {"w_ih": contract(x.astype(operand_dtype), dxp), cell.bias: cells.bias_grad(dxp)}, {}
+        hidden_grads = {name: results[name] for name in cell.hidden_grads}
+        recurrent = jax.lax.Precision.HIGHEST if hidden <= _FULL_PRECISION_WIDTH else static.precision
+        sums |= cell.recurrent_grads(functools.partial(contract, h_prev, precision=recurrent), dxp, hidden_grads)
+        parts["xs"] = dx.astype(xs.dtype)
+        for s, value in zip(cell.states, reset_states or (), strict=False):
+            d = results[f"dreset_{s}"]
+            if static.reset_state == "stepped":
+                parts[f"reset_{s}"] = d.astype(value.dtype)
+            else:  # the kernel gives every step's gradient: few are not zero, and a sum would take it registers
+                sums[f"reset_{s}"] = d.sum(axis=1)
+        return tuple(results[f"d{s}0"] for s in cell.states), sums, parts
+
+    size = _chunk_steps(cell, xs, hidden) if static.remat else steps
+    d_first, sums, parts = _in_chunks(run, d_last, steps, size, last_first=not static.reverse)
+    dparams = type(params)(**{name: sums[name].astype(getattr(params, name).dtype) for name in params._fields})
+    dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
     dreset_states = None
     if reset_states:
-        # of a fixed state the kernel gives every step's gradient: few are not zero, and a sum would take it registers
+        found = sums | parts
         dreset_states = tuple(
-            (d if static.reset_state == "stepped" else d.sum(axis=1)).astype(x.dtype)
-            for x, d in ((x, results[f"dreset_{s}"]) for s, x in zip(cell.states, reset_states, strict=True))
+            found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
         )
-    return dparams, dstates, dxs.astype(xs.dtype), _no_gradient(resets), dreset_states
+    return dparams, dstates, parts["xs"], _no_gradient(resets), dreset_states
 
 
 def _no_gradient(resets: Array | None) -> Any:

@@ -3,8 +3,13 @@
 import functools
 
 import cases
+import jax
+import numpy as np
+import oracle
 import pytest
+from cases import Case
 
+from jaxrnn import recurrent
 from torch_bridge import config
 
 pytestmark = pytest.mark.interpret
@@ -41,6 +46,55 @@ def test_without_gradients_nothing_changes(case):
 def test_programs_take_tiles_in_turn(cell, monkeypatch):
     """A device of few multiprocessors: two tiles for each model, and room for one at a time."""
     monkeypatch.setattr(config, "Device", functools.partial(config.Device, multiprocessors=2))
-    case = cases.Case(cell, T=2, B=70, H=70, D=7, precision="highest", reset_state="h", models=2)
+    case = Case(cell, T=2, B=70, H=70, D=7, precision="highest", reset_state="h", models=2)
     inputs = cases.make_inputs(case)
     cases.check(case, cases.run(case, inputs, "triton"), cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
+
+
+def in_chunks(**changes):
+    """Cases of 7 steps, for chunks of 3: two, and a rest."""
+    return Case(**({"T": 7, "B": 3, "H": 12, "D": 5, "precision": "highest", "remat": True} | changes))
+
+
+CHUNKED = [in_chunks(cell=cell, reverse=reverse, reset_state=state, cells=cell == "lstm")
+           for cell in ("gru", "lstm") for reverse in (False, True) for state in ("h", "tbh")]  # fmt: skip
+CHUNKED += [in_chunks(cell=cell, **changes) for cell in ("gru", "lstm") for changes in (
+    {"resets": "none"}, {"T": 6, "resets": "all", "reset_dtype": "float32"}, {"time_major": False, "reset_state": "tbh"},
+    {"models": 2, "reset_state": "bh", "reverse": True}, {"models": 2, "time_major": False, "reverse": True},
+    {"H": 70, "reset_state": "tbh"}, {"dtype": "f16", "carry_dtype": "f16", "precision": "default"},
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CHUNKED, ids=str)
+def test_remat_in_chunks_of_time_changes_nothing(case, monkeypatch):
+    inputs = cases.make_inputs(case)
+    if case.resets == "some":  # at the borders of chunks too
+        by_time = np.moveaxis(inputs["resets"], (1 if case.models else 0) + (not case.time_major), 0)
+        by_time[[2, 3, 5, 6], ..., 0] = by_time[[3, 4, 6], ..., 1] = True
+    given = {name: x for name, x in inputs.items() if x is not None}
+
+    def run(case):
+        one = functools.partial(cases._with_gradients, case, "triton")
+        return {name: np.asarray(x) for name, x in jax.jit(jax.vmap(one) if case.models else one)(given).items()}
+
+    whole = run(case)
+    chunks = []
+    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
+    in_chunks = recurrent._in_chunks
+    monkeypatch.setattr(recurrent, "_in_chunks", lambda *args, **kw: chunks.append(args[2:4]) or in_chunks(*args, **kw))
+    got = run(case)
+    assert chunks == [(case.T, 3)] * 2
+    for name, x in whole.items():
+        assert oracle.error(got[name], x) <= (2.0**-10 if case.dtype == "f16" else 2.0**-20), name
+    check(case, got, cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("steps", "most", "size"), [(16, 16, 16), (17, 16, 16), (24, 16, 12), (256, 23, 16), (31, 4, 4)]
+)
+def test_chunks_leave_no_rest_where_they_can(steps, most, size, monkeypatch):
+    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", most)
+    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
+    xs = jax.ShapeDtypeStruct((1, steps, 4, 8), np.float32)
+    assert recurrent._chunk_steps(recurrent.cells.GRU, xs, 8) == size
