@@ -60,7 +60,7 @@ def gru(
       reverse: run from the last step to the first; outputs stay in the order of the inputs.
       time_major: whether time is the first axis of `xs`, `resets` and the outputs, or the last before features.
       precision: of every matmul, as in `jax.lax.dot_general`; None takes `jax_default_matmul_precision`.
-      remat: save no gates for the backward pass; recompute them there in one large matmul.
+      remat: save no gates for the backward pass; recompute them there, in matmuls over many steps at a time.
       implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`lax.scan`), or None: the fastest that
         works here. A name works or raises.
 
@@ -396,7 +396,7 @@ def _forward(
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    weights = {"w_hh_t": w_hh.T[None]}
+    weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
     weights |= {name: b.astype(f32)[None] for name, b in cell.hidden_biases(params).items()}
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
@@ -410,13 +410,13 @@ def _forward(
             for name, width in cell.saved
         ]
 
-    def run(states: tuple[Array, ...], start: Any, size: int) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
-        arrays: dict[str, Array | None] = dict(weights)
-        arrays["xp"] = cells.project(cell, params, _part(xs, start, size), static.precision)
-        arrays["reset"] = _part(resets, start, size)
-        arrays |= {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
-        for s, x in zip(cell.states, reset_states or (), strict=False):
-            arrays[f"reset_{s}"] = _part(x, start, size) if static.reset_state == "stepped" else x
+    stepped = reset_states if static.reset_state == "stepped" else None
+
+    def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
+        x, reset, new = sequences
+        arrays: dict[str, Array | None] = weights | {"xp": cells.project(cell, params, x, static.precision)}
+        arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
+        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
         results = _bridge.launch(
             cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
             precision=static.kernel_precision,
@@ -426,7 +426,7 @@ def _forward(
     size = _chunk_steps(cell, xs, hidden) if keep and static.remat else steps
     if size < steps:
         states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
-    last, _, results = _in_chunks(run, states, steps, size, last_first=static.reverse)
+    last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse)
     return last, {s: results[f"{s}s"] for s in static.returned}, results
 
 
@@ -448,37 +448,45 @@ def _chunk_steps(cell: cells.Cell, xs: Array, hidden: int) -> int:
     return next((size for size in range(most, most // 2, -1) if steps % size == 0), most)
 
 
-def _part(x: Any, start: Any, size: int) -> Any:
-    """So many steps of `[G, T, ...]`, or None, from `start` on."""
-    return x if x is None or size == x.shape[1] else jax.lax.dynamic_slice_in_dim(x, start, size, axis=1)
-
-
 def _in_chunks(
-    run: Callable[[Any, Any, int], tuple[Any, Any, Any]], carry: Any, steps: int, size: int, last_first: bool
+    run: Callable[[Any, Any, Any], tuple[Any, Any, Any]], carry: Any, sequences: Any, size: int, last_first: bool
 ) -> tuple[Any, Any, Any]:
-    """Runs `run(carry, start, size) -> (carry, to sum, to join along axis 1)` on chunks of time, one by one."""
+    """Runs `run` on chunks of time of `sequences` `[G, T, ...]`, one after the other.
+
+    It takes the carry, a chunk and where it starts, and returns the carry, what to add up over all chunks, and what to
+    join along time.
+    """
+    steps = jax.tree.leaves(sequences)[0].shape[1]
     if size == steps:
-        return run(carry, 0, steps)
+        return run(carry, sequences, 0)
     full, rest = divmod(steps, size)
-    _, sums, parts = jax.eval_shape(lambda carry: run(carry, 0, size), carry)
+    # flat: where a batch of one lies among the axes is open, and XLA would copy what enters the loop to settle it
+    flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), sequences)
+
+    def part(start: Any, size: int) -> Any:
+        def of(x: Array, flat: Array) -> Array:
+            chunk = jax.lax.dynamic_slice_in_dim(flat, start, size, axis=1)
+            return chunk.reshape(x.shape[0], size, *x.shape[2:])
+
+        return jax.tree.map(of, sequences, flat)
+
+    _, sums, parts = jax.eval_shape(lambda carry: run(carry, part(0, size), 0), carry)
     joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], steps, *x.shape[2:]), x.dtype), parts)
     everything = carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), joined
 
     def chunk(everything: Any, start: Any, size: int) -> Any:
         carry, sums, joined = everything
-        carry, terms, parts = run(carry, start, size)
+        carry, terms, parts = run(carry, part(start, size), start)
         # written in place: of scans' stacked outputs, more than one group would be transposed
         joined = jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice_in_dim(x, p, start, axis=1), joined, parts)
         return carry, jax.tree.map(jnp.add, sums, terms), joined
 
-    if rest and last_first:
-        everything = chunk(everything, full * size, rest)
+    if rest:  # before the loop, whose arrays XLA would copy to write another part
+        everything = chunk(everything, full * size if last_first else 0, rest)
+    starts = jnp.arange(full) * size + (0 if last_first else rest)
     everything, _ = jax.lax.scan(
-        lambda everything, start: (chunk(everything, start, size), None), everything, jnp.arange(full) * size,
-        reverse=last_first,
-    )  # fmt: skip
-    if rest and not last_first:
-        everything = chunk(everything, full * size, rest)
+        lambda everything, start: (chunk(everything, start, size), None), everything, starts, reverse=last_first
+    )
     return everything
 
 
@@ -550,17 +558,16 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         """`x^T @ y` over groups, steps and batch."""
         return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=f32)
 
-    def run(d_last: tuple[Array, ...], start: Any, size: int) -> tuple[tuple[Array, ...], Any, Any]:
-        part = functools.partial(_part, start=start, size=size)
-        x, reset = part(xs), part(resets)
-        factors: dict[str, Array] = {name: part(value) for name, value in saved.items()}
+    stepped = reset_states if static.reset_state == "stepped" else None
+
+    def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
+        x, reset, new, factors, d_each = sequences
+        new = new or reset_states
         previous = {}
         for k, s in enumerate(cell.states):
             if f"{s}s" in saved:
-                first = _before(static, saved[f"{s}s"], states[k], start, size)
-                new = reset_states[k] if reset_states else None
-                new = part(new) if static.reset_state == "stepped" else new
-                previous[s] = _previous(static, factors[f"{s}s"], first, reset, new)
+                first = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
+                previous[s] = _previous(static, factors[f"{s}s"], first, reset, new[k] if new else None)
         h_prev = previous["h"].astype(operand_dtype)
         if static.remat:
             xp = cells.project(cell, params, x, static.precision)
@@ -574,7 +581,7 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
         arrays |= {name: factors[name] for name, _ in cell.saved}
-        arrays |= {f"d{s}s": part(d) for s, d in d_sequences.items()}
+        arrays |= {f"d{s}s": d for s, d in d_each.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
@@ -598,7 +605,8 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         return tuple(results[f"d{s}0"] for s in cell.states), sums, parts
 
     size = _chunk_steps(cell, xs, hidden) if static.remat else steps
-    d_first, sums, parts = _in_chunks(run, d_last, steps, size, last_first=not static.reverse)
+    sequences = (xs, resets, stepped, saved, d_sequences)
+    d_first, sums, parts = _in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
     dparams = type(params)(**{name: sums[name].astype(getattr(params, name).dtype) for name in params._fields})
     dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
     dreset_states = None
