@@ -457,10 +457,10 @@ def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, Kernel
 # The kernels in Gluon whose products have sequences as rows, and whose programs, a multiple of four, 32 units each: the
 # same figures. Read off 60 timings on an H200 of B from 8 to 1024 and H from 256 to 1024.
 _HOPPER_ROWS = {
-    ("gru", "fwd"): ((64, 4, 4.0, 0.1), (128, 8, 4.3, 0.235)),
-    ("gru", "bwd"): ((64, 4, 5.2, 0.12), (128, 8, 5.7, 0.3)),
-    ("lstm", "fwd"): ((64, 4, 5.0, 0.17), (128, 8, 5.3, 0.32)),
-    ("lstm", "bwd"): ((64, 4, 6.0, 0.1), (128, 8, 6.0, 0.45)),
+    ("gru", "fwd"): ((64, 4, 3.7, 0.09), (128, 8, 3.5, 0.23)),
+    ("gru", "bwd"): ((64, 4, 4.4, 0.13), (128, 8, 5.0, 0.285)),
+    ("lstm", "fwd"): ((64, 4, 4.3, 0.13), (128, 8, 3.8, 0.39)),
+    ("lstm", "bwd"): ((64, 4, 4.9, 0.13), (128, 8, 4.5, 0.5)),
 }
 
 
