@@ -97,6 +97,8 @@ ACCURACY = (
     Case("gru", 64, 128, 128),
     Case("lstm", 64, 128, 128),
     Case("gru", 128, 64, 512),
+    Case("gru", 128, 32, 1024),
+    Case("lstm", 128, 32, 512),
     Case("gru", 16, 4096, 128),
     Case("lstm", 16, 4096, 128),
 )
