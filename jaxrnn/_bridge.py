@@ -106,6 +106,23 @@ def preferred(steps: int) -> bool:
     return steps > 1 and (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
 
 
+def _varying_axes(x: Any) -> frozenset[str]:
+    """Axes of a mesh that `x` varies over inside `shard_map`; none elsewhere."""
+    aval = jax.typeof(x)
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # renamed in JAX 0.10
+
+
+def vary_alike(tree: Any, *others: Any) -> Any:
+    """`tree`, each array varying over all axes that one of it or of `others` does: see `jax.lax.pcast`."""
+    axes = frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves((tree, *others))))
+
+    def vary(x: Array) -> Array:
+        missing = axes - _varying_axes(x)
+        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+
+    return jax.tree.map(vary, tree)
+
+
 launch_p = Primitive("jaxrnn_launch")
 launch_p.multiple_results = True
 
@@ -127,7 +144,8 @@ def launch(
         cell=cell, direction=direction, inputs=tuple(present), outputs=tuple(outputs),
         reset_state=reset_state, reverse=reverse, precision=precision,
     )  # fmt: skip
-    return dict(zip((output.name for output in outputs), results, strict=True))
+    # what a primitive without a rule for it returns varies over no axis
+    return dict(zip((output.name for output in outputs), vary_alike(results, present), strict=True))
 
 
 class _Sizes(NamedTuple):

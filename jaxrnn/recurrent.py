@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrnn import _bridge, cells, reference
 from jaxrnn.reference import GRUParams, LSTMParams
@@ -63,6 +64,9 @@ def gru(
       remat: save no gates for the backward pass; recompute them there, in matmuls over many steps at a time.
       implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`lax.scan`), or None: the fastest that
         works here. A name works or raises.
+
+    On an explicit mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes
+    to where that is. On a mesh whose axes JAX manages by itself (`AxisType.Auto`) all is gathered: use `jax.shard_map`.
 
     Returns:
       `(carry, ys)` as `lax.scan` would: the last hidden state `[*batch, H]`, and all of them, `[T, *batch, H]`
@@ -314,15 +318,64 @@ class _Static:
     returned: tuple[str, ...]
 
 
+def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
+    """How the batch axes of `xs` are sharded over an explicit mesh; nothing if they are not.
+
+    Raises:
+      NotImplementedError: other axes are.
+    """
+    spec = tuple(getattr(jax.typeof(xs).sharding, "spec", ()))
+    spec += (None,) * (xs.ndim - len(spec))
+    batch = spec[1:-1] if time_major else spec[:-2]
+    if any(axis is not None for axis in (spec[0] if time_major else spec[-2], spec[-1])):
+        raise NotImplementedError(
+            f"the Triton implementation needs whole sequences and features on a device, and xs is sharded as {spec}: "
+            'jax.reshard it to be sharded over batch axes alone, or pass implementation="xla"'
+        )
+    return batch if any(axis is not None for axis in batch) else ()
+
+
 def _run_triton(
     cell: cells.Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array | None, ...], reverse: bool, time_major: bool, precision: Any, remat: bool,
+    returned: tuple[str, ...],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
+    """As `_run_on_device`, on each device of an explicit mesh for its part of the batch."""
+    run = functools.partial(
+        _run_on_device, cell,
+        reverse=reverse, time_major=time_major, precision=precision, remat=remat, returned=returned,
+    )  # fmt: skip
+    arguments = params, states, xs, resets, reset_states
+    batch = _batch_spec(xs, time_major)
+    if not batch:
+        return run(*arguments)
+    whole, state = PartitionSpec(), PartitionSpec(*batch, None)
+    sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
+    by_rank = {1: whole, len(state): state, len(sequence): sequence}
+    specs = (
+        jax.tree.map(lambda _: whole, params),
+        tuple(state for _ in states),
+        sequence,
+        None if resets is None else PartitionSpec(*sequence[:-1]),
+        tuple(None if x is None else by_rank[x.ndim] for x in reset_states),
+    )
+    mesh = jax.typeof(xs).sharding.mesh
+    arguments = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), arguments, specs)
+    results = tuple(state for _ in states), tuple(sequence for _ in returned)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
+
+
+def _run_on_device(
+    cell: cells.Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array | None, ...], *, reverse: bool, time_major: bool, precision: Any, remat: bool,
     returned: tuple[str, ...],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """Brings the arguments into canonical form, runs the kernels, and brings the results back.
 
     Returns the last states, and of the states named in `returned` those of every step.
     """
+    # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
+    params, states, xs, resets, reset_states = _bridge.vary_alike((params, states, xs, resets, reset_states))
     hidden, rank = states[0].shape[-1], states[0].ndim
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     steps = xs.shape[0] if time_major else xs.shape[-2]
@@ -472,7 +525,8 @@ def _in_chunks(
 
     _, sums, parts = jax.eval_shape(lambda carry: run(carry, part(0, size), 0), carry)
     joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], steps, *x.shape[2:]), x.dtype), parts)
-    everything = carry, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), joined
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    everything = carry, *_bridge.vary_alike((zeros, joined), sequences)
 
     def chunk(everything: Any, start: Any, size: int) -> Any:
         carry, sums, joined = everything

@@ -26,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreted = os.environ.setdefault("TRITON_INTERPRET", str(int(interpreted_by_default))) == "1"
     if interpreted or not gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
         left_out |= {"gpu"}
     else:
         # XLA else times its matmuls and picks: two compilations of one program may round differently.
