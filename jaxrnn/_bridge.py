@@ -117,8 +117,12 @@ def vary_alike(tree: Any, *others: Any) -> Any:
     axes = frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves((tree, *others))))
 
     def vary(x: Array) -> Array:
-        missing = axes - _varying_axes(x)
-        return jax.lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # before JAX 0.9
 
     return jax.tree.map(vary, tree)
 

@@ -360,7 +360,8 @@ def _run_triton(
         tuple(None if x is None else by_rank[x.ndim] for x in reset_states),
     )
     mesh = jax.typeof(xs).sharding.mesh
-    arguments = jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), arguments, specs)
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
+    arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
     results = tuple(state for _ in states), tuple(sequence for _ in returned)
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
 

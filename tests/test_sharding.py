@@ -117,10 +117,9 @@ def test_what_comes_in_whole_is_cut_to_the_batch_of_an_explicit_mesh(where):
     params, carry, xs, reset_state, resets = make_arguments("gru")
     want = loss("gru", "xla", params, carry, xs, reset_state, resets)
     mesh = make_mesh(AxisType.Explicit)
-    with jax.set_mesh(mesh):
-        xs = jax.reshard(xs, P(None, "data"))
-        whole = jax.tree.map(lambda x: jax.reshard(x, P()), (params, carry, reset_state, resets))
-        got = loss("gru", "triton", whole[0], whole[1], xs, *whole[2:])
+    xs = jax.device_put(xs, NamedSharding(mesh, P(None, "data")))
+    whole = jax.device_put((params, carry, reset_state, resets), NamedSharding(mesh, P()))
+    got = loss("gru", "triton", whole[0], whole[1], xs, *whole[2:])
     assert_close(got, want)
 
 
