@@ -90,22 +90,31 @@ def test_the_default_precision_of_jax_reaches_the_kernels(cell):
         assert {problem.precision for problem in traced.__wrapped__(case).values()} == {"tf32x3"}
 
 
-# An RTX 4090, an A100 and an H200: compute capability, multiprocessors, and the shared memory a program can have.
-DEVICES = {"99KB": (89, 128, 101_376), "163KB": (80, 108, 166_912), "227KB": (90, 132, 232_448)}
+# An RTX 4090, an A100, an H200 and parts of one: capability, multiprocessors, and the shared memory a program can have.
+DEVICES = {
+    "99KB": (89, 128, 101_376),
+    "163KB": (80, 108, 166_912),
+    "227KB": (90, 132, 232_448),
+    "part": (90, 26, 232_448),
+    "small-part": (90, 16, 232_448),
+}
 HIDDEN = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 500, 512, 513, 1000, 1024, 1536, 2048, 4096)
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
-    from torch_bridge.config import Device, heuristic
+    from torch_bridge.config import Device, heuristic, widest
 
     device = Device(*DEVICES[device])
-    for hidden, batch, models in itertools.product(HIDDEN, (1, 8, 100, 2048, 100_000), (1, 7)):
-        p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models)
+    widths = [hidden for hidden in HIDDEN if hidden <= widest(device)]
+    for hidden, batch, models, steps in itertools.product(widths, (1, 8, 100, 2048, 100_000), (1, 7), (5, 16)):
+        p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models, steps=steps)
         config = heuristic(p, device)
         assert config == heuristic.__wrapped__(p, device)
-        assert config.block_h * config.splits >= hidden > config.block_h * (config.splits - 1)
+        width = 128 if config.variant == "sm90_rows" else config.block_h  # those programs come by four
+        covered = config.block_h * config.splits
+        assert covered % width == 0 and covered >= hidden > covered - width
         assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)
         assert 1 <= config.workers(p, device) <= models * config.tiles(p)
         assert config.shared_memory(p) <= device.shared_memory

@@ -31,7 +31,7 @@ def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[
     picked = {}
     for reset_state in ("stepped", "zeros"):
         for hidden in (1, 24, 64, 100, 128, 192, 256, 300, 384, 448, 512, 576, 700, 1024):
-            for batch in (1, 16, 64, 256, 1024, 2048, 16384):
+            for batch in (1, 16, 64, 256, 384, 512, 1024, 2048, 16384):
                 p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
                 c = config.heuristic(p, device)
                 # programs in Gluon have all that the others share with them in their code
