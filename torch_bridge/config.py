@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import re
 from collections.abc import Mapping
@@ -467,9 +468,8 @@ _HOPPER_ROWS = {
 @functools.cache
 def _triton() -> tuple[int, ...]:
     """Major and minor version of Triton: ptxas of a later one may need more registers."""
-    import triton
-
-    return tuple(map(int, triton.__version__.split(".")[:2]))
+    names = importlib.metadata.packages_distributions()["triton"]  # nightly builds have another name
+    return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2]))
 
 
 def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
