@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import json
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -467,9 +468,9 @@ _HOPPER_ROWS = {
 
 @functools.cache
 def _triton() -> tuple[int, ...]:
-    """Major and minor version of Triton: ptxas of a later one may need more registers."""
-    names = importlib.metadata.packages_distributions()["triton"]  # nightly builds have another name
-    return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2]))
+    """Major and minor version of Triton: ptxas of a later one may need more registers. Unknown, it counts as later."""
+    names = importlib.metadata.packages_distributions().get("triton")  # nightly builds have another name
+    return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2])) if names else (sys.maxsize,)
 
 
 def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
