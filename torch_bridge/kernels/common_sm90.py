@@ -132,6 +132,15 @@ def pack(a, b, c, d):
 
 
 @gluon.jit
+def load_inputs(xp, mask, H: gl.constexpr, GATES: gl.constexpr):
+    """The input projections of a step, of the first gate at `xp`: a tuple by gate."""
+    inputs = ()
+    for gate in gl.static_range(GATES):
+        inputs += (gl.load(xp + gate * H, mask=mask, other=0.0),)  # type: ignore[assignment]
+    return inputs
+
+
+@gluon.jit
 def load_gradient(ptr, rows, unit, mask, H: gl.constexpr):
     """The gradient of a step's output."""
     return gl.load(ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)

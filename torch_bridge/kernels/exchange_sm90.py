@@ -46,7 +46,7 @@ def _receive_constraints(count, pack):
 
 
 @gluon.constexpr_function
-def _repeat(x, count):
+def repeat(x, count):
     return (x,) * count
 
 
@@ -71,7 +71,7 @@ def _receive(
     PACK: gl.constexpr = _at_once(COUNT, ELEMENTS, NUMBERED)
     return gl.inline_asm_elementwise(
         _receive_assembly(COUNT, STRIDE, PACK, NUMBERED), _receive_constraints(COUNT, PACK), [address, number],
-        dtype=_repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
+        dtype=repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
     )  # fmt: skip
 
 
@@ -107,10 +107,10 @@ def opaque_zero(x):
 
 
 @gluon.jit
-def _load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, LOAD: gl.constexpr):
-    """32 rows and 64 columns of a matrix of at least H each."""
+def load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.constexpr, LOAD: gl.constexpr):
+    """32 rows and COLS columns of a matrix of at least H each."""
     rows = first_row + gl.arange(0, 32, gl.SliceLayout(1, LOAD))
-    cols = first_col + gl.arange(0, 64, gl.SliceLayout(0, LOAD))
+    cols = first_col + gl.arange(0, COLS, gl.SliceLayout(0, LOAD))
     mask = (rows < H)[:, None] & (cols < H)[None, :]
     return gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
 
@@ -134,13 +134,13 @@ def load_share(
         for k in range(2 * count):
             part, gate = k // 2 // GATES, k // 2 % GATES
             row, col = (split, part) if OWN_ROWS else (part, split)
-            w = _load_rows(ptr + gate * gate_stride, row * 64 + k % 2 * 32, col * 64, stride, H, LOAD)
+            w = load_rows(ptr + gate * gate_stride, row * 64 + k % 2 * 32, col * 64, stride, H, 64, LOAD)
             largest = gl.maximum(largest, gl.abs(w))
         scale = scale_to_float16(gl.max(gl.max(largest, axis=1), axis=0), 14)
     for k in range(count):
         row, col = (split, k // GATES) if OWN_ROWS else (k // GATES, split)
         for half in gl.static_range(2):
-            w = _load_rows(ptr + (k % GATES) * gate_stride, row * 64 + half * 32, col * 64, stride, H, LOAD)
+            w = load_rows(ptr + (k % GATES) * gate_stride, row * 64 + half * 32, col * 64, stride, H, 64, LOAD)
             if SCALED:
                 w = w * scale
             share.index(k).slice(half * 32, 32).store(w.to(DTYPE))

@@ -4,12 +4,13 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     fast_sigmoid,
     inverse,
     load_gradient,
+    load_inputs,
     load_weights,
     new_state_scale,
     pack,
@@ -24,13 +25,10 @@ from torch_bridge.kernels.common_sm90 import (
 @gluon.jit
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a forward step reads."""
-    xp = xp_ptr + rows[None, :] * (3 * H) + unit[:, None]
-    x_r = gl.load(xp, mask=mask, other=0.0)
-    x_z = gl.load(xp + H, mask=mask, other=0.0)
-    x_n = gl.load(xp + 2 * H, mask=mask, other=0.0)
+    x_r, x_z, x_n = load_inputs(xp_ptr + rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
     reset = mask_q
     if reset_ptr is not None:
-        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+        reset = load_reset(reset_ptr, rows, mask_q)
     return x_r, x_z, x_n, reset
 
 
@@ -151,14 +149,16 @@ def fwd_kernel(
 
 
 @gluon.jit
-def load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a backward step reads besides the gradient of its output, as it lies in memory."""
-    at = rows[None, :] * H + unit[:, None]
+def load_factors(factors_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q):
+    """What a backward step reads besides the gradient of its output, as it lies in memory.
+
+    Its states lie at `at`, its sequences in `rows`.
+    """
     factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
     reset = mask_q
     if reset_ptr is not None:
-        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+        reset = load_reset(reset_ptr, rows, mask_q)
     return factors, keep, reset
 
 
@@ -181,7 +181,9 @@ def _backward_step(
     f_r, f_z, f_n, f_hn = unpack_halves(factors)
     this_keep, this_reset, this_dy = keep, reset, dy
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
-    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
+    factors, keep, reset = load_factors(
+        factors_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
+    )
     dy = dy_next
     next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
@@ -281,7 +283,9 @@ def bwd_kernel(
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * B
-    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+    factors, keep, reset = load_factors(
+        factors_ptr, keep_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
+    )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
     dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)

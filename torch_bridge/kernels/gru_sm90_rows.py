@@ -4,9 +4,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
-from torch_bridge.kernels.common_sm90 import inverse, scale_to_float16
+from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.gru_sm90 import new_state, save_factors
+from torch_bridge.kernels.gru_sm90 import load_factors, new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
     backward_rows,
@@ -29,16 +29,6 @@ from torch_bridge.kernels.rows_sm90 import (
     store_operand_rows,
     wait_for_flags,
 )
-
-
-@gluon.jit
-def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
-    """The input projections of a step."""
-    xp = xp_ptr + rows[:, None] * (3 * H) + unit[None, :]
-    x_r = gl.load(xp, mask=mask, other=0.0)
-    x_z = gl.load(xp + H, mask=mask, other=0.0)
-    x_n = gl.load(xp + 2 * H, mask=mask, other=0.0)
-    return x_r, x_z, x_n
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -91,7 +81,7 @@ def fwd_kernel(
             wait_for_flags(barrier_ptr, here, sent, SPLITS)
             share = box(exchange_ptr, sent, workers, here, BLOCK_B * SPLITS * 32)
             a_r, a_z, a_n = multiply_states(weights, share, zeros, i, 3)
-            x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
+            x_r, x_z, x_n = load_inputs(xp_ptr + rows[:, None] * (3 * H) + unit[None, :], mask, H, 3)
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
@@ -110,18 +100,6 @@ def fwd_kernel(
         gl.store(h_last_ptr + last, h, mask=mask)
 
 
-@gluon.jit
-def load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a backward step reads besides the gradient of its output, as it lies in memory."""
-    at = rows[:, None] * H + unit[None, :]
-    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
-    return factors, keep, reset
-
-
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def bwd_kernel(
     w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
@@ -129,10 +107,11 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but three.
+    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but four.
 
     `exchange`, `[2, workers, BLOCK_B, 3, SPLITS * 32]` of what products are made of; `bounds`, float32 `[2, workers,
-    BLOCK_B, 32]`, or None if that is bfloat16; and `barrier`, int32 zeros `[workers, warps, 32]`.
+    BLOCK_B, 32]`, or None if that is bfloat16; `products`, int32 zeros `[workers, SPLITS, PARTS, BLOCK_B, 32]`; and
+    `barrier`, int32 zeros `[workers, warps, 32]`.
     """
     PARTS: gl.constexpr = parts(SPLITS)
     LENGTH: gl.constexpr = SPLITS // PARTS
@@ -156,7 +135,9 @@ def bwd_kernel(
         mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, B, REVERSE)
-        factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+        factors, keep, reset = load_factors(
+            factors_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
+        )
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
         dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, B, REVERSE), unit, mask, H)
         bound = gl.max(zeros, axis=1)
@@ -224,7 +205,9 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, B, REVERSE)
-            factors, keep, reset = load_factors_rows(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+            factors, keep, reset = load_factors(
+                factors_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
+            )
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, B, REVERSE), unit, mask, H)
         # again, so that it need not be kept for so long
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)

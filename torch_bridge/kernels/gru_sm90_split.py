@@ -13,6 +13,7 @@ from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
+    load_inputs,
     scale_to_float16,
 )
 from torch_bridge.kernels.exchange_sm90 import (
@@ -31,16 +32,6 @@ from torch_bridge.kernels.exchange_sm90 import (
     store_operand,
 )
 from torch_bridge.kernels.gru_sm90 import load_factors, new_state, save_factors
-
-
-@gluon.jit
-def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
-    """The input projections of a step."""
-    xp = xp_ptr + rows[None, :] * (3 * H) + unit[:, None]
-    x_r = gl.load(xp, mask=mask, other=0.0)
-    x_z = gl.load(xp + H, mask=mask, other=0.0)
-    x_n = gl.load(xp + 2 * H, mask=mask, other=0.0)
-    return x_r, x_z, x_n
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -76,7 +67,7 @@ def fwd_kernel(
         if SCALED:
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
         rows = row + step_time(0, T, REVERSE) * B
-        x_r, x_z, x_n = _load_inputs(xp_ptr, rows, unit, mask, H)
+        x_r, x_z, x_n = load_inputs(xp_ptr + rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
         reset = mask_q
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
@@ -87,7 +78,7 @@ def fwd_kernel(
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
             next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
-            next_r, next_z, next_n = _load_inputs(xp_ptr, next_rows, unit, mask, H)
+            next_r, next_z, next_n = load_inputs(xp_ptr + next_rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
             if reset_ptr is not None:
                 h = gl.where(reset[None, :], 0.0, h)
                 reset = load_reset(reset_ptr, next_rows, mask_q)
@@ -114,7 +105,8 @@ def fwd_kernel(
 @gluon.jit
 def _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a backward step reads, as it lies in memory."""
-    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+    at = rows[None, :] * H + unit[:, None]
+    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q)
     return factors, keep, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 

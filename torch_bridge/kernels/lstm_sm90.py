@@ -9,12 +9,13 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     fast_sigmoid,
     inverse,
     load_gradient,
+    load_inputs,
     load_weights,
     load_weights_shared,
     new_state_scale,
@@ -33,14 +34,10 @@ SHARED_GATES = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) >
 @gluon.jit
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a forward step reads."""
-    xp = xp_ptr + rows[None, :] * (4 * H) + unit[:, None]
-    x_i = gl.load(xp, mask=mask, other=0.0)
-    x_f = gl.load(xp + H, mask=mask, other=0.0)
-    x_g = gl.load(xp + 2 * H, mask=mask, other=0.0)
-    x_o = gl.load(xp + 3 * H, mask=mask, other=0.0)
+    x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
     reset = mask_q
     if reset_ptr is not None:
-        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+        reset = load_reset(reset_ptr, rows, mask_q)
     return x_i, x_f, x_g, x_o, reset
 
 
@@ -179,15 +176,14 @@ def fwd_kernel(
 
 
 @gluon.jit
-def load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a backward step reads besides the gradients of its outputs, as it lies in memory."""
-    at = rows[None, :] * H + unit[:, None]
+def load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q):
+    """As in `gru_sm90.py`."""
     factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
     through = gl.load(through_ptr + at, mask=mask, other=0.0)
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
     reset = mask_q
     if reset_ptr is not None:
-        reset = gl.load(reset_ptr + rows, mask=mask_q, other=0) != 0
+        reset = load_reset(reset_ptr, rows, mask_q)
     return factors, through, keep, reset
 
 
@@ -251,7 +247,7 @@ def _backward_step(
 
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
     factors, through, keep, reset = load_factors(
-        factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows, unit, mask, mask_q, H
+        factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
     )
     dy, dcy = dy_next, dcy_next
     next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
@@ -337,7 +333,7 @@ def bwd_kernel(
 
     rows = row + step_time(T - 1, T, REVERSE) * B
     factors, through, keep, reset = load_factors(
-        factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+        factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
     )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy = dy

@@ -7,9 +7,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
-from torch_bridge.kernels.common_sm90 import inverse, scale_to_float16
+from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.lstm_sm90 import new_state, save_factors
+from torch_bridge.kernels.lstm_sm90 import load_factors, new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
     backward_rows,
@@ -32,17 +32,6 @@ from torch_bridge.kernels.rows_sm90 import (
     store_operand_rows,
     wait_for_flags,
 )
-
-
-@gluon.jit
-def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
-    """The input projections of a step."""
-    xp = xp_ptr + rows[:, None] * (4 * H) + unit[None, :]
-    x_i = gl.load(xp, mask=mask, other=0.0)
-    x_f = gl.load(xp + H, mask=mask, other=0.0)
-    x_g = gl.load(xp + 2 * H, mask=mask, other=0.0)
-    x_o = gl.load(xp + 3 * H, mask=mask, other=0.0)
-    return x_i, x_f, x_g, x_o
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -91,7 +80,7 @@ def fwd_kernel(
             wait_for_flags(barrier_ptr, here, sent, SPLITS)
             share = box(exchange_ptr, sent, workers, here, BLOCK_B * SPLITS * 32)
             a_i, a_f, a_g, a_o = multiply_states(weights, share, zeros, i, 4)
-            x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
+            x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[:, None] * (4 * H) + unit[None, :], mask, H, 4)
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
@@ -113,19 +102,6 @@ def fwd_kernel(
         gl.store(c_last_ptr + last, c, mask=mask)
 
 
-@gluon.jit
-def _load_saved(factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a backward step reads besides the gradient of its output, as it lies in memory."""
-    at = rows[:, None] * H + unit[None, :]
-    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-    through = gl.load(through_ptr + at, mask=mask, other=0.0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
-    return factors, through, keep, reset
-
-
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def bwd_kernel(
     w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
@@ -133,7 +109,7 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but three, which are as in `gru_sm90_rows.py`."""
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but four, which are as in `gru_sm90_rows.py`."""
     PARTS: gl.constexpr = parts(SPLITS)
     LENGTH: gl.constexpr = SPLITS // PARTS
     WARPS: gl.constexpr = gl.num_warps()
@@ -157,8 +133,8 @@ def bwd_kernel(
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, B, REVERSE)
-        factors, through, keep, reset = _load_saved(
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+        factors, through, keep, reset = load_factors(
+            factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
         )
         dcy = zeros
         if dcs_ptr is not None:
@@ -248,8 +224,8 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, B, REVERSE)
-            factors, through, keep, reset = _load_saved(
-                factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
+            factors, through, keep, reset = load_factors(
+                factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
             )
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, B, REVERSE), unit, mask, H)
         # again, so that it need not be kept for so long

@@ -10,6 +10,7 @@ from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
+    load_inputs,
     scale_to_float16,
 )
 from torch_bridge.kernels.exchange_sm90 import (
@@ -28,17 +29,6 @@ from torch_bridge.kernels.exchange_sm90 import (
     store_operand,
 )
 from torch_bridge.kernels.lstm_sm90 import load_factors, new_state, save_factors
-
-
-@gluon.jit
-def _load_inputs(xp_ptr, rows, unit, mask, H: gl.constexpr):
-    """The input projections of a step."""
-    xp = xp_ptr + rows[None, :] * (4 * H) + unit[:, None]
-    x_i = gl.load(xp, mask=mask, other=0.0)
-    x_f = gl.load(xp + H, mask=mask, other=0.0)
-    x_g = gl.load(xp + 2 * H, mask=mask, other=0.0)
-    x_o = gl.load(xp + 3 * H, mask=mask, other=0.0)
-    return x_i, x_f, x_g, x_o
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -76,7 +66,7 @@ def fwd_kernel(
         if SCALED:
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
         rows = row + step_time(0, T, REVERSE) * B
-        x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, rows, unit, mask, H)
+        x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
         reset = mask_q
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
@@ -88,7 +78,9 @@ def fwd_kernel(
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
             next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
             if EARLY:
-                next_i, next_f, next_g, next_o = _load_inputs(xp_ptr, next_rows, unit, mask, H)
+                next_i, next_f, next_g, next_o = load_inputs(
+                    xp_ptr + next_rows[None, :] * (4 * H) + unit[:, None], mask, H, 4
+                )
             if reset_ptr is not None:
                 c = gl.where(reset[None, :], 0.0, c)
                 reset = load_reset(reset_ptr, next_rows, mask_q)
@@ -113,7 +105,7 @@ def fwd_kernel(
             if EARLY:
                 x_i, x_f, x_g, x_o = next_i, next_f, next_g, next_o
             else:
-                x_i, x_f, x_g, x_o = _load_inputs(xp_ptr, next_rows, unit, mask, H)
+                x_i, x_f, x_g, x_o = load_inputs(xp_ptr + next_rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
         gl.store(h_last_ptr + last, h, mask=mask)
         gl.store(c_last_ptr + last, c, mask=mask)
 
@@ -123,9 +115,8 @@ def _load_saved(
     factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
 ):  # fmt: skip
     """What a backward step reads, as it lies in memory."""
-    factors, through, keep, reset = load_factors(
-        factors_ptr, through_ptr, keep_ptr, reset_ptr, rows, unit, mask, mask_q, H
-    )
+    at = rows[None, :] * H + unit[:, None]
+    factors, through, keep, reset = load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q)
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy = dy
     if dcs_ptr is not None:

@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from torch_bridge.kernels.common import step_time
 from torch_bridge.kernels.common_sm90 import barrier, inverse, scale_to_float16, to_operand
-from torch_bridge.kernels.exchange_sm90 import opaque_zero
+from torch_bridge.kernels.exchange_sm90 import load_rows, opaque_zero, repeat
 
 # Programs whose operands are one factor of a product.
 TOGETHER = gl.constexpr(4)
@@ -149,15 +149,6 @@ def allocate_weights(GATES: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.conste
     return gl.allocate_shared_memory(DTYPE, [SPLITS // (PARTS * TOGETHER) * GATES, SHAPE[0], SHAPE[1]], SHARED)
 
 
-@gluon.jit
-def _load_weights(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.constexpr, LOAD: gl.constexpr):
-    """32 rows and COLS columns of a matrix of at least H each."""
-    row = first_row + gl.arange(0, 32, gl.SliceLayout(1, LOAD))
-    col = first_col + gl.arange(0, COLS, gl.SliceLayout(0, LOAD))
-    mask = (row < H)[:, None] & (col < H)[None, :]
-    return gl.load(ptr + row[:, None] * stride + col[None, :], mask=mask, other=0.0)
-
-
 @gluon.constexpr_function
 def _every_warp_layout(warps):
     """`[32]`, an element a thread, in every warp."""
@@ -190,7 +181,7 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
             total = gl.zeros([32, COLS], gl.float32, LOAD)
             for k in range(count):
                 row, col = first_row + part * 32, first_col + k // GATES * COLS
-                w = gl.abs(_load_weights(ptr + k % GATES * gate_stride, row, col, stride, H, COLS, LOAD))
+                w = gl.abs(load_rows(ptr + k % GATES * gate_stride, row, col, stride, H, COLS, LOAD))
                 largest = gl.maximum(largest, w)
                 total += w
             row_largest = gl.maximum(row_largest, gl.sum(total, axis=1))
@@ -198,7 +189,7 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
     for k in range(count):
         for part in gl.static_range(PARTS):
             row, col = first_row + part * 32, first_col + k // GATES * COLS
-            w = _load_weights(ptr + k % GATES * gate_stride, row, col, stride, H, COLS, LOAD)
+            w = load_rows(ptr + k % GATES * gate_stride, row, col, stride, H, COLS, LOAD)
             if SCALED:
                 w = w * scale
             weights.index(k).slice(part * 32, 32).store(w.to(weights.dtype))
@@ -363,11 +354,6 @@ def _receive_constraints(count, pack):
     return ",".join(["=&r"] * (4 * count * pack) + ["l"] * pack + ["r"] * (2 * pack))
 
 
-@gluon.constexpr_function
-def _repeat(x, count):
-    return (x,) * count
-
-
 @gluon.jit
 def receive_product(ptr, own, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
     """The sum of this program's own tile and those that a group's others sent to it, always in the same order."""
@@ -391,7 +377,7 @@ def _receive_half(box, bit, part, PARTS: gl.constexpr):
     words = gl.inline_asm_elementwise(
         _receive_assembly(PARTS, WARPS * 2048, 2), _receive_constraints(PARTS, 2),
         [box.to(gl.int64) + offset, offset * 0 + part, offset * 0 + bit],
-        dtype=_repeat(gl.int32, 4 * PARTS), is_pure=False, pack=2,
+        dtype=repeat(gl.int32, 4 * PARTS), is_pure=False, pack=2,
     )  # fmt: skip
     a, b, c, d = _total(words, 0, PARTS), _total(words, 1, PARTS), _total(words, 2, PARTS), _total(words, 3, PARTS)
     return gl.join(gl.join(a, c), gl.join(b, d))
