@@ -491,11 +491,12 @@ def _nnx_tree(source: str, cell: Any) -> dict[str, Any]:
     """The parameters of an NNX cell by name: those of a layer as a dict, others as they are."""
     entries = dict(cell) if isinstance(cell, Mapping) else getattr(cell, "__dict__", {})
     if not isinstance(cell, Mapping):  # attributes that are no parameters have neither
-        entries = {name: x for name, x in entries.items() if hasattr(x, "kernel") or hasattr(x, "get_value")}
+        entries = {name: x for name, x in entries.items() if hasattr(x, "kernel") or hasattr(x, "__jax_array__")}
     entries.pop("rngs", None)
     fused, apart = ["dense_i", "dense_h"], [name if name != "if" else "if_" for name in _dense_names(LSTM_GATES)]
     layers = next((names for names in (fused, apart) if entries.keys() >= set(names)), [])
-    if not layers or not entries.keys() <= {*layers, "hn_bias"}:
+    known = {*layers, "hn_bias"} if layers is fused else set(layers)
+    if not layers or not entries.keys() <= known:
         raise ValueError(
             f"{source} takes an nnx.GRUCell or OptimizedLSTMCell ({', '.join(fused)}) or an nnx.LSTMCell "
             f"({', '.join(apart)}), or the state of one; got a {type(cell).__name__} with {_what(entries)}"

@@ -1,6 +1,8 @@
 """Every framework's own module and `jaxrnn.gru` or `lstm`, on converted weights, agree in both directions."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -544,6 +546,32 @@ def test_keras_refuses(keras):
 
 
 # All of them
+
+
+def aligned(x):
+    """A copy of `x` at an address where JAX may use the memory of NumPy as it is."""
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def test_arrays_given_may_be_written_to_afterwards():
+    arrays = [aligned(x) for x in convert.to_keras(make_params("lstm"))]
+    params = convert.from_keras(arrays)
+    for x in arrays:
+        x[...] = 7
+    same_bits(params, make_params("lstm"))
+
+
+def test_the_snippet_of_the_documentation_runs(torch):
+    page = Path(__file__).resolve().parents[1] / "docs" / "convert.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {}
+    exec(compile(snippet, page.name, "exec"), names)
+    agree(names["ys"], torch_outputs(torch, names["module"], np.ones((16, 4, 8), np.float32)))
+
 
 TO = {
     "torch": convert.to_torch,
