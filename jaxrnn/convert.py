@@ -6,7 +6,7 @@
 | Flax linen: parameters of a cell      | `from_linen`     | `to_linen`: the tree of a cell          |
 | Flax NNX: a cell or its state         | `from_nnx`       | `to_nnx`: a tree for `nnx.update`       |
 | Equinox: a cell                       | `from_equinox`   | `to_equinox`: arrays by attribute       |
-| Haiku: parameters of `hk.LSTM`        | `from_haiku`     | `to_haiku`: the parameters of its linear|
+| Haiku: parameters of `hk.LSTM`        | `from_haiku`     | `to_haiku`: the same                    |
 | Keras: a layer, a cell or its weights | `from_keras`     | `to_keras`: a list for `set_weights`    |
 
 All of these compute what `jaxrnn.gru` and `jaxrnn.lstm` do, with gates in another order, matrices transposed and biases
