@@ -12,7 +12,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 JAX_SIDE = ("jax", "jaxlib", "flax", "jaxrnn")
 TORCH_SIDE = ("torch", "triton", "torch_bridge")
-NOT_DEPENDENCIES = ("jaxtyping", "beartype", "hypothesis", "pytest", "tqdm", "tests", "benchmarks", "examples")
+CONVERTED = ("equinox", "haiku", "keras")
+NOT_DEPENDENCIES = (
+    *("jaxtyping", "beartype", "hypothesis", "pytest", "tqdm", "tests", "benchmarks", "examples"),
+    *CONVERTED,
+)
+
+PARAMS = {"jaxrnn.reference.GRUParams", "jaxrnn.reference.LSTMParams"}
 
 
 def modules(package: str) -> list[str]:
@@ -62,6 +68,10 @@ def test_import_jaxrnn_loads_neither_torch_nor_flax():
     run_without((), f"import jaxrnn; assert not {loaded}, {loaded}")
 
 
+def test_import_convert_loads_none_of_the_frameworks():
+    run_without((*TORCH_SIDE, "flax", *CONVERTED), "import jaxrnn.convert")
+
+
 def test_jaxrnn_trains_without_torch():
     run_without(
         TORCH_SIDE,
@@ -92,6 +102,10 @@ def test_arrows_of_jaxrnn(module):
         forbidden += ["jaxrnn.recurrent"]
     if module not in ("jaxrnn.recurrent", "jaxrnn._bridge"):
         forbidden += ["jaxrnn._bridge"]
+    if module == "jaxrnn.convert":
+        assert {name for name in imports(module) if within(name, "jaxrnn")} <= PARAMS, (
+            "convert needs the parameters alone"
+        )
     assert not [name for name in imports(module) if within(name, *forbidden)]
 
 

@@ -1,0 +1,661 @@
+"""Weights from elsewhere: `GRUParams` and `LSTMParams` from and to other frameworks' GRU and LSTM.
+
+| framework                             | into jaxrnn      | out of it                               |
+| ------------------------------------- | ---------------- | --------------------------------------- |
+| PyTorch: modules, cells, state dicts  | `from_torch`     | `to_torch`: NumPy arrays by name        |
+| Flax linen: parameters of a cell      | `from_linen`     | `to_linen`: the tree of a cell          |
+| Flax NNX: a cell or its state         | `from_nnx`       | `to_nnx`: a tree for `nnx.update`       |
+| Equinox: a cell                       | `from_equinox`   | `to_equinox`: arrays by attribute       |
+| Haiku: parameters of `hk.LSTM`        | `from_haiku`     | `to_haiku`: the same                    |
+| Keras: a layer, a cell or its weights | `from_keras`     | `to_keras`: a list for `set_weights`    |
+
+All of these compute what `jaxrnn.gru` and `jaxrnn.lstm` do, with gates in another order, matrices transposed and biases
+in other places. Weights are moved and never changed, except that biases which are always added are added here. Dtypes
+are kept. What computes something else raises ValueError with the reason.
+
+None of the frameworks is imported: their arrays are converted, their modules read by attribute. What comes from JAX may
+be traced, so that a program that trains a Flax cell can convert inside `jit` and `grad`, and stacked weights in `vmap`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrnn.reference import GRUParams, LSTMParams
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    Params = GRUParams | LSTMParams
+    Shapes = dict[str, tuple[int, ...]]
+
+__all__ = [
+    "from_equinox",
+    "from_haiku",
+    "from_keras",
+    "from_linen",
+    "from_nnx",
+    "from_torch",
+    "to_equinox",
+    "to_haiku",
+    "to_keras",
+    "to_linen",
+    "to_nnx",
+    "to_torch",
+]
+
+# Gates by letter, in the order of `GRUParams` and `LSTMParams`.
+GRU_GATES, LSTM_GATES = "rzn", "ifgo"
+
+
+def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
+    """The weights of one layer and direction of `torch.nn.GRU` or `LSTM`, or of a `GRUCell` or `LSTMCell`.
+
+    Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: all of an
+    LSTM's, those of a GRU's r and z. A module without biases gives zeros.
+
+    Args:
+      source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays: `weight_ih_l0
+        [3H|4H, D]`, `weight_hh_l0 [3H|4H, H]`, `bias_ih_l0` and `bias_hh_l0 [3H|4H]`; a cell's names have no `_l0`.
+      layer: which of several; may be left out if there is one.
+      reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
+        for those of the forward one; may be left out if there is one.
+      prefix: what stands before the names in the state dict of a larger model, like "rnn.".
+
+    Raises:
+      ValueError: no such weights, several to choose from, a projection (`proj_size`), or wrong shapes.
+    """
+    state = source.state_dict() if hasattr(source, "state_dict") else source
+    if not isinstance(state, Mapping):
+        raise ValueError(f"from_torch takes a module or its state dict, got {type(source).__name__}")
+    suffix = _torch_suffix(state, layer, reverse, prefix)
+    if f"{prefix}weight_hr{suffix}" in state:
+        raise ValueError(
+            f"from_torch: {prefix}weight_hr{suffix} is an LSTM's projection (proj_size), which jaxrnn does not have. "
+            "Started from zeros, this LSTM equals one without: put weight_hh @ weight_hr for weight_hh in the state "
+            "dict, take weight_hr out, convert, and multiply the outputs of jaxrnn.lstm by weight_hr.T"
+        )
+    names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    has_bias = names[2] in state or names[3] in state
+    arrays = _arrays("from_torch", state, names[: 4 if has_bias else 2])
+    hidden, inputs, order = _sizes("from_torch", arrays, names[0], names[1], transposed=True)
+    wide = len(order) * hidden
+    _check_shapes(
+        "from_torch", arrays, dict(zip(names, ((wide, inputs), (wide, hidden), (wide,), (wide,)), strict=True))
+    )
+    b_i, b_h = (arrays.get(name) for name in names[2:])
+    return _pack(order, arrays[names[0]].T, arrays[names[1]].T, b_i, b_h)
+
+
+def to_torch(
+    params: Params, *, layer: int | None = 0, reverse: bool = False, prefix: str = ""
+) -> dict[str, np.ndarray[Any, Any]]:
+    """What `torch.nn.GRU` or `LSTM` calls these weights: NumPy arrays, a copy, by name.
+
+        module.load_state_dict({name: torch.from_numpy(x) for name, x in to_torch(params).items()})
+
+    `bias_hh` is zero but for a GRU's b_hn. PyTorch takes no bfloat16 from NumPy: give it `x.astype("float32")`, which
+    `load_state_dict` rounds to the bfloat16 of the module, to the same bits.
+
+    Args:
+      params: the weights.
+      layer: for the names: `weight_ih_l0` for 0, and `weight_ih`, as cells have it, for None.
+      reverse: for the names: `weight_ih_l0_reverse`.
+      prefix: what comes before the names.
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    if layer is None and reverse:
+        raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: leave reverse out")
+    _check_params("to_torch", params)
+    suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
+    b_i, b_h = _two_biases(params)
+    arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias_ih": b_i, "bias_hh": b_h}
+    return {f"{prefix}{name}{suffix}": _numpy(x) for name, x in arrays.items()}
+
+
+def from_linen(tree: Any) -> Params:
+    """The weights of `flax.linen.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`, and of the cells of `jaxrnn.linen`.
+
+    Attributes are not among the parameters: another `gate_fn` or `activation_fn` than the default cannot be seen here,
+    and must not be converted.
+
+    Args:
+      tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In those of a
+        larger module the cell is at a path like `variables["params"]["ScannedRNN_0"]["GRUCell_1"]`, or, in an `nn.RNN`,
+        under "cell".
+
+    Raises:
+      ValueError: these are not the parameters of such a cell.
+    """
+    if isinstance(tree, Mapping) and set(tree) == {"params"}:
+        tree = tree["params"]
+    for order in (GRU_GATES, LSTM_GATES):
+        if _keys(tree) == set(_dense_names(order)):
+            return _from_dense("from_linen", order, tree)
+    raise ValueError(
+        f"from_linen takes the parameters of a GRUCell ({', '.join(_dense_names(GRU_GATES))}) or of an LSTMCell or "
+        f"OptimizedLSTMCell ({', '.join(_dense_names(LSTM_GATES))}), got {_what(tree)}"
+    )
+
+
+def to_linen(params: Params) -> dict[str, dict[str, Array]]:
+    """The parameters of `flax.linen.GRUCell`, or of `LSTMCell` and `OptimizedLSTMCell`, which have the same.
+
+        cell.apply({"params": to_linen(params)}, carry, x)
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    order = _check_params("to_linen", params)
+    w_ih, w_hh = (jnp.split(w, len(order), axis=-1) for w in (params.w_ih, params.w_hh))
+    tree = {f"i{gate}": {"kernel": w} for gate, w in zip(order, w_ih, strict=True)}
+    tree |= {f"h{gate}": {"kernel": w} for gate, w in zip(order, w_hh, strict=True)}
+    operand, bias = ("i", params.b_ih) if isinstance(params, GRUParams) else ("h", params.b)
+    for gate, b in zip(order, jnp.split(bias, len(order)), strict=True):
+        tree[operand + gate]["bias"] = b
+    if isinstance(params, GRUParams):
+        tree["hn"]["bias"] = params.b_hn
+    return tree
+
+
+def from_nnx(source: Any) -> Params:
+    """The weights of `flax.nnx.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`.
+
+    Flax's NNX GRUCell has no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), which then is zeros. It is
+    taken from a cell that has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`.
+
+    Args:
+      source: the cell, its `nnx.State`, or a mapping like it: `{"dense_i": {"kernel": [D, 3H|4H], ...}, "dense_h":
+        ...}`, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`. Of an `nnx.RNN`, give `rnn.cell`.
+
+    Raises:
+      ValueError: another cell, or another `gate_fn` or `activation_fn`. Those of a state cannot be seen.
+    """
+    _check_activations("from_nnx", source, gate="gate_fn", activation="activation_fn")
+    tree = _nnx_tree("from_nnx", source)
+    if "ii" in tree:
+        return _from_dense("from_nnx", LSTM_GATES, {name.rstrip("_"): entry for name, entry in tree.items()})
+    named = {f"{name}.{part}": x for name in ("dense_i", "dense_h") for part, x in tree[name].items()}
+    if "hn_bias" in tree:
+        named["hn_bias"] = tree["hn_bias"]
+    arrays = _arrays("from_nnx", named, named)
+    hidden, inputs, order = _sizes("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel")
+    wide = len(order) * hidden
+    shapes: Shapes = {"dense_i.kernel": (inputs, wide), "dense_h.kernel": (hidden, wide)}
+    shapes |= {"dense_i.bias": (wide,), "dense_h.bias": (wide,)}
+    if order == GRU_GATES:
+        shapes["hn_bias"] = (hidden,)
+    _check_shapes("from_nnx", arrays, shapes)
+    biases = (arrays.get(name) for name in ("dense_i.bias", "dense_h.bias", "hn_bias"))
+    return _pack(order, arrays["dense_i.kernel"], arrays["dense_h.kernel"], *biases)
+
+
+def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
+    """The weights of `cell` with the values of `params`, as a tree of arrays.
+
+        nnx.update(cell, to_nnx(params, cell))
+
+    Args:
+      params: the weights.
+      cell: the cell, or its state: it says where Flax keeps what, and whether there is a b_hn. Or the name of one of
+        Flax's classes, "GRUCell" (without b_hn), "LSTMCell" or "OptimizedLSTMCell".
+
+    Raises:
+      ValueError: `b_hn` is not zero and the cell has none; the cell is another one, or of other sizes.
+    """
+    order = _check_params("to_nnx", params)
+    given = None if isinstance(cell, str) else _nnx_tree("to_nnx", cell)
+    if given is not None:
+        cell = "GRUCell" if order == GRU_GATES else "LSTMCell" if "ii" in given else "OptimizedLSTMCell"
+    fitting = ("GRUCell",) if order == GRU_GATES else ("LSTMCell", "OptimizedLSTMCell")
+    if cell not in fitting:
+        raise ValueError(f"to_nnx: {type(params).__name__} are for {' or '.join(fitting)}, got {cell!r}")
+    tree: dict[str, Any]
+    if cell == "LSTMCell":
+        tree = {"if_" if name == "if" else name: entry for name, entry in to_linen(params).items()}
+    elif isinstance(params, LSTMParams):
+        tree = {"dense_i": {"kernel": params.w_ih}, "dense_h": {"kernel": params.w_hh, "bias": params.b}}
+    else:
+        tree = {"dense_i": {"kernel": params.w_ih, "bias": params.b_ih}, "dense_h": {"kernel": params.w_hh}}
+        if given is not None and "hn_bias" in given:
+            tree["hn_bias"] = params.b_hn
+        elif given is not None and given["dense_h"].get("bias") is not None:
+            tree["dense_h"]["bias"] = _two_biases(params)[1]
+        elif isinstance(params.b_hn, jax.core.Tracer):
+            raise ValueError("to_nnx: Flax's NNX GRUCell has no b_hn, and inside jit b_hn cannot be seen to be zero")
+        elif np.any(np.asarray(params.b_hn) != 0):
+            raise ValueError(
+                "to_nnx: b_hn is not zero, and Flax's NNX GRUCell has none (flax#5594): it cannot compute this GRU. "
+                "Linen's GRUCell can"
+            )
+    if given is not None:
+        _check_fits("to_nnx", tree, given)
+    return tree
+
+
+def from_equinox(cell: Any) -> Params:
+    """The weights of `equinox.nn.GRUCell` or `LSTMCell`, whose formulas and order of gates are the same.
+
+    Args:
+      cell: the cell, or a mapping with its arrays: `weight_ih [3H|4H, D]`, `weight_hh [3H|4H, H]`, `bias [3H|4H]`, and
+        `bias_n [H]` of a GRU. Biases that are None (`use_bias=False`) give zeros.
+
+    Raises:
+      ValueError: another module, or wrong shapes.
+    """
+    names = ("weight_ih", "weight_hh", "bias", "bias_n")
+    get = cell.get if isinstance(cell, Mapping) else lambda name: getattr(cell, name, None)
+    given = {name: x for name in names if (x := get(name)) is not None}
+    arrays = _arrays("from_equinox", given, (*names[:2], *(name for name in names[2:] if name in given)), cell)
+    hidden, inputs, order = _sizes("from_equinox", arrays, *names[:2], transposed=True)
+    wide = len(order) * hidden
+    shapes: Shapes = {"weight_ih": (wide, inputs), "weight_hh": (wide, hidden), "bias": (wide,)}
+    if order == GRU_GATES:
+        shapes["bias_n"] = (hidden,)
+    _check_shapes("from_equinox", arrays, shapes)
+    bias, bias_n = (arrays.get(name) for name in names[2:])
+    return _pack(order, arrays["weight_ih"].T, arrays["weight_hh"].T, bias, b_hn=bias_n)
+
+
+def to_equinox(params: Params) -> dict[str, Array]:
+    """The arrays of `equinox.nn.GRUCell` or `LSTMCell` (with `use_bias=True`), by attribute.
+
+        arrays = to_equinox(params)
+        cell = eqx.tree_at(lambda cell: [getattr(cell, name) for name in arrays], cell, list(arrays.values()))
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    _check_params("to_equinox", params)
+    arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T}
+    if isinstance(params, LSTMParams):
+        return arrays | {"bias": params.b}
+    return arrays | {"bias": params.b_ih, "bias_n": params.b_hn}
+
+
+def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
+    """The weights of `haiku.LSTM`.
+
+    Haiku orders gates i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate; here `b` has it.
+
+    Args:
+      params: those of the linear layer in the LSTM, `{"w": [D + H, 4H], "b": [4H]}`, or a mapping with these alone,
+        `{"lstm/linear": {"w": ..., "b": ...}}`.
+
+    Raises:
+      ValueError: `hk.GRU`, which computes something else, another module, several modules, or wrong shapes.
+    """
+    if len(_keys(params)) == 1:
+        (params,) = params.values()
+    if _keys(params) == {"w_i", "w_h", "b"}:
+        raise ValueError(
+            "from_haiku: hk.GRU applies the reset gate before the matrix product, W_h (r * h), and jaxrnn.gru, as "
+            "cuDNN, PyTorch and Flax, after it, r * (W_h h + b_hn): no weights of one give the other. Train it anew"
+        )
+    if _keys(params) != {"w", "b"}:
+        raise ValueError(
+            "from_haiku takes the parameters of the linear layer in an hk.LSTM, w and b, like params['lstm/linear'], "
+            f"got {_what(params)}"
+        )
+    arrays = _arrays("from_haiku", params, ("w", "b"))
+    w = arrays["w"]
+    hidden = w.shape[-1] // 4 if w.ndim else 0
+    if w.ndim != 2 or hidden == 0 or w.shape[1] != 4 * hidden or w.shape[0] < hidden:
+        raise ValueError(f"from_haiku: w of an hk.LSTM is [D + H, 4H], got {w.shape}")
+    _check_shapes("from_haiku", arrays, {"w": w.shape, "b": (4 * hidden,)})
+    packed = _pack("igfo", w[:-hidden], w[-hidden:], arrays["b"])
+    return packed._replace(b=_add_to_forget_gate(packed.b, 1))
+
+
+def to_haiku(params: LSTMParams) -> dict[str, Array]:
+    """The parameters of the linear layer in `haiku.LSTM`; its 1 for the forget gate is subtracted from the bias.
+
+        {"lstm/linear": to_haiku(params)}
+
+    Raises:
+      ValueError: for `GRUParams`, since `hk.GRU` computes something else.
+    """
+    _check_params("to_haiku", params)
+    if isinstance(params, GRUParams):
+        raise ValueError(
+            "to_haiku: hk.GRU applies the reset gate before the matrix product and cannot compute this GRU. Call "
+            "jaxrnn.gru in hk.transform, on parameters from hk.get_parameter"
+        )
+    w = jnp.concatenate([_reorder(x, LSTM_GATES, "igfo") for x in (params.w_ih, params.w_hh)])
+    return {"w": w, "b": _reorder(_add_to_forget_gate(params.b, -1), LSTM_GATES, "igfo")}
+
+
+def from_keras(source: Any) -> Params:
+    """The weights of Keras' `GRU` (with `reset_after=True`, the default) or `LSTM`, or of their cells.
+
+    Keras orders the gates of a GRU z, r, h; those of an LSTM, i, f, c, o, are as here. A GRU's two biases are added for
+    r and z. `unit_forget_bias` is about the initial value: nothing is added in a step.
+
+    Args:
+      source: the layer or cell, built; or what its `get_weights()` returns: `kernel [D, 3H|4H]`, `recurrent_kernel
+        [H, 3H|4H]` and `bias [2, 3H]` of a GRU, `[4H]` of an LSTM. Without biases (zeros then) a GRU must be given as a
+        layer: its weights do not tell `reset_after`.
+
+    Raises:
+      ValueError: `reset_after=False`, which computes something else; other activations (a list of weights does not show
+        them); several cells; a layer that is not built; wrong shapes.
+    """
+    given, reset_after = _keras_weights(source)
+    names = ("kernel", "recurrent_kernel", "bias")
+    arrays = _arrays("from_keras", given, (*names[:2], *(name for name in names[2:] if name in given)), source)
+    hidden, inputs, order = _sizes("from_keras", arrays, *names[:2])
+    wide, bias = len(order) * hidden, arrays.get("bias")
+    if order == LSTM_GATES:
+        _check_shapes(
+            "from_keras", arrays, {"kernel": (inputs, wide), "recurrent_kernel": (hidden, wide), "bias": (wide,)}
+        )
+        return _pack(order, arrays["kernel"], arrays["recurrent_kernel"], bias)
+    if reset_after is False or (bias is not None and bias.shape == (wide,)):
+        raise ValueError(
+            "from_keras: a GRU with reset_after=False applies the reset gate before the matrix product, jaxrnn.gru "
+            "after it: no weights of one give the other. Train it anew, with reset_after=True"
+        )
+    if reset_after is None and bias is None:
+        raise ValueError(
+            "from_keras: a GRU's weights without biases do not tell whether reset_after is True, as it must be: give "
+            "the layer instead of its weights"
+        )
+    _check_shapes(
+        "from_keras", arrays, {"kernel": (inputs, wide), "recurrent_kernel": (hidden, wide), "bias": (2, wide)}
+    )
+    b_i, b_h = (None, None) if bias is None else bias
+    return _pack("zrn", arrays["kernel"], arrays["recurrent_kernel"], b_i, b_h)
+
+
+def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
+    """Kernel, recurrent kernel and bias of Keras' `GRU` (with `reset_after=True`) or `LSTM`: NumPy arrays, a copy.
+
+        layer.set_weights(to_keras(params))
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    _check_params("to_keras", params)
+    if isinstance(params, LSTMParams):
+        return [_numpy(x) for x in params]
+    biases = jnp.stack(_two_biases(params))
+    return [_numpy(_reorder(x, GRU_GATES, "zrn")) for x in (params.w_ih, params.w_hh, biases)]
+
+
+def _pack(
+    order: str,
+    w_ih: Array,
+    w_hh: Array,
+    b_i: Array | None = None,
+    b_h: Array | None = None,
+    b_hn: Array | None = None,
+) -> Any:
+    """The parameters from `w_ih [D, nH]`, `w_hh [H, nH]` and what there is of the biases `[nH]`, `[nH]` and `[H]`."""
+    canonical = GRU_GATES if len(order) == 3 else LSTM_GATES
+    w_ih, w_hh = (_reorder(w, order, canonical) for w in (w_ih, w_hh))
+    b_i, b_h = (None if b is None else _reorder(b, order, canonical) for b in (b_i, b_h))
+    zeros = jnp.zeros(w_ih.shape[-1:], w_ih.dtype)
+    if canonical == LSTM_GATES:
+        present = [b for b in (b_i, b_h) if b is not None]
+        return LSTMParams(w_ih, w_hh, sum(present[1:], start=present[0]) if present else zeros)
+    rz = 2 * w_hh.shape[0]
+    b_ih = zeros if b_i is None else b_i
+    if b_h is not None:
+        b_ih = jnp.concatenate([b_ih[:rz] + b_h[:rz], b_ih[rz:]])
+        b_hn = b_h[rz:] if b_hn is None else b_h[rz:] + b_hn
+    return GRUParams(w_ih, w_hh, b_ih, zeros[rz:] if b_hn is None else b_hn)
+
+
+def _reorder(x: Array, came: str, wanted: str) -> Array:
+    """`x [..., nH]` with its gates in another order."""
+    if came == wanted:
+        return x
+    gates = dict(zip(came, jnp.split(x, len(came), axis=-1), strict=True))
+    return jnp.concatenate([gates[gate] for gate in wanted], axis=-1)
+
+
+def _add_to_forget_gate(b: Array, value: int) -> Array:
+    i, f, g, o = jnp.split(b, 4)
+    return jnp.concatenate([i, f + value, g, o])
+
+
+def _two_biases(params: Params) -> tuple[Array, Array]:
+    """The biases on the sides of the inputs and of the state, each `[nH]`, as cuDNN has them."""
+    if isinstance(params, LSTMParams):
+        return params.b, jnp.zeros_like(params.b)
+    rz = 2 * params.b_hn.shape[0]
+    return params.b_ih, jnp.concatenate([jnp.zeros(rz, params.b_hn.dtype), params.b_hn])
+
+
+def _from_dense(source: str, order: str, tree: Mapping[str, Any]) -> Params:
+    """The parameters from a dense layer for each operand and gate; a bias that is not there is zero."""
+    named = {
+        f"{name}.{part}": x for name in _dense_names(order) for part, x in _parts(source, name, tree[name]).items()
+    }
+    arrays = _arrays(source, named, named)
+    first = [arrays[f"{operand}{order[0]}.kernel"] for operand in "ih"]
+    if any(x.ndim != 2 for x in first):
+        raise ValueError(f"{source}: kernels must be [D, H] and [H, H], got {first[0].shape} and {first[1].shape}")
+    (inputs, _), (hidden, _) = (x.shape for x in first)
+    shapes: Shapes = {f"{name}.bias": (hidden,) for name in _dense_names(order)}
+    shapes |= {f"{name}.kernel": (inputs if name[0] == "i" else hidden, hidden) for name in _dense_names(order)}
+    _check_shapes(source, arrays, shapes)
+
+    def bias(operand: str) -> Array | None:
+        found = [arrays.get(f"{operand}{gate}.bias") for gate in order]
+        present = [x for x in found if x is not None]
+        zeros = jnp.zeros(hidden, jnp.result_type(*present)) if present else None
+        return None if zeros is None else jnp.concatenate([zeros if x is None else x for x in found])
+
+    w_ih, w_hh = (jnp.concatenate([arrays[f"{operand}{gate}.kernel"] for gate in order], axis=-1) for operand in "ih")
+    return _pack(order, w_ih, w_hh, bias("i"), bias("h"))
+
+
+def _dense_names(order: str) -> list[str]:
+    return [operand + gate for operand in "ih" for gate in order]
+
+
+def _torch_suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, prefix: str) -> str:
+    """What follows `weight_ih` in the names of the layer and direction asked for; "" for a cell."""
+    pattern = re.compile(r"(?P<prefix>.*?)weight_ih(?P<suffix>_l(?P<layer>\d+)(?P<reverse>_reverse)?)?")
+    found = [match for name in state if (match := pattern.fullmatch(name))]
+    here = [match for match in found if match["prefix"] == prefix]
+    if not here:
+        prefixes = sorted({repr(match["prefix"]) for match in found})
+        hint = f"; with prefix={' or '.join(prefixes)} there are" if prefixes else ""
+        raise ValueError(
+            f"from_torch: neither {prefix}weight_ih_l0 (of a GRU or LSTM) nor {prefix}weight_ih (of a cell) among "
+            f"{_what(state)}{hint}"
+        )
+    choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
+    layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}
+    if layer is None and len(layers) > 1:
+        raise ValueError(f"from_torch: there are {len(layers)} layers; say which: layer=0 to layer={max(layers)}")
+    if reverse is None and len(directions) > 1:
+        raise ValueError("from_torch: these are of a bidirectional module; say which direction: reverse=False or True")
+    for index, backward, suffix in choices:
+        if layer in (None, index) and reverse in (None, backward):
+            return suffix
+    raise ValueError(f"from_torch: no weights for layer={layer}, reverse={reverse} among {_what(state)}")
+
+
+def _nnx_tree(source: str, cell: Any) -> dict[str, Any]:
+    """The parameters of an NNX cell by name: those of a layer as a dict, others as they are."""
+    entries = dict(cell) if isinstance(cell, Mapping) else getattr(cell, "__dict__", {})
+    if not isinstance(cell, Mapping):  # attributes that are no parameters have neither
+        entries = {name: x for name, x in entries.items() if hasattr(x, "kernel") or hasattr(x, "__jax_array__")}
+    entries.pop("rngs", None)
+    fused, apart = ["dense_i", "dense_h"], [name if name != "if" else "if_" for name in _dense_names(LSTM_GATES)]
+    layers = next((names for names in (fused, apart) if entries.keys() >= set(names)), [])
+    known = {*layers, "hn_bias"} if layers is fused else set(layers)
+    if not layers or not entries.keys() <= known:
+        raise ValueError(
+            f"{source} takes an nnx.GRUCell or OptimizedLSTMCell ({', '.join(fused)}) or an nnx.LSTMCell "
+            f"({', '.join(apart)}), or the state of one; got a {type(cell).__name__} with {_what(entries)}"
+        )
+    return {name: _parts(source, name, x) if name in layers else x for name, x in entries.items()}
+
+
+def _check_fits(source: str, tree: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises ValueError unless the cell `given` has the weights in `tree`, in these shapes, and no others."""
+
+    def shapes(tree: dict[str, Any]) -> Shapes:
+        layers = {name: entry if isinstance(entry, Mapping) else {"": entry} for name, entry in tree.items()}
+        named = {f"{name}.{part}".rstrip("."): x for name, entry in layers.items() for part, x in entry.items()}
+        return {name: tuple(x.shape) for name, x in named.items()}
+
+    ours, theirs = shapes(tree), shapes(given)
+    if ours != theirs:
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        differ = ", ".join(f"{name} is {theirs.get(name)} there, {ours.get(name)} here" for name in names)
+        raise ValueError(f"{source}: the cell does not fit these parameters: {differ}")
+
+
+def _keras_weights(source: Any) -> tuple[dict[str, Any], bool | None]:
+    """Kernels and bias by name, and `reset_after` where it can be seen."""
+    if isinstance(source, Sequence):
+        if len(source) not in (2, 3):
+            raise ValueError(
+                f"from_keras takes kernel, recurrent kernel and bias of one layer, got {len(source)} arrays; convert "
+                "layers one by one"
+            )
+        return dict(zip(("kernel", "recurrent_kernel", "bias"), source, strict=False)), None
+    if hasattr(source, "forward_layer"):
+        raise ValueError("from_keras: a Bidirectional layer is two; give its forward_layer or its backward_layer")
+    cell = getattr(source, "cell", source)
+    if hasattr(cell, "cells"):
+        raise ValueError("from_keras: these are several cells; give one of cells")
+    if getattr(cell, "built", True) is False:
+        raise ValueError(f"from_keras: the {type(source).__name__} has no weights yet; build it, or call it once")
+    _check_activations("from_keras", cell, gate="recurrent_activation", activation="activation")
+    names = ("kernel", "recurrent_kernel", "bias")
+    return {name: x for name in names if (x := getattr(cell, name, None)) is not None}, getattr(
+        cell, "reset_after", None
+    )
+
+
+def _check_activations(source: str, cell: Any, *, gate: str, activation: str) -> None:
+    """Raises ValueError where what the cell has for sigmoid and tanh computes something else."""
+    x = np.linspace(-6, 6, 25, dtype=np.float32)
+    for name, expected in ((gate, jax.nn.sigmoid), (activation, jnp.tanh)):
+        function = getattr(cell, name, expected)
+        if function is expected:
+            continue
+        with jax.ensure_compile_time_eval():
+            got, want = np.asarray(_array(source, name, function(jnp.asarray(x)))), np.asarray(expected(x))
+        if not np.allclose(got, want, rtol=0, atol=1e-5):
+            raise ValueError(
+                f"{source}: {name} is {getattr(function, '__name__', function)!r}, and jaxrnn's cells have "
+                f"{expected.__name__} there"
+            )
+
+
+def _sizes(
+    source: str, arrays: dict[str, Array], ih: str, hh: str, *, transposed: bool = False
+) -> tuple[int, int, str]:
+    """`(H, D, gates)` from the two matrices, `[D, nH]` and `[H, nH]` unless they are `transposed`."""
+    w_ih, w_hh = arrays[ih], arrays[hh]
+    if w_ih.ndim != 2 or w_hh.ndim != 2:
+        raise ValueError(f"{source}: {ih} and {hh} must be matrices, got {w_ih.shape} and {w_hh.shape}")
+    hidden, wide = w_hh.shape[::-1] if transposed else w_hh.shape
+    orders = {3 * hidden: GRU_GATES, 4 * hidden: LSTM_GATES}
+    if not hidden or wide not in orders:
+        layout = ("[3H, H]", "[4H, H]") if transposed else ("[H, 3H]", "[H, 4H]")
+        raise ValueError(f"{source}: {hh} is {layout[0]} for a GRU and {layout[1]} for an LSTM, got {w_hh.shape}")
+    return hidden, w_ih.shape[1 if transposed else 0], orders[wide]
+
+
+def _check_shapes(source: str, arrays: dict[str, Array], shapes: Shapes) -> None:
+    """Raises ValueError unless each array is among `shapes` and has that shape."""
+    for name, x in arrays.items():
+        if name not in shapes:
+            raise ValueError(f"{source}: there is no {name} in such a cell; got {_what(arrays)}")
+        if x.shape != shapes[name]:
+            sizes = ", ".join(f"{other} {y.shape}" for other, y in arrays.items() if other != name)
+            raise ValueError(f"{source}: {name} must be {shapes[name]} beside {sizes}; got {x.shape}")
+
+
+def _check_params(source: str, params: Any) -> str:
+    """Returns the order of gates; raises ValueError unless these are parameters whose shapes agree."""
+    if not isinstance(params, (GRUParams, LSTMParams)):
+        raise ValueError(f"{source} takes GRUParams or LSTMParams, got {type(params).__name__}")
+    arrays = {f"params.{name}": x for name, x in params._asdict().items()}
+    hidden, inputs, order = _sizes(source, arrays, "params.w_ih", "params.w_hh")
+    expected = GRU_GATES if isinstance(params, GRUParams) else LSTM_GATES
+    if order != expected:
+        raise ValueError(
+            f"{source}: params.w_hh of {type(params).__name__} must be [H, {len(expected)}H], got {params.w_hh.shape}"
+        )
+    wide = len(order) * hidden
+    _check_shapes(
+        source, arrays, {"params.w_ih": (inputs, wide), "params.w_hh": (hidden, wide), "params.b_ih": (wide,)}
+        | {"params.b_hn": (hidden,), "params.b": (wide,)},
+    )  # fmt: skip
+    return order
+
+
+def _parts(source: str, name: str, entry: Any) -> dict[str, Any]:
+    """Kernel and bias of a dense layer, given as a module or a mapping."""
+    if not isinstance(entry, Mapping):
+        entry = {part: x for part in ("kernel", "bias") if (x := getattr(entry, part, None)) is not None}
+    elif not entry.keys() <= {"kernel", "bias"}:
+        raise ValueError(f"{source}: {name} should have a kernel and perhaps a bias, got {_what(entry)}")
+    if "kernel" not in entry:
+        raise ValueError(f"{source}: {name} has no kernel, only {_what(entry)}")
+    return dict(entry)
+
+
+def _arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = None) -> dict[str, Array]:
+    """The arrays of these names; raises ValueError where one is missing."""
+    missing = [name for name in names if name not in given]
+    if missing:
+        raise ValueError(f"{source}: no {', '.join(missing)} in {_what(given if whole is None else whole)}")
+    return {name: _array(source, name, given[name]) for name in names}
+
+
+def _array(source: str, name: str, x: Any) -> Array:
+    """`x` as a JAX array of the same dtype that shares no memory with what others can write to."""
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # a variable of NNX, or of Keras over JAX
+        x = x.__jax_array__()
+    elif hasattr(x, "detach"):  # a tensor of PyTorch; NumPy alone has no bfloat16, and float32 holds all of it
+        x = x.detach().cpu()
+        x = x.float().numpy().astype(jnp.bfloat16) if str(x.dtype) == "torch.bfloat16" else x.numpy()
+    elif hasattr(x, "value") and not callable(x.value):  # a box of linen, a variable of Keras
+        return _array(source, name, x.value)
+    array = x if isinstance(x, jax.Array) else np.array(x)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise ValueError(f"{source}: {name} must be floating point, got {array.dtype} ({type(x).__name__})")
+    if isinstance(array, jax.Array):
+        return array
+    converted = jnp.asarray(array)
+    if converted.dtype != array.dtype:
+        raise ValueError(
+            f"{source}: {name} is {array.dtype}, of which JAX makes {converted.dtype}: set jax_enable_x64, or convert "
+            "it first"
+        )
+    return converted
+
+
+def _numpy(x: Array) -> np.ndarray[Any, Any]:
+    """A contiguous copy that may be written to."""
+    return np.array(x, order="C")
+
+
+def _keys(tree: Any) -> set[str]:
+    return set(tree) if isinstance(tree, Mapping) else set()
+
+
+def _what(tree: Any) -> str:
+    """What a mapping holds, or the name of another type, for messages."""
+    if not isinstance(tree, Mapping):
+        return f"a {type(tree).__name__}"
+    names = [str(name) for name in tree]
+    return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "") if names else "nothing"

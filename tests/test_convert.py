@@ -1,0 +1,616 @@
+"""Every framework's own module and `jaxrnn.gru` or `lstm`, on converted weights, agree in both directions."""
+
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+
+import jaxrnn
+from jaxrnn import GRUParams, LSTMParams, convert
+
+T, B, D, H = 6, 3, 4, 5
+KINDS = {"gru": GRUParams, "lstm": LSTMParams}
+
+
+@pytest.fixture(autouse=True)
+def highest_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def equinox():
+    import equinox
+
+    return equinox
+
+
+@pytest.fixture(scope="module")
+def haiku():
+    import haiku
+
+    return haiku
+
+
+@pytest.fixture(scope="module")
+def keras(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KERAS_BACKEND", "jax")
+        patch.setenv("KERAS_HOME", str(tmp_path_factory.mktemp("keras")))
+        import keras
+    assert keras.backend.backend() == "jax"
+    return keras
+
+
+def draw(seed, *shape, dtype=np.float32):
+    return np.random.default_rng(seed).normal(size=shape).astype(dtype)
+
+
+def make_params(cell, D=D, H=H, dtype=jnp.float32):
+    n = {"gru": 3, "lstm": 4}[cell]
+    shapes = [(D, n * H), (H, n * H), (n * H,), (H,)][: 4 if cell == "gru" else 3]
+    return KINDS[cell](*(jnp.asarray(0.5 * draw(i, *shape), dtype) for i, shape in enumerate(shapes)))
+
+
+def randomized(tree, seed=7):
+    """The same tree of float32 arrays with random values, biases too."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten(jnp.asarray(0.5 * draw(seed + i, *x.shape)) for i, x in enumerate(leaves))
+
+
+XS = draw(100, T, B, D)
+
+
+def run(params, xs=XS, **options):
+    """Outputs `[T, B, H]` from zeros."""
+    zeros = jnp.zeros((xs.shape[1], params.w_hh.shape[0]), params.w_hh.dtype)
+    if isinstance(params, GRUParams):
+        return jaxrnn.gru(params, zeros, jnp.asarray(xs), implementation="xla", **options)[1]
+    return jaxrnn.lstm(params, (zeros, zeros), jnp.asarray(xs), implementation="xla", **options)[1]
+
+
+def agree(got, want, atol=2e-6):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    assert got.shape == want.shape
+    assert np.abs(want).max() > 0.1, "the outputs say nothing"
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+
+
+def same_bits(got, want):
+    assert type(got) is type(want)
+    for x, y in zip(got, want, strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
+
+
+# PyTorch
+
+
+def torch_module(torch, cell, *args, **options):
+    torch.manual_seed(0)
+    return {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](*args, **options)
+
+
+def torch_outputs(torch, module, xs=XS):
+    with torch.no_grad():
+        return module(torch.from_numpy(xs))[0].numpy()
+
+
+def load_torch(torch, module, arrays):
+    module.load_state_dict({name: torch.from_numpy(x) for name, x in arrays.items()})
+    return module
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("cell", KINDS)
+def test_from_torch(torch, cell, bias):
+    module = torch_module(torch, cell, D, H, bias=bias)
+    params = convert.from_torch(module)
+    assert type(params) is KINDS[cell]
+    agree(run(params), torch_outputs(torch, module))
+    same_bits(convert.from_torch(module.state_dict()), params)
+    arrays = {name: x.numpy() for name, x in module.state_dict().items()}
+    same_bits(convert.from_torch(arrays), params)
+    assert bias or not np.any(params[-1])
+
+
+@pytest.mark.parametrize("cell", KINDS)
+def test_to_torch(torch, cell):
+    params = make_params(cell)
+    module = load_torch(torch, torch_module(torch, cell, D, H), convert.to_torch(params))
+    agree(torch_outputs(torch, module), run(params))
+    same_bits(convert.from_torch(module), params)
+
+
+@pytest.mark.parametrize("cell", KINDS)
+def test_torch_layers_and_directions(torch, cell):
+    module = torch_module(torch, cell, D, H, num_layers=2, bidirectional=True)
+    packed, xs = {}, XS
+    for layer in (0, 1):
+        both = [convert.from_torch(module, layer=layer, reverse=reverse) for reverse in (False, True)]
+        xs = jnp.concatenate([run(params, xs, reverse=i == 1) for i, params in enumerate(both)], axis=-1)
+        for reverse, params in zip((False, True), both, strict=True):
+            packed |= convert.to_torch(params, layer=layer, reverse=reverse)
+    want = torch_outputs(torch, module)
+    agree(xs, want)
+    other = load_torch(torch, torch_module(torch, cell, D, H, num_layers=2, bidirectional=True), packed)
+    agree(torch_outputs(torch, other), want)
+
+
+@pytest.mark.parametrize(("cell", "name"), [("gru", "GRUCell"), ("lstm", "LSTMCell")])
+def test_torch_cells(torch, cell, name):
+    torch.manual_seed(1)
+    module = getattr(torch.nn, name)(D, H)
+
+    def step():
+        with torch.no_grad():
+            h = module(torch.from_numpy(XS[0]))
+            return (h if cell == "gru" else h[0]).numpy()
+
+    agree(run(convert.from_torch(module), XS[:1])[0], step())
+    params = make_params(cell)
+    load_torch(torch, module, convert.to_torch(params, layer=None))
+    agree(step(), run(params, XS[:1])[0])
+    same_bits(convert.from_torch(module), params)
+
+
+def test_torch_prefix(torch):
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(H, 2), "rnn": torch.nn.GRU(D, H)})
+    want = convert.from_torch(model["rnn"])
+    same_bits(convert.from_torch(model.state_dict(), prefix="rnn."), want)
+    same_bits(convert.from_torch(convert.to_torch(want, prefix="a.b."), prefix="a.b."), want)
+    with pytest.raises(ValueError, match=r"head\.weight.*prefix='rnn\.'"):
+        convert.from_torch(model)
+
+
+@pytest.mark.parametrize("cell", KINDS)
+def test_torch_bfloat16_keeps_its_bits(torch, cell):
+    module = torch_module(torch, cell, D, H, dtype=torch.bfloat16)
+    params = convert.from_torch(module)
+    assert {x.dtype for x in params} == {jnp.dtype(jnp.bfloat16)}
+    w_ih = module.weight_ih_l0.detach().view(torch.int16).numpy()
+    np.testing.assert_array_equal(np.asarray(params.w_ih).view(np.int16).T, w_ih)
+    arrays = convert.to_torch(params)
+    np.testing.assert_array_equal(arrays["weight_ih_l0"].view(np.int16), w_ih)
+    other = torch_module(torch, cell, D, H, dtype=torch.bfloat16)
+    load_torch(torch, other, {name: x.astype("float32") for name, x in arrays.items()})
+    same_bits(convert.from_torch(other), params)
+
+
+def test_torch_float64_is_kept_or_refused(torch):
+    module = torch.nn.GRU(D, H, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"weight_ih_l0 is float64.*jax_enable_x64"):
+        convert.from_torch(module)
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        params = convert.from_torch(module)
+        assert {x.dtype for x in params} == {np.dtype(np.float64)}
+        arrays = convert.to_torch(params)
+    np.testing.assert_array_equal(arrays["weight_hh_l0"], module.weight_hh_l0.detach().numpy())
+
+
+def test_torch_and_jax_share_no_memory(torch):
+    module = torch.nn.LSTM(D, 64)
+    params = convert.from_torch(module)
+    before = jax.tree.map(np.array, params)
+    arrays = convert.to_torch(params)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.fill_(7.0)
+    for x in arrays.values():
+        x[...] = 9.0
+    same_bits(jax.tree.map(np.asarray, params), before)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+def test_torch_projection_has_a_way_round(torch):
+    module = torch_module(torch, "lstm", D, H, proj_size=2)
+    with pytest.raises(ValueError, match=r"proj_size.*weight_hh @ weight_hr"):
+        convert.from_torch(module)
+    state = module.state_dict()
+    projection = state.pop("weight_hr_l0")
+    state["weight_hh_l0"] = state["weight_hh_l0"] @ projection
+    agree(run(convert.from_torch(state)) @ projection.numpy().T, torch_outputs(torch, module))
+
+
+def test_torch_refuses(torch):
+    both, deep = torch.nn.GRU(D, H, bidirectional=True), torch.nn.LSTM(D, H, num_layers=3)
+    with pytest.raises(ValueError, match=r"bidirectional.*reverse=False or True"):
+        convert.from_torch(both)
+    with pytest.raises(ValueError, match=r"3 layers.*layer=0 to layer=2"):
+        convert.from_torch(deep)
+    with pytest.raises(ValueError, match=r"no weights for layer=3"):
+        convert.from_torch(deep, layer=3)
+    with pytest.raises(ValueError, match=r"no weights for layer=None, reverse=True"):
+        convert.from_torch(torch.nn.GRU(D, H), reverse=True)
+    with pytest.raises(ValueError, match=r"weight_hh_l0 is \[3H, H\] for a GRU.*\(5, 5\)"):
+        convert.from_torch(torch.nn.RNN(D, H))
+    with pytest.raises(ValueError, match=r"neither weight_ih_l0.*among weight, bias$"):
+        convert.from_torch(torch.nn.Linear(D, H))
+    with pytest.raises(ValueError, match=r"takes a module or its state dict, got list"):
+        convert.from_torch([1, 2])
+    state = torch.nn.GRU(D, H).state_dict()
+    with pytest.raises(ValueError, match=r"no bias_hh_l0"):
+        convert.from_torch({name: x for name, x in state.items() if name != "bias_hh_l0"})
+    with pytest.raises(ValueError, match=r"bias_ih_l0 must be \(15,\).*got \(16,\)"):
+        convert.from_torch(state | {"bias_ih_l0": torch.zeros(16)})
+    with pytest.raises(ValueError, match=r"weight_ih_l0 must be \(15, 4\).*got \(20, 4\)"):
+        convert.from_torch(state | {"weight_ih_l0": torch.zeros(20, 4)})
+    with pytest.raises(ValueError, match=r"weight_ih_l0 must be floating point, got int8"):
+        convert.from_torch(state | {"weight_ih_l0": torch.zeros(15, 4, dtype=torch.int8)})
+    with pytest.raises(ValueError, match=r"have no direction"):
+        convert.to_torch(make_params("gru"), layer=None, reverse=True)
+
+
+# Flax
+
+LINEN = {"GRUCell": "gru", "LSTMCell": "lstm", "OptimizedLSTMCell": "lstm"}
+
+
+@pytest.mark.parametrize("name", LINEN)
+def test_linen(name):
+    rnn = linen.RNN(getattr(linen, name)(H), time_major=True)
+    variables = randomized(rnn.init(jax.random.key(0), XS))
+    params = convert.from_linen(variables["params"]["cell"])
+    agree(run(params), rnn.apply(variables, XS))
+    same_bits(convert.from_linen({"params": variables["params"]["cell"]}), params)
+
+    params = make_params(LINEN[name])
+    tree = convert.to_linen(params)
+    assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, variables["params"]["cell"])
+    agree(rnn.apply({"params": {"cell": tree}}, XS), run(params))
+    same_bits(convert.from_linen(tree), params)
+
+
+def test_linen_under_jit_grad_and_vmap():
+    trees = jax.tree.map(lambda *x: jnp.stack(x), *(convert.to_linen(make_params("gru")) for _ in range(2)))
+    trees = randomized(trees)
+
+    def loss(params):
+        return jnp.sum(run(params) ** 2)
+
+    rnn = linen.RNN(linen.GRUCell(H), time_major=True)
+    got = jax.jit(jax.vmap(jax.grad(lambda tree: loss(convert.from_linen(tree)))))(trees)
+    want = jax.vmap(jax.grad(lambda tree: jnp.sum(rnn.apply({"params": {"cell": tree}}, XS) ** 2)))(trees)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
+
+
+def test_linen_boxed_and_foreign():
+    tree = convert.to_linen(make_params("gru"))
+    boxed = jax.tree.map(lambda x: linen.Partitioned(x, names=(None,) * x.ndim), tree)
+    same_bits(convert.from_linen(boxed), convert.from_linen(tree))
+
+    def variables(cell):
+        return cell.init(jax.random.key(0), cell.initialize_carry(jax.random.key(1), (B, D)), XS[0])["params"]
+
+    for cell in (linen.SimpleCell(H), linen.MGUCell(H)):
+        with pytest.raises(ValueError, match=r"from_linen takes the parameters of a GRUCell.*, got i"):
+            convert.from_linen(variables(cell))
+    with pytest.raises(ValueError, match=r"got cell$"):
+        convert.from_linen({"params": {"cell": tree}})
+    with pytest.raises(ValueError, match=r"hz\.kernel must be \(5, 5\).*got \(4, 5\)"):
+        convert.from_linen(tree | {"hz": tree["iz"]})
+    with pytest.raises(ValueError, match=r"in should have a kernel and perhaps a bias, got kernel, scale"):
+        convert.from_linen(tree | {"in": {"kernel": tree["in"]["kernel"], "scale": 1}})
+    with pytest.raises(ValueError, match=r"in has no kernel, only bias"):
+        convert.from_linen(tree | {"in": {"bias": tree["in"]["bias"]}})
+
+
+def nnx_outputs(cell):
+    zeros = jnp.zeros((B, H))
+    carry, ys = zeros if isinstance(cell, nnx.GRUCell) else (zeros, zeros), []
+    for x in XS:
+        carry, y = cell(carry, jnp.asarray(x))
+        ys.append(y)
+    return jnp.stack(ys)
+
+
+class GRUCellWithBias(nnx.GRUCell):
+    """The cell as flax#5595 proposes it: b_hn is a parameter of its own."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.hn_bias = nnx.Param(jnp.zeros(self.hidden_features))
+
+    def __call__(self, carry, inputs):
+        x_r, x_z, x_n = jnp.split(self.dense_i(inputs), 3, axis=-1)
+        h_r, h_z, h_n = jnp.split(self.dense_h(carry), 3, axis=-1)
+        r, z = jax.nn.sigmoid(x_r + h_r), jax.nn.sigmoid(x_z + h_z)
+        n = jnp.tanh(x_n + r * (h_n + self.hn_bias[...]))
+        h = (1 - z) * n + z * carry
+        return h, h
+
+
+NNX = {nnx.GRUCell: "gru", GRUCellWithBias: "gru", nnx.LSTMCell: "lstm", nnx.OptimizedLSTMCell: "lstm"}
+
+
+@pytest.mark.parametrize("make", NNX, ids=lambda make: make.__name__)
+def test_nnx(make):
+    cell = make(D, H, rngs=nnx.Rngs(0))
+    nnx.update(cell, randomized(nnx.state(cell)))
+    params = convert.from_nnx(cell)
+    agree(run(params), nnx_outputs(cell))
+    same_bits(convert.from_nnx(nnx.state(cell)), params)
+    same_bits(convert.from_nnx(nnx.to_pure_dict(nnx.state(cell))), params)
+
+    params = make_params(NNX[make])
+    if make is nnx.GRUCell:
+        for given in (cell, nnx.state(cell), "GRUCell"):
+            with pytest.raises(ValueError, match=r"b_hn is not zero.*Linen's GRUCell can"):
+                convert.to_nnx(params, given)
+        with pytest.raises(ValueError, match=r"inside jit"):
+            jax.jit(lambda params: convert.to_nnx(params, "GRUCell"))(params)
+        params = params._replace(b_hn=jnp.zeros(H))
+        assert jax.tree.all(
+            jax.tree.map(jnp.array_equal, convert.to_nnx(params, cell), convert.to_nnx(params, "GRUCell"))
+        )
+    nnx.update(cell, convert.to_nnx(params, nnx.state(cell)))
+    agree(nnx_outputs(cell), run(params))
+    same_bits(convert.from_nnx(cell), params)
+    if make in (nnx.LSTMCell, nnx.OptimizedLSTMCell):
+        tree = convert.to_nnx(params, make.__name__)
+        assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(cell)))
+
+
+def test_nnx_bias_of_the_recurrent_layer():
+    cell = nnx.GRUCell(D, H, rngs=nnx.Rngs(0))
+    cell.dense_h = nnx.Linear(H, 3 * H, rngs=nnx.Rngs(1))
+    nnx.update(cell, randomized(nnx.state(cell)))
+    agree(run(convert.from_nnx(cell)), nnx_outputs(cell))
+    params = make_params("gru")
+    nnx.update(cell, convert.to_nnx(params, cell))
+    agree(nnx_outputs(cell), run(params))
+
+
+def test_nnx_refuses():
+    rngs = nnx.Rngs(0)
+    with pytest.raises(ValueError, match=r"gate_fn is 'hard_sigmoid', and jaxrnn's cells have sigmoid there"):
+        convert.from_nnx(nnx.GRUCell(D, H, gate_fn=jax.nn.hard_sigmoid, rngs=rngs))
+    with pytest.raises(ValueError, match=r"activation_fn is 'relu', and jaxrnn's cells have tanh there"):
+        convert.from_nnx(nnx.OptimizedLSTMCell(D, H, activation_fn=jax.nn.relu, rngs=rngs))
+    same = nnx.GRUCell(D, H, gate_fn=lambda x: 0.5 + 0.5 * jnp.tanh(0.5 * x), rngs=rngs)
+    assert isinstance(convert.from_nnx(same), GRUParams)
+    with pytest.raises(ValueError, match=r"dense_h\.kernel is \[H, 3H\] for a GRU.*got \(5, 5\)"):
+        convert.from_nnx(nnx.SimpleCell(D, H, rngs=rngs))
+    with pytest.raises(ValueError, match=r"got a RNN with"):
+        convert.from_nnx(nnx.RNN(nnx.GRUCell(D, H, rngs=rngs), rngs=rngs))
+    cell = nnx.GRUCell(D, H, rngs=rngs)
+    with pytest.raises(ValueError, match=r"dense_h\.kernel is \(5, 15\) there, \(5, 20\) here"):
+        convert.to_nnx(make_params("lstm"), cell)
+    with pytest.raises(ValueError, match=r"dense_i\.kernel is \(4, 15\) there, \(7, 15\) here"):
+        convert.to_nnx(make_params("gru", D=7)._replace(b_hn=jnp.zeros(H)), cell)
+    with pytest.raises(ValueError, match=r"LSTMParams are for LSTMCell or OptimizedLSTMCell, got 'GRUCell'"):
+        convert.to_nnx(make_params("lstm"), "GRUCell")
+
+
+# Equinox
+
+
+def equinox_outputs(cell, hidden):
+    def one(xs):
+        zeros = jnp.zeros(hidden)
+        carry, ys = zeros if hasattr(cell, "bias_n") else (zeros, zeros), []
+        for x in xs:
+            carry = cell(x, carry)
+            ys.append(carry if hasattr(cell, "bias_n") else carry[0])
+        return jnp.stack(ys)
+
+    return jax.vmap(one, in_axes=1, out_axes=1)(jnp.asarray(XS))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize(("cell", "name"), [("gru", "GRUCell"), ("lstm", "LSTMCell")])
+def test_equinox(equinox, cell, name, use_bias):
+    module = getattr(equinox.nn, name)(D, H, use_bias=use_bias, key=jax.random.key(0))
+    params = convert.from_equinox(module)
+    assert type(params) is KINDS[cell]
+    agree(run(params), equinox_outputs(module, H))
+    if use_bias:
+        params = make_params(cell)
+        arrays = convert.to_equinox(params)
+        same_bits(convert.from_equinox(arrays), params)
+        module = equinox.tree_at(lambda m: [getattr(m, name) for name in arrays], module, list(arrays.values()))
+        agree(equinox_outputs(module, H), run(params))
+        same_bits(convert.from_equinox(module), params)
+
+
+def test_equinox_refuses(equinox):
+    with pytest.raises(ValueError, match=r"from_equinox: no weight_ih, weight_hh in a Linear"):
+        convert.from_equinox(equinox.nn.Linear(D, H, key=jax.random.key(0)))
+    arrays = convert.to_equinox(make_params("gru"))
+    with pytest.raises(ValueError, match=r"bias_n must be \(5,\).*got \(4,\)"):
+        convert.from_equinox(arrays | {"bias_n": jnp.zeros(4)})
+    with pytest.raises(ValueError, match=r"there is no bias_n in such a cell"):
+        convert.from_equinox(convert.to_equinox(make_params("lstm")) | {"bias_n": jnp.zeros(H)})
+
+
+# Haiku
+
+
+def haiku_unrolled(haiku, make):
+    def forward(xs):
+        core = make(H)
+        return haiku.static_unroll(core, xs, core.initial_state(xs.shape[1]))[0]
+
+    return haiku.without_apply_rng(haiku.transform(forward))
+
+
+def test_haiku(haiku):
+    net = haiku_unrolled(haiku, haiku.LSTM)
+    weights = randomized(net.init(jax.random.key(0), XS))
+    params = convert.from_haiku(weights)
+    agree(run(params), net.apply(weights, XS))
+    same_bits(convert.from_haiku(weights["lstm/linear"]), params)
+
+    params = make_params("lstm")
+    weights = {"lstm/linear": convert.to_haiku(params)}
+    agree(net.apply(weights, XS), run(params))
+    back = convert.from_haiku(weights)
+    same_bits(back._replace(b=params.b), params)
+    np.testing.assert_allclose(back.b, params.b, rtol=0, atol=2e-7)  # 1 is subtracted, and added again
+
+
+def test_haiku_refuses(haiku):
+    with pytest.raises(ValueError, match=r"hk.GRU applies the reset gate before the matrix product"):
+        convert.from_haiku(haiku_unrolled(haiku, haiku.GRU).init(jax.random.key(0), XS))
+    with pytest.raises(ValueError, match=r"hk.GRU applies the reset gate before the matrix product"):
+        convert.to_haiku(make_params("gru"))
+    weights = convert.to_haiku(make_params("lstm"))
+    with pytest.raises(ValueError, match=r"w and b.*got one/linear, two/linear"):
+        convert.from_haiku({"one/linear": weights, "two/linear": weights})
+    with pytest.raises(ValueError, match=r"w of an hk.LSTM is \[D \+ H, 4H\], got \(9, 18\)"):
+        convert.from_haiku(weights | {"w": jnp.zeros((9, 18))})
+    with pytest.raises(ValueError, match=r"b must be \(20,\).*got \(5,\)"):
+        convert.from_haiku(weights | {"b": jnp.zeros(5)})
+
+
+# Keras
+
+
+def keras_layer(keras, cell, **options):
+    layer = {"gru": keras.layers.GRU, "lstm": keras.layers.LSTM}[cell](H, return_sequences=True, **options)
+    layer.build((None, T, D))
+    for i, variable in enumerate(layer.trainable_variables):
+        variable.assign(0.5 * draw(20 + i, *variable.shape))
+    return layer
+
+
+def keras_outputs(layer):
+    return np.asarray(layer(np.ascontiguousarray(XS.swapaxes(0, 1)))).swapaxes(0, 1)
+
+
+def keras_weights(layer):
+    """`layer.get_weights()`; that itself meets a warning of NumPy's, which is an error here."""
+    return [np.asarray(variable.value) for variable in layer.weights if "seed" not in variable.path]
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize("cell", KINDS)
+def test_keras(keras, cell, use_bias):
+    layer = keras_layer(keras, cell, use_bias=use_bias)
+    params = convert.from_keras(layer)
+    assert type(params) is KINDS[cell]
+    agree(run(params), keras_outputs(layer))
+    same_bits(convert.from_keras(layer.cell), params)
+    if use_bias:
+        same_bits(convert.from_keras(keras_weights(layer)), params)
+        params = make_params(cell)
+        layer.set_weights(convert.to_keras(params))
+        agree(keras_outputs(layer), run(params))
+        same_bits(convert.from_keras(layer), params)
+
+
+def test_keras_refuses(keras):
+    before = keras_layer(keras, "gru", reset_after=False)
+    for source in (
+        before,
+        before.cell,
+        keras_weights(before),
+        keras_layer(keras, "gru", reset_after=False, use_bias=False),
+    ):
+        with pytest.raises(ValueError, match=r"reset_after=False applies the reset gate before the matrix product"):
+            convert.from_keras(source)
+    with pytest.raises(ValueError, match=r"do not tell whether reset_after is True"):
+        convert.from_keras(keras_weights(keras_layer(keras, "gru", use_bias=False)))
+    with pytest.raises(ValueError, match=r"activation is 'relu', and jaxrnn's cells have tanh there"):
+        convert.from_keras(keras_layer(keras, "gru", activation="relu"))
+    with pytest.raises(
+        ValueError, match=r"recurrent_activation is 'hard_sigmoid', and jaxrnn's cells have sigmoid there"
+    ):
+        convert.from_keras(keras_layer(keras, "lstm", recurrent_activation="hard_sigmoid"))
+    with pytest.raises(ValueError, match=r"forward_layer or its backward_layer"):
+        convert.from_keras(keras.layers.Bidirectional(keras.layers.LSTM(H)))
+    with pytest.raises(ValueError, match=r"several cells"):
+        convert.from_keras(keras.layers.RNN([keras.layers.GRUCell(H), keras.layers.GRUCell(H)]))
+    with pytest.raises(ValueError, match=r"the GRU has no weights yet"):
+        convert.from_keras(keras.layers.GRU(H))
+    simple = keras.layers.SimpleRNN(H)
+    simple.build((None, T, D))
+    with pytest.raises(ValueError, match=r"recurrent_kernel is \[H, 3H\] for a GRU.*got \(5, 5\)"):
+        convert.from_keras(simple)
+    with pytest.raises(ValueError, match=r"no kernel, recurrent_kernel in a Dropout"):
+        convert.from_keras(keras.layers.Dropout(0.5))
+    with pytest.raises(ValueError, match=r"got 6 arrays; convert layers one by one"):
+        convert.from_keras(2 * convert.to_keras(make_params("gru")))
+    with pytest.raises(ValueError, match=r"bias must be \(2, 15\).*got \(3, 15\)"):
+        convert.from_keras([*convert.to_keras(make_params("gru"))[:2], np.zeros((3, 15), np.float32)])
+
+
+# All of them
+
+
+def aligned(x):
+    """A copy of `x` at an address where JAX may use the memory of NumPy as it is."""
+    memory = np.empty(x.nbytes + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+def test_arrays_given_may_be_written_to_afterwards():
+    arrays = [aligned(x) for x in convert.to_keras(make_params("lstm"))]
+    params = convert.from_keras(arrays)
+    for x in arrays:
+        x[...] = 7
+    same_bits(params, make_params("lstm"))
+
+
+def test_the_snippet_of_the_documentation_runs(torch):
+    page = Path(__file__).resolve().parents[1] / "docs" / "convert.md"
+    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    names = {}
+    exec(compile(snippet, page.name, "exec"), names)
+    agree(names["ys"], torch_outputs(torch, names["module"], np.ones((16, 4, 8), np.float32)))
+
+
+TO = {
+    "torch": convert.to_torch,
+    "linen": convert.to_linen,
+    "nnx": functools.partial(convert.to_nnx, cell="GRUCell"),
+    "equinox": convert.to_equinox,
+    "haiku": convert.to_haiku,
+    "keras": convert.to_keras,
+}
+
+
+@pytest.mark.parametrize("name", TO)
+def test_what_goes_out_must_be_parameters(name):
+    params = make_params("gru")
+    with pytest.raises(ValueError, match=f"to_{name} takes GRUParams or LSTMParams, got tuple"):
+        TO[name](tuple(params))
+    with pytest.raises(ValueError, match=r"params.w_ih must be \(4, 15\).*got \(4, 14\)"):
+        TO[name](params._replace(w_ih=jnp.zeros((D, 14))))
+    with pytest.raises(ValueError, match=r"params.w_hh of GRUParams must be \[H, 3H\], got \(5, 20\)"):
+        TO[name](params._replace(w_hh=jnp.zeros((H, 20))))
+
+
+ROUND_TRIPS = {
+    "torch": lambda params: convert.from_torch(convert.to_torch(params)),
+    "linen": lambda params: convert.from_linen(convert.to_linen(params)),
+    "equinox": lambda params: convert.from_equinox(convert.to_equinox(params)),
+    "keras": lambda params: convert.from_keras(convert.to_keras(params)),
+    "nnx": lambda params: convert.from_nnx(convert.to_nnx(params, "LSTMCell")),
+    "nnx, optimized": lambda params: convert.from_nnx(convert.to_nnx(params, "OptimizedLSTMCell")),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", ROUND_TRIPS)
+@pytest.mark.parametrize("cell", KINDS)
+def test_round_trips_keep_bits_and_dtypes(cell, name, dtype):
+    if cell == "gru" and name.startswith("nnx"):
+        params = make_params(cell, dtype=dtype)._replace(b_hn=jnp.zeros(H, dtype))
+        same_bits(convert.from_nnx(convert.to_nnx(params, "GRUCell")), params)
+    else:
+        params = make_params(cell, dtype=dtype)
+        same_bits(ROUND_TRIPS[name](params), params)
