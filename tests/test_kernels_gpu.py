@@ -130,3 +130,20 @@ def test_no_gradient_crosses_a_reset(case):
     for name, x in before.items():
         np.testing.assert_array_equal(x, np.zeros_like(x), err_msg=name)
     assert got["dxs"][4:].any(axis=(0, 2)).all()
+
+
+@pytest.mark.parametrize("later", [1e6, np.inf, np.nan])
+@pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
+def test_an_episode_keeps_its_accuracy_beside_a_later_one(case, later):
+    """What scales operands of 16 bits may not count what a reset then zeroes."""
+    inputs = cases.make_inputs(case)
+    inputs["resets"][4] = True
+    earlier = inputs | {name: np.zeros_like(x) for name, x in inputs.items() if name.startswith("ct_carry")}
+    earlier["ct_ys"] = inputs["ct_ys"] * (np.arange(case.T) < 4)[:, None, None].astype(np.float32)
+    inputs["ct_ys"] = inputs["ct_ys"] * np.where(np.arange(case.T) < 4, 1, later)[:, None, None].astype(np.float32)
+
+    def of_the_earlier(results):
+        return {name: x for name, x in results.items() if name.startswith("dcarry")} | {"dxs": results["dxs"][:4]}
+
+    want, xla = of_the_earlier(cases.run_oracle(case, earlier)), of_the_earlier(cases.run(case, earlier, "xla"))
+    cases.check(case, of_the_earlier(cases.run(case, inputs, "triton")), xla, want)

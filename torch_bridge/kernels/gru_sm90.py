@@ -175,7 +175,8 @@ def _backward_step(
 
     The operands' scale must be known before they are: `bound`, taken at the step before, is at least each |dh| of a
     sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has,
-      |dh_next| <= |dy_next| + |dh| + L max(|dr|, |dz|, |dhn|), at most three times the largest of the sums by unit.
+      |dh_next| <= |dy_next| + |dh| + L max(|dr|, |dz|, |dhn|), at most three times the largest of the sums by unit,
+    of which only the first remains where an episode starts.
     """
     live = mask & (i < T)  # of a step past the last one nothing is stored
     f_r, f_z, f_n, f_hn = unpack_halves(factors)
@@ -197,7 +198,10 @@ def _backward_step(
         buffer_z.store(to_operand(dz * scale, DTYPE))
         buffer_n.store(to_operand(dhn * scale, DTYPE))
         largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
-        largest = gl.abs(dy.to(gl.float32)) + gl.abs(dh) + w_bound * largest
+        largest = gl.abs(dh) + w_bound * largest
+        if reset_ptr is not None:
+            largest = gl.where(this_reset[None, :], 0.0, largest)
+        largest += gl.abs(dy.to(gl.float32))
         slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
     else:
         buffer_r.store(to_operand(dr, DTYPE))

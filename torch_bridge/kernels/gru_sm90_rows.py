@@ -73,8 +73,8 @@ def fwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
             next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
-            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
-            prefetch_rows(xp_ptr, next_rows * (3 * H), first, 3, H)
+            first = (split + opaque_zero(i)) * 32
+            prefetch_rows(xp_ptr, next_rows, first, 3, H, 3 * H)
             if reset_ptr is not None:
                 h = gl.where(reset[:, None], 0.0, h)
                 reset = load_reset(reset_ptr, next_rows, mask_q)
@@ -160,7 +160,10 @@ def bwd_kernel(
                 # 2^0: what a factor may be beyond one (a quarter of |h_n| or |h|) has room
                 scale = scale_to_float16(bound, 0)[:, None]
                 largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
-                largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dh) + w_bounds[:, None] * largest
+                largest = gl.abs(dh) + w_bounds[:, None] * largest
+                if reset_ptr is not None:
+                    largest = gl.where(reset[:, None], 0.0, largest)
+                largest += gl.abs(dy_next.to(gl.float32))
                 bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
                 store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
             share = box(exchange_ptr, sent, workers, here, BLOCK_B * TILES * 32)
@@ -169,11 +172,11 @@ def bwd_kernel(
             store_operand_rows(share, dhn, scale, 2 * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, here, split, sent)
             next_rows = backward_rows(row, i + 1, T, B, REVERSE)
-            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
-            prefetch_rows(factors_ptr, next_rows * (4 * H), 4 * first, 2, 64)
-            prefetch_rows(keep_ptr, next_rows * H, first, 1, 0)
+            first = (split + opaque_zero(i)) * 32
+            prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
+            prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
             later_rows = backward_rows(row, i + 2, T, B, REVERSE)
-            prefetch_rows(dhs_ptr, later_rows * H, first, 1, 0)
+            prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
             dh = dh * keep
 
             rows = backward_rows(row, i, T, B, REVERSE)

@@ -211,7 +211,8 @@ def _backward_step(
 
     The operands' scale must be known before they are: `bound`, taken at the step before, is at least each |dh| and
     |dc| of a sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has, both are next
-      <= |dy_next| + |dcy_next| + |dc| + L max(|di|, |df|, |dg|, |do|), four times the largest of the sums by unit.
+      <= |dy_next| + |dcy_next| + |dc| + L max(|di|, |df|, |dg|, |do|), four times the largest of the sums by unit,
+    of which only the first two remain where an episode starts.
     """
     live = mask & (i < T)  # of a step past the last one nothing is stored
     f_i, f_f, f_g, f_o = unpack_halves(factors)
@@ -232,12 +233,18 @@ def _backward_step(
     largest = _leave(dc * f_f, largest, buffer_f, dxp + H, live, scale, SCALED, DTYPE)
     largest = _leave(dc * f_g, largest, buffer_g, dxp + 2 * H, live, scale, SCALED, DTYPE)
     largest = _leave(dh * f_o, largest, buffer_o, dxp + 3 * H, live, scale, SCALED, DTYPE)
+    dc = dc * this_keep
+    if reset_ptr is not None:
+        if dreset_c_ptr is not None:
+            at = rows[None, :] * H + unit[:, None]
+            gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dc, 0.0), mask=live)
+        dc = gl.where(this_reset[None, :], 0.0, dc)
+        largest = gl.where(this_reset[None, :], 0.0, largest)
     if SCALED:
         largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dc) + w_bound * largest
         if dcs_ptr is not None:
             largest += gl.abs(dcy_next.to(gl.float32))
         slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
-    dc = dc * this_keep
     fence_async_shared()
     barrier()
     dh = warpgroup_mma(w_i, buffer_i, zeros, use_acc=False, is_async=True)
@@ -264,12 +271,11 @@ def _backward_step(
         if dreset_h_ptr is not None:
             at = rows[None, :] * H + unit[:, None]
             gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=live)
-            gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dc, 0.0), mask=live)
         dh = gl.where(this_reset[None, :], 0.0, dh)
-        dc = gl.where(this_reset[None, :], 0.0, dc)
-    last = seq[None, :] * H + unit[:, None]
-    gl.store(dh0_ptr + last, dh, mask=mask & (i == T - 1))
-    gl.store(dc0_ptr + last, dc, mask=mask & (i == T - 1))
+    if i == T - 1:
+        last = seq[None, :] * H + unit[:, None]
+        gl.store(dh0_ptr + last, dh, mask=mask)
+        gl.store(dc0_ptr + last, dc, mask=mask)
     return dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound
 
 

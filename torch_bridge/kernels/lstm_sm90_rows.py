@@ -72,8 +72,8 @@ def fwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
             next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
-            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
-            prefetch_rows(xp_ptr, next_rows * (4 * H), first, 4, H)
+            first = (split + opaque_zero(i)) * 32
+            prefetch_rows(xp_ptr, next_rows, first, 4, H, 4 * H)
             if reset_ptr is not None:
                 c = gl.where(reset[:, None], 0.0, c)
                 reset = load_reset(reset_ptr, next_rows, mask_q)
@@ -171,7 +171,10 @@ def bwd_kernel(
                 # 2^0: what a factor may be beyond one (a quarter of |c|) has room
                 scale = scale_to_float16(bound, 0)[:, None]
                 largest = gl.maximum(gl.maximum(gl.abs(d_i), gl.abs(d_f)), gl.maximum(gl.abs(d_g), gl.abs(d_o)))
-                largest = gl.abs(dy_next.to(gl.float32)) + gl.abs(dc) + w_bounds[:, None] * largest
+                largest = gl.abs(dc) + w_bounds[:, None] * largest
+                if reset_ptr is not None:
+                    largest = gl.where(reset[:, None], 0.0, largest)
+                largest += gl.abs(dy_next.to(gl.float32))
                 if dcs_ptr is not None:
                     largest += gl.abs(dcy)
                 bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
@@ -182,12 +185,12 @@ def bwd_kernel(
             store_operand_rows(share, d_g, scale, 2 * SPLITS + split, TILES, SCALED)
             store_operand_rows(share, d_o, scale, 3 * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, here, split, sent)
-            first = gl.minimum((split + opaque_zero(i)) * 32, H - 1)
-            prefetch_rows(factors_ptr, next_rows * (4 * H), 4 * first, 2, 64)
-            prefetch_rows(keep_ptr, next_rows * H, first, 1, 0)
-            prefetch_rows(through_ptr, next_rows * H, first, 1, 0)
+            first = (split + opaque_zero(i)) * 32
+            prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
+            prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
+            prefetch_rows(through_ptr, next_rows, first, 1, 0, H)
             later_rows = backward_rows(row, i + 2, T, B, REVERSE)
-            prefetch_rows(dhs_ptr, later_rows * H, first, 1, 0)
+            prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
             dc = dc * keep
             if reset_ptr is not None:
                 if dreset_c_ptr is not None:

@@ -82,8 +82,8 @@ def raise_flags(flags_ptr, worker, split, number):
     gl.inline_asm_elementwise(
         """{
         .reg .pred first;
-        fence.acq_rel.gpu;
         bar.warp.sync 0xffffffff;
+        fence.acq_rel.gpu;
         setp.eq.b32 first, $3, 0;
         @first st.relaxed.gpu.global.b32 [$1], $2;
         mov.b32 $0, 0;
@@ -226,8 +226,10 @@ def locate_rows(item, tiles, T, B, Q, unit, ROWS: gl.constexpr, H: gl.constexpr,
 
 
 @gluon.jit
-def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr):
-    """Asks for what lies at `ptr + rows + first` and COUNT - 1 times STRIDE further on to come to L2; COUNT up to 4.
+def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
+    """Asks for elements of rows of WIDTH, the one at `first` and COUNT - 1 times STRIDE further on, to come to L2.
+
+    COUNT is at most 4.
 
     What a step reads comes from memory while the step before runs: as soon as it were asked for into registers, loads
     of operands would wait for it.
@@ -235,7 +237,8 @@ def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr):
     LAYOUT: gl.constexpr = _half_layout(gl.num_warps())
     rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
     which = gl.minimum(gl.arange(0, 4, gl.SliceLayout(0, LAYOUT)), COUNT - 1)
-    address = (ptr + (rows[:, None] + first + which[None, :] * STRIDE)).to(gl.int64)
+    column = gl.minimum(first + which * STRIDE, WIDTH - 1)
+    address = (ptr + (rows[:, None] * WIDTH + column[None, :])).to(gl.int64)
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [address], dtype=gl.int32, is_pure=False, pack=1
     )
