@@ -226,13 +226,42 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
 batching.primitive_batchers[launch_p] = _batch
 
 
-def _no_jvp(*_: Any, **__: Any) -> Any:
+def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
     raise NotImplementedError(
         'the Triton kernels have no forward-mode and no second derivative: pass implementation="xla"'
     )
 
 
-ad.primitive_jvps[launch_p] = _no_jvp
+ad.primitive_jvps[launch_p] = _refuse_to_differentiate
+
+# What the tangent of an argument goes through: reverse mode transposes it and never computes it, forward mode computes
+# it before `custom_vjp` gets to raise a TypeError that does not name the way.
+tangent_p = Primitive("jaxrnn_tangent")
+tangent_p.def_abstract_eval(lambda tangent: tangent)
+tangent_p.def_impl(_refuse_to_differentiate)
+batching.primitive_batchers[tangent_p] = lambda tangents, axes: (tangent_p.bind(*tangents), *axes)
+mlir.register_lowering(tangent_p, _refuse_to_differentiate)
+ad.deflinear2(tangent_p, lambda cotangent, _: [cotangent])
+
+
+@jax.custom_jvp
+def _transposable(x: Array) -> Array:
+    return x
+
+
+@_transposable.defjvp
+def _transposable_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return primals[0], tangent_p.bind(tangents[0])
+
+
+def reverse_mode_only(tree: Any) -> Any:
+    """`tree`; the forward-mode derivative of its floating-point arrays raises NotImplementedError."""
+
+    def mark(x: Array) -> Array:
+        differentiable = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
+        return _transposable(x) if differentiable else x
+
+    return jax.tree.map(mark, tree)
 
 
 def _problem(arrays: Sequence[Any], sizes: _Sizes, params: dict[str, Any]) -> Any:

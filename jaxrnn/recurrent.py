@@ -68,13 +68,17 @@ def gru(
     On an explicit mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes
     to where that is. On a mesh whose axes JAX manages by itself (`AxisType.Auto`) all is gathered: use `jax.shard_map`.
 
+    Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
+    kernels have a gradient and no other derivative, and raise also where None picks them.
+
     Returns:
       `(carry, ys)` as `lax.scan` would: the last hidden state `[*batch, H]`, and all of them, `[T, *batch, H]`
       (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
+        or second derivative; the message says which limit was hit.
     """
     raise_unless_params(params, GRUParams, "gru")
     hidden = check_carry("carry", carry)
@@ -137,7 +141,8 @@ def lstm(
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
+        or second derivative; the message says which limit was hit.
     """
     raise_unless_params(params, LSTMParams, "lstm")
     c0, h0 = check_pair("carry", carry)
@@ -345,7 +350,7 @@ def _run_triton(
         _run_on_device, cell,
         reverse=reverse, time_major=time_major, precision=precision, remat=remat, returned=returned,
     )  # fmt: skip
-    arguments = params, states, xs, resets, reset_states
+    arguments = _bridge.reverse_mode_only((params, states, xs, resets, reset_states))
     batch = _batch_spec(xs, time_major)
     if not batch:
         return run(*arguments)

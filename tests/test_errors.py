@@ -233,18 +233,6 @@ def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
     assert function(**call)[1].shape == (T, B, H)
 
 
-@pytest.mark.interpret
-def test_a_second_derivative_of_the_kernels_names_the_way():
-    call = gru_call()
-    xs = call.pop("xs")
-
-    def loss(xs):
-        return jnp.sum(jaxrnn.gru(**call, xs=xs, implementation="triton")[1] ** 2)
-
-    with pytest.raises(NotImplementedError, match=r'no second derivative.*implementation="xla"'):
-        jax.grad(lambda xs: jnp.sum(jax.grad(loss)(xs) ** 2))(xs)
-
-
 def test_a_pair_is_no_reset_state_of_a_gru():
     call = gru_call()
     state = (call["carry"], call["carry"])

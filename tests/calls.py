@@ -1,0 +1,97 @@
+"""Small calls of `gru` and `lstm`, of one form for both cells, that tests of properties and transformations share."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxrnn
+
+T, B, H, D, S = 4, 3, 5, 2, 2
+CLOSE = 1e-5
+FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}
+
+KERNELS = [
+    pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
+    pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
+]
+# For what JAX itself holds of a `lax.scan`, and a custom rule might break.
+kernels_only = pytest.mark.parametrize("implementation", KERNELS)
+every_implementation = pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+every_cell = pytest.mark.parametrize("cell", FUNCTIONS)
+
+
+def random_like(tree, seed=0):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
+
+
+def arguments(cell, batch=(B,), steps=T, hidden=H, lead=(), dtype=jnp.float32, time_major=True, stepped=False):
+    """Random `(params, carry, xs, resets, reset_state)`: float resets, `lead` axes before all.
+
+    The reset state is `[H]`, or one for every step if `stepped`.
+    """
+    zeros = functools.partial(np.zeros, dtype=dtype)
+    weights = {name: zeros((*lead, *shape)) for name, shape in cases.WEIGHTS[cell](hidden, D).items()}
+    params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
+    sequence = (*lead, steps, *batch) if time_major else (*lead, *batch, steps)
+    carry, state = zeros((*lead, *batch, hidden)), zeros((*(sequence if stepped else lead), hidden))
+    if cell == "lstm":
+        carry, state = (carry, carry), (state, state)
+    params, carry, xs, state = random_like((params, carry, zeros((*sequence, D)), state))
+    resets = jnp.asarray(np.random.default_rng(0).random(sequence) < 0.3, dtype)
+    return params, carry, xs, resets, state
+
+
+def runner(cell, implementation, **options):
+    """`call(params, carry, xs, resets, reset_state) -> (carry, ys)` at the highest precision."""
+
+    def call(params, carry, xs, resets, reset_state):
+        options_ = {"precision": "highest", "implementation": implementation} | options
+        return FUNCTIONS[cell](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
+
+    return call
+
+
+def loss_of(call):
+    """A scalar that depends on every output of `call`."""
+
+    def loss(*args):
+        outputs = call(*args)
+        return sum(
+            jnp.vdot(x, y) for x, y in zip(*map(jax.tree.leaves, (outputs, random_like(outputs, 1))), strict=True)
+        )
+
+    return loss
+
+
+def with_gradients(call):
+    """`(outputs, gradients to every argument)`."""
+
+    def both(*args):
+        return call(*args), jax.grad(loss_of(call), argnums=(0, 1, 2, 3, 4))(*args)
+
+    return both
+
+
+@functools.cache
+def reference(cell, **options):
+    """`with_gradients` of a plain call with `lax.scan`, compiled once a process and shape."""
+    return jax.jit(with_gradients(runner(cell, "xla", **options)))
+
+
+def stack(trees):
+    return jax.tree.map(lambda *xs: np.stack(xs), *trees)
+
+
+def assert_same(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def assert_close(got, want, bound=CLOSE):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        assert cases.oracle.error(x, y) <= bound, jax.tree_util.keystr(path)

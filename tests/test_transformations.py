@@ -1,0 +1,688 @@
+"""Everything JAX does to a function, done to `gru` and `lstm`: each equals the plain function with `lax.scan`.
+
+`jax.vmap` against a Python loop over the mapped axis, `jax.lax.scan` and other control flow against Python's. Devices
+are in test_sharding.py.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from calls import (
+    CLOSE,
+    B,
+    D,
+    H,
+    S,
+    T,
+    arguments,
+    assert_close,
+    assert_same,
+    every_cell,
+    every_implementation,
+    kernels_only,
+    loss_of,
+    random_like,
+    reference,
+    runner,
+    stack,
+    with_gradients,
+)  # fmt: skip
+from jax.ad_checkpoint import checkpoint_name
+
+import jaxrnn
+
+BATCH_MAJOR = {"time_major": False, "reverse": True}
+
+
+def options_of(batch_major):
+    """`(what makes the arguments, options of the call)`: batch-major is in reverse and has a reset state a step."""
+    return ({"time_major": False, "stepped": True}, BATCH_MAJOR) if batch_major else ({}, {})
+
+
+either_layout = pytest.mark.parametrize("batch_major", [False, True], ids=["timemajor", "batchmajor-reverse-stepped"])
+
+
+def trees(cell):
+    """One axis for each array, as the pytrees that `jax.vmap` takes."""
+    if cell == "gru":
+        return jaxrnn.GRUParams(w_ih=1, w_hh=None, b_ih=0, b_hn=-1), 1, None, 2, 0
+    return jaxrnn.LSTMParams(w_ih=None, w_hh=2, b=0), (None, 1), -1, None, (0, None)
+
+
+def only_w_hh(cell):
+    fields = type(arguments(cell)[0])
+    return fields(**{name: 0 if name == "w_hh" else None for name in fields._fields}), None, None, None, None
+
+
+# The axis of (params, carry, xs, resets, reset_state) that is mapped.
+MAPPED = {
+    "all": (0, 0, 0, 0, 0),
+    "weights": (0, None, None, None, None),
+    "weights-xs": (0, None, 0, None, None),
+    "carry-xs-resets": (None, 0, 0, 0, None),
+    "resets": (None, None, None, 0, None),
+    "reset_state": (None, None, None, None, 0),
+    "w_hh": only_w_hh,
+    "last-axes": (-1, -1, -1, -1, -1),
+    "middle-axes": (1, 1, 2, 1, None),
+    "trees": trees,
+}
+
+
+def mapped_arguments(cell, in_axes, **options):
+    """Arguments with the mapped axis where `in_axes` has it, `in_axes` as `jax.vmap` takes it, and element s."""
+    in_axes = in_axes(cell) if callable(in_axes) else in_axes
+    single, stacked = arguments(cell, **options), arguments(cell, lead=(S,), **options)
+    leaves, tree = jax.tree.flatten(single)
+    mapped_leaves = jax.tree.leaves(stacked)
+    axes = jax.tree.leaves(jax.tree.broadcast(in_axes, single, is_leaf=is_none), is_leaf=is_none)
+    args = [
+        one if axis is None else jnp.moveaxis(many, 0, axis)
+        for one, many, axis in zip(leaves, mapped_leaves, axes, strict=True)
+    ]
+
+    def element(s):
+        return tree.unflatten(
+            [one if axis is None else many[s] for one, many, axis in zip(leaves, mapped_leaves, axes, strict=True)]
+        )
+
+    return tree.unflatten(args), in_axes, element
+
+
+def is_none(x):
+    return x is None
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize(
+    ("mapped", "batch_major"),
+    [*((name, False) for name in MAPPED), *((name, True) for name in ("all", "weights", "carry-xs-resets"))],
+    ids=lambda x: ("timemajor", "batchmajor-reverse-stepped")[x] if isinstance(x, bool) else x,
+)
+def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
+    """Outputs, and the gradients of every example by itself."""
+    make, options = options_of(batch_major)
+    args, in_axes, element = mapped_arguments(cell, MAPPED[mapped], **make)
+    out_axis = -1 if mapped == "last-axes" else 0
+    both = with_gradients(runner(cell, implementation, **options))
+    got = jax.jit(jax.vmap(both, in_axes, out_axis))(*args)
+    got = jax.tree.map(lambda x: np.moveaxis(x, out_axis, 0), got)
+    assert_close(got, stack([reference(cell, **options)(*element(s)) for s in range(S)]))
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
+def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
+    """Gradients to what is not mapped are sums over the mapped axis."""
+    args, in_axes, element = mapped_arguments(cell, MAPPED[mapped])
+
+    def total(*args):
+        return jax.vmap(loss_of(runner(cell, implementation)), in_axes)(*args).sum()
+
+    got = jax.jit(jax.grad(total, argnums=(0, 1, 2, 3, 4)))(*args)
+    each = stack([reference(cell)(*element(s))[1] for s in range(S)])
+    want = tuple(x if axis == 0 else jax.tree.map(lambda x: x.sum(0), x) for axis, x in zip(in_axes, each, strict=True))
+    assert_close(got, want)
+
+
+# The axes of (weights and reset state, carry, xs, resets) that the outer and the inner vmap map.
+NESTED = {
+    "data-in-models": ((0, 0), (None, 0)),
+    "models-in-data": ((None, 0), (0, 0)),
+    "models-in-models": ((0, 0), (0, 0)),
+    "models-in-models-on-one-data": ((0, None), (0, None)),
+}
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize(
+    ("nesting", "batch_major"),
+    [*((name, False) for name in NESTED), ("data-in-models", True)],
+    ids=lambda x: ("timemajor", "batchmajor-reverse-stepped")[x] if isinstance(x, bool) else x,
+)
+def test_nested_vmap_equals_loops(cell, implementation, nesting, batch_major):
+    axes = NESTED[nesting]
+    sizes = (S, 3)
+    make, options = options_of(batch_major)
+
+    def lead(which):
+        return tuple(n for n, pair in zip(sizes, axes, strict=True) if pair[which] is not None)
+
+    params, _, _, _, state = arguments(cell, lead=lead(0), **make)
+    _, carry, xs, resets, _ = arguments(cell, lead=lead(1), **make)
+    call = with_gradients(runner(cell, implementation, **options))
+    for model, data in reversed(axes):
+        call = jax.vmap(call, (model, data, data, data, model))
+    got = jax.jit(call)(params, carry, xs, resets, state)
+
+    def element(*indices):
+        of_model, of_data = (
+            tuple(i for i, pair in zip(indices, axes, strict=True) if pair[which] is not None) for which in (0, 1)
+        )
+        model = jax.tree.map(lambda x: x[of_model], (params, state))
+        data = jax.tree.map(lambda x: x[of_data], (carry, xs, resets))
+        return reference(cell, **options)(model[0], *data, model[1])
+
+    assert_close(got, stack([stack([element(i, k) for k in range(sizes[1])]) for i in range(S)]))
+
+
+@every_implementation
+@every_cell
+@either_layout
+def test_gradients_of_every_example_add_up(cell, implementation, batch_major):
+    """`vmap` over the batch itself: calls without a batch axis, whose weights' gradients sum to those of the batch."""
+    make, options = options_of(batch_major)
+    args = arguments(cell, **make)
+    in_time = 0 if batch_major else 1
+    in_axes = (None, 0, in_time, in_time, in_time if batch_major else None)
+    outputs, (d_params, d_carry, d_xs, _, d_state) = reference(cell, **options)(*args)
+    cotangents = random_like(outputs, 1)  # those of `loss_of`
+
+    def one(params, carry, xs, resets, state, cotangents):
+        outputs, vjp = jax.vjp(runner(cell, implementation, **options), params, carry, xs, resets, state)
+        return outputs[0], vjp(cotangents)
+
+    last, (d_params_each, *d_rest) = jax.jit(jax.vmap(one, (*in_axes, (0, in_time))))(*args, cotangents)
+    assert jax.tree.leaves(d_params_each)[0].shape[0] == B
+    d_carry_each, d_xs_each, _, d_state_each = d_rest
+    if not batch_major:
+        d_state_each = jax.tree.map(lambda x: x.sum(0), d_state_each)
+    d_params_sum = jax.tree.map(lambda x: x.sum(0), d_params_each)
+    d_xs_each = jnp.moveaxis(d_xs_each, 0, in_time)
+    assert_close(
+        (last, d_params_sum, d_carry_each, d_xs_each, d_state_each), (outputs[0], d_params, d_carry, d_xs, d_state)
+    )
+
+
+@kernels_only
+@every_cell
+def test_a_mapped_axis_keeps_its_name(cell, implementation):
+    args = arguments(cell, lead=(S,))
+
+    def mean(implementation):
+        return lambda *args: jax.lax.pmean(jax.grad(loss_of(runner(cell, implementation)))(*args), "seeds")
+
+    got = jax.jit(jax.vmap(mean(implementation), axis_name="seeds", spmd_axis_name="seeds"))(*args)
+    each = stack([reference(cell)(*jax.tree.map(lambda x, s=s: x[s], args))[1][0] for s in range(S)])
+    assert_close(got, jax.tree.map(lambda x: np.broadcast_to(x.mean(0), x.shape), each))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_vmap_over_nothing_gives_nothing(implementation):
+    T, B, D, H = 3, 2, 4, 5
+    params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((H, 3 * H)), jnp.ones((3 * H,)), jnp.ones((H,)))
+    run = jax.vmap(lambda h, x: jaxrnn.gru(params, h, x, implementation=implementation))
+    last, ys = run(jnp.zeros((0, B, H)), jnp.zeros((0, T, B, D)))
+    assert (last.shape, ys.shape) == ((0, B, H), (0, T, B, H))
+
+
+@kernels_only
+@every_cell
+def test_scan_around_equals_one_long_run(cell, implementation):
+    params, carry, xs, resets, state = arguments(cell, steps=2 * T)
+    call = runner(cell, implementation)
+
+    def chunks(params, carry, xs, resets, state):
+        split = xs.reshape(2, T, B, D), resets.reshape(2, T, B)
+        carry, ys = jax.lax.scan(lambda carry, inputs: call(params, carry, *inputs, state), carry, split)
+        return carry, ys.reshape(2 * T, B, H)
+
+    args = params, carry, xs, resets, state
+    assert_close(jax.jit(with_gradients(chunks))(*args), reference(cell)(*args))
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+UPDATES = 3
+
+
+def make_update(cell, implementation, **options):
+    """`update((weights, optimizer state, carry), (xs, resets)) -> (the same, loss)`: BPTT, truncated to a rollout."""
+    call = runner(cell, implementation, **options)
+
+    def update(state, batch):
+        weights, optimizer_state, carry = state
+
+        def loss(weights):
+            params, reset_state = weights
+            last, ys = call(params, carry, *batch, reset_state)
+            return jnp.mean((ys - jnp.sin(batch[0].sum(-1, keepdims=True))) ** 2), last
+
+        (value, carry), gradients = jax.value_and_grad(loss, has_aux=True)(weights)
+        changes, optimizer_state = OPTIMIZER.update(gradients, optimizer_state, weights)
+        return (optax.apply_updates(weights, changes), optimizer_state, carry), value
+
+    return update
+
+
+def start_and_batches(cell, lead=()):
+    params, carry, _, _, state = arguments(cell, lead=lead)
+    _, _, xs, resets, _ = arguments(cell, lead=(*lead, UPDATES))
+    weights = (params, state)
+    make = OPTIMIZER.init
+    return (weights, jax.vmap(make)(weights) if lead else make(weights), carry), (xs, resets)
+
+
+@functools.cache
+def plain_update(cell):
+    return jax.jit(make_update(cell, "xla"))
+
+
+def train_in_python(cell, state, batches):
+    losses = []
+    for i in range(UPDATES):
+        state, value = plain_update(cell)(state, jax.tree.map(operator.itemgetter(i), batches))
+        losses.append(value)
+    return state, np.stack(losses)
+
+
+@every_implementation
+@every_cell
+def test_scan_over_updates_with_the_optimizer_inside(cell, implementation):
+    state, batches = start_and_batches(cell)
+    got = jax.jit(functools.partial(jax.lax.scan, make_update(cell, implementation)))(state, batches)
+    want = train_in_python(cell, state, batches)
+    assert_close(got, want, 10 * CLOSE)  # Adam divides by a gradient's own size
+    assert np.abs(np.subtract(want[0][0][0].w_hh, state[0][0].w_hh)).max() > 1e-2  # it did train
+
+
+@kernels_only
+@every_cell
+def test_vmap_of_training_equals_a_loop_over_seeds(cell, implementation):
+    """With `remat`, which a scan of updates has room for many seeds from."""
+    state, batches = start_and_batches(cell, lead=(S,))
+    train = functools.partial(jax.lax.scan, make_update(cell, implementation, remat=True))
+    got = jax.jit(jax.vmap(train))(state, batches)
+    want = [train_in_python(cell, *jax.tree.map(operator.itemgetter(s), (state, batches))) for s in range(S)]
+    assert_close(got, stack(want), 10 * CLOSE)
+
+
+@every_implementation
+@every_cell
+def test_while_loop_around_equals_python(cell, implementation):
+    params, carry, *rest = arguments(cell)
+    call = runner(cell, implementation)
+
+    @jax.jit
+    def run(carry):
+        return jax.lax.while_loop(
+            lambda i_c: i_c[0] < 2, lambda i_c: (i_c[0] + 1, call(params, i_c[1], *rest)[0]), (0, carry)
+        )[1]
+
+    got, want = run(carry), carry
+    for _ in range(2):
+        want = reference(cell)(params, want, *rest)[0][0]
+    assert_close(got, want)
+
+
+def branching(call, loop):
+    """Two rounds, one of which (or, for 2, none) takes the branch with the recurrence."""
+
+    def run(params, carry, xs, resets, state, which):
+        def body(i, carry):
+            recur = lambda c: call(params, c, xs, resets, state)[0]  # noqa: E731
+            return jax.lax.cond(i == which, recur, functools.partial(jax.tree.map, jnp.sin), carry)
+
+        return loop(0, 2, body, carry)
+
+    return run
+
+
+def python_loop(start, stop, body, carry):
+    for i in range(start, stop):
+        carry = body(i, carry)
+    return carry
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize("mapped", [False, True], ids=["cond", "vmap-of-cond"])
+def test_gradients_through_branches_and_loops_equal_python(cell, implementation, mapped):
+    """Under `vmap` over the predicate both branches run, and one is taken."""
+    args = arguments(cell)
+    run = jax.grad(loss_of(branching(runner(cell, implementation), jax.lax.fori_loop)), argnums=(0, 1, 2, 4))
+    plain = jax.jit(jax.grad(loss_of(branching(runner(cell, "xla"), python_loop)), argnums=(0, 1, 2, 4)))
+    flags = jnp.arange(3)
+    want = stack([plain(*args, flag) for flag in flags])
+    if mapped:
+        got = jax.jit(jax.vmap(run, (None,) * 5 + (0,)))(*args, flags)
+    else:
+        run = jax.jit(run)
+        got = stack([run(*args, flag) for flag in flags])
+    assert_close(got, want)
+
+
+def residual_sizes(function, *args):
+    """Elements of each array that the backward pass is handed."""
+    return [x.size for x in jax.tree.leaves(jax.vjp(function, *args)[1])]
+
+
+def launches(function, *args):
+    """How often the traced `function` launches a forward and a backward kernel."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return text.count("direction=fwd"), text.count("direction=bwd")
+
+
+@kernels_only
+@every_cell
+def test_remat_saves_no_gates_and_recomputes_without_a_launch(cell, implementation):
+    """What is recomputed takes matmuls over all steps, so the launches stay two."""
+    args = arguments(cell)
+    saved, remat = (runner(cell, implementation, remat=remat) for remat in (False, True))
+    gates = {"gru": 3, "lstm": 4}[cell] * T * B * H
+    assert max(residual_sizes(saved, *args)) >= gates > max(residual_sizes(remat, *args))
+    assert sum(residual_sizes(saved, *args)) - sum(residual_sizes(remat, *args)) >= gates
+    for call in (saved, remat):
+        assert launches(jax.grad(loss_of(call)), *args) == (1, 1)
+
+
+policies = jax.checkpoint_policies
+# (policy, forward launches in a gradient): what the kernels save is no dot and has no name.
+POLICIES = {
+    "nothing_saveable": (policies.nothing_saveable, 2),
+    "dots_saveable": (policies.dots_saveable, 2),
+    "everything_saveable": (policies.everything_saveable, 1),
+    "save_only_these_names": (policies.save_only_these_names("ys"), 2),
+}
+
+
+def with_a_head(call):
+    """`call`, its outputs named, and what goes on from there."""
+
+    def run(params, *args):
+        carry, ys = call(params, *args)
+        return carry, jnp.tanh(checkpoint_name(ys, "ys") @ params.w_hh)
+
+    return run
+
+
+@functools.cache
+def plain_with_a_head(cell):
+    return jax.jit(jax.value_and_grad(loss_of(with_a_head(runner(cell, "xla"))), range(5)))
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize(
+    ("policy", "remat"),
+    [*((name, False) for name in POLICIES), ("save_only_these_names", True)],
+    ids=lambda x: ("saved", "remat")[x] if isinstance(x, bool) else x,
+)
+def test_checkpoint_around_equals_plain(cell, implementation, policy, remat):
+    args = arguments(cell)
+    policy, forward = POLICIES[policy]
+    call = jax.checkpoint(with_a_head(runner(cell, implementation, remat=remat)), policy=policy)
+    run = jax.value_and_grad(loss_of(call), range(5))
+    assert_close(jax.jit(run)(*args), plain_with_a_head(cell)(*args))
+    assert launches(run, *args) == (forward, 1)
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize("order", ["vmap-of-checkpoint", "checkpoint-of-vmap"])
+def test_checkpoint_and_vmap_in_either_order(cell, implementation, order):
+    params, _, _, _, state = arguments(cell)
+    _, carry, xs, resets, _ = arguments(cell, lead=(S,))
+    loss = loss_of(runner(cell, implementation))
+
+    def total(loss):
+        return lambda *args: jax.vmap(loss, (None, 0, 0, 0, None))(*args).sum()
+
+    run = total(jax.checkpoint(loss)) if order == "vmap-of-checkpoint" else jax.checkpoint(total(loss))
+    got = jax.jit(jax.grad(run))(params, carry, xs, resets, state)
+    each = [reference(cell)(params, *jax.tree.map(lambda x, s=s: x[s], (carry, xs, resets)), state) for s in range(S)]
+    assert_close(got, jax.tree.map(lambda x: x.sum(0), stack([gradients[0] for _, gradients in each])))
+
+
+@kernels_only
+@every_cell
+def test_outside_jit_equals_inside(cell, implementation):
+    args = arguments(cell)
+    assert_close(with_gradients(runner(cell, implementation))(*args), reference(cell)(*args))
+
+
+@kernels_only
+@every_cell
+def test_disable_jit_changes_nothing(cell, implementation):
+    """With it control flow is Python's; a launch is compiled all the same."""
+    args = arguments(cell)
+    call = runner(cell, implementation)
+
+    def rounds(params, carry, xs, resets, state):
+        return jax.lax.scan(lambda carry, _: call(params, carry, xs, resets, state), carry, None, length=2)
+
+    want = jax.jit(rounds)(*args), reference(cell)(*args)
+    with jax.disable_jit():
+        assert_close((rounds(*args), with_gradients(call)(*args)), want)
+
+
+@every_implementation
+@every_cell
+@either_layout
+def test_compiled_ahead_of_time(cell, implementation, batch_major):
+    """From shapes alone; `eval_shape` says what comes out, in dtypes too."""
+    make, options = options_of(batch_major)
+    args = arguments(cell, **make)
+    half = lambda x: x.astype(jnp.float16)  # noqa: E731
+    args = args[0], jax.tree.map(half, args[1]), *args[2:]
+    both = with_gradients(runner(cell, implementation, **options))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
+    expected = jax.eval_shape(both, *shapes)
+    lowered = jax.jit(both).lower(*shapes)
+    got = lowered.compile()(*args)
+    assert_same(got, jax.jit(both)(*args))
+    for described in (expected, lowered.out_info):
+        assert jax.tree.map(lambda x: (x.shape, x.dtype), described) == jax.tree.map(lambda x: (x.shape, x.dtype), got)
+    last, ys = expected[0]
+    assert {x.dtype for x in jax.tree.leaves((last, ys))} == {jnp.dtype(jnp.float16)}
+
+
+@every_implementation
+@every_cell
+@pytest.mark.parametrize("hidden", [H, 70], ids=["one-program", "programs-that-share"])
+def test_a_donated_carry_is_taken_and_the_results_are_right(cell, implementation, hidden):
+    params, carry, *rest = arguments(cell, hidden=hidden, steps=2)
+    call = runner(cell, implementation)
+    want = jax.jit(call)(params, carry, *rest)
+    donated = jax.tree.map(jnp.copy, carry)
+    compiled = jax.jit(call, donate_argnums=1).lower(params, carry, *rest).compile()
+    assert_same(compiled(params, donated, *rest), want)
+    assert all(x.is_deleted() for x in jax.tree.leaves(donated))
+
+
+@kernels_only
+@every_cell
+def test_an_update_may_take_all_of_its_state(cell, implementation):
+    state, batches = start_and_batches(cell)
+    want = train_in_python(cell, state, batches)
+    update = jax.jit(make_update(cell, implementation), donate_argnums=0)
+    state = jax.tree.map(jnp.copy, state)
+    losses = []
+    for i in range(UPDATES):
+        before = state
+        state, value = update(state, jax.tree.map(operator.itemgetter(i), batches))
+        losses.append(value)
+        assert all(x.is_deleted() for x in jax.tree.leaves(before))
+    assert_close((state, np.stack(losses)), want, 10 * CLOSE)
+
+
+def finite(tree):
+    return all(np.isfinite(x).all() for x in jax.tree.leaves(tree))
+
+
+@every_implementation
+@every_cell
+@pytest.mark.parametrize("where", ["carry", "xs", "params", "reset_state", "cotangent"])
+def test_debug_nans_finds_one(cell, implementation, where):
+    """In any argument, and in what comes back into the backward pass."""
+    params, carry, xs, resets, state = arguments(cell)
+    given = {"carry": carry, "xs": xs, "params": params, "reset_state": state, "cotangent": jnp.ones(())}
+    bad = given | {where: jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), given[where])}
+    call = runner(cell, implementation)
+    resets = resets.at[:, 0].set(jnp.arange(T) == 2)  # the first sequence starts from the carry, then from the state
+
+    @jax.jit
+    def run(given):
+        args = given["params"], given["carry"], given["xs"], resets, given["reset_state"]
+        _, vjp = jax.vjp(lambda *args: call(*args)[1].sum(), *args)
+        return vjp(given["cotangent"])
+
+    with jax.debug_nans(True):
+        jax.block_until_ready(run(given))
+        with pytest.raises(FloatingPointError, match="nan"):
+            jax.block_until_ready(run(bad))
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize(
+    ("hidden", "remat"), [(H, False), (H, True), (70, False)], ids=["saved", "remat", "programs-that-share"]
+)
+def test_debug_nans_finds_none_in_what_is_clean(cell, implementation, hidden, remat):
+    """Eagerly, where it sees what every launch writes: not in what is saved, nor in what programs exchange."""
+    args = arguments(cell, hidden=hidden, steps=2)
+    with jax.debug_nans(True):
+        gradients = jax.grad(loss_of(runner(cell, implementation, remat=remat)), argnums=(0, 1, 2, 4))(*args)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+
+
+@every_implementation
+@every_cell
+def test_debug_nans_finds_none_where_it_is_replaced(cell, implementation):
+    params, carry, xs, resets, state = arguments(cell)
+    bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), carry)
+    resets = resets.at[0].set(1)
+    with jax.debug_nans(True):
+        got = jax.jit(with_gradients(runner(cell, implementation)))(params, bad, xs, resets, state)
+    assert_close(got, reference(cell)(params, carry, xs, resets, state))
+
+
+def along(tree):
+    """A direction to differentiate in."""
+    return random_like(tree, 2)
+
+
+def forward_over_reverse(f, x):
+    return jax.jvp(jax.grad(f), (x,), (along(x),))[1]
+
+
+def reverse_over_forward(f, x):
+    return jax.grad(lambda x: jax.jvp(f, (x,), (along(x),))[1])(x)
+
+
+def dot(x, y):
+    return sum(jnp.vdot(a, b) for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True))
+
+
+def reverse_over_reverse(f, x):
+    return jax.grad(lambda x: dot(jax.grad(f)(x), along(x)))(x)
+
+
+SECOND_ORDER = {
+    "forward-over-reverse": forward_over_reverse,
+    "reverse-over-forward": reverse_over_forward,
+    "reverse-over-reverse": reverse_over_reverse,
+}
+# `(function of x to a scalar, x) -> something that needs forward mode or a second derivative`
+UNSUPPORTED = SECOND_ORDER | {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (along(x),)),
+    "jvp-in-jit": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (along(x),)))(x),
+    "jvp-of-jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (along(x),)),
+    "jvp-of-checkpoint": lambda f, x: jax.jvp(jax.checkpoint(f), (x,), (along(x),)),
+    "jvp-of-scan": lambda f, x: jax.jvp(
+        lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0], (x,), (along(x),)
+    ),
+    "jvp-of-while": lambda f, x: jax.jvp(
+        lambda x: jax.lax.while_loop(lambda c: c < 1, lambda c: c + 1 + 0 * f(x), 0.0), (x,), (along(x),)
+    ),
+    "jvp-of-vmap": lambda f, x: jax.jvp(
+        lambda x: jax.vmap(lambda s: f(jax.tree.map(lambda x: s * x, x)))(jnp.ones(2)), (x,), (along(x),)
+    ),
+    "vmap-of-jvp": lambda f, x: jax.vmap(lambda s: jax.jvp(f, (x,), (jax.tree.map(lambda x: s * x, x),)))(jnp.ones(2)),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](along(x)),
+    "jacfwd": lambda f, x: jax.jacfwd(f)(x),
+    "hessian": lambda f, x: jax.hessian(f)(x),
+    "jacrev-of-jacrev": lambda f, x: jax.jacrev(jax.jacrev(f))(x),
+}
+# Of `arguments`.
+DIFFERENTIABLE = {"params": 0, "carry": 1, "xs": 2, "reset_state": 4}
+
+
+def loss_of_one(cell, implementation, which, **options):
+    """A loss as a function of one argument, and that argument."""
+    args = arguments(cell)
+    loss = loss_of(runner(cell, implementation, **options))
+    i = DIFFERENTIABLE[which]
+    return (lambda x: loss(*args[:i], x, *args[i + 1 :])), args[i]
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize(
+    ("transform", "which"),
+    [*((name, "xs") for name in UNSUPPORTED), *(("jvp", which) for which in DIFFERENTIABLE if which != "xs")],
+)
+def test_what_the_kernels_cannot_differentiate_names_the_way(cell, implementation, transform, which):
+    loss, x = loss_of_one(cell, implementation, which)
+    with pytest.raises(NotImplementedError, match=r'no forward-mode and no second derivative.*implementation="xla"'):
+        UNSUPPORTED[transform](loss, x)
+
+
+@kernels_only
+@every_cell
+def test_forward_mode_of_what_does_not_reach_the_kernels_runs(cell, implementation):
+    loss, xs = loss_of_one(cell, implementation, "xs")
+    value, tangent = jax.jvp(lambda s: s * loss(xs), (2.0,), (1.0,))
+    assert_close((value, tangent), (2 * loss(xs), loss(xs)))
+    assert_close(jax.grad(jax.grad(lambda s: s**2 * loss(xs)))(3.0), 2 * loss(xs))
+
+
+@every_cell
+@pytest.mark.parametrize(
+    ("implementation", "options"),
+    [("xla", {}), (None, {"remat": True, "reverse": True})],
+    ids=["xla", "none-remat-reverse"],
+)
+def test_forward_mode_and_second_order_equal_finite_differences(cell, implementation, options):
+    """In float64, for which None is "xla" everywhere."""
+    with jax.enable_x64(True):
+        params, carry, xs, resets, state = arguments(cell, steps=3, batch=(2,), dtype=jnp.float64)
+        loss = loss_of(runner(cell, implementation, **options))
+
+        def f(x):
+            return loss(x["params"], x["carry"], x["xs"], resets, x["state"])
+
+        x = {"params": params, "carry": carry, "xs": xs, "state": state}
+        step = 1e-5
+
+        def difference(f):
+            there, back = (f(jax.tree.map(lambda x, v, dx=dx: x + dx * v, x, along(x))) for dx in (step, -step))
+            return jax.tree.map(lambda a, b: (a - b) / (2 * step), there, back)
+
+        run = jax.jit(lambda x: (jax.jvp(f, (x,), (along(x),))[1], [g(f, x) for g in SECOND_ORDER.values()]))
+        tangent, seconds = run(x)
+        assert_close(tangent, difference(jax.jit(f)), 1e-7)
+        want = difference(jax.jit(jax.grad(f)))
+        for second in seconds:
+            assert_close(second, want, 1e-7)
+
+
+@pytest.mark.interpret
+@every_cell
+def test_jacobians_and_hessians_by_default_on_a_cpu(cell):
+    """There None is "xla", also in float32."""
+    loss, carry = loss_of_one(cell, None, "carry")
+    gradient, hessian = jax.jit(jax.grad(loss)), jax.jit(jax.hessian(loss))(carry)
+    assert_close(jax.jit(jax.jacfwd(loss))(carry), gradient(carry))
+    rows = jax.jit(jax.jacrev(jax.grad(loss)))(carry)
+    assert_close(hessian, rows)
+    assert max(np.abs(x).max() for x in jax.tree.leaves(hessian)) > 1e-3
+    assert_close(jax.linearize(loss, carry)[1](along(carry)), dot(gradient(carry), along(carry)))
