@@ -5,7 +5,8 @@
 | `ScannedRNN` of purejaxrl, JaxMARL, Craftax_Baselines, Kinetix,  | `ScannedRNN`                                      |
 | Stoix, Mava                                                      |                                                   |
 | `ScannedRNN` of JaxMARL's Q-learning and of purejaxql            | `HiddenFirstScannedRNN as ScannedRNN`             |
-| `nn.RNN`, jaxued's `ResetRNN`                                    | `RNN`                                             |
+| `nn.RNN`                                                         | `RNN`                                             |
+| `ResetRNN` of jaxued                                             | `ResetRNN`                                        |
 | `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
 
 Resets, wherever a module takes them: `resets[t]` is nonzero if step t begins an episode. It is the done that step
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
 
-__all__ = ["RNN", "GRUCell", "HiddenFirstScannedRNN", "LSTMCell", "OptimizedLSTMCell", "ScannedRNN"]
+__all__ = ["RNN", "GRUCell", "HiddenFirstScannedRNN", "LSTMCell", "OptimizedLSTMCell", "ResetRNN", "ScannedRNN"]
 
 
 class DenseParams(nn.Module):
@@ -430,6 +431,72 @@ def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Ar
     index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
     last = jnp.take_along_axis(carries, jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis), axis=time_axis)
     return jnp.where(index == 0, initial, last.squeeze(time_axis))
+
+
+class ResetRNN(nn.Module):
+    """jaxued's module of this name: `carry, ys = ResetRNN(cell)((xs, resets), initial_carry=carry)`, time first.
+
+    It has no parameters of its own: those of the cell are where the cell is made, `OptimizedLSTMCell_0` in the module
+    around. Cells run as in `RNN`, fused if they can be.
+
+    Attributes:
+      cell: the cell, one of those here or of Flax's.
+      precision: of the matmuls, as in `jaxrnn.gru`; None takes the cell's.
+      implementation: as in `jaxrnn.gru`; None takes the cell's, and always works.
+    """
+
+    cell: nn.RNNCellBase
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: tuple[Array, Array],
+        *,
+        initial_carry: Carry | None = None,
+        reset_carry: Carry | None = None,
+    ) -> tuple[Carry, Array]:
+        """Runs the cell over time, starting from `reset_carry` wherever `resets` is nonzero.
+
+        Args:
+          inputs: `(xs, resets)`: `xs [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is
+            the first of an episode: the done that step t - 1 returned, not that of step t.
+          initial_carry: `[*batch, H]`, for an LSTM `(c, h)`; by default `reset_carry`, that of the first step if there
+            is one for every step.
+          reset_carry: what an episode starts from, by default `cell.initialize_carry`: `[H]`, `[*batch, H]` or
+            `[T, *batch, H]`, or a pair of such for an LSTM. Takes gradients.
+
+        Returns:
+          `(carry, ys [T, *batch, H])`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
+            raise ValueError(f"ResetRNN takes ((xs, resets)), got {type(inputs).__name__} instead of (xs, resets)")
+        xs, resets = inputs
+        carry = initial_carry
+        if carry is None:
+            carry = initial_carry_of(self.cell, None, xs, 0)
+            if reset_carry is not None:
+                carry = jax.tree.map(first_reset_carry, carry, reset_carry)
+        carry, ys, _ = run_cell(
+            self.cell,
+            carry,
+            xs,
+            resets=resets,
+            reset_carry=reset_carry,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        return carry, ys
+
+
+def first_reset_carry(like: Array, reset_carry: Array) -> Array:
+    """The reset carry of the first step, of the shape of `like [*batch, H]`."""
+    return jnp.broadcast_to(reset_carry if jnp.ndim(reset_carry) <= like.ndim else reset_carry[0], like.shape)
 
 
 class OnClassOrInstance:

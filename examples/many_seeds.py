@@ -1,0 +1,295 @@
+"""Train 16 recurrent networks at once, each from its own seed, with one `jax.vmap`; compare with training one.
+
+    python examples/many_seeds.py
+    python examples/many_seeds.py --seeds 64 --hidden 128 --batch 64 --implementation triton    # on a GPU
+
+The task is RepeatFirst (after POPGym, Morad et al. 2023): name, at every step, the symbol that the episode began with.
+Nothing in the inputs says where an episode begins: the state alone does, which a reset sets to zeros. Guessing gives a
+loss of log(symbols).
+
+Under `vmap` every network has its own weights. Flax's scan then does 16 small products at each step; the kernels of
+jaxrnn have an axis for models, so that one launch runs all networks over all steps.
+
+Needs `pip install jaxrnn[examples]`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+from jaxrnn.linen import ScannedRNN
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    seeds: int = 16
+    updates: int = 200
+    updates_per_call: int = 10
+    symbols: int = 8
+    steps: int = 32  # T of an update
+    batch: int = 16  # B
+    hidden: int = 32  # H
+    mean_length: int = 16  # of episodes, in steps
+    lr: float = 5e-3
+    seed: int = 0
+    implementation: str | None = None
+
+    def __post_init__(self):
+        for name in ("seeds", "updates", "updates_per_call", "steps", "batch", "hidden", "mean_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.symbols < 2:
+            raise ValueError(f"symbols must be at least 2, got {self.symbols}")
+        if self.updates % self.updates_per_call:
+            raise ValueError(
+                f"updates must be a multiple of updates_per_call = {self.updates_per_call}, got {self.updates}"
+            )
+
+    @property
+    def chance(self) -> float:
+        return math.log(self.symbols)
+
+
+class Data(NamedTuple):
+    inputs: Array  # [T, B, symbols]
+    resets: Array  # [T, B]  the previous step's done
+    targets: Array  # [T, B]
+
+
+class Episodes(NamedTuple):
+    """What one update leaves to the next."""
+
+    first: Array  # [B]  the symbol that the episode under way began with
+    done: Array  # [B]   whether its last step was the last
+
+
+def make_data(config: Config, key: Array, episodes: Episodes) -> tuple[Episodes, Data]:
+    """Symbols at random, and episodes that end at random."""
+    symbol_key, done_key = jax.random.split(key)
+    shape = (config.steps, config.batch)
+    symbols = jax.random.randint(symbol_key, shape, 0, config.symbols)
+    dones = jax.random.bernoulli(done_key, 1 / config.mean_length, shape)
+    resets = jnp.concatenate([episodes.done[None], dones[:-1]])
+
+    def step(first: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        symbol, reset = inputs
+        first = jnp.where(reset, symbol, first)
+        return first, first
+
+    first, targets = jax.lax.scan(step, episodes.first, (symbols, resets))
+    return Episodes(first, dones[-1]), Data(jax.nn.one_hot(symbols, config.symbols), resets, targets)
+
+
+class Network(nn.Module):
+    config: Config
+
+    @nn.compact
+    def __call__(self, carry: Array, inputs: Array, resets: Array) -> tuple[Array, Array]:
+        carry, x = ScannedRNN(implementation=self.config.implementation)(carry, (inputs, resets))
+        return carry, nn.Dense(self.config.symbols)(x)
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+    key: Array
+    carry: Array  # [B, H]
+    episodes: Episodes
+
+
+class Train(NamedTuple):
+    init: Callable[[Array], State]  # seeds [S]
+    run: Callable[[State], tuple[State, Array]]  # `updates_per_call` updates; losses [S, updates_per_call]
+
+
+def make_train(config: Config) -> Train:
+    """Written for one network: `vmap` makes it train as many as there are seeds."""
+    network, optimizer = Network(config), optax.adam(config.lr)
+
+    def init(seed: Array) -> State:
+        key, params_key = jax.random.split(jax.random.key(seed))
+        carry = ScannedRNN.initialize_carry(config.batch, config.hidden)
+        inputs, resets = jnp.zeros((1, config.batch, config.symbols)), jnp.zeros((1, config.batch))
+        params = network.init(params_key, carry, inputs, resets)
+        episodes = Episodes(jnp.zeros(config.batch, int), jnp.ones(config.batch, bool))
+        return State(params, optimizer.init(params), key, carry, episodes)
+
+    def update(state: State, _: None) -> tuple[State, Array]:
+        key, data_key = jax.random.split(state.key)
+        episodes, data = make_data(config, data_key, state.episodes)
+
+        def loss(params: Any) -> tuple[Array, Array]:
+            carry, logits = network.apply(params, state.carry, data.inputs, data.resets)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, data.targets).mean(), carry
+
+        (value, carry), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
+        updates, opt_state = optimizer.update(grads, state.opt_state)
+        params = optax.apply_updates(state.params, updates)
+        return State(params, opt_state, key, carry, episodes), value
+
+    def run(state: State) -> tuple[State, Array]:
+        return jax.lax.scan(update, state, length=config.updates_per_call)
+
+    # Made one by one: orthogonal initial weights need a QR, and jaxlib 0.10.2's of a batch can deadlock on a CPU.
+    return Train(jax.jit(functools.partial(jax.lax.map, init)), jax.jit(jax.vmap(run), donate_argnums=0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    config: Config
+    compile_seconds: float
+    seconds: float  # for all calls but the first, which warms up
+    losses: np.ndarray  # [S, updates]
+
+    @property
+    def milliseconds_per_update(self) -> float:
+        """Of all seeds together."""
+        timed = self.losses.shape[1] - self.config.updates_per_call
+        return 1e3 * self.seconds / max(timed, 1)
+
+    @property
+    def final_loss(self) -> np.ndarray:
+        """Mean of the last tenth of training `[S]`."""
+        return self.losses[:, -math.ceil(self.losses.shape[1] / 10) :].mean(axis=1)
+
+
+def train(config: Config) -> Result:
+    """Trains `config.seeds` networks under a progress bar."""
+    init, run = make_train(config)
+    began = time.perf_counter()
+    state = init(config.seed + jnp.arange(config.seeds))
+    run = run.lower(state).compile()
+    compile_seconds = time.perf_counter() - began
+
+    losses: list[np.ndarray] = []
+    with tqdm(total=config.updates, desc=f"{config.seeds:>3} at once", unit=" updates") as bar:
+        started = time.perf_counter()
+        for call in range(config.updates // config.updates_per_call):
+            state, submitted = run(state)
+            losses.append(np.asarray(submitted))
+            if call == 0:
+                started = time.perf_counter()
+            bar.set_postfix_str(f"loss {losses[-1].mean():.2f}", refresh=False)
+            bar.update(config.updates_per_call)
+        seconds = time.perf_counter() - started
+    return Result(config, compile_seconds, seconds, np.concatenate(losses, axis=1))
+
+
+# Showing it.
+
+
+def machine() -> str:
+    device = jax.devices()[0]
+    kind = f"CPU ({os.cpu_count()} cores)" if device.platform == "cpu" else device.device_kind
+    return ", ".join([kind, *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax"))])
+
+
+def describe(config: Config) -> str:
+    return (
+        f"RepeatFirst, {config.symbols} symbols, GRU-{config.hidden}, {config.batch} x {config.steps} steps an update"
+    )
+
+
+def table_of(results: Sequence[Result]) -> Table:
+    table = Table(title=describe(results[0].config), caption=machine())
+    for header in ("networks", "ms an update", "ms for each", "final loss", "guessing", "compile"):
+        table.add_column(header, justify="right")
+    for result in results:
+        count, loss = result.config.seeds, result.final_loss
+        table.add_row(
+            str(count),
+            f"{result.milliseconds_per_update:.2f}",
+            f"{result.milliseconds_per_update / count:.2f}",
+            f"{loss.mean():.2f}" + (f" ± {loss.std():.2f}" if count > 1 else ""),
+            f"{result.config.chance:.2f}",
+            f"{result.compile_seconds:.1f} s",
+        )
+    return table
+
+
+def plot(result: Result, single: Result, path: Path) -> None:
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    updates = 1 + np.arange(result.losses.shape[1])
+    axes.axhline(result.config.chance, color="0.6", linewidth=1, linestyle=":", label="guessing")
+    for i, losses in enumerate(result.losses):
+        axes.plot(updates, losses, color="#0072b2", linewidth=0.7, alpha=0.3, label="one seed" if i == 0 else None)
+    axes.plot(updates, result.losses.mean(axis=0), color="#0072b2", linewidth=2, label=f"mean of {len(result.losses)}")
+    axes.set(xlabel="updates", ylabel="cross entropy", ylim=(0, None), xmargin=0.01)
+    together, alone = result.milliseconds_per_update, single.milliseconds_per_update
+    axes.set_title(f"{result.config.seeds} networks in {together:.1f} ms an update, one in {alone:.1f} ms")
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="best")
+    figure.savefig(path, dpi=150)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--seeds", type=int, default=Config.seeds, help="networks trained at once (default: %(default)s)")
+    add("--updates", type=int, default=Config.updates, help="of each network (default: %(default)s)")
+    add("--updates-per-call", type=int, default=Config.updates_per_call, help="in one program (default: %(default)s)")
+    add("--symbols", type=int, default=Config.symbols, help="default: %(default)s")
+    add("--steps", type=int, default=Config.steps, help="T of an update (default: %(default)s)")
+    add("--batch", type=int, default=Config.batch, help="sequences of an update (default: %(default)s)")
+    add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
+    add("--mean-length", type=int, default=Config.mean_length, help="of episodes (default: %(default)s)")
+    add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
+    add("--seed", type=int, default=Config.seed, help="the first one's, the others count on (default: %(default)s)")
+    add("--implementation", choices=["triton", "xla"], help="of the GRU (default: the fastest that works here)")
+    add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
+    namespace = parser.parse_args(arguments)
+    try:
+        namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
+    except ValueError as error:
+        parser.error(str(error))
+    return namespace
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = parse_arguments(arguments)
+    results = [train(dataclasses.replace(options.config, seeds=count)) for count in (1, options.config.seeds)]
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / "many_seeds"
+    plot(results[1], results[0], stem.with_suffix(".png"))
+    runs = [
+        {
+            "seeds": result.config.seeds,
+            "milliseconds_per_update": result.milliseconds_per_update,
+            "compile_seconds": result.compile_seconds,
+            "final_loss": result.final_loss.tolist(),
+            "losses": result.losses.tolist(),
+        }
+        for result in results
+    ]
+    report = {"machine": machine(), "config": dataclasses.asdict(options.config), "runs": runs}
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    console = Console()
+    console.print(table_of(results))
+    console.print(f"learning curves: {stem.with_suffix('.png')}, figures: {stem.with_suffix('.json')}", soft_wrap=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()

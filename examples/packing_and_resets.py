@@ -1,0 +1,339 @@
+"""Three ways to run a GRU over a rollout in which episodes begin and end, what each computes and what it costs.
+
+    python examples/packing_and_resets.py
+    python examples/packing_and_resets.py --steps 256 --envs 1024 --hidden 256 --implementation triton    # on a GPU
+
+A rollout is `xs [T, B, D]` with `resets [T, B]`, true where step t is the first of an episode.
+
+1. pack: cut the rollout into its episodes, pad them to the longest, run `flax.linen.RNN` with `seq_lengths`, put the
+   outputs back. How many episodes there are and how long they get differs from rollout to rollout, and so do the
+   shapes: a program is compiled for each.
+2. scan: `jax.lax.scan` over Flax's cell, the state set to zeros where an episode begins. What most code bases do.
+3. kernel: `jaxrnn.gru(..., resets=resets)`. One launch on an NVIDIA GPU, elsewhere jaxrnn's own scan.
+
+All have the same outputs, last state and gradients, which is checked before anything is timed.
+
+Needs `pip install jaxrnn[examples]`.
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+from tqdm import tqdm
+
+import jaxrnn
+import jaxrnn.linen
+
+METHODS = ("pack", "scan", "kernel")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    steps: int = 128  # T
+    envs: int = 32  # B
+    features: int = 32  # D
+    hidden: int = 64  # H
+    mean_lengths: tuple[int, ...] = (4, 16, 64, 256)  # of episodes, in steps
+    rollouts: int = 20  # to count shapes over
+    repeats: int = 7
+    seed: int = 0
+    implementation: str | None = None
+    precision: str = "highest"
+
+    def __post_init__(self):
+        for name in ("steps", "envs", "features", "hidden", "rollouts", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if min(self.mean_lengths, default=0) < 1:
+            raise ValueError(f"mean_lengths must be one or more, each at least 1, got {self.mean_lengths}")
+
+
+class Rollout(NamedTuple):
+    xs: Array  # [T, B, D]
+    resets: np.ndarray  # [T, B]  the previous step's done
+    carry: Array  # [B, H]        left by the rollout before
+
+
+def make_rollout(config: Config, mean_length: int, number: int) -> Rollout:
+    """Episodes end at random, after `mean_length` steps on average."""
+    rng = np.random.default_rng([config.seed, mean_length, number])
+    resets = rng.random((config.steps, config.envs)) < 1 / mean_length
+    xs = rng.normal(size=(config.steps, config.envs, config.features))
+    carry = rng.normal(size=(config.envs, config.hidden))
+    return Rollout(jnp.asarray(xs, jnp.float32), resets, jnp.asarray(carry, jnp.float32))
+
+
+# 1. Pack.
+
+
+class Packing(NamedTuple):
+    """Where the steps of N episodes are in a rollout, and where those of the rollout are in the episodes."""
+
+    step: np.ndarray  # [L, N]    of the rollout; padding repeats the last one
+    env: np.ndarray  # [N]
+    length: np.ndarray  # [N]
+    continues: np.ndarray  # [N]  whether it began before the rollout, and so takes the carry
+    episode: np.ndarray  # [T, B]
+    offset: np.ndarray  # [T, B]  of a step in its episode
+
+
+def pack(resets: np.ndarray) -> Packing:
+    """Finds the episodes in `resets [T, B]`. On the host: how many there are, and their lengths, are shapes."""
+    steps = len(resets)
+    begins = resets.copy()
+    begins[0] = True
+    env, start = np.nonzero(begins.T)
+    last_of_env = np.append(env[1:] != env[:-1], True)
+    length = np.where(last_of_env, steps, np.append(start[1:], steps)) - start
+    step = np.minimum(start + np.arange(length.max())[:, None], start + length - 1)
+    episode = np.cumsum(begins.T).reshape(begins.T.shape).T - 1
+    offset = np.arange(steps)[:, None] - start[episode]
+    return Packing(step, env, length, (start == 0) & ~resets[0, env], episode, offset)
+
+
+def run_packed(params: Any, carry: Array, xs: Array, packing: Packing) -> tuple[Array, Array]:
+    padded = xs[packing.step, packing.env]  # [L, N, D]
+    first = jnp.where(packing.continues[:, None], carry[packing.env], 0.0)
+    rnn = nn.RNN(nn.GRUCell(carry.shape[-1]), time_major=True, return_carry=True)
+    variables = {"params": {"cell": params}}
+    last, ys = rnn.apply(variables, padded, initial_carry=first, seq_lengths=packing.length)
+    return last[packing.episode[-1]], ys[packing.offset, packing.episode]
+
+
+# 2. Scan.
+
+
+def run_scan(params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array, Array]:
+    cell = nn.GRUCell(carry.shape[-1])
+
+    def step(h: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
+        x, reset = inputs
+        h = jnp.where(reset[:, None], 0.0, h)  # a select: a product would let a NaN through
+        return cell.apply({"params": params}, h, x)
+
+    return jax.lax.scan(step, carry, (xs, resets))
+
+
+# 3. Kernel.
+
+
+def run_kernel(implementation: str | None, params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array, Array]:
+    hidden = carry.shape[-1]
+    cell = jaxrnn.linen.GRUCell(hidden)
+    weights = cell.apply({"params": params}, xs.shape[-1], hidden, method="packed_params")
+    return jaxrnn.gru(weights, carry, xs, resets=resets, implementation=implementation)
+
+
+# What they cost.
+
+
+class Cost(NamedTuple):
+    milliseconds: float  # forward and backward, with every gradient
+    host_milliseconds: float  # before the device can begin
+    compile_seconds: float
+    programs: int  # compiled for `rollouts` rollouts
+    sequential: int  # steps one after the other
+    computed: int  # steps of all sequences, padding included
+
+
+class Measurement(NamedTuple):
+    mean_length: int
+    steps: int  # those of the rollout
+    costs: dict[str, Cost]
+
+
+def with_gradients(run: Callable[..., tuple[Array, Array]]) -> Callable[..., Any]:
+    """`run`, compiled, with its outputs and the gradients for parameters, carry and inputs."""
+
+    def loss(params: Any, carry: Array, xs: Array, layout: Any) -> tuple[Array, Any]:
+        last, ys = run(params, carry, xs, layout)
+        return jnp.mean(jnp.sin(ys)) + jnp.mean(last**2), (last, ys)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))
+
+
+def milliseconds(repeats: int, run: Callable[[], Any]) -> float:
+    """The fastest of `repeats`: what else the machine does only adds."""
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(1e3 * (time.perf_counter() - began))
+    return min(times)
+
+
+def measure(config: Config, mean_length: int, programs: dict[Any, tuple[Any, float]], bar: tqdm) -> Measurement:
+    """Runs one rollout in the three ways, compares what they give, then times them.
+
+    `programs` keeps what is compiled, and how long that took: scan and kernel have one for all rollouts.
+    """
+    rollout = make_rollout(config, mean_length, 0)
+    cell = nn.GRUCell(config.hidden)
+    params = cell.init(jax.random.key(config.seed), rollout.carry, rollout.xs[0])["params"]
+    packing = pack(rollout.resets)
+    runs = {
+        "pack": (run_packed, jax.device_put(packing)),
+        "scan": (run_scan, jnp.asarray(rollout.resets)),
+        "kernel": (functools.partial(run_kernel, config.implementation), jnp.asarray(rollout.resets)),
+    }
+    shapes = {pack(make_rollout(config, mean_length, i).resets).step.shape for i in range(config.rollouts)}
+    size = config.steps * config.envs
+    costs, want = {}, None
+    for name, (run, layout) in runs.items():
+        bar.set_description(f"episodes of {mean_length} steps, {name}")
+        arguments = (params, rollout.carry, rollout.xs, layout)
+        key = name, *(x.shape for x in jax.tree.leaves(arguments))
+        if key not in programs:
+            began = time.perf_counter()
+            program = with_gradients(run).lower(*arguments).compile()
+            programs[key] = program, time.perf_counter() - began
+        program, compile_seconds = programs[key]
+        call = functools.partial(program, *arguments)
+        got = jax.device_get(call())
+        want = got if want is None else want
+        check(config, name, got, want)
+        packed = name == "pack"
+        costs[name] = Cost(
+            milliseconds=milliseconds(config.repeats, call),
+            host_milliseconds=milliseconds(config.repeats, lambda: jax.device_put(pack(rollout.resets))) * packed,
+            compile_seconds=compile_seconds,
+            programs=len(shapes) if packed else 1,
+            sequential=len(packing.step) if packed else config.steps,
+            computed=packing.step.size if packed else size,
+        )
+        bar.update()
+    return Measurement(mean_length, size, costs)
+
+
+def check(config: Config, name: str, got: Any, want: Any) -> None:
+    """Raises AssertionError unless outputs, last state and gradients agree."""
+    tolerance = 1e-4 if config.precision == "highest" else 2e-2
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        error, scale = np.abs(x - y).max(), np.abs(y).max()
+        if not error <= tolerance * scale:
+            raise AssertionError(f"{name} is off by {error:.2g}, where {METHODS[0]} has values up to {scale:.2g}")
+
+
+# Showing it.
+
+
+def machine() -> str:
+    device = jax.devices()[0]
+    kind = f"CPU ({os.cpu_count()} cores)" if device.platform == "cpu" else device.device_kind
+    return ", ".join([kind, *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax"))])
+
+
+def describe(config: Config) -> str:
+    return f"{config.steps} steps of {config.envs} environments, {config.hidden} units"
+
+
+def table_of(config: Config, measurements: Sequence[Measurement]) -> Table:
+    table = Table(title=f"GRU forward and backward, {describe(config)}", caption=machine())
+    headers = ("mean episode", "method", "ms", "host ms", "compile", f"programs in {config.rollouts} rollouts")
+    for header in (*headers, "steps in a row", "wasted steps"):
+        table.add_column(header, justify="left" if header == "method" else "right")
+    for mean_length, steps, costs in measurements:
+        for name, cost in costs.items():
+            table.add_row(
+                str(mean_length) if name == METHODS[0] else "",
+                name,
+                f"{cost.milliseconds:.2f}",
+                f"{cost.host_milliseconds:.2f}",
+                f"{cost.compile_seconds:.1f} s",
+                str(cost.programs),
+                str(cost.sequential),
+                f"{1 - steps / cost.computed:.0%}",
+                end_section=name == METHODS[-1],
+            )
+    return table
+
+
+def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> None:
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    lengths = [m.mean_length for m in measurements]
+    for name, color in zip(METHODS, ("#0072b2", "#d55e00", "#009e73"), strict=True):
+        costs = [m.costs[name] for m in measurements]
+        left.plot(lengths, [c.milliseconds + c.host_milliseconds for c in costs], "o-", color=color, label=name)
+        computed = [c.computed / m.steps for c, m in zip(costs, measurements, strict=True)]
+        right.plot(lengths, computed, "o--" if name == "kernel" else "o-", color=color)
+    left.set(ylabel="milliseconds for forward and backward", title="Time", ylim=(0, None))
+    right.set(ylabel="steps computed for one of the rollout", title="Work", ylim=(0, None))
+    for axes in (left, right):
+        axes.set_xscale("log")
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.minorticks_off()
+        axes.set_xlabel("mean length of an episode")
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    left.legend(frameon=False)
+    figure.suptitle(describe(config))
+    figure.savefig(path, dpi=150)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--steps", type=int, default=Config.steps, help="of a rollout (default: %(default)s)")
+    add("--envs", type=int, default=Config.envs, help="environments of a rollout (default: %(default)s)")
+    add("--features", type=int, default=Config.features, help="width of the inputs (default: %(default)s)")
+    add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
+    add("--mean-lengths", type=int, nargs="+", default=Config.mean_lengths, help="of episodes (default: %(default)s)")
+    add("--rollouts", type=int, default=Config.rollouts, help="to count programs over (default: %(default)s)")
+    add("--repeats", type=int, default=Config.repeats, help="of a timing, the fastest counts (default: %(default)s)")
+    add("--seed", type=int, default=Config.seed, help="default: %(default)s")
+    add("--implementation", choices=["triton", "xla"], help="of the kernel (default: the fastest that works here)")
+    add("--precision", choices=["default", "highest"], default=Config.precision, help="of products, in all three")
+    add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
+    namespace = parser.parse_args(arguments)
+    fields = {field.name: getattr(namespace, field.name) for field in dataclasses.fields(Config)}
+    try:
+        namespace.config = Config(**(fields | {"mean_lengths": tuple(namespace.mean_lengths)}))
+    except ValueError as error:
+        parser.error(str(error))
+    return namespace
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Measurement]:
+    options = parse_arguments(arguments)
+    config = options.config
+    programs: dict[Any, tuple[Any, float]] = {}
+    with (
+        jax.default_matmul_precision(config.precision),
+        tqdm(total=len(METHODS) * len(config.mean_lengths)) as bar,
+    ):
+        measurements = [measure(config, mean_length, programs, bar) for mean_length in config.mean_lengths]
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / "packing_and_resets"
+    plot(config, measurements, stem.with_suffix(".png"))
+    costs = [
+        {"mean_length": m.mean_length, "steps": m.steps} | {name: cost._asdict() for name, cost in m.costs.items()}
+        for m in measurements
+    ]
+    report = {"machine": machine(), "config": dataclasses.asdict(config), "measurements": costs}
+    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    console = Console()
+    console.print(table_of(config, measurements))
+    console.print(f"plot: {stem.with_suffix('.png')}, figures: {stem.with_suffix('.json')}", soft_wrap=True)
+    return measurements
+
+
+if __name__ == "__main__":
+    main()

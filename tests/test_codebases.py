@@ -1,0 +1,681 @@
+"""What each code base calls, with the module it carries and with what `docs/codebases.md` puts in its place.
+
+A module here has the interface of that code base's. Both get the same keys and run under the transformations which that
+code base puts around them: initial values have to be identical, all that is computed equal to rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import traverse_util
+from flax.linen.dtypes import promote_dtype
+from test_linen import ActorCritic, agents_rnn, assert_close, assert_identical, normal, some_carry, some_resets
+
+import jaxrnn
+
+T, B, D, H = 3, 2, 5, 6
+OBS = 3  # as many as ActorCritic has logits
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "codebases.md"
+SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", DOCS.read_text(), re.DOTALL | re.MULTILINE))
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
+
+
+@pytest.fixture(autouse=True)
+def full_precision():
+    with jax.default_matmul_precision("highest"):
+        yield
+
+
+def snippet(section):
+    """The code that a section of the docs says to write."""
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL)
+    return compile(code, f"{DOCS.name}: {section}", "exec", dont_inherit=True)
+
+
+def documented(section, name, default):
+    """The class `name` as a section defines or imports it, run by the implementation `default`."""
+    names = {"__name__": DOCS.stem}
+    exec(snippet(section), names)
+
+    class Chosen(names[name]):
+        implementation: Any = default
+
+    Chosen.__name__ = name  # Flax names parameters after the class
+    return Chosen
+
+
+RESULTS: dict[Any, Any] = {}
+
+
+def both(case, run, theirs, ours, *, tol=1e-5):
+    """Holds `run(module) -> (initial variables, results)` to be the same with both; returns the paths of parameters.
+
+    What `theirs` gives is computed once for all tests of the same `case`.
+    """
+    if case not in RESULTS:
+        RESULTS[case] = run(theirs)
+    (want_variables, want), (got_variables, got) = RESULTS[case], run(ours)
+    assert_identical(got_variables, want_variables)
+    assert_close(got, want, tol=tol)
+    return set(traverse_util.flatten_dict(got_variables, sep="/"))
+
+
+def initial(init, keys):
+    """One set of variables for each key."""
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(init, keys))
+
+
+def descend(variables, grads):
+    return jax.tree.map(lambda v, g: v - 0.1 * g, variables, grads)
+
+
+def environment(obs, action_values, key):
+    """Observation and done of the next step: no done depends on the network, so that rounding does not tip one."""
+    obs_key, done_key = jax.random.split(key)
+    obs = jnp.sin(obs + action_values + jax.random.normal(obs_key, obs.shape))
+    return obs, jax.random.bernoulli(done_key, 0.4, obs.shape[:-1])
+
+
+def make_train(networks, initialize_carry, init_batch, batch, average: Callable[[Any], Any] = lambda grads: grads):
+    """Two updates of rollout (T = 1) and gradients through it, as purejaxrl has them and what descends from it.
+
+    Args:
+      networks: `network.apply(variables, carry, (obs, resets)) -> (carry, logits, value)`, each with its own carry.
+      initialize_carry: batch axes -> carry.
+      init_batch: the batch axes that the networks are initialised with.
+      batch: those they run with.
+      average: of gradients, over parallel axes.
+
+    Returns:
+      `init(key)` and `train(variables, key)`.
+    """
+
+    def init(key):
+        x = jnp.zeros((1, *init_batch, OBS)), jnp.zeros((1, *init_batch))  # float32 here, bool in the rollout
+        keys = jax.random.split(key, len(networks))
+        carry = initialize_carry(init_batch)
+        return {f"network_{i}": network.init(keys[i], carry, x) for i, network in enumerate(networks)}
+
+    def apply(variables, carries, x):
+        results = [network.apply(variables[f"network_{i}"], carries[i], x) for i, network in enumerate(networks)]
+        carries, logits, values = zip(*results, strict=True)
+        return list(carries), sum(logits), sum(values)
+
+    def env_step(state, key):
+        variables, obs, done, carries = state
+        carries, logits, value = apply(variables, carries, (obs[None], done[None]))
+        next_obs, next_done = environment(obs, logits[0], key)
+        return (variables, next_obs, next_done, carries), (obs, done, value[0])
+
+    def update(state, key):
+        first_carries = state[3]
+        state, (obs, dones, values) = jax.lax.scan(env_step, state, jax.random.split(key, T))
+
+        def loss(variables):
+            _, logits, new_values = apply(variables, first_carries, (obs, dones))
+            return jnp.mean(jnp.sin(logits)) + jnp.mean((new_values - jnp.sin(obs.sum(-1))) ** 2), new_values
+
+        grads, replayed = jax.grad(loss, has_aux=True)(state[0])
+        return (descend(state[0], average(grads)), *state[1:]), (values, replayed)
+
+    def train(variables, key):
+        obs_key, key = jax.random.split(key)
+        carries = [initialize_carry(batch) for _ in networks]
+        state = variables, jax.random.normal(obs_key, (*batch, OBS)), jnp.zeros(batch, bool), carries
+        (variables, _, _, carries), (values, replayed) = jax.lax.scan(update, state, jax.random.split(key, 2))
+        return variables, carries, values, replayed
+
+    return init, train
+
+
+# --- the ScannedRNN of policy gradients ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seeds", [None, 3], ids=["jit", "jit-vmap"])
+@IMPLEMENTATIONS
+def test_purejaxrl_and_popjaxrl(implementation, seeds):
+    def run(rnn):
+        init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,))
+        if seeds:  # popjaxrl makes the networks inside of it too
+            keys = jax.random.split(jax.random.key(0), seeds)
+            variables, trained = jax.jit(jax.vmap(lambda key: (made := init(key), train(made, key))))(keys)
+        else:
+            variables = init(jax.random.key(0))
+            trained = jax.jit(train)(variables, jax.random.key(0))
+        _, _, values, replayed = trained
+        # what the rollout stored, the update finds again: the resets are those that the rollout saw
+        np.testing.assert_allclose(values, replayed, rtol=1e-5, atol=1e-5)
+        return variables, trained
+
+    ours = documented("purejaxrl and popjaxrl", "ScannedRNN", implementation)
+    paths = both(("purejaxrl", seeds), run, agents_rnn("GRUCell", hidden_first=False), ours)
+    assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
+
+
+@IMPLEMENTATIONS
+def test_jaxmarl_ppo_craftax_baselines_and_kinetix(implementation):
+    """An actor and a critic, as MAPPO; made for the environments, run for environments times agents; vmap of jit."""
+
+    def run(rnn):
+        networks = [ActorCritic(rnn), ActorCritic(rnn)]
+        init, train = make_train(networks, lambda batch: rnn.initialize_carry(*batch, H), (B,), (2 * B,))
+        keys = jax.random.split(jax.random.key(1), 2)
+        variables = initial(init, keys)
+        return variables, jax.vmap(jax.jit(train))(variables, keys)
+
+    ours = documented("JaxMARL (IPPO and MAPPO), Craftax_Baselines, Kinetix", "ScannedRNN", implementation)
+    paths = both("jaxmarl", run, agents_rnn("GRUCell", hidden_first=False), ours)
+    assert "network_1/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
+
+
+STOIX_CELLS = {
+    "gru": nn.GRUCell,
+    "lstm": nn.LSTMCell,
+    "optimised_lstm": nn.OptimizedLSTMCell,
+    "mgu": nn.MGUCell,
+    "simple": nn.SimpleCell,
+}
+
+
+def stoix_rnn():
+    """Its width and cell are attributes, and an instance makes the carry."""
+
+    class ScannedRNN(nn.Module):
+        hidden_state_dim: int
+        cell_type: str
+
+        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+        @nn.compact
+        def __call__(self, carry, x):
+            ins, resets = x
+            fresh = self.initialize_carry(ins.shape[0])
+            carry = jax.tree.map(lambda new, old: jnp.where(resets[:, None], new, old), fresh, carry)
+            return STOIX_CELLS[self.cell_type](features=self.hidden_state_dim)(carry, ins)
+
+        @nn.nowrap
+        def initialize_carry(self, batch_size):
+            dummy = STOIX_CELLS[self.cell_type](features=self.hidden_state_dim)
+            return dummy.initialize_carry(jax.random.PRNGKey(0), (batch_size, self.hidden_state_dim))
+
+    return ScannedRNN
+
+
+@pytest.mark.parametrize(
+    ("cell", "implementation"),
+    [("gru", None), ("optimised_lstm", None), pytest.param("gru", "triton", marks=pytest.mark.interpret)],
+)
+def test_stoix(cell, implementation):
+    """`vmap(axis_name="batch")` with a copy of the weights each, inside `pmap`; gradients averaged over both."""
+    devices, copies = jax.local_device_count(), 2
+
+    def run(rnn):
+        rnn = functools.partial(rnn, hidden_state_dim=H, cell_type=cell)
+        networks = [ActorCritic(rnn)] * (2 if cell == "gru" else 1)
+        init, train = make_train(
+            networks,
+            lambda batch: rnn().initialize_carry(*batch),
+            (B,),
+            (B,),
+            average=lambda grads: jax.lax.pmean(jax.lax.pmean(grads, axis_name="batch"), axis_name="device"),
+        )
+        variables = init(jax.random.key(2))
+        copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (devices, copies, *x.shape)), variables)
+        keys = jax.random.split(jax.random.key(3), (devices, copies))
+        train = jax.pmap(jax.vmap(train, axis_name="batch"), axis_name="device")
+        return variables, train(copied, keys)
+
+    paths = both(("stoix", cell), run, stoix_rnn(), documented("Stoix", "ScannedRNN", implementation))
+    name = STOIX_CELLS[cell].__name__
+    assert any(path.startswith(f"network_0/params/ScannedRNN_0/{name}_1/") for path in paths)
+
+
+@pytest.mark.parametrize("cell", ["lstm", "mgu", "simple"])
+def test_stoix_has_other_cells_too(cell):
+    def run(rnn):
+        rnn = functools.partial(rnn, H, cell)
+        carry, x = rnn().initialize_carry(B), (normal(1, (T, B, OBS)), some_resets((T, B)))
+        network = ActorCritic(rnn)
+        variables = network.init(jax.random.key(2), carry, (x[0][:1], jnp.zeros((1, B))))
+
+        def loss(variables, carry):
+            results = network.apply(variables, carry, x)
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(results)), results
+
+        return variables, jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables, carry)
+
+    paths = both(("stoix", cell), run, stoix_rnn(), documented("Stoix", "ScannedRNN", None))
+    assert any(path.startswith(f"params/ScannedRNN_0/{STOIX_CELLS[cell].__name__}_1/") for path in paths)
+
+
+def mava_rnn():
+    """Agents are an axis of their own: `ins [T, B, A, F]`, `resets [T, B, A]`."""
+
+    class ScannedRNN(nn.Module):
+        hidden_state_dim: int = 128
+
+        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+        @nn.compact
+        def __call__(self, carry, x):
+            ins, resets = x
+            fresh = self.initialize_carry(ins.shape[:2], self.hidden_state_dim)
+            carry = jnp.where(resets[:, :, None], fresh, carry)
+            return nn.GRUCell(features=ins.shape[-1])(carry, ins)
+
+        @staticmethod
+        def initialize_carry(batch_size, hidden_size):
+            dummy = nn.GRUCell(features=hidden_size)
+            return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch_size, hidden_size))
+
+    return ScannedRNN
+
+
+@IMPLEMENTATIONS
+def test_mava(implementation):
+    def run(rnn):
+        networks = [ActorCritic(functools.partial(rnn, H))] * 2
+        init, train = make_train(
+            networks,
+            lambda batch: rnn.initialize_carry(batch, H),
+            (1, 3),
+            (B, 3),
+            average=lambda grads: jax.lax.pmean(grads, axis_name="batch"),
+        )
+        variables = init(jax.random.key(4))
+        copied = jax.tree.map(lambda x: jnp.broadcast_to(x, (2, *x.shape)), variables)
+        keys = jax.random.split(jax.random.key(5), 2)
+        return variables, jax.jit(jax.vmap(train, axis_name="batch"))(copied, keys)
+
+    paths = both("mava", run, mava_rnn(), documented("Mava", "ScannedRNN", implementation))
+    assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
+
+
+# --- the ScannedRNN of Q-learning ------------------------------------------------------------------------------------
+
+
+@IMPLEMENTATIONS
+def test_jaxmarl_q_learning(implementation):
+    """vmap over agents with shared weights, forward only for the targets, inside a vmap over seeds."""
+    num_agents, steps = 3, T + 1
+
+    def run(rnn):
+        network = ActorCritic(rnn)
+        apply = jax.vmap(network.apply, in_axes=(None, 0, 0))
+
+        def init(key):
+            return network.init(key, rnn.initialize_carry(H, 1), (jnp.zeros((1, 1, OBS)), jnp.zeros((1, 1))))
+
+        def train(variables, target_variables, key):
+            obs_key, key = jax.random.split(key)
+            carry = rnn.initialize_carry(H, num_agents, B)
+
+            def env_step(state, key):
+                obs, done, carry = state
+                carry, q, _ = apply(variables, carry, (obs[:, None], done[:, None]))  # [A, 1, B, ...]
+                return (*environment(obs, q[:, 0], key), carry), (obs, done)
+
+            obs = jax.random.normal(obs_key, (num_agents, B, OBS))
+            state = obs, jnp.zeros((num_agents, B), bool), carry
+            (_, _, carry), sequences = jax.lax.scan(env_step, state, jax.random.split(key, steps))
+            x = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), sequences)  # [A, T, B, ...]
+            _, target, _ = apply(target_variables, rnn.initialize_carry(H, num_agents, B), x)
+
+            def loss(variables):
+                _, q, _ = apply(variables, rnn.initialize_carry(H, num_agents, B), x)
+                chosen = jnp.take_along_axis(q[:, :-1], jnp.argmax(x[0], axis=-1)[:, :-1, :, None], axis=-1)
+                return jnp.mean((chosen[..., 0] - 0.9 * target[:, 1:].max(axis=-1)) ** 2)
+
+            return jax.value_and_grad(loss)(variables), carry
+
+        keys, target_keys = jax.random.split(jax.random.key(6), (2, 2))
+        variables, targets = initial(init, keys), initial(init, target_keys)
+        return variables, jax.jit(jax.vmap(train))(variables, targets, keys)
+
+    ours = documented("JaxMARL (Q-learning)", "ScannedRNN", implementation)
+    paths = both("jaxmarl-q", run, agents_rnn("GRUCell", hidden_first=True), ours)
+    assert "params/ScannedRNN_0/GRUCell_0/hn/bias" in paths
+
+
+class RecurrentQ(nn.Module):
+    """As purejaxql's: layers of recurrence with a carry each, the last action beside the input of the first."""
+
+    rnn: Callable[[], nn.Module]
+    layers: int = 2
+
+    @nn.compact
+    def __call__(self, carries, obs, done, last_action):
+        x = nn.relu(nn.LayerNorm()(nn.Dense(H)(obs)))
+        x = jnp.concatenate([x, jax.nn.one_hot(last_action, OBS)], axis=-1)  # wider than the state
+        after = []
+        for carry in carries:
+            carry, x = self.rnn()(carry, (x, done))
+            after.append(carry)
+        return after, nn.Dense(OBS)(x)
+
+
+@IMPLEMENTATIONS
+def test_purejaxql(implementation):
+    """LSTMs; the carries of every step of the rollout are stored, and the first of them begins the update."""
+
+    def run(rnn):
+        network = RecurrentQ(rnn)
+
+        def initialize_carry(*batch):
+            return [rnn.initialize_carry(H, *batch) for _ in range(network.layers)]
+
+        def init(key):
+            obs, done, last_action = jnp.zeros((1, 1, OBS)), jnp.zeros((1, 1)), jnp.zeros((1, 1), int)
+            return network.init(key, initialize_carry(1), obs, done, last_action)
+
+        def train(variables, key):
+            def env_step(state, key):
+                carries, obs, done, action = state
+                after, q = network.apply(variables, carries, obs[None], done[None], action[None])
+                next_obs, next_done = environment(obs, q[0], key)
+                next_action = jax.random.randint(key, (B,), 0, OBS)
+                return (after, next_obs, next_done, next_action), (carries, obs, done, action, q[0])
+
+            state = initialize_carry(B), jnp.ones((B, OBS)), jnp.zeros(B, bool), jnp.zeros(B, int)
+            state, (carries, obs, done, action, q_seen) = jax.lax.scan(env_step, state, jax.random.split(key, T))
+
+            def loss(variables):
+                first = jax.tree.map(lambda x: x[0], carries)
+                _, q = network.apply(variables, first, obs, done, action)
+                return jnp.mean((q - q_seen + jnp.sin(obs)) ** 2)
+
+            return jax.value_and_grad(loss)(variables), state[0], carries
+
+        keys = jax.random.split(jax.random.key(7), 2)
+        variables = initial(init, keys)
+        return variables, jax.jit(jax.vmap(train))(variables, keys)
+
+    ours = documented("purejaxql", "ScannedRNN", implementation)
+    paths = both("purejaxql", run, agents_rnn("OptimizedLSTMCell", hidden_first=True), ours)
+    assert {f"params/ScannedRNN_{i}/OptimizedLSTMCell_0/hi/bias" for i in range(2)} <= paths
+
+
+# --- modules around a cell -------------------------------------------------------------------------------------------
+
+
+class ResetRNN(nn.Module):
+    """With the interface of jaxued's."""
+
+    cell: nn.RNNCellBase
+
+    @nn.compact
+    def __call__(self, inputs, *, initial_carry=None, reset_carry=None):
+        if reset_carry is None:
+            reset_carry = self.cell.initialize_carry(jax.random.PRNGKey(0), inputs[0].shape[1:])
+
+        def step(cell, carry, inputs):
+            x, resets = inputs
+            carry = jax.tree.map(lambda new, old: jnp.where(resets[:, None], new, old), reset_carry, carry)
+            return cell(carry, x)
+
+        scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=0, out_axes=0)
+        return scan(self.cell, reset_carry if initial_carry is None else initial_carry, inputs)
+
+
+class LearnedStart(nn.Module):
+    """An agent as in jaxued's examples, or one that learns what its episodes start from."""
+
+    rnn: Callable[..., nn.Module]
+    cell: str
+    start: tuple[int, ...] | None
+
+    @nn.compact
+    def __call__(self, inputs, carry):
+        obs, dones = inputs
+        reset_carry = None
+        if self.start is not None:
+            reset_carry = self.param("start", nn.initializers.ones, self.start)
+            if self.cell != "GRUCell":
+                reset_carry = (reset_carry, self.param("start_h", nn.initializers.normal(), self.start))
+        x = nn.relu(nn.Dense(D)(obs))
+        rnn = self.rnn(getattr(nn, self.cell)(features=H))
+        carry, x = rnn((x, dones), initial_carry=carry, reset_carry=reset_carry)
+        return carry, nn.Dense(1, name="critic")(x)
+
+
+@pytest.mark.parametrize(
+    ("cell", "start", "with_carry"),
+    [
+        ("OptimizedLSTMCell", None, True),
+        ("OptimizedLSTMCell", (B, H), True),
+        ("OptimizedLSTMCell", (B, H), False),
+        ("GRUCell", (H,), True),
+        ("GRUCell", None, False),
+    ],
+)
+@IMPLEMENTATIONS
+def test_jaxued(implementation, cell, start, with_carry):
+    carry = some_carry(cell, (B,)) if with_carry else None
+
+    def run(rnn):
+        network = LearnedStart(rnn, cell, start)
+        variables = network.init(jax.random.key(8), (jnp.zeros((1, B, OBS)), jnp.zeros((1, B))), carry)
+        x = normal(1, (T + 2, B, OBS)), some_resets((T + 2, B))
+
+        def env_step(carry, x):
+            return network.apply(variables, jax.tree.map(lambda leaf: leaf[None], x), carry)
+
+        def loss(variables, carry):
+            carry, values = network.apply(variables, x, carry)
+            return jnp.mean(jnp.sin(values) + values**2), (carry, values)
+
+        results = [jax.jit(jax.grad(loss, argnums=(0, 1) if with_carry else 0, has_aux=True))(variables, carry)]
+        if with_carry:
+            results.append(jax.jit(lambda carry: jax.lax.scan(env_step, carry, x))(carry))
+        return variables, results
+
+    paths = both(("jaxued", cell, start, with_carry), run, ResetRNN, documented("jaxued", "ResetRNN", implementation))
+    assert {path.split("/")[1] for path in paths} - {"start", "start_h"} == {"Dense_0", f"{cell}_0", "critic"}
+
+
+def test_an_episode_may_start_from_another_state_at_every_step():
+    """Which jaxued's cannot, and `jaxrnn.gru` can; the first of them is the carry, if none is given."""
+    rnn = documented("jaxued", "ResetRNN", None)(nn.GRUCell(H))
+    xs, resets, starts = normal(1, (T, B, D)), jnp.zeros((T, B)).at[2].set(1), normal(2, (T, B, H))
+    variables = rnn.init(jax.random.key(0), (xs, resets))
+    _, ys = rnn.apply(variables, (xs, resets), reset_carry=starts)
+    for first, last in ((0, 2), (2, T)):
+        part = xs[first:last], jnp.zeros((last - first, B))
+        assert_close(ys[first:last], rnn.apply(variables, part, initial_carry=starts[first])[1])
+
+
+def test_reset_rnn_says_what_is_wrong():
+    rnn = documented("jaxued", "ResetRNN", None)(nn.GRUCell(H))
+    with pytest.raises(ValueError, match=r"takes \(\(xs, resets\)\), got"):
+        rnn.init(jax.random.key(0), jnp.zeros((T, B, D)))
+
+
+class MaskRNN(nn.Module):
+    """With the interface of memorax's `RNN`: batch first, and what is called a mask is true where episodes begin."""
+
+    cell: nn.RNNCellBase
+
+    @nn.compact
+    def __call__(self, inputs, mask, initial_carry=None, **kwargs):
+        fresh = self.cell.initialize_carry(jax.random.key(0), (inputs.shape[0], inputs.shape[-1]))
+
+        def step(cell, carry, x, mask):
+            carry = jax.tree.map(lambda new, old: jnp.where(mask[:, None], new, old), fresh, carry)
+            return cell(carry, x)
+
+        scan = nn.scan(step, in_axes=1, out_axes=1, variable_broadcast="params", split_rngs={"params": False})
+        return scan(self.cell, fresh if initial_carry is None else initial_carry, inputs, mask)
+
+    @nn.nowrap
+    def initialize_carry(self, key, input_shape):
+        return self.cell.initialize_carry(key, input_shape)
+
+
+@pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell"])
+@IMPLEMENTATIONS
+def test_memorax(implementation, cell):
+    xs, mask = normal(1, (B, T, D)), some_resets((B, T))
+
+    def run(rnn):
+        network = rnn(cell=getattr(nn, cell)(features=H))
+        carry = network.initialize_carry(jax.random.key(0), (B, D))
+        variables = network.init(jax.random.key(9), xs[:, :1], mask[:, :1].astype(jnp.float32), initial_carry=carry)
+
+        def env_step(carry, x):
+            carry, y = network.apply(variables, *(leaf[:, None] for leaf in x), initial_carry=carry, action=None)
+            return carry, y[:, 0]
+
+        def loss(variables, carry, xs):
+            carry, ys = network.apply(variables, xs, mask, initial_carry=carry)
+            return jnp.mean(jnp.sin(ys)), (carry, ys)
+
+        carry = some_carry(cell, (B,))
+        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(variables, carry, xs)
+        rollout = jax.jit(lambda carry: jax.lax.scan(env_step, carry, (xs.swapaxes(0, 1), mask.T)))(carry)
+        without_carry = jax.jit(lambda variables: network.apply(variables, xs, mask))(variables)
+        return variables, (grads, rollout, without_carry)
+
+    paths = both(("memorax", cell), run, MaskRNN, documented("memorax", "RNN", implementation))
+    assert all(path.startswith("params/cell/") for path in paths)
+
+
+# --- a function in place of a scan -----------------------------------------------------------------------------------
+
+
+class TorchLayoutGRU(nn.Module):
+    """As xland-minigrid's, for one sequence: weights in PyTorch's layout."""
+
+    hidden_dim: int
+    dtype: Any
+    run: Callable[..., tuple[jax.Array, jax.Array]]
+
+    @nn.compact
+    def __call__(self, xs, init_state):
+        rows = 3 * self.hidden_dim
+        glorot, orthogonal = nn.initializers.glorot_normal(in_axis=1, out_axis=0), nn.initializers.orthogonal(1.0, 0)
+        weights = (
+            self.param("Wi", glorot, (rows, xs.shape[-1])),
+            self.param("Wh", orthogonal, (rows, self.hidden_dim)),
+            self.param("bi", nn.initializers.normal(0.3), (rows,)),  # theirs are zeros, which hides where they go
+            self.param("bn", nn.initializers.normal(0.3), (self.hidden_dim,)),
+        )
+        *weights, init_state, xs = promote_dtype(*weights, init_state, xs, dtype=self.dtype)
+        last, states = self.run(*weights, init_state, xs)
+        return states, last
+
+
+class Layers(nn.Module):
+    make: Callable[[], nn.Module]
+    num_layers: int = 2
+
+    @nn.compact
+    def __call__(self, xs, init_state):
+        outs, states = [], []
+        for layer in range(self.num_layers):
+            xs, state = self.make()(xs, init_state[layer])
+            outs.append(xs)
+            states.append(state)
+        return sum(outs), jnp.stack(states)
+
+
+def scanned(Wi, Wh, bi, bn, init_state, xs):
+    def step(h, x):
+        (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(Wi @ x + bi, 3), jnp.split(Wh @ h, 3)
+        update = nn.sigmoid(x_z + h_z)
+        h = (1 - update) * nn.tanh(x_n + nn.sigmoid(x_r + h_r) * (h_n + bn)) + update * h
+        return h, h
+
+    return jax.lax.scan(step, init_state, xs)
+
+
+def as_documented(Wi, Wh, bi, bn, init_state, xs):
+    names = {"Wi": Wi, "Wh": Wh, "bi": bi, "bn": bn, "init_state": init_state, "xs": xs}
+    exec(snippet("xland-minigrid"), names)
+    return names["last_state"], names["all_states"]
+
+
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [
+        (None, None),
+        (None, jnp.bfloat16),
+        pytest.param("triton", None, marks=pytest.mark.interpret),
+        pytest.param("triton", jnp.float16, marks=pytest.mark.interpret),  # bfloat16 products are wrong there
+        pytest.param("triton", jnp.bfloat16, marks=pytest.mark.gpu),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_xland_minigrid(implementation, dtype, monkeypatch):
+    """Batch first by a vmap with shared weights; no resets; in 16 bits the carry is so too."""
+    monkeypatch.setattr(jaxrnn, "gru", functools.partial(jaxrnn.gru, implementation=implementation))
+    xs, carry = normal(1, (B, T, D)), normal(2, (B, 2, H))
+
+    def run(over_time, dtype):
+        batched = nn.vmap(Layers, variable_axes={"params": None}, split_rngs={"params": False}, axis_name="batch")
+        network = batched(functools.partial(TorchLayoutGRU, H, dtype, over_time))
+        state = carry.astype(dtype or jnp.float32)
+        variables = network.init(jax.random.key(10), xs[:, :1], state)
+
+        def loss(variables, state, xs):
+            outs, state = network.apply(variables, xs, state)
+            return jnp.mean(jnp.sin(outs.astype(jnp.float32))), (outs, state)
+
+        return variables, jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(variables, state, xs)
+
+    in_dtype = functools.partial(run, dtype=dtype)
+    paths = both(("xland", dtype), in_dtype, scanned, as_documented, tol=1e-5 if dtype is None else 2e-2)
+    assert {path.rsplit("/", 1)[1] for path in paths} == {"Wi", "Wh", "bi", "bn"}
+    if dtype is not None:
+        exact = jax.tree.leaves(run(scanned, None)[1])
+        errors = [
+            sum(float(jnp.sum((x - y) ** 2)) for x, y in zip(jax.tree.leaves(results), exact, strict=True))
+            for results in (in_dtype(as_documented)[1], RESULTS["xland", dtype][1])
+        ]
+        assert errors[0] < errors[1]  # rounding the carry at every step costs them accuracy
+
+
+def test_weights_of_a_torch_gru_are_gru_params():
+    """`[3H, F]` and `[3H, H]`, gates r, z, n, and two biases for all gates: the docs say what becomes of them."""
+    torch = pytest.importorskip("torch")
+    module = torch.nn.GRU(D, H)
+    weights = {name: jnp.asarray(value.detach().numpy()) for name, value in module.named_parameters()}
+    b_hh = weights["bias_hh_l0"].at[2 * H :].set(0)
+    params = jaxrnn.GRUParams(
+        w_ih=weights["weight_ih_l0"].T,
+        w_hh=weights["weight_hh_l0"].T,
+        b_ih=weights["bias_ih_l0"] + b_hh,
+        b_hn=weights["bias_hh_l0"][2 * H :],
+    )
+    xs, carry = normal(1, (T, B, D)), normal(2, (B, H))
+    _, got = jaxrnn.gru(params, carry, xs)
+    with torch.no_grad():
+        want, _ = module(torch.tensor(np.asarray(xs)), torch.tensor(np.asarray(carry))[None])
+    np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-6)
+
+
+# --- the page --------------------------------------------------------------------------------------------------------
+
+
+def test_an_attribute_is_set_as_the_docs_say():
+    names: dict[str, Any] = {"__name__": "docs"}
+    exec(snippet("Before you change anything: whose done is it?"), names)
+    x = jnp.zeros((1, B, D)), jnp.zeros((1, B))
+    network = ActorCritic(names["ScannedRNN"])
+    variables = network.init(jax.random.key(0), jnp.zeros((B, H)), (jnp.zeros((1, B, OBS)), x[1]))
+    assert list(variables["params"]["ScannedRNN_0"]) == ["GRUCell_1"]
+    assert names["ScannedRNN"]().implementation == "xla"
+
+
+def test_every_code_base_of_the_table_has_its_section():
+    links = re.findall(r"\]\(#(.*?)\)", DOCS.read_text())
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
+    assert len(links) == len(set(links)) == 9
+    assert set(links) <= anchors
