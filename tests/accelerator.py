@@ -26,6 +26,19 @@ def nvidia_driver() -> int | None:
     return int(match[1]) if match else None
 
 
+def nvidia_gpus() -> int:
+    """How many NVIDIA GPUs can be used."""
+    if nvidia_driver() is None:
+        return 0
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True).stdout
+        found = len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
+    except (OSError, subprocess.SubprocessError):
+        found = len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdigit()])
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return found if visible is None else min(found, len(visible.split(",")))
+
+
 if __name__ == "__main__":
     driver = nvidia_driver()
     print("cpu" if driver is None else "cuda13" if driver >= CUDA13_DRIVER else "cuda12")

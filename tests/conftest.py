@@ -7,13 +7,13 @@
 | `pytest -m interpret`    | interpreted, JAX on the CPU                      | all but `interpret`      |
 | `pytest -m compile_only` | compiled; without a GPU nothing can be run       | all but `compile_only`   |
 
-`TRITON_INTERPRET`, if set, overrules the table.
+`TRITON_INTERPRET`, if set, overrules the table. Where `gpu` is left out, or there is but one, `several_gpus` is too.
 """
 
 import os
 
 import pytest
-from accelerator import nvidia_driver
+from accelerator import nvidia_gpus
 
 left_out: frozenset[str] = frozenset()
 
@@ -21,14 +21,16 @@ left_out: frozenset[str] = frozenset()
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module, and so before anything imports Triton or JAX."""
     global left_out
-    gpu = nvidia_driver() is not None
+    gpus = nvidia_gpus()
+    gpu = gpus > 0
     interpreted_by_default = {"interpret": True, "compile_only": False}.get(config.option.markexpr, not gpu)
     interpreted = os.environ.setdefault("TRITON_INTERPRET", str(int(interpreted_by_default))) == "1"
     if interpreted or not gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-        left_out |= {"gpu"}
+        left_out |= {"gpu", "several_gpus"}
     else:
+        left_out |= {"several_gpus"} if gpus < 2 else set()
         # XLA else times its matmuls and picks: two compilations of one program may round differently.
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     left_out |= {"compile_only"} if interpreted else {"interpret"}

@@ -1,6 +1,6 @@
 """Several devices: `shard_map`, `pmap`, and arrays sharded over an explicit mesh give what one device gives.
 
-On eight CPU devices, see `conftest.py`.
+On eight CPU devices, whose kernels are interpreted, or on the GPUs if there are two or more: see `conftest.py`.
 """
 
 import functools
@@ -15,13 +15,22 @@ from jax.sharding import PartitionSpec as P
 import jaxrnn
 from jaxrnn import recurrent
 
-pytestmark = pytest.mark.interpret
+
+@pytest.fixture(
+    autouse=True,
+    params=[pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("gpu", marks=pytest.mark.several_gpus)],
+)
+def platform(request):
+    assert jax.default_backend() == request.param
+    return request.param
+
 
 T, B, D, H = 5, 8, 3, 6
 
 
 def make_mesh(axis_type, axes=("data",)):
-    return jax.make_mesh({1: (8,), 2: (4, 2)}[len(axes)], axes, axis_types=(axis_type,) * len(axes))
+    count = len(jax.devices())
+    return jax.make_mesh({1: (count,), 2: (count // 2, 2)}[len(axes)], axes, axis_types=(axis_type,) * len(axes))
 
 
 def make_arguments(cell, batch=(B,), seed=0):
@@ -135,3 +144,41 @@ def test_a_mesh_that_jax_manages_gives_the_same():
         for x, spec in zip(arguments, (P(), P("data"), P(None, "data"), P(), P(None, "data")), strict=True)
     ]
     assert_close(jax.jit(with_gradients("gru", "triton"))(*sharded), want)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_launches_and_collectives_in_one_loop_neither_hang_nor_mix(platform, cell):
+    """Every device launches kernels and waits for the others, in turns and many times, also where one is behind."""
+    params, carry, xs, _, resets = make_arguments(cell)
+    state, sequence = P("data"), P(None, "data")
+
+    def many(implementation, params, carry, xs, resets):
+        run = jaxrnn.gru if cell == "gru" else jaxrnn.lstm
+
+        def loss(params, carry):
+            last, ys = run(params, carry, xs, resets=resets, precision="highest", implementation=implementation)
+            return jnp.mean(ys**2), last
+
+        def update(state, _):
+            params, carry = state
+            grads, last = jax.grad(loss, has_aux=True)(params, carry)
+            params = jax.tree.map(lambda x, dx: x - 0.1 * jax.lax.pmean(dx, "data"), params, grads)
+            mean = jax.lax.pmean(jax.tree.map(jnp.tanh, last), "data")
+            return (params, jax.tree.map(lambda x, m: 0.5 * (x + m), last, mean)), None
+
+        # a collective's result is alike everywhere: said by `check_vma=False`, in which gradients stay a device's own
+        return jax.lax.scan(update, (params, carry), None, length=2000 if platform == "gpu" else 20)[0]
+
+    def on_all(implementation):
+        inside = functools.partial(many, implementation)
+        specs = P(), state, sequence, sequence
+        return jax.jit(
+            jax.shard_map(
+                inside, mesh=make_mesh(AxisType.Auto), in_specs=specs, out_specs=(P(), state), check_vma=False
+            )
+        )
+
+    run = on_all("triton")
+    got, again = run(params, carry, xs, resets), run(params, carry, xs, resets)
+    jax.tree.map(np.testing.assert_array_equal, *jax.device_get((got, again)))
+    assert_close(got, on_all("xla")(params, carry, xs, resets))
