@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 
 from jaxrnn import modules
-from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
+from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
     from flax.typing import Dtype, Initializer, PRNGKey
@@ -282,27 +282,12 @@ def scan_cell(
     scan_options: Mapping[str, Any],
 ) -> tuple[Carry, Array, Carry | None]:
     """Runs any cell with `nn.scan`; returns as `run_cell` does."""
-    expected = xs.shape[: xs.ndim - cell.num_feature_axes]
-    if resets is not None and jnp.shape(resets) != expected:
-        raise ValueError(f"resets must have the batch and time axes of the inputs, {expected}, got {jnp.shape(resets)}")
-    leaves: list[Array]
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(carry)
-    reset_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
-    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(reset_leaves, leaves, strict=True)]
-    stepped = [jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(reset_leaves, is_stepped, strict=True) if is_one]
+    shape = xs.shape[: xs.ndim - cell.num_feature_axes]
+    stepped, reset = modules.resetting(carry, resets, reset_carry, shape, time_axis)
 
     def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
-        x, reset, stepped = inputs
-        if reset is not None:
-            rest = iter(stepped)
-            new = [next(rest) if is_one else fixed for fixed, is_one in zip(reset_leaves, is_stepped, strict=True)]
-            carry = jax.tree.map(
-                lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
-                carry,
-                treedef.unflatten(new),
-            )
-        carry, y = cell(carry, x)
+        x, *of_step = inputs
+        carry, y = cell(reset(carry, *of_step), x)
         return carry, (y, carry if return_carries else None)
 
     time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn.recurrent import gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams
+from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
 
 if TYPE_CHECKING:
     from jax import Array
@@ -120,6 +120,49 @@ def check_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> None
     """Raises ValueError unless there is one length for each sequence, or none at all."""
     if seq_lengths is not None and jnp.shape(seq_lengths) != batch:
         raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
+
+
+# --- cells that are run step by step ----------------------------------------------------------------------------------
+
+
+def resetting(
+    carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
+) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
+    """Resets for a loop over the steps of any cell.
+
+    Args:
+      carry: the first one, a pytree of arrays.
+      resets: of the shape of all batch axes and time.
+      reset_carry: as `carry`; its arrays may lack batch axes, or have time in addition.
+      shape: what `resets` must have.
+      time_axis: where in it time is.
+
+    Returns:
+      Those arrays of `reset_carry` that have time, time first, for the loop to go over; and what gives the carry that a
+      step sees: a function of the carry, and of the resets and those arrays at that step.
+    """
+    if resets is not None and jnp.shape(resets) != shape:
+        raise ValueError(f"resets must have the batch and time axes of the inputs, {shape}, got {jnp.shape(resets)}")
+    leaves: list[Array]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(carry)
+    new_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
+
+    def apply(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:
+        if reset is None:
+            return carry
+        rest = iter(stepped)
+        new = [next(rest) if is_one else fixed for fixed, is_one in zip(new_leaves, is_stepped, strict=True)]
+        return jax.tree.map(
+            lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
+            carry,
+            treedef.unflatten(new),
+        )
+
+    return [
+        jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one
+    ], apply
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
