@@ -141,12 +141,17 @@ class FusedLSTMCell(FusedCell):
     """What the two LSTM cells share."""
 
     @nn.compact
-    def packed_params(self, input_features: int, hidden: int) -> LSTMParams:
-        """The parameters as `jaxrnn.lstm` takes them, created if missing."""
+    def packed_params(self, input_features: int, hidden: int, proj_size: int | None = None) -> LSTMParams:
+        """The parameters as `jaxrnn.lstm` takes them, created if missing; with a projection, `proj` beside Flax's."""
+        width = hidden if proj_size is None else proj_size
         inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=False) for gate in "ifgo"]
-        recurrent = [self.gate_params(f"h{gate}", hidden, hidden, use_bias=True) for gate in "ifgo"]
+        recurrent = [self.gate_params(f"h{gate}", width, hidden, use_bias=True) for gate in "ifgo"]
         (w_ih, _), (w_hh, b) = zip(*inputs, strict=True), zip(*recurrent, strict=True)
-        return LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
+        params = LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
+        if proj_size is None:
+            return params
+        dense = DenseParams(proj_size, False, self.kernel_init, self.bias_init, self.param_dtype, name="proj")
+        return params._replace(w_hr=dense(hidden)[0])
 
     def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
         """`modules.run` with these parameters."""
@@ -389,6 +394,11 @@ class RNN(nn.RNN):
         )
 
 
+def one_or_pair(arrays: Sequence[Array]) -> Carry:
+    """The carry of a GRU or an LSTM of its arrays."""
+    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
 class FusedStack(nn.Module):
     """What the stacks share."""
 
@@ -413,7 +423,6 @@ class FusedStack(nn.Module):
     remat: bool = False
 
     _cell: ClassVar[type[FusedCell]] = FusedCell
-    _states: ClassVar[tuple[str, ...]] = ("h",)
 
     @nn.compact
     def __call__(
@@ -469,7 +478,9 @@ class FusedStack(nn.Module):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
-        modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse)
+        modules.check_stack(
+            self.num_layers, self.dropout_rate, self.bidirectional, reverse, getattr(self, "proj_size", None)
+        )
         if resets is None and reset_carry is not None:
             raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
 
@@ -482,8 +493,8 @@ class FusedStack(nn.Module):
         layers, width = [], inputs.shape[-1]
         for names in self.names():
             cells = [self.make_cell(name=name) for name in names]
-            layers.append([cell.packed_params(width, self.features) for cell in cells])
-            width = len(names) * self.features
+            layers.append([self.packed_params(cell, width) for cell in cells])
+            width = len(names) * self.widths()[-1]
         shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
         if self.learned_carry:
             learned = self.for_each(self.learned)
@@ -494,7 +505,7 @@ class FusedStack(nn.Module):
             if reset_carry is None and self.carry_init is not nn.initializers.zeros:
                 reset_carry = default
         initial_carry = default if initial_carry is None else initial_carry
-        structure = (self.features,) * len(self._states), self.num_layers, self.bidirectional
+        structure = self.widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
             layers,
             modules.by_direction("initial_carry", initial_carry, *structure),
@@ -526,9 +537,11 @@ class FusedStack(nn.Module):
             `stack.apply(variables, rng, input_shape, method="initialize_carry")`.
         """
         if not self.learned_carry:
-            cell = self.make_cell(parent=None)
-            keys = iter(jax.random.split(rng, self.num_layers * (1 + self.bidirectional)))
-            return self.for_each(lambda name: cell.initialize_carry(next(keys), input_shape))
+            keys = iter(jax.random.split(rng, 2 * self.num_layers * (1 + self.bidirectional)))
+            shapes = [(*input_shape[:-1], width) for width in self.widths()]
+            return self.for_each(
+                lambda name: one_or_pair([self.carry_init(next(keys), shape, self.param_dtype) for shape in shapes])
+            )
         if self.scope is None:
             raise ValueError(
                 "the carry is learned, a parameter: use stack.apply(variables, rng, input_shape, "
@@ -536,6 +549,16 @@ class FusedStack(nn.Module):
             )
         learned = self.for_each(self.learned)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*input_shape[:-1], *x.shape)), learned)
+
+    @nn.nowrap
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the arrays of a cell's carry, that of the hidden state last."""
+        return (self.features,)
+
+    @nn.nowrap
+    def packed_params(self, cell: Any, input_features: int) -> Any:
+        """The parameters of one of the cells, created if missing."""
+        return cell.packed_params(input_features, self.features)
 
     @nn.nowrap
     def names(self) -> list[list[str]]:
@@ -552,16 +575,15 @@ class FusedStack(nn.Module):
     @nn.compact
     def learned(self, name: str) -> Carry:
         """The learned carry of a cell, `[H]` or a pair of such."""
-        carry = tuple(
-            self.param(f"{name}_carry_{state}", self.carry_init, (self.features,), self.param_dtype)
-            for state in self._states
+        states = zip(("c", "h")[-len(self.widths()) :], self.widths(), strict=True)
+        return one_or_pair(
+            [self.param(f"{name}_carry_{x}", self.carry_init, (width,), self.param_dtype) for x, width in states]
         )
-        return carry if len(carry) > 1 else carry[0]
 
     @nn.nowrap
     def make_cell(self, **options: Any) -> Any:
         """One of the cells."""
-        names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init", "carry_init"
+        names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
         return self._cell(**{name: getattr(self, name) for name in names}, **options)
 
 
@@ -604,11 +626,24 @@ class LSTM(FusedStack):
     """A stack of LSTMs as `torch.nn.LSTM` has it: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
     Attributes:
-      features: as all attributes, as in `GRU`.
+      features: H, as all attributes not named here as in `GRU`.
+      proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers_{k}/proj`; c stays H
+        wide. As `params.w_hr` in `jaxrnn.lstm`: `implementation="triton"` raises NotImplementedError.
     """
 
+    proj_size: int | None = None
+
     _cell = OptimizedLSTMCell
-    _states = ("c", "h")
+
+    @nn.nowrap
+    def widths(self) -> tuple[int, ...]:
+        """The widths of c and h."""
+        return self.features, self.features if self.proj_size is None else self.proj_size
+
+    @nn.nowrap
+    def packed_params(self, cell: Any, input_features: int) -> LSTMParams:
+        """The parameters of one of the cells, created if missing."""
+        return cell.packed_params(input_features, self.features, self.proj_size)
 
 
 class OnClassOrInstance:

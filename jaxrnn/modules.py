@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 def cast(params: Any, dtype: DTypeLike) -> Any:
     """Casts weights to the dtype that Flax multiplies in; biases are added in float32, as gates are."""
     bias_dtype = jnp.promote_types(dtype, jnp.float32)
-    cast = (x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in params._asdict().items())
-    return type(params)(*cast)
+    given = {name: x for name, x in params._asdict().items() if x is not None}
+    return type(params)(**{name: x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in given.items()})
 
 
 def run(
@@ -168,12 +168,16 @@ def resetting(
 # --- stacks -----------------------------------------------------------------------------------------------------------
 
 
-def check_stack(num_layers: int, dropout_rate: float, bidirectional: bool, reverse: bool) -> None:
+def check_stack(
+    num_layers: int, dropout_rate: float, bidirectional: bool, reverse: bool, proj_size: int | None = None
+) -> None:
     """Raises ValueError unless there is a stack of that kind."""
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     if not 0.0 <= dropout_rate <= 1.0:
         raise ValueError(f"dropout_rate is a probability between 0 and 1, got {dropout_rate}")
+    if proj_size is not None and proj_size < 1:
+        raise ValueError(f"proj_size must be at least 1, or None for no projection, got {proj_size}")
     if bidirectional and reverse:
         raise ValueError("reverse is for a stack of one direction: a bidirectional one runs both, outputs in order")
 
@@ -187,7 +191,7 @@ def by_direction(
       name: what errors call it.
       carry: a tuple by layer; in it, if there are two directions, pairs by direction; in those `[..., width]`, or pairs
         of such for an LSTM.
-      widths: of the arrays of one carry, one or two.
+      widths: of the arrays of one carry, one or two: H, or those of c and h.
       num_layers: how many layers there are.
       bidirectional: whether each has two directions.
 

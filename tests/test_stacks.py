@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jaxrnn
 from jaxrnn import linen, modules
 
 T, B, D, H = 7, 3, 5, 6
@@ -73,6 +74,8 @@ def as_torch(cell, params):
             long = "ih" if side == "i" else "hh"
             tensors[f"weight_{long}{suffix}"] = np.concatenate([np.asarray(x["kernel"]).T for x in dense])
             tensors[f"bias_{long}{suffix}"] = np.concatenate([np.asarray(x.get("bias", zeros)) for x in dense])
+        if "proj" in tree:
+            tensors[f"weight_hr{suffix}"] = np.asarray(tree["proj"]["kernel"]).T
     return tensors
 
 
@@ -103,6 +106,16 @@ def torch_carry(cell, carry):
 )
 @pytest.mark.parametrize("cell", STACKS)
 def test_stacks_are_those_of_torch(cell, options, torch_options):
+    hold_against_torch(cell, options, torch_options)
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+def test_projections_are_those_of_torch():
+    options = {"num_layers": 2, "bidirectional": True, "proj_size": 4}
+    hold_against_torch("LSTM", options, options)
+
+
+def hold_against_torch(cell, options, torch_options):
     torch = pytest.importorskip("torch")
     stack, variables, carry = make(cell, **options)
     xs = normal(2, (T, B, D) if stack.time_major else (B, T, D))
@@ -113,7 +126,7 @@ def test_stacks_are_those_of_torch(cell, options, torch_options):
     (d_variables, d_xs, d_carry), (last, ys) = outputs_and_gradients(call, variables, xs, carry)
 
     theirs = getattr(torch.nn, cell)(D, H, **torch_options)
-    theirs.load_state_dict({name: torch.from_numpy(x) for name, x in as_torch(cell, variables["params"]).items()})
+    theirs.load_state_dict({name: torch.tensor(x) for name, x in as_torch(cell, variables["params"]).items()})
     t_xs = torch.tensor(np.asarray(xs), requires_grad=True)
     t_carry = [torch.tensor(x, requires_grad=True) for x in torch_carry(cell, carry)]
     t_ys, t_last = theirs(t_xs, t_carry[0] if cell == "GRU" else tuple(t_carry))
@@ -261,11 +274,12 @@ def episodes_apart(stack, variables, xs, carry, reset_carry, lengths):
     [(None, None), ("h", LENGTHS), ("tbh", None), ("tbh", LENGTHS)],
     ids=["zeros", "h-lengths", "tbh", "tbh-lengths"],
 )
-@pytest.mark.parametrize("cell", STACKS)
+@pytest.mark.parametrize("cell", [*STACKS, "LSTM-proj"])
 def test_both_directions_keep_to_their_episode(cell, state, lengths):
-    stack, variables, carry = make(cell, bidirectional=True)
-    shape = {None: (), "h": (H,), "tbh": (T, B, H)}[state]
-    reset_carry = random_tree(4, jax.tree.map(lambda x: jnp.zeros(shape), carry))
+    cell, *proj = cell.split("-")
+    stack, variables, carry = make(cell, bidirectional=True, **({"proj_size": 4} if proj else {}))
+    axes = {None: (), "h": (), "tbh": (T, B)}[state]
+    reset_carry = random_tree(4, jax.tree.map(lambda x: jnp.zeros((*axes, x.shape[-1])), carry))
     xs = normal(2, (T, B, D))
     valid = jnp.ones((T, B, 1)) if lengths is None else (jnp.arange(T)[:, None] < lengths)[..., None]
 
@@ -277,7 +291,7 @@ def test_both_directions_keep_to_their_episode(cell, state, lengths):
     def apart(variables, xs, carry, reset_carry):
         def new(direction, t, b):
             if state is None:
-                return jax.tree.map(lambda x: jnp.zeros(H), reset_carry[0][direction])
+                return jax.tree.map(jnp.zeros_like, reset_carry[0][direction])
             return jax.tree.map(lambda x: x[t, b] if state == "tbh" else x, reset_carry[0][direction])
 
         return episodes_apart(stack, variables, xs, carry, new, lengths)
@@ -335,8 +349,8 @@ def test_extra_batch_axes_are_one_batch(time_major):
 def test_a_learned_carry_starts_sequences_and_episodes(cell):
     stack, variables, _ = make(cell, bidirectional=True, learned_carry=True)
     plain, params = stack.clone(learned_carry=False), dict(variables["params"])
-    names = ["layers_0", "layers_0_reverse"]
-    learned = tuple(tuple(params.pop(f"{name}_carry_{state}") for state in stack._states) for name in names)
+    names, states = ["layers_0", "layers_0_reverse"], "h" if cell == "GRU" else "ch"
+    learned = tuple(tuple(params.pop(f"{name}_carry_{state}") for state in states) for name in names)
     learned = (learned if cell == "LSTM" else tuple(x for (x,) in learned),)
     assert sorted(params) == names
     xs = normal(2, (T, B, D))
@@ -396,6 +410,13 @@ BAD = [
     ("GRU", {"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
     ("GRU", {"dropout_rate": 1.5}, {}, "dropout_rate is a probability between 0 and 1, got 1.5"),
     ("GRU", {"dropout_rate": -0.1}, {}, "dropout_rate is a probability"),
+    ("LSTM", {"proj_size": 0}, {}, "proj_size must be at least 1, or None"),
+    (
+        "LSTM",
+        {"proj_size": 4},
+        {"initial_carry": ((jnp.zeros((B, H)),) * 2,)},
+        r"a pair \(c \[..., 6\], h \[..., 4\]\)",
+    ),
     ("GRU", {"bidirectional": True, "reverse": True}, {}, "reverse is for a stack of one direction"),
     ("GRU", {"implementation": "cuda"}, {}, "implementation must be"),
     ("GRU", {}, {"reset_carry": (jnp.zeros(H),)}, "reset_carry is given but resets is None"),
@@ -423,6 +444,40 @@ def test_stacks_say_what_is_wrong(cell, options, call, message):
     stack = getattr(linen, cell)(H, time_major=True, **options)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(functools.partial(stack.init, **call), jax.random.key(0), jnp.zeros((T, B, D)))
+
+
+def test_projections_are_not_for_triton():
+    with pytest.raises(NotImplementedError, match=r'no projection \(params.w_hr\): pass implementation="xla" or None'):
+        make("LSTM", proj_size=4, implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w_hr": jnp.zeros((H, 3))}, r"params.w_hr must be \(6, 4\)"),
+        ({"w_hh": jnp.zeros((H, 4 * H))}, r"params.w_hh must be \(4, 24\)"),
+        ({"w_hr": None}, r"carry is \(c, h\), both \[\*batch, H\]"),
+        ({"c": jnp.zeros((B + 1, H))}, r"carry is \(c, h\), \[\*batch, H\] and \[\*batch, P\]"),
+        ({"reset_c": jnp.zeros(4)}, r"reset_state\[0\] must be \[H\] = \(6,\)"),
+        ({"reset_h": jnp.zeros(H)}, r"reset_state\[1\] must be \[H\] = \(4,\)"),
+        ({"implementation": "cuda"}, "implementation must be"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_projection_that_does_not_fit_says_so(changes, message):
+    arrays = {"w_ih": (D, 4 * H), "w_hh": (4, 4 * H), "b": (4 * H,), "w_hr": (H, 4)}
+    arrays |= {"c": (B, H), "h": (B, 4), "reset_c": (H,), "reset_h": (4,), "xs": (T, B, D)}
+    x = {name: jnp.zeros(shape) for name, shape in arrays.items()} | {"implementation": None} | changes
+    params = jaxrnn.LSTMParams(x["w_ih"], x["w_hh"], x["b"], x["w_hr"])
+    with pytest.raises(ValueError, match=message):
+        jaxrnn.lstm(
+            params,
+            (x["c"], x["h"]),
+            x["xs"],
+            resets=jnp.zeros((T, B)),
+            reset_state=(x["reset_c"], x["reset_h"]),
+            implementation=x["implementation"],
+        )
 
 
 @pytest.mark.interpret
