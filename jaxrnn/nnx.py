@@ -110,6 +110,17 @@ class OptimizedLSTMCell(FusedCell, nnx.OptimizedLSTMCell):
     """
 
 
+class ProjectedLSTMCell(OptimizedLSTMCell):
+    """A cell of `LSTM` with a projection: `dense_h` takes P units, and `proj` gives them."""
+
+    def __init__(self, in_features: int, hidden_features: int, *, proj_size: int, rngs: nnx.Rngs, **options: Any):
+        super().__init__(in_features, hidden_features, rngs=rngs, **options)
+        dtypes: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+        inits: Any = {"kernel_init": options["recurrent_kernel_init"], "bias_init": options["bias_init"]}
+        self.dense_h = nnx.Linear(proj_size, 4 * hidden_features, **inits, **dtypes)
+        self.proj = nnx.Linear(hidden_features, proj_size, use_bias=False, kernel_init=options["kernel_init"], **dtypes)
+
+
 GATES = ["ii", "if_", "ig", "io"], ["hi", "hf", "hg", "ho"]
 # The layers of the cells that can be fused: for the product with x, and for that with h.
 LAYERS: dict[type, tuple[list[str], list[str]]] = {
@@ -119,6 +130,7 @@ LAYERS: dict[type, tuple[list[str], list[str]]] = {
     GRUCell: (["dense_i"], ["dense_h"]),
     LSTMCell: GATES,
     OptimizedLSTMCell: (["dense_i"], ["dense_h"]),
+    ProjectedLSTMCell: (["dense_i"], ["dense_h"]),
 }
 SIGMOIDS = (jax.nn.sigmoid, jax.lax.logistic)
 TANHS = (jnp.tanh, jax.lax.tanh)
@@ -135,7 +147,7 @@ def packed_params(cell: Any) -> GRUParams | LSTMParams:
     of_x, of_h = LAYERS[type(cell)]
     w_ih, w_hh, b_i, b_h = packed(of_x, "kernel"), packed(of_h, "kernel"), packed(of_x, "bias"), packed(of_h, "bias")
     if not isinstance(cell, nnx.GRUCell):
-        return LSTMParams(w_ih, w_hh, b_h)
+        return LSTMParams(w_ih, w_hh, b_h, packed(["proj"], "kernel") if isinstance(cell, ProjectedLSTMCell) else None)
     if b_h is None:
         return GRUParams(w_ih, w_hh, b_i, jnp.zeros(cell.hidden_features, b_i.dtype))
     of_rz, b_hn = jnp.split(b_h, [2 * cell.hidden_features])
@@ -372,10 +384,10 @@ DEFAULT_STATE_AXES = nnx.StateAxes({...: nnx.Carry})  # type: ignore[arg-type]
 class LearnedCarry(nnx.Module):
     """What sequences and episodes of one cell start from: a parameter `[H]` for each array of its carry."""
 
-    def __init__(self, names: tuple[str, ...], features: int, init: Initializer, dtype: Dtype, rngs: nnx.Rngs) -> None:
-        self.names = names
-        for name in names:
-            setattr(self, name, nnx.Param(init(rngs.params(), (features,), dtype)))
+    def __init__(self, widths: dict[str, int], init: Initializer, dtype: Dtype, rngs: nnx.Rngs) -> None:
+        self.names = tuple(widths)
+        for name, width in widths.items():
+            setattr(self, name, nnx.Param(init(rngs.params(), (width,), dtype)))
 
     def __call__(self) -> Carry:
         """Returns `[H]`, or `(c, h)` of such."""
@@ -387,7 +399,7 @@ class FusedStack(nnx.Module):
     """What the stacks share."""
 
     _cell: ClassVar[type[FusedCell]] = FusedCell
-    _states: ClassVar[tuple[str, ...]] = ("h",)
+    proj_size: int | None = None
 
     def __init__(
         self,
@@ -413,7 +425,7 @@ class FusedStack(nnx.Module):
         remat: bool = False,
         rngs: nnx.Rngs,
     ) -> None:
-        modules.check_stack(num_layers, dropout_rate, bidirectional, reverse)
+        modules.check_stack(num_layers, dropout_rate, bidirectional, reverse, self.proj_size)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.num_layers = num_layers
@@ -433,8 +445,8 @@ class FusedStack(nnx.Module):
         directions = 2 if bidirectional else 1
         layers = [
             [
-                self._cell(
-                    in_features if k == 0 else directions * hidden_features,
+                self.make_cell(
+                    in_features if k == 0 else directions * self.widths()["h"],
                     hidden_features,
                     dtype=dtype,
                     param_dtype=param_dtype,
@@ -451,7 +463,7 @@ class FusedStack(nnx.Module):
         if bidirectional:
             self.layers_reverse = nnx.List([layer[1] for layer in layers])
         if learned_carry:
-            make = functools.partial(LearnedCarry, self._states, hidden_features, carry_init, param_dtype, rngs)
+            make = functools.partial(LearnedCarry, self.widths(), carry_init, param_dtype, rngs)
             self.carries = nnx.List([make() for _ in range(num_layers)])
             if bidirectional:
                 self.carries_reverse = nnx.List([make() for _ in range(num_layers)])
@@ -529,7 +541,7 @@ class FusedStack(nnx.Module):
         for reason in (reason_to_scan(cell) for layer in layers for cell in layer):
             if reason is not None:
                 raise NotImplementedError(f"a stack cannot run {reason}: chain RNNs of such cells")
-        structure = (self.hidden_features,) * len(self._states), self.num_layers, self.bidirectional
+        structure = tuple(self.widths().values()), self.num_layers, self.bidirectional
         return modules.run_stack(
             [[packed_params(cell) for cell in layer] for layer in layers],
             modules.by_direction("initial_carry", initial_carry, *structure),
@@ -568,11 +580,19 @@ class FusedStack(nnx.Module):
             next_key = rngs.carry if isinstance(rngs, nnx.Rngs) else rngs
 
         def make(cell: Any) -> Carry:
-            shape = (*input_shape[:-1], self.hidden_features)
-            carry = tuple(self.carry_init(next_key(), shape, self.param_dtype) for _ in self._states)
+            shapes = [(*input_shape[:-1], width) for width in self.widths().values()]
+            carry = tuple(self.carry_init(next_key(), shape, self.param_dtype) for shape in shapes)
             return carry if len(carry) > 1 else carry[0]
 
         return self.as_carry("layers", make)
+
+    def widths(self) -> dict[str, int]:
+        """The widths of the arrays of a cell's carry, that of the hidden state last."""
+        return {"h": self.hidden_features}
+
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+        """One of the cells."""
+        return self._cell(*args, **options)
 
     def learned(self) -> Any:
         """The learned carry, with arrays `[H]`."""
@@ -632,8 +652,23 @@ class LSTM(FusedStack):
     """A stack of LSTMs as `torch.nn.LSTM` has it: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
     Attributes:
-      in_features: as all attributes, as in `GRU`.
+      in_features: as all attributes not named here, as in `GRU`.
+      proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers[k].proj`; c stays H
+        wide. As `params.w_hr` in `jaxrnn.lstm`: `implementation="triton"` raises NotImplementedError.
     """
 
     _cell = OptimizedLSTMCell
-    _states = ("c", "h")
+
+    def __init__(self, in_features: int, hidden_features: int, *, proj_size: int | None = None, **options: Any) -> None:
+        self.proj_size = proj_size
+        super().__init__(in_features, hidden_features, **options)
+
+    def widths(self) -> dict[str, int]:
+        """The widths of c and h."""
+        return {"c": self.hidden_features, "h": self.hidden_features if self.proj_size is None else self.proj_size}
+
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+        """One of the cells."""
+        if self.proj_size is None:
+            return self._cell(*args, **options)
+        return ProjectedLSTMCell(*args, proj_size=self.proj_size, **options)

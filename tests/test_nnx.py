@@ -298,17 +298,21 @@ def as_linen(cell, params, gates):
     for side, name in (("i", "dense_i"), ("h", "dense_h")):
         for k, gate in enumerate(gates):
             tree[side + gate] = {x: jnp.split(value, len(gates), axis=-1)[k] for x, value in params[name].items()}
+    if "proj" in params:
+        tree["proj"] = params["proj"]
     if cell == "GRU":
         tree["hn"]["bias"] = jnp.zeros_like(tree["in"]["bias"])
     return tree
 
 
 @pytest.mark.parametrize("lengths", [None, [7, 0, 3, 5]], ids=["whole", "lengths"])
-@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj"])
 def test_stacks_are_those_of_linen(cell, lengths):
     """Which are held against torch.nn, and against their episodes run apart."""
     options = {"num_layers": 2, "bidirectional": True, "learned_carry": True, "return_carry": True}
-    stack, want = randomized(make(fused, cell, **options)), getattr(linen, cell)(H, **options)
+    cell, *proj = cell.split("-")
+    options |= {"proj_size": 3} if proj else {}
+    stack, want = make(fused, cell, **options), getattr(linen, cell)(H, **options)
     xs, call = normal(1, (B, T, D)), {"resets": some_resets((B, T))}
     call |= {"seq_lengths": None if lengths is None else jnp.array(lengths)}
 
