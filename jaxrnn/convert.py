@@ -62,35 +62,38 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
 
     Args:
       source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays: `weight_ih_l0
-        [3H|4H, D]`, `weight_hh_l0 [3H|4H, H]`, `bias_ih_l0` and `bias_hh_l0 [3H|4H]`; a cell's names have no `_l0`.
+        [3H|4H, D]`, `weight_hh_l0 [3H|4H, H]`, `bias_ih_l0` and `bias_hh_l0 [3H|4H]`; with `proj_size` `weight_hh_l0
+        [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no `_l0`.
       layer: which of several; may be left out if there is one.
       reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
         for those of the forward one; may be left out if there is one.
       prefix: what stands before the names in the state dict of a larger model, like "rnn.".
 
     Raises:
-      ValueError: no such weights, several to choose from, a projection (`proj_size`), or wrong shapes.
+      ValueError: no such weights, several to choose from, or wrong shapes.
     """
     state = source.state_dict() if hasattr(source, "state_dict") else source
     if not isinstance(state, Mapping):
         raise ValueError(f"from_torch takes a module or its state dict, got {type(source).__name__}")
     suffix = _torch_suffix(state, layer, reverse, prefix)
-    if f"{prefix}weight_hr{suffix}" in state:
-        raise ValueError(
-            f"from_torch: {prefix}weight_hr{suffix} is an LSTM's projection (proj_size), which jaxrnn does not have. "
-            "Started from zeros, this LSTM equals one without: put weight_hh @ weight_hr for weight_hh in the state "
-            "dict, take weight_hr out, convert, and multiply the outputs of jaxrnn.lstm by weight_hr.T"
-        )
     names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     has_bias = names[2] in state or names[3] in state
-    arrays = _arrays("from_torch", state, names[: 4 if has_bias else 2])
-    hidden, inputs, order = _sizes("from_torch", arrays, names[0], names[1], transposed=True)
+    projection = f"{prefix}weight_hr{suffix}"
+    projected = projection in state
+    arrays = _arrays("from_torch", state, names[: 4 if has_bias else 2] + [projection] * projected)
+    if projected:
+        if arrays[projection].ndim != 2 or arrays[names[0]].ndim != 2:
+            raise ValueError(f"from_torch: {projection} and {names[0]} must be matrices")
+        (width, hidden), inputs, order = arrays[projection].shape, arrays[names[0]].shape[1], LSTM_GATES
+    else:
+        hidden, inputs, order = _sizes("from_torch", arrays, names[0], names[1], transposed=True)
+        width = hidden
     wide = len(order) * hidden
-    _check_shapes(
-        "from_torch", arrays, dict(zip(names, ((wide, inputs), (wide, hidden), (wide,), (wide,)), strict=True))
-    )
+    shapes = dict(zip(names, ((wide, inputs), (wide, width), (wide,), (wide,)), strict=True))
+    _check_shapes("from_torch", arrays, shapes | ({projection: (width, hidden)} if projected else {}))
     b_i, b_h = (arrays.get(name) for name in names[2:])
-    return _pack(order, arrays[names[0]].T, arrays[names[1]].T, b_i, b_h)
+    params = _pack(order, arrays[names[0]].T, arrays[names[1]].T, b_i, b_h)
+    return params._replace(w_hr=arrays[projection].T) if isinstance(params, LSTMParams) and projected else params
 
 
 def to_torch(
@@ -114,10 +117,12 @@ def to_torch(
     """
     if layer is None and reverse:
         raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: leave reverse out")
-    _check_params("to_torch", params)
+    _check_params("to_torch", params, projected=True)
     suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
     b_i, b_h = _two_biases(params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias_ih": b_i, "bias_hh": b_h}
+    if isinstance(params, LSTMParams) and params.w_hr is not None:
+        arrays["weight_hr"] = params.w_hr.T
     return {f"{prefix}{name}{suffix}": _numpy(x) for name, x in arrays.items()}
 
 
@@ -385,7 +390,7 @@ def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
     """
     _check_params("to_keras", params)
     if isinstance(params, LSTMParams):
-        return [_numpy(x) for x in params]
+        return [_numpy(x) for x in (params.w_ih, params.w_hh, params.b)]
     biases = jnp.stack(_two_biases(params))
     return [_numpy(_reorder(x, GRU_GATES, "zrn")) for x in (params.w_ih, params.w_hh, biases)]
 
@@ -583,11 +588,23 @@ def _check_shapes(source: str, arrays: dict[str, Array], shapes: Shapes) -> None
             raise ValueError(f"{source}: {name} must be {shapes[name]} beside {sizes}; got {x.shape}")
 
 
-def _check_params(source: str, params: Any) -> str:
-    """Returns the order of gates; raises ValueError unless these are parameters whose shapes agree."""
+def _check_params(source: str, params: Any, projected: bool = False) -> str:
+    """Returns the order of gates; raises ValueError unless these are parameters whose shapes agree.
+
+    With a projection only if `projected`.
+    """
     if not isinstance(params, (GRUParams, LSTMParams)):
         raise ValueError(f"{source} takes GRUParams or LSTMParams, got {type(params).__name__}")
-    arrays = {f"params.{name}": x for name, x in params._asdict().items()}
+    arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None}
+    if "params.w_hr" in arrays:
+        if not projected:
+            raise ValueError(
+                f"{source}: there is no place for params.w_hr, a projection: of these, PyTorch alone has it"
+            )
+        hidden, width = arrays["params.w_hr"].shape
+        shapes = {"params.w_ih": (params.w_ih.shape[0], 4 * hidden), "params.w_hh": (width, 4 * hidden)}
+        _check_shapes(source, arrays, shapes | {"params.b": (4 * hidden,), "params.w_hr": (hidden, width)})
+        return LSTM_GATES
     hidden, inputs, order = _sizes(source, arrays, "params.w_ih", "params.w_hh")
     expected = GRU_GATES if isinstance(params, GRUParams) else LSTM_GATES
     if order != expected:

@@ -18,16 +18,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
-from flax.linen.recurrent import flip_sequences
 
-from jaxrnn.recurrent import gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
+from jaxrnn import modules
+from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
     from flax.typing import Dtype, Initializer, PRNGKey
@@ -37,7 +36,17 @@ if TYPE_CHECKING:
 
     Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
 
-__all__ = ["RNN", "GRUCell", "HiddenFirstScannedRNN", "LSTMCell", "OptimizedLSTMCell", "ResetRNN", "ScannedRNN"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "GRUCell",
+    "HiddenFirstScannedRNN",
+    "LSTMCell",
+    "OptimizedLSTMCell",
+    "ResetRNN",
+    "ScannedRNN",
+]
 
 
 class DenseParams(nn.Module):
@@ -97,12 +106,12 @@ class FusedCell(nn.RNNCellBase):
             name=name,
         )(input_features)
 
-    def cast(self, xs: Array, h: Array, params: Any) -> tuple[Array, Any]:
-        """Casts inputs and kernels to the dtype Flax multiplies in; biases are added in float32, as gates are."""
+    def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
+        """`modules.run` with these parameters."""
+        h = jax.tree.leaves(carry)[-1]
+        params = self.packed_params(xs.shape[-1], h.shape[-1])
         dtype = canonicalize_dtype(xs, h, *params, dtype=self.dtype)
-        bias_dtype = jnp.promote_types(dtype, jnp.float32)
-        cast = (x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in params._asdict().items())
-        return jnp.asarray(xs, dtype), type(params)(*cast)
+        return modules.run(modules.cast(params, dtype), carry, jnp.asarray(xs, dtype), **options)
 
 
 class GRUCell(FusedCell, nn.GRUCell):
@@ -132,35 +141,34 @@ class GRUCell(FusedCell, nn.GRUCell):
             b_hn=b_hn,
         )
 
-    def run(self, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Array, Any]:
-        """`jaxrnn.gru` with these parameters; returns `(carry, ys, carries of every step if wanted)`."""
+    def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
+        """`modules.run` with these parameters."""
         if isinstance(carry, (tuple, list)):
             raise ValueError(f"the carry of a GRU is one array [*batch, H], got a {type(carry).__name__}")
-        xs, params = self.cast(xs, carry, self.packed_params(xs.shape[-1], carry.shape[-1]))
-        carry, ys = gru(params, carry, xs, **options)
-        return carry, ys, ys if return_carries else None
+        return super().run(carry, xs, **options)
 
 
 class FusedLSTMCell(FusedCell):
     """What the two LSTM cells share."""
 
     @nn.compact
-    def packed_params(self, input_features: int, hidden: int) -> LSTMParams:
-        """The parameters as `jaxrnn.lstm` takes them, created if missing."""
+    def packed_params(self, input_features: int, hidden: int, proj_size: int | None = None) -> LSTMParams:
+        """The parameters as `jaxrnn.lstm` takes them, created if missing; with a projection, `proj` beside Flax's."""
+        width = hidden if proj_size is None else proj_size
         inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=False) for gate in "ifgo"]
-        recurrent = [self.gate_params(f"h{gate}", hidden, hidden, use_bias=True) for gate in "ifgo"]
+        recurrent = [self.gate_params(f"h{gate}", width, hidden, use_bias=True) for gate in "ifgo"]
         (w_ih, _), (w_hh, b) = zip(*inputs, strict=True), zip(*recurrent, strict=True)
-        return LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
+        params = LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
+        if proj_size is None:
+            return params
+        dense = DenseParams(proj_size, False, self.kernel_init, self.bias_init, self.param_dtype, name="proj")
+        return params._replace(w_hr=dense(hidden)[0])
 
-    def run(self, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> tuple[Any, Any, Any]:
-        """`jaxrnn.lstm` with these parameters; returns `(carry, ys, carries of every step if wanted)`."""
+    def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
+        """`modules.run` with these parameters."""
         if not isinstance(carry, (tuple, list)) or len(carry) != 2:
             raise ValueError(f"the carry of an LSTM is a pair (c, h), got {type(carry).__name__}")
-        c, h = carry
-        xs, params = self.cast(xs, h, self.packed_params(xs.shape[-1], h.shape[-1]))
-        carry, ys = lstm(params, (c, h), xs, return_cells=return_carries, **options)
-        hs, cs = ys if return_carries else (ys, None)
-        return carry, hs, (cs, hs) if return_carries else None
+        return super().run(carry, xs, **options)
 
 
 class LSTMCell(FusedLSTMCell, nn.LSTMCell):
@@ -290,27 +298,12 @@ def scan_cell(
     scan_options: Mapping[str, Any],
 ) -> tuple[Carry, Array, Carry | None]:
     """Runs any cell with `nn.scan`; returns as `run_cell` does."""
-    expected = xs.shape[: xs.ndim - cell.num_feature_axes]
-    if resets is not None and jnp.shape(resets) != expected:
-        raise ValueError(f"resets must have the batch and time axes of the inputs, {expected}, got {jnp.shape(resets)}")
-    leaves: list[Array]
-    treedef: Any
-    leaves, treedef = jax.tree.flatten(carry)
-    reset_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
-    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(reset_leaves, leaves, strict=True)]
-    stepped = [jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(reset_leaves, is_stepped, strict=True) if is_one]
+    shape = xs.shape[: xs.ndim - cell.num_feature_axes]
+    stepped, reset = modules.resetting(carry, resets, reset_carry, shape, time_axis)
 
     def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
-        x, reset, stepped = inputs
-        if reset is not None:
-            rest = iter(stepped)
-            new = [next(rest) if is_one else fixed for fixed, is_one in zip(reset_leaves, is_stepped, strict=True)]
-            carry = jax.tree.map(
-                lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
-                carry,
-                treedef.unflatten(new),
-            )
-        carry, y = cell(carry, x)
+        x, *of_step = inputs
+        carry, y = cell(reset(carry, *of_step), x)
         return carry, (y, carry if return_carries else None)
 
     time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
@@ -386,51 +379,282 @@ class RNN(nn.RNN):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
-        batch_and_time = inputs.shape[: inputs.ndim - self.cell.num_feature_axes]
-        time_axis = 0 if time_major else len(batch_and_time) - 1
-        batch = batch_and_time[:time_axis] + batch_and_time[time_axis + 1 :]
+        time_axis = 0 if time_major else inputs.ndim - self.cell.num_feature_axes - 1
         carry = initial_carry_of(self.cell, init_key, inputs, time_axis) if initial_carry is None else initial_carry
-
-        def flip(x: Array) -> Array:
-            return flip_sequences(x, seq_lengths, num_batch_dims=len(batch), time_major=time_major)
-
-        flip_inputs = reverse and seq_lengths is not None
-        if seq_lengths is not None and jnp.shape(seq_lengths) != batch:
-            raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
-        if flip_inputs:
-            inputs, resets = flip(inputs), None if resets is None else flip(resets)
-            reset_carry = jax.tree.map(lambda x: flip(x) if jnp.ndim(x) > len(batch) + 1 else x, reset_carry)
-        last, outputs, carries = run_cell(
+        run = functools.partial(
+            run_cell,
             self.cell,
-            carry,
-            inputs,
-            resets=resets,
-            reset_carry=reset_carry,
-            reverse=reverse and not flip_inputs,
             time_major=time_major,
-            return_carries=return_carry and seq_lengths is not None,
             precision=self.precision,
             implementation=self.implementation,
             init_key=init_key,
             scan_options={"unroll": self.unroll} | {name: getattr(self, name) for name in SCAN_OPTIONS},
         )
-        in_order = not flip_inputs
-        if reverse and keep_order != in_order:
-            outputs = flip(outputs)
-        if not return_carry:
-            return outputs
-        if seq_lengths is not None:
-            last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), carry, carries)
-        return last, outputs
+        return modules.over_time(
+            run,
+            inputs,
+            carry,
+            resets=resets,
+            reset_carry=reset_carry,
+            seq_lengths=seq_lengths,
+            feature_axes=self.cell.num_feature_axes,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+            return_carry=return_carry,
+        )
 
 
-def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Array) -> Array:
-    """Of the carries of all steps, those after `seq_lengths [*batch]` steps; `initial` for a length of 0."""
-    if carries.shape[time_axis] == 0:
-        return initial
-    index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
-    last = jnp.take_along_axis(carries, jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis), axis=time_axis)
-    return jnp.where(index == 0, initial, last.squeeze(time_axis))
+def one_or_pair(arrays: Sequence[Array]) -> Carry:
+    """The carry of a GRU or an LSTM of its arrays."""
+    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
+class FusedStack(nn.Module):
+    """What the stacks share."""
+
+    features: int
+    num_layers: int = 1
+    dropout_rate: float = 0.0
+    bidirectional: bool = False
+    time_major: bool = False
+    return_carry: bool = False
+    reverse: bool = False
+    keep_order: bool = False
+    deterministic: bool | None = None
+    learned_carry: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    recurrent_kernel_init: Initializer = nn.initializers.orthogonal()
+    bias_init: Initializer = nn.initializers.zeros
+    carry_init: Initializer = nn.initializers.zeros
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+    remat: bool = False
+
+    _cell: ClassVar[type[FusedCell]] = FusedCell
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Any = None,
+        init_key: PRNGKey | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        deterministic: bool | None = None,
+        resets: Array | None = None,
+        reset_carry: Any = None,
+    ) -> Any:
+        """Runs all layers over `inputs`, starting afresh wherever `resets` is nonzero.
+
+        A carry is a tuple with an entry for each layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`; if
+        `bidirectional`, a pair of such: forward, backward.
+
+        Args:
+          inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
+          initial_carry: what each direction's first step sees; by default what `initialize_carry` returns.
+          init_key: the key for `initialize_carry`, which ignores it unless `carry_init` is random.
+          seq_lengths: `[*batch]` integers. The carry returned is the one at the end of each sequence (`initial_carry`
+            if its length is 0), and the backward direction starts there; outputs after it mean nothing and are not
+            zeroed. May come with `resets`.
+          return_carry: overrides the attribute, as do `time_major`, `reverse`, `keep_order` and `deterministic`.
+          time_major: see the attribute.
+          reverse: see the attribute.
+          keep_order: see the attribute.
+          deterministic: see the attribute.
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+            that is, the *previous* step's done. That step sees `reset_carry`, in every layer. The backward direction of
+            a bidirectional stack starts an episode from `reset_carry` at its last step, the one before the next that
+            `resets` marks, so that neither direction sees another episode. With `reverse`, as in `RNN`, `resets` is
+            nonzero at the step of an episode that is computed first, its last in time.
+          reset_carry: what an episode starts from: as a carry, or with `[H]` or a value for every step `[*batch, T, H]`
+            (`[T, *batch, H]`) in place of its arrays. Of those a direction takes the value of the step that it starts
+            the episode at. By default what `initialize_carry` returns. Takes gradients.
+
+        Returns:
+          `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`. If `bidirectional`,
+          outputs are 2 H wide: forward, then backward.
+
+        Raises:
+          ValueError: shapes, dtypes or structures disagree.
+          NotImplementedError: the named implementation cannot run this; the message says why.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        modules.check_stack(
+            self.num_layers, self.dropout_rate, self.bidirectional, reverse, getattr(self, "proj_size", None)
+        )
+        if resets is None and reset_carry is not None:
+            raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+
+        def dropout(xs: Array) -> Array:
+            if self.dropout_rate == 0.0:
+                return xs
+            is_off = nn.merge_param("deterministic", self.deterministic, deterministic)
+            return nn.Dropout(self.dropout_rate)(xs, deterministic=is_off)
+
+        layers, width = [], inputs.shape[-1]
+        for names in self.names():
+            cells = [self.make_cell(name=name) for name in names]
+            layers.append([self.packed_params(cell, width) for cell in cells])
+            width = len(names) * self.widths()[-1]
+        shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
+        if self.learned_carry:
+            learned = self.for_each(self.learned)
+            default = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape[:-1], *x.shape)), learned)
+            reset_carry = learned if reset_carry is None else reset_carry
+        else:
+            default = self.initialize_carry(jax.random.key(0) if init_key is None else init_key, shape)
+            if reset_carry is None and self.carry_init is not nn.initializers.zeros:
+                reset_carry = default
+        initial_carry = default if initial_carry is None else initial_carry
+        structure = self.widths(), self.num_layers, self.bidirectional
+        return modules.run_stack(
+            layers,
+            modules.by_direction("initial_carry", initial_carry, *structure),
+            inputs,
+            resets=resets,
+            reset_carry=None if reset_carry is None else modules.by_direction("reset_carry", reset_carry, *structure),
+            seq_lengths=seq_lengths,
+            dropout=dropout,
+            dtype=self.dtype,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+            return_carry=return_carry,
+            precision=self.precision,
+            implementation=self.implementation,
+            remat=self.remat,
+        )
+
+    @nn.nowrap
+    def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> Any:
+        """Returns the carry of a new sequence: what `carry_init` makes, or the learned one.
+
+        Args:
+          rng: the key for `carry_init`.
+          input_shape: of the inputs of one step, `[*batch, D]`.
+
+        Raises:
+          ValueError: the carry is learned, and the module has no parameters at hand: use
+            `stack.apply(variables, rng, input_shape, method="initialize_carry")`.
+        """
+        if not self.learned_carry:
+            keys = iter(jax.random.split(rng, 2 * self.num_layers * (1 + self.bidirectional)))
+            shapes = [(*input_shape[:-1], width) for width in self.widths()]
+            return self.for_each(
+                lambda name: one_or_pair([self.carry_init(next(keys), shape, self.param_dtype) for shape in shapes])
+            )
+        if self.scope is None:
+            raise ValueError(
+                "the carry is learned, a parameter: use stack.apply(variables, rng, input_shape, "
+                'method="initialize_carry")'
+            )
+        learned = self.for_each(self.learned)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*input_shape[:-1], *x.shape)), learned)
+
+    @nn.nowrap
+    def widths(self) -> tuple[int, ...]:
+        """The widths of the arrays of a cell's carry, that of the hidden state last."""
+        return (self.features,)
+
+    @nn.nowrap
+    def packed_params(self, cell: Any, input_features: int) -> Any:
+        """The parameters of one of the cells, created if missing."""
+        return cell.packed_params(input_features, self.features)
+
+    @nn.nowrap
+    def names(self) -> list[list[str]]:
+        """The names of the cells, by layer and direction."""
+        suffixes = ("", "_reverse") if self.bidirectional else ("",)
+        return [[f"layers_{k}{suffix}" for suffix in suffixes] for k in range(self.num_layers)]
+
+    @nn.nowrap
+    def for_each(self, make: Callable[[str], Carry]) -> Any:
+        """The carry of which `make` gives the entry for every cell, by its name."""
+        entries = [tuple(map(make, names)) for names in self.names()]
+        return tuple(entry if self.bidirectional else entry[0] for entry in entries)
+
+    @nn.compact
+    def learned(self, name: str) -> Carry:
+        """The learned carry of a cell, `[H]` or a pair of such."""
+        states = zip(("c", "h")[-len(self.widths()) :], self.widths(), strict=True)
+        return one_or_pair(
+            [self.param(f"{name}_carry_{x}", self.carry_init, (width,), self.param_dtype) for x, width in states]
+        )
+
+    @nn.nowrap
+    def make_cell(self, **options: Any) -> Any:
+        """One of the cells."""
+        names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
+        return self._cell(**{name: getattr(self, name) for name in names}, **options)
+
+
+class GRU(FusedStack):
+    """A stack of GRUs as `torch.nn.GRU` has it: layers, directions, dropout between layers; and episode resets.
+
+        gru = GRU(128, num_layers=2, time_major=True, return_carry=True)
+        carry, ys = gru.apply(variables, xs, initial_carry=carry, resets=resets)
+
+    The parameters of layer k are those of a `GRUCell`, at `layers_{k}` and, of the backward direction, at
+    `layers_{k}_reverse`. In the outputs the directions are concatenated: forward, then backward.
+
+    Attributes:
+      features: H, the width of every layer and direction.
+      num_layers: how many layers there are, each over the outputs of the one before.
+      dropout_rate: of the dropout over the outputs of every layer but the last; a new mask for every step.
+      bidirectional: whether each layer also runs from the last step to the first, with weights of its own.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`; no transpose either way.
+      return_carry: return `(carry, outputs)` instead of `outputs`.
+      reverse: run all layers from the last step to the first. Outputs come in the order computed, last step first.
+      keep_order: with `reverse`, return the outputs in the order of the inputs.
+      deterministic: leave dropout out; with a `dropout_rate`, to be given here or at the call.
+      learned_carry: sequences and, by default, episodes start from parameters of width H, which `carry_init` makes:
+        `layers_{k}_carry_h`, or `layers_{k}_carry_c` and `layers_{k}_carry_h` of an LSTM, and the like for `_reverse`.
+      dtype: what matrices are multiplied in; the carry keeps its own. None: what inputs and parameters promote to.
+      param_dtype: of the parameters and the carry that `initialize_carry` makes.
+      kernel_init: of the input weights.
+      recurrent_kernel_init: of the recurrent weights.
+      bias_init: of the biases.
+      carry_init: of what sequences and episodes start from.
+      precision: of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None always works.
+      remat: as in `jaxrnn.gru`.
+    """
+
+    _cell = GRUCell
+
+
+class LSTM(FusedStack):
+    """A stack of LSTMs as `torch.nn.LSTM` has it: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
+
+    Attributes:
+      features: H, as all attributes not named here as in `GRU`.
+      proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers_{k}/proj`; c stays H
+        wide. As `params.w_hr` in `jaxrnn.lstm`: `implementation="triton"` raises NotImplementedError.
+    """
+
+    proj_size: int | None = None
+
+    _cell = OptimizedLSTMCell
+
+    @nn.nowrap
+    def widths(self) -> tuple[int, ...]:
+        """The widths of c and h."""
+        return self.features, self.features if self.proj_size is None else self.proj_size
+
+    @nn.nowrap
+    def packed_params(self, cell: Any, input_features: int) -> LSTMParams:
+        """The parameters of one of the cells, created if missing."""
+        return cell.packed_params(input_features, self.features, self.proj_size)
 
 
 class ResetRNN(nn.Module):

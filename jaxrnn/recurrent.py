@@ -122,8 +122,11 @@ def lstm(
         i, f, o = s(W_i x + W_h h + b),  g = tanh(W_ig x + W_hg h + b_g)
         c' = f * c + i * g,  h' = o * tanh(c')
 
+    With `params.w_hr` the hidden state is projected to P units, as by `proj_size` of `torch.nn.LSTM` (Sak et al. 2014):
+    `h' = W_hr (o * tanh(c'))`, and P takes the place of H wherever the width of h is meant. XLA alone runs that.
+
     Args:
-      params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`.
+      params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`; with a projection `w_hh [P, 4H]` and `w_hr [H, P]`.
       carry: `(c, h)`, each `[*batch, H]`: cell and hidden state before the first step, in Flax's order.
       xs: as in `gru`.
       resets: as in `gru`.
@@ -146,15 +149,25 @@ def lstm(
     """
     raise_unless_params(params, LSTMParams, "lstm")
     c0, h0 = check_pair("carry", carry)
-    hidden = check_carry("carry[1]", h0)
-    if c0.shape != h0.shape:
-        raise ValueError(f"carry is (c, h), both [*batch, H]; got c {c0.shape} and h {h0.shape}")
-    check_carry("carry[0]", c0)
+    width = check_carry("carry[1]", h0)
+    hidden = check_carry("carry[0]", c0)
+    if c0.shape != h0.shape and (params.w_hr is None or c0.shape[:-1] != h0.shape[:-1]):
+        widths = "both [*batch, H]" if params.w_hr is None else "[*batch, H] and [*batch, P]"
+        raise ValueError(f"carry is (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
     check_sequence(xs, h0, time_major)
-    check_params(params, {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (hidden, 4 * hidden), "b": (4 * hidden,)})
+    shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
+    shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
+    check_params(params, shapes)
     check_resets(resets, xs, time_major)
-    for i, state in enumerate((None, None) if reset_state is None else check_pair("reset_state", reset_state)):
-        check_reset_state(f"reset_state[{i}]", state, resets, h0, xs, time_major)
+    new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
+    for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
+        check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
+    if params.w_hr is not None:
+        if implementation == "triton":
+            raise NotImplementedError(
+                'the Triton implementation has no projection (params.w_hr): pass implementation="xla" or None'
+            )
+        implementation = "xla" if implementation is None else implementation
     params, c0, h0, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, c0, h0, xs, resets, reset_state))
     if use_triton(implementation, precision, time_major, h0, xs, params, c0):
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
@@ -284,7 +297,7 @@ def use_triton(
         raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
     if implementation == "xla" or (implementation is None and not _bridge.preferred(xs.shape[0 if time_major else -2])):
         return False
-    reason = _bridge.unsupported([x.dtype for x in (carry, xs, *params, *others)], carry.shape[-1])
+    reason = _bridge.unsupported([x.dtype for x in jax.tree.leaves((carry, xs, params, others))], carry.shape[-1])
     if reason is None and kernel_precision(precision, carry.shape[-1]) is None:
         precision = jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]
         reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
@@ -667,7 +680,8 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
     size = _chunk_steps(cell, xs, hidden) if static.remat else steps
     sequences = (xs, resets, stepped, saved, d_sequences)
     d_first, sums, parts = _in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
-    dparams = type(params)(**{name: sums[name].astype(getattr(params, name).dtype) for name in params._fields})
+    weights = {name: w for name, w in params._asdict().items() if w is not None}
+    dparams = type(params)(**{name: sums[name].astype(w.dtype) for name, w in weights.items()})
     dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
     dreset_states = None
     if reset_states:

@@ -41,13 +41,15 @@ class LSTMParams(NamedTuple):
 
     Attributes:
       w_ih: `[D, 4H]` input weights.
-      w_hh: `[H, 4H]` recurrent weights.
+      w_hh: `[H, 4H]` recurrent weights, `[P, 4H]` with a projection.
       b: `[4H]` bias; nothing is added for the forget gate.
+      w_hr: `[H, P]` projection of the hidden state, or None for none.
     """
 
     w_ih: Array
     w_hh: Array
     b: Array
+    w_hr: Array | None = None
 
 
 def accumulation_dtype(*dtypes: DTypeLike) -> jnp.dtype:
@@ -202,7 +204,8 @@ def lstm(
 ) -> tuple[tuple[Array, Array], Array | tuple[Array, Array]]:
     """`jaxrnn.lstm` as a `lax.scan`; see there for shapes."""
     c0, h0 = carry
-    dtype = accumulation_dtype(c0, h0, xs, *params)
+    dtype = accumulation_dtype(c0, h0, xs, *(w for w in params if w is not None))
+    operand_dtype = jnp.result_type(xs, params.w_ih)
     reset_c, reset_h = (None, None) if reset_state is None else reset_state
     fixed_c, stepped_c = _per_step(reset_c, c0, time_major)
     fixed_h, stepped_h = _per_step(reset_h, h0, time_major)
@@ -218,6 +221,8 @@ def lstm(
         c = _select_reset(reset, fixed_c if state_c is None else state_c, c)
         h = _select_reset(reset, fixed_h if state_h is None else state_h, h)
         c, h = loop.cell(*map(jnp.add, loop.project(x), loop.recur(h)), c)
+        if params.w_hr is not None:
+            h = matmul(h.astype(operand_dtype), params.w_hr, precision, dtype)
         return (c, h), (h.astype(h0.dtype), c.astype(c0.dtype)) if return_cells else (h.astype(h0.dtype),)
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)

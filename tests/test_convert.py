@@ -88,7 +88,8 @@ def agree(got, want, atol=2e-6):
 
 def same_bits(got, want):
     assert type(got) is type(want)
-    for x, y in zip(got, want, strict=True):
+    assert jax.tree.structure(got) == jax.tree.structure(want)  # an LSTM has a projection or not
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
@@ -177,7 +178,7 @@ def test_torch_prefix(torch):
 def test_torch_bfloat16_keeps_its_bits(torch, cell):
     module = torch_module(torch, cell, D, H, dtype=torch.bfloat16)
     params = convert.from_torch(module)
-    assert {x.dtype for x in params} == {jnp.dtype(jnp.bfloat16)}
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
     w_ih = module.weight_ih_l0.detach().view(torch.int16).numpy()
     np.testing.assert_array_equal(np.asarray(params.w_ih).view(np.int16).T, w_ih)
     arrays = convert.to_torch(params)
@@ -193,7 +194,7 @@ def test_torch_float64_is_kept_or_refused(torch):
         convert.from_torch(module)
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         params = convert.from_torch(module)
-        assert {x.dtype for x in params} == {np.dtype(np.float64)}
+        assert {x.dtype for x in jax.tree.leaves(params)} == {np.dtype(np.float64)}
         arrays = convert.to_torch(params)
     np.testing.assert_array_equal(arrays["weight_hh_l0"], module.weight_hh_l0.detach().numpy())
 
@@ -212,14 +213,22 @@ def test_torch_and_jax_share_no_memory(torch):
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
-def test_torch_projection_has_a_way_round(torch):
+def test_torch_projection(torch):
     module = torch_module(torch, "lstm", D, H, proj_size=2)
-    with pytest.raises(ValueError, match=r"proj_size.*weight_hh @ weight_hr"):
-        convert.from_torch(module)
-    state = module.state_dict()
-    projection = state.pop("weight_hr_l0")
-    state["weight_hh_l0"] = state["weight_hh_l0"] @ projection
-    agree(run(convert.from_torch(state)) @ projection.numpy().T, torch_outputs(torch, module))
+    params = convert.from_torch(module)
+    assert params.w_hr.shape == (H, 2)
+    carry = jnp.zeros((XS.shape[1], H)), jnp.zeros((XS.shape[1], 2))
+    _, ys = jaxrnn.lstm(params, carry, XS, precision="highest")
+    agree(ys, torch_outputs(torch, module))
+    back, state = convert.to_torch(params), module.state_dict()
+    assert back.keys() == state.keys()
+    np.testing.assert_array_equal(back["weight_hr_l0"], state["weight_hr_l0"].numpy())
+    np.testing.assert_array_equal(back["weight_hh_l0"], state["weight_hh_l0"].numpy())
+    with pytest.raises(ValueError, match=r"weight_hh_l0 must be"):
+        convert.from_torch(state | {"weight_hh_l0": torch.zeros(4 * H, H)})
+    for other in (convert.to_linen, convert.to_equinox, convert.to_keras, convert.to_haiku):
+        with pytest.raises(ValueError, match=r"no place for params.w_hr"):
+            other(params)
 
 
 def test_torch_refuses(torch):

@@ -96,7 +96,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
         {"xs": ZEROS((B, T, D)), "time_major": False, "resets": RESETS},
         "resets must be [*batch, T] = (3, 4) as in xs (3, 4, 2), got (4, 3)",
     ),
-    ("lstm", {"params": replaced("gru")}, "lstm takes LSTMParams(w_ih, w_hh, b), got GRUParams"),
+    ("lstm", {"params": replaced("gru")}, "lstm takes LSTMParams(w_ih, w_hh, b, w_hr), got GRUParams"),
     ("lstm", {"params": replaced("lstm", w_ih=ZEROS((4 * H, D)))}, "params.w_ih must be (2, 20)"),
     ("lstm", {"params": replaced("lstm", w_hh=ZEROS((H, 3 * H)))}, "params.w_hh must be (5, 20)"),
     ("lstm", {"params": replaced("lstm", b=ZEROS((3 * H,)))}, "params.b must be (20,)"),

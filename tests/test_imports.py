@@ -85,6 +85,19 @@ jax.jit(jax.grad(lambda p: ScannedRNN().apply(p, carry, ins)[1].sum()))(params)
     )
 
 
+def test_jaxrnn_trains_nnx_modules_without_torch():
+    run_without(
+        TORCH_SIDE,
+        """
+import jax.numpy as jnp
+from flax import nnx
+from jaxrnn.nnx import GRU
+model = GRU(3, 4, num_layers=2, bidirectional=True, rngs=nnx.Rngs(0))
+nnx.jit(nnx.grad(lambda model: model(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5))).sum()))(model)
+""",
+    )
+
+
 def test_torch_bridge_imports_without_jax():
     pytest.importorskip("torch")
     pytest.importorskip("triton")
@@ -98,6 +111,8 @@ def test_arrows_of_jaxrnn(module):
         forbidden += TORCH_SIDE
     if module not in ("jaxrnn.linen", "jaxrnn.nnx"):
         forbidden += ["flax", "jaxrnn.linen", "jaxrnn.nnx"]
+    else:
+        forbidden += [{"jaxrnn.linen": "jaxrnn.nnx", "jaxrnn.nnx": "jaxrnn.linen"}[module]]
     if module in ("jaxrnn.reference", "jaxrnn._bridge"):
         forbidden += ["jaxrnn.recurrent"]
     if module not in ("jaxrnn.recurrent", "jaxrnn._bridge"):

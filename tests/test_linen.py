@@ -13,7 +13,7 @@ import pytest
 from flax import serialization, traverse_util
 
 import jaxrnn
-from jaxrnn import linen
+from jaxrnn import linen, modules
 
 T, B, D, H = 7, 4, 5, 6
 CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
@@ -592,9 +592,9 @@ def test_precision_reaches_every_matmul(name):
 @pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "scanned"])
 def test_implementation_reaches_the_function(name, monkeypatch):
     seen = []
-    real = linen.gru
+    real = modules.gru
     monkeypatch.setattr(
-        linen, "gru", lambda *args, implementation, **kw: seen.append(implementation) or real(*args, **kw)
+        modules, "gru", lambda *args, implementation, **kw: seen.append(implementation) or real(*args, **kw)
     )
     module, apply = modules_with(implementation="triton")[name]
     apply(module, variables_of(name), normal(1, (T, B, D)))

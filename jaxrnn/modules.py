@@ -1,0 +1,387 @@
+"""What the modules of Flax linen and NNX share: everything around `jaxrnn.gru` and `jaxrnn.lstm` but the parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn.recurrent import gru, lstm
+from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import DTypeLike
+
+    Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
+    Params = GRUParams | LSTMParams
+
+
+def cast(params: Any, dtype: DTypeLike) -> Any:
+    """Casts weights to the dtype that Flax multiplies in; biases are added in float32, as gates are."""
+    bias_dtype = jnp.promote_types(dtype, jnp.float32)
+    given = {name: x for name, x in params._asdict().items() if x is not None}
+    return type(params)(**{name: x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in given.items()})
+
+
+def run(
+    params: Params, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any
+) -> tuple[Carry, Array, Carry | None]:
+    """`jaxrnn.gru` or `jaxrnn.lstm`; returns `(carry, ys, carries of every step if wanted)`."""
+    if isinstance(params, GRUParams):
+        carry, ys = gru(params, carry, xs, **options)
+        return carry, ys, ys if return_carries else None
+    carry, outputs = lstm(params, carry, xs, return_cells=return_carries, **options)
+    hs, cs = outputs if isinstance(outputs, tuple) else (outputs, None)
+    return carry, hs, None if cs is None else (cs, hs)
+
+
+# --- lengths and order ------------------------------------------------------------------------------------------------
+
+
+def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: int) -> Array:
+    """Reverses time, of the first `seq_lengths [*batch]` steps and of the rest apart, as `nn.RNN` does.
+
+    Args:
+      xs: an array with `batch` batch axes and time before all others.
+      seq_lengths: if None, all steps.
+      batch: how many batch axes there are.
+      time_axis: where among them time is.
+    """
+    if seq_lengths is None or xs.shape[time_axis] == 0:
+        return jnp.flip(xs, time_axis)
+    steps = xs.shape[time_axis]
+    last_first = jnp.arange(steps - 1, -1, -1).reshape([steps if axis == time_axis else 1 for axis in range(batch + 1)])
+    index = (last_first + jnp.expand_dims(seq_lengths, time_axis)) % steps
+    return jnp.take_along_axis(xs, index.reshape(index.shape + (1,) * (xs.ndim - index.ndim)), axis=time_axis)
+
+
+def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Array) -> Array:
+    """Of the carries of all steps, those after `seq_lengths [*batch]` steps; `initial` for a length of 0."""
+    if carries.shape[time_axis] == 0:
+        return initial
+    index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
+    last = jnp.take_along_axis(carries, jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis), axis=time_axis)
+    return jnp.where(index == 0, initial, last.squeeze(time_axis))
+
+
+def over_time(
+    run: Callable[..., tuple[Carry, Array, Carry | None]],
+    inputs: Array,
+    carry: Carry,
+    *,
+    resets: Array | None,
+    reset_carry: Carry | None,
+    seq_lengths: Array | None,
+    feature_axes: int,
+    time_major: bool,
+    reverse: bool,
+    keep_order: bool,
+    return_carry: bool,
+) -> Array | tuple[Carry, Array]:
+    """What `nn.RNN` does around the loop: lengths, order of the outputs, and what is returned.
+
+    `run(carry, inputs, resets=, reset_carry=, reverse=, return_carries=)` is the loop; it returns as `run` here does.
+    """
+    batch_and_time = inputs.shape[: inputs.ndim - feature_axes]
+    time_axis = 0 if time_major else len(batch_and_time) - 1
+    batch = batch_and_time[:time_axis] + batch_and_time[time_axis + 1 :]
+    check_seq_lengths(seq_lengths, batch)
+
+    def flip(x: Array) -> Array:
+        return flip_sequences(x, seq_lengths, len(batch), time_axis)
+
+    flip_inputs = reverse and seq_lengths is not None
+    if flip_inputs:
+        inputs, resets = flip(inputs), None if resets is None else flip(resets)
+        reset_carry = jax.tree.map(lambda x: flip(x) if jnp.ndim(x) > len(batch) + 1 else x, reset_carry)
+    last, outputs, carries = run(
+        carry,
+        inputs,
+        resets=resets,
+        reset_carry=reset_carry,
+        reverse=reverse and not flip_inputs,
+        return_carries=return_carry and seq_lengths is not None,
+    )
+    in_order = not flip_inputs
+    if reverse and keep_order != in_order:
+        outputs = flip(outputs)
+    if not return_carry:
+        return outputs
+    if seq_lengths is not None:
+        last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), carry, carries)
+    return last, outputs
+
+
+def check_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> None:
+    """Raises ValueError unless there is one length for each sequence, or none at all."""
+    if seq_lengths is not None and jnp.shape(seq_lengths) != batch:
+        raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
+
+
+# --- cells that are run step by step ----------------------------------------------------------------------------------
+
+
+def resetting(
+    carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
+) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
+    """Resets for a loop over the steps of any cell.
+
+    Args:
+      carry: the first one, a pytree of arrays.
+      resets: of the shape of all batch axes and time.
+      reset_carry: as `carry`; its arrays may lack batch axes, or have time in addition.
+      shape: what `resets` must have.
+      time_axis: where in it time is.
+
+    Returns:
+      Those arrays of `reset_carry` that have time, time first, for the loop to go over; and what gives the carry that a
+      step sees: a function of the carry, and of the resets and those arrays at that step.
+    """
+    if resets is not None and jnp.shape(resets) != shape:
+        raise ValueError(f"resets must have the batch and time axes of the inputs, {shape}, got {jnp.shape(resets)}")
+    leaves: list[Array]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(carry)
+    new_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
+
+    def apply(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:
+        if reset is None:
+            return carry
+        rest = iter(stepped)
+        new = [next(rest) if is_one else fixed for fixed, is_one in zip(new_leaves, is_stepped, strict=True)]
+        return jax.tree.map(
+            lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
+            carry,
+            treedef.unflatten(new),
+        )
+
+    return [
+        jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one
+    ], apply
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def check_stack(
+    num_layers: int, dropout_rate: float, bidirectional: bool, reverse: bool, proj_size: int | None = None
+) -> None:
+    """Raises ValueError unless there is a stack of that kind."""
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    if not 0.0 <= dropout_rate <= 1.0:
+        raise ValueError(f"dropout_rate is a probability between 0 and 1, got {dropout_rate}")
+    if proj_size is not None and proj_size < 1:
+        raise ValueError(f"proj_size must be at least 1, or None for no projection, got {proj_size}")
+    if bidirectional and reverse:
+        raise ValueError("reverse is for a stack of one direction: a bidirectional one runs both, outputs in order")
+
+
+def by_direction(
+    name: str, carry: Any, widths: tuple[int, ...], num_layers: int, bidirectional: bool
+) -> tuple[tuple[Carry, ...], ...]:
+    """Returns the carry of a stack by layer and direction, as `run_stack` takes it.
+
+    Args:
+      name: what errors call it.
+      carry: a tuple by layer; in it, if there are two directions, pairs by direction; in those `[..., width]`, or pairs
+        of such for an LSTM.
+      widths: of the arrays of one carry, one or two: H, or those of c and h.
+      num_layers: how many layers there are.
+      bidirectional: whether each has two directions.
+
+    Raises:
+      ValueError: it has another structure, or other widths.
+    """
+    shapes = [f"[..., {width}]" for width in widths]
+    one = f"an array {shapes[0]}" if len(shapes) == 1 else f"a pair (c {shapes[0]}, h {shapes[1]})"
+    each = f"a pair (forward, backward), each {one}" if bidirectional else one
+    expected = f"{name} of this stack is a tuple with an entry for each of {num_layers} layers: {each}"
+
+    def split(x: Any, lengths: tuple[int, ...]) -> Any:
+        if not lengths and x is not None and not isinstance(x, (tuple, list, dict)):
+            return x
+        if lengths and isinstance(x, (tuple, list)) and len(x) == lengths[0]:
+            return tuple(split(part, lengths[1:]) for part in x)
+        raise ValueError(f"{expected}; got {jax.tree.structure(carry)}")
+
+    layers = split(carry, (num_layers, *((2,) * bidirectional), *((2,) * (len(widths) == 2))))
+    leaves = jax.tree.leaves(layers)
+    for width, leaf in zip(widths * (len(leaves) // len(widths)), leaves, strict=True):
+        if jnp.shape(leaf)[-1:] != (width,):
+            raise ValueError(f"{expected}; got an array {jnp.shape(leaf)}")
+    return layers if bidirectional else tuple((layer,) for layer in layers)
+
+
+class Direction(NamedTuple):
+    """One direction of one layer.
+
+    Attributes:
+      params: its weights.
+      carry: `[*batch, H]`, or `(c, h)`: what its first step sees.
+      reset_carry: what an episode starts from, as `jaxrnn.gru` takes it.
+    """
+
+    params: Params
+    carry: Carry
+    reset_carry: Carry | None
+
+
+def both_directions(
+    layer: Sequence[Direction], xs: Array, resets: Sequence[Array | None], reset_carries: Sequence[Any], **options: Any
+) -> list[tuple[Carry, Array, Carry | None]]:
+    """Runs a forward and a backward direction over the same `xs`; all that is given per direction comes in that order.
+
+    Returns what `run` returns, for each.
+    """
+    return [
+        run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse, **options)
+        for one, reset, state, reverse in zip(layer, resets, reset_carries, (False, True), strict=True)
+    ]
+
+
+def is_last_step(seq_lengths: Array | None, shape: tuple[int, ...], time_axis: int) -> Array:
+    """Where, in an array of this shape, of batch axes and time, is the last step of a sequence."""
+    steps = jnp.arange(shape[time_axis]).reshape([-1 if axis == time_axis else 1 for axis in range(len(shape))])
+    lengths = shape[time_axis] if seq_lengths is None else jnp.expand_dims(seq_lengths, time_axis)
+    return steps == lengths - 1
+
+
+def begins_backward(resets: Array, seq_lengths: Array | None, time_axis: int) -> Array:
+    """Where an episode begins for a loop that runs from the last step to the first: at its last step.
+
+    That of a sequence's last episode is not among them: there the loop itself begins.
+    """
+    next_begins = jnp.roll(resets != 0, -1, axis=time_axis)
+    return next_begins & ~is_last_step(seq_lengths, resets.shape, time_axis)
+
+
+def start_at_end(
+    resets: Array | None, reset_carry: Carry | None, carry: Carry, seq_lengths: Array, xs: Array, time_axis: int
+) -> tuple[Array, Carry]:
+    """`(resets, reset carry)` with which a loop that runs backward starts from `carry` at the end of each sequence.
+
+    What it computes before, from padding, is thus forgotten.
+    """
+    at_end = is_last_step(seq_lengths, xs.shape[:-1], time_axis)
+    if resets is None:
+        return at_end, carry
+    resets = resets != 0
+
+    def of_every_step(initial: Array, new: Array) -> Array:
+        if jnp.ndim(new) == initial.ndim:
+            new = jnp.expand_dims(new, time_axis)
+        return jnp.where((at_end & ~resets)[..., None], jnp.expand_dims(initial, time_axis), new)
+
+    new = jax.tree.map(jnp.zeros_like, carry) if reset_carry is None else reset_carry
+    return at_end | resets, jax.tree.map(of_every_step, carry, new)
+
+
+def run_layer(
+    layer: Sequence[Direction],
+    xs: Array,
+    *,
+    resets: Array | None,
+    seq_lengths: Array | None,
+    time_major: bool,
+    reverse: bool,
+    return_carry: bool,
+    **options: Any,
+) -> tuple[tuple[Carry, ...], Array]:
+    """Runs one layer, of one direction or two; outputs in the order of the inputs.
+
+    Returns `(carries by direction, outputs)`. The carries mean something only if `return_carry`.
+    """
+    time_axis = 0 if time_major else xs.ndim - 2
+    backward = [reverse] if len(layer) == 1 else [False, True]
+    all_resets, reset_carries = [], []
+    for one, is_backward in zip(layer, backward, strict=True):
+        reset, state = resets, None if resets is None else one.reset_carry
+        if is_backward and reset is not None and not reverse:
+            reset = begins_backward(reset, seq_lengths, time_axis)
+        if is_backward and seq_lengths is not None:
+            reset, state = start_at_end(reset, state, one.carry, seq_lengths, xs, time_axis)
+        all_resets.append(reset)
+        reset_carries.append(state)
+
+    # running forward a sequence may end before the last step, running backward all end at the first
+    options |= {"time_major": time_major, "return_carries": return_carry and seq_lengths is not None and not reverse}
+    if len(layer) == 2:
+        results = both_directions(layer, xs, all_resets, reset_carries, **options)
+    else:
+        (one,), (reset,), (state,) = layer, all_resets, reset_carries
+        results = [run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse, **options)]
+
+    carries = []
+    for one, (last, _, every), is_backward in zip(layer, results, backward, strict=True):
+        if return_carry and seq_lengths is not None:
+            if is_backward:
+                is_empty = jnp.expand_dims(seq_lengths == 0, -1)
+                last = jax.tree.map(functools.partial(jnp.where, is_empty), one.carry, last)
+            else:
+                last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), one.carry, every)
+        carries.append(last)
+    outputs = [ys for _, ys, _ in results]
+    return tuple(carries), outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)
+
+
+def run_stack(
+    layers: Sequence[Sequence[Params]],
+    carry: Any,
+    xs: Array,
+    *,
+    reset_carry: Any,
+    seq_lengths: Array | None,
+    dropout: Callable[[Array], Array],
+    dtype: DTypeLike | None,
+    time_major: bool,
+    reverse: bool,
+    keep_order: bool,
+    return_carry: bool,
+    **options: Any,
+) -> Any:
+    """Runs layers one after the other, each over the outputs of the one before.
+
+    Args:
+      layers: weights by layer and direction: one, or forward and backward.
+      carry: by layer and direction, as `by_direction` returns it.
+      xs: `[T, *batch, D]`, or `[*batch, T, D]`.
+      reset_carry: as `carry`, or None for zeros.
+      seq_lengths: `[*batch]` or None.
+      dropout: goes over the outputs of every layer but the last.
+      dtype: what matrices are multiplied in; None: what inputs, carry and parameters promote to.
+      time_major: whether time comes first.
+      reverse: whether the only direction is backward.
+      keep_order: whether its outputs come in the order of the inputs.
+      return_carry: whether to return the carry too.
+      options: of `run_layer`, `jaxrnn.gru` and `jaxrnn.lstm`.
+    """
+    batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
+    check_seq_lengths(seq_lengths, batch)
+    last = []
+    for k, params in enumerate(layers):
+        if k:
+            xs = dropout(xs)
+        hs = [jax.tree.leaves(one)[-1] for one in carry[k]]
+        layer_dtype = jnp.result_type(xs, *hs, *jax.tree.leaves(params)) if dtype is None else dtype
+        weights = [cast(one, layer_dtype) for one in params]
+        new = [None] * len(params) if reset_carry is None else reset_carry[k]
+        ends, xs = run_layer(
+            list(map(Direction, weights, carry[k], new)),
+            jnp.asarray(xs, layer_dtype),
+            seq_lengths=seq_lengths,
+            time_major=time_major,
+            reverse=reverse,
+            return_carry=return_carry,
+            **options,
+        )
+        last.append(ends)
+    if reverse and not keep_order:
+        xs = flip_sequences(xs, seq_lengths, len(batch), 0 if time_major else len(batch))
+    carry = tuple(ends if len(ends) == 2 else ends[0] for ends in last)
+    return (carry, xs) if return_carry else xs

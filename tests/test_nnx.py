@@ -1,0 +1,475 @@
+"""The Flax NNX modules against Flax's own, and the stacks against those of linen, on the same parameters."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxrnn.nnx as fused
+from jaxrnn import linen, modules
+
+T, B, D, H = 7, 4, 5, 6
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
+
+
+def normal(seed, shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def some_resets(shape):
+    return jnp.asarray(np.random.default_rng(9).random(shape) < 0.3)
+
+
+def some_carry(cell, batch=(B,)):
+    h = normal(5, (*batch, H))
+    return h if cell in ("GRUCell", "SimpleCell") else (normal(6, (*batch, H)), h)
+
+
+def randomized(module, seed=0):
+    """`module` with random parameters: zero biases would hide where they go."""
+    rng = np.random.default_rng(seed)
+    state = nnx.state(module, nnx.Param)
+    nnx.update(module, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), state))
+    return module
+
+
+def make(source, cell, **options):
+    return randomized(getattr(source, cell)(D, H, rngs=nnx.Rngs(0), **options))
+
+
+def sigmoid(x):
+    """An own `gate_fn` that is sigmoid after all makes the same cell run under `nnx.scan`."""
+    return jax.nn.sigmoid(x)
+
+
+def flat(module):
+    """Values of all variables of a module, by path."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module)))
+    return {jax.tree_util.keystr(path): x for path, x in leaves}
+
+
+def assert_identical(got, want):
+    got, want = flat(got), flat(want)
+    assert got.keys() == want.keys()
+    for path, x in want.items():
+        assert (got[path].shape, got[path].dtype) == (x.shape, x.dtype), path
+        assert bool(jnp.all(got[path] == x)), path
+
+
+def assert_close(got, want, tol=2e-6):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
+
+
+def outputs_and_gradients(module, *args, **kwargs):
+    """What `module` returns, and the gradients of a sum over it for its parameters and `args`."""
+
+    @nnx.jit
+    def compute(module, args):
+        def loss(module, args):
+            outputs = module(*args, **kwargs)
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs)), outputs
+
+        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(module, args)
+
+    (d_module, d_args), outputs = compute(module, args)
+    return nnx.to_pure_dict(d_module), d_args, outputs
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_cells_have_flax_parameters(cell, options):
+    inits = ("kernel_init", "recurrent_kernel_init", "bias_init")
+    options = options | {name: nnx.initializers.normal(i + 1.0) for i, name in enumerate(inits)}
+    rngs = [nnx.Rngs(params=3, carry=4) for _ in range(2)]
+    want, got = (getattr(m, cell)(D, H, rngs=r, **options) for m, r in zip((nnx, fused), rngs, strict=True))
+    assert isinstance(got, getattr(nnx, cell))
+    assert got.num_feature_axes == 1
+    assert_identical(got, want)
+    carry = want.initialize_carry((B, D), rngs[0])
+    assert_close(got.initialize_carry((B, D), rngs[1]), carry, tol=0)
+    assert rngs[0].params() == rngs[1].params()  # and what is made next has the same values too
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_cells_have_flax_initial_values(cell):
+    assert_identical(*(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)) for m in (fused, nnx)))
+    assert_identical(*(m.RNN(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)), rngs=nnx.Rngs(1)) for m in (fused, nnx)))
+
+
+@pytest.mark.parametrize("gates", ["standard", "custom"])
+@pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
+@pytest.mark.parametrize("cell", CELLS)
+def test_one_step_is_flax_step(cell, batch, gates):
+    options = {} if gates == "standard" else {"gate_fn": nnx.hard_sigmoid, "activation_fn": nnx.relu}
+    carry, x = some_carry(cell, batch), normal(1, (*batch, D))
+    assert_close(make(fused, cell, **options)(carry, x), make(nnx, cell, **options)(carry, x))
+
+
+@pytest.mark.parametrize("carry_dtype", [jnp.float32, jnp.bfloat16], ids=["carry=f32", "carry=bf16"])
+@pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16], ids=["none", "f32", "bf16"])
+@pytest.mark.parametrize("cell", CELLS[::2])
+def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
+    carry, x = jax.tree.map(lambda x: x.astype(carry_dtype), some_carry(cell)), normal(1, (B, D))
+    tol = 2e-2 if jnp.bfloat16 in (dtype, carry_dtype) else 2e-6
+    assert_close(make(fused, cell, dtype=dtype)(carry, x), make(nnx, cell, dtype=dtype)(carry, x), tol=tol)
+
+
+def test_a_gru_with_recurrent_biases_uses_them():
+    """Of a later Flax, whose `dense_h` has them."""
+    cell, carry, xs = make(fused, "GRUCell"), some_carry("GRUCell"), normal(1, (T, B, D))
+    before = fused.packed_params(cell)
+    cell.dense_h = nnx.Linear(H, 3 * H, rngs=nnx.Rngs(0))
+    cell.dense_h.kernel[...] = before.w_hh
+    cell.dense_h.bias[...] = normal(7, (3 * H,))
+    want = make(nnx, "GRUCell")
+    want.dense_h = cell.dense_h
+    assert_close(
+        fused.RNN(cell, time_major=True)(xs, initial_carry=carry),
+        nnx.RNN(want, time_major=True)(xs, initial_carry=carry),
+    )
+
+
+# --- RNN -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cell", "lengths"),
+    [("GRUCell", None), ("GRUCell", [7, 1, 3, 5]), ("LSTMCell", None), ("OptimizedLSTMCell", [7, 1, 3, 5])],
+    ids=["gru", "gru-lengths", "lstm", "optimized_lstm-lengths"],
+)
+@pytest.mark.parametrize(
+    "options",
+    [{"time_major": t, "reverse": r, "keep_order": k} for t, r, k in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1))],
+    ids=lambda options: "-".join(name for name, on in options.items() if on) or "default",
+)
+def test_rnn_is_flax_rnn(cell, options, lengths):
+    options = {name: bool(on) for name, on in options.items()}
+    xs = normal(1, (T, B, D) if options["time_major"] else (B, T, D))
+    call = {"initial_carry": some_carry(cell)}
+    call |= {} if lengths is None else {"seq_lengths": jnp.array(lengths)}
+    want = outputs_and_gradients(nnx.RNN(make(nnx, cell), return_carry=True, **options), xs, **call)
+    ours = fused.RNN(make(fused, cell), return_carry=True, **options)
+    assert_close(outputs_and_gradients(ours, xs, **call), want, tol=1e-5)
+    with_flax_cell = fused.RNN(make(nnx, cell))  # and its options at the call
+    assert_close(with_flax_cell(xs, return_carry=True, **options, **call), want[2])
+
+
+class NoisyCell(nnx.Module):
+    """A cell with random numbers of its own, and a count of its steps."""
+
+    num_feature_axes = 1
+
+    def __init__(self, rngs):
+        self.cell = make(nnx, "GRUCell")
+        self.dropout = nnx.Dropout(0.5, rngs=rngs, rng_collection="recurrent_dropout")
+        self.steps = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self, carry, x):
+        self.steps[...] += 1
+        carry, y = self.cell(self.dropout(carry), x)
+        return carry, y
+
+    def initialize_carry(self, input_shape, rngs=None):
+        return self.cell.initialize_carry(input_shape, rngs)
+
+
+@pytest.mark.parametrize("broadcast_rngs", [None, "recurrent_dropout"])
+def test_other_cells_run_as_flax_runs_them(broadcast_rngs):
+    xs = normal(1, (B, T, D))
+    want, got = (
+        rnn(NoisyCell(nnx.Rngs(recurrent_dropout=0)), broadcast_rngs=broadcast_rngs) for rnn in (nnx.RNN, fused.RNN)
+    )
+    for _ in range(2):
+        assert_close(got(xs), want(xs))
+    assert got.cell.steps[...] == 2 * T
+    assert_identical(got, want)
+
+
+@pytest.mark.parametrize("cell", ["GRUCell", "SimpleCell"])
+def test_resets_cut_a_sequence_for_every_cell(cell):
+    xs = normal(1, (T, B, D))
+    rnn = fused.RNN(make(nnx, cell), time_major=True, return_carry=True)
+    carry, ys = rnn(xs, resets=jnp.zeros((T, B), int).at[3].set(2))
+    _, head = rnn(xs[:3])
+    want_carry, tail = rnn(xs[3:])
+    assert_close((carry, ys), (want_carry, jnp.concatenate([head, tail])))
+
+
+@pytest.mark.parametrize(
+    ("state", "reverse", "lengths"),
+    [("none", False, None), ("h", True, None), ("bh", False, [7, 0, 3, 5]), ("tbh", True, [7, 0, 3, 5])],
+    ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
+)
+@pytest.mark.parametrize("cell", CELLS[::2])
+def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
+    xs, resets, carry = normal(1, (B, T, D)), some_resets((B, T)), some_carry(cell)
+    shape = {"none": None, "h": (H,), "bh": (B, H), "tbh": (B, T, H)}[state]
+    new = None if shape is None else normal(20, shape)
+    new = new if cell == "GRUCell" or shape is None else (normal(21, shape), new)
+
+    class Call(nnx.Module):
+        def __init__(self, cell):
+            self.rnn = fused.RNN(cell, return_carry=True, reverse=reverse)
+
+        def __call__(self, xs, carry, new):
+            lens = None if lengths is None else jnp.array(lengths)
+            return self.rnn(xs, initial_carry=carry, resets=resets, reset_carry=new, seq_lengths=lens)
+
+    scanned, ours = (Call(make(fused, cell, **options)) for options in ({"gate_fn": sigmoid}, {}))
+    want = outputs_and_gradients(scanned, xs, carry, new)
+    assert_close(outputs_and_gradients(ours, xs, carry, new), want, tol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 1, 3, 5]], ids=["whole", "lengths"])
+@pytest.mark.parametrize("cell", CELLS[::2])
+def test_bidirectional_is_flax_bidirectional(cell, lengths):
+    xs, lengths = normal(1, (B, T, D)), None if lengths is None else jnp.array(lengths)
+    results = []
+    for source in (fused, nnx):
+        rnns = [source.RNN(randomized(make(source, cell), seed)) for seed in (1, 2)]
+        results.append(nnx.Bidirectional(*rnns, return_carry=True)(xs, seq_lengths=lengths))
+    assert_close(*results)
+
+
+def test_a_random_carry_is_that_of_flax_and_starts_episodes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that `carry_init` shall be given elsewhere, where an RNN does not
+        want, got = (
+            m.RNN(make(m, "GRUCell", carry_init=nnx.initializers.normal(1.0)), rngs=nnx.Rngs(3)) for m in (nnx, fused)
+        )
+    xs = normal(1, (B, T, D))
+    first = want(xs)
+    assert_close(got(xs), first)
+    resets = jnp.ones((B, T)).at[:, 1:].set(0)
+    rngs = lambda: nnx.Rngs(carry=8)  # noqa: E731
+    ys = got(xs, initial_carry=jnp.ones((B, H)), resets=resets, rngs=rngs())
+    assert_close(ys, want(xs, rngs=rngs()))
+    assert jnp.any(ys != first)
+
+
+def test_layers_that_were_replaced_are_used():
+    xs = normal(1, (B, T, D))
+    cells = [make(m, "GRUCell") for m in (nnx, fused)]
+    for cell in cells:
+        cell.dense_i = nnx.LoRALinear(D, 3 * H, lora_rank=2, rngs=nnx.Rngs(0))
+        cell.dense_i.lora.lora_b[...] = normal(3, (2, 3 * H))
+    want, got = nnx.RNN(cells[0]), fused.RNN(cells[1])
+    assert_close(got(xs), want(xs))
+    with pytest.raises(NotImplementedError, match="whose dense_i is not a plain"):
+        fused.RNN(cells[1], implementation="triton")(xs)
+    stack = fused.GRU(D, H, rngs=nnx.Rngs(0))
+    stack.layers[0].dense_i = cells[1].dense_i
+    with pytest.raises(NotImplementedError, match="chain RNNs"):
+        stack(xs)
+
+
+def test_nnx_vmap_over_seeds_is_a_loop_over_seeds():
+    xs, resets = normal(1, (B, T, D)), some_resets((B, T))
+
+    def train_step(key):
+        rnn = fused.RNN(fused.GRUCell(D, H, rngs=nnx.Rngs(key)))
+        grads = nnx.grad(lambda rnn: jnp.sum(rnn(xs, resets=resets) ** 2))(rnn)
+        nnx.update(rnn, jax.tree.map(lambda p, g: p - 0.1 * g, nnx.state(rnn, nnx.Param), grads))
+        return rnn(xs, resets=resets)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    want = jnp.stack([train_step(key) for key in keys])
+    assert_close(nnx.jit(nnx.vmap(train_step))(keys), want, tol=1e-5)
+
+
+# --- stacks ----------------------------------------------------------------------------------------------------------
+
+
+def as_linen(cell, params, gates):
+    """The parameters of an NNX cell as one of linen has them."""
+    tree = {}
+    for side, name in (("i", "dense_i"), ("h", "dense_h")):
+        for k, gate in enumerate(gates):
+            tree[side + gate] = {x: jnp.split(value, len(gates), axis=-1)[k] for x, value in params[name].items()}
+    if "proj" in params:
+        tree["proj"] = params["proj"]
+    if cell == "GRU":
+        tree["hn"]["bias"] = jnp.zeros_like(tree["in"]["bias"])
+    return tree
+
+
+@pytest.mark.parametrize("lengths", [None, [7, 0, 3, 5]], ids=["whole", "lengths"])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj"])
+def test_stacks_are_those_of_linen(cell, lengths):
+    """Which are held against torch.nn, and against their episodes run apart."""
+    options = {"num_layers": 2, "bidirectional": True, "learned_carry": True, "return_carry": True}
+    cell, *proj = cell.split("-")
+    options |= {"proj_size": 3} if proj else {}
+    stack, want = make(fused, cell, **options), getattr(linen, cell)(H, **options)
+    xs, call = normal(1, (B, T, D)), {"resets": some_resets((B, T))}
+    call |= {"seq_lengths": None if lengths is None else jnp.array(lengths)}
+
+    def run_linen(tree, xs):
+        params = {}
+        for k in range(2):
+            for suffix in ("", "_reverse"):
+                layer = f"layers_{k}{suffix}"
+                params[layer] = as_linen(cell, tree[f"layers{suffix}"][k], "rzn" if cell == "GRU" else "ifgo")
+                params |= {f"{layer}_carry_{s}": x for s, x in tree[f"carries{suffix}"][k].items()}
+        return want.apply({"params": params}, xs, **call)
+
+    @jax.jit
+    def compute(tree, xs):
+        def loss(tree, xs):
+            outputs = run_linen(tree, xs)
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(outputs)), outputs
+
+        return jax.grad(loss, argnums=(0, 1), has_aux=True)(tree, xs)
+
+    (d_tree, d_xs), outputs = compute(nnx.to_pure_dict(nnx.state(stack, nnx.Param)), xs)
+    assert_close(outputs_and_gradients(stack, xs, **call), (d_tree, (d_xs,), outputs), tol=1e-5)
+
+
+def test_layers_have_the_initial_values_of_flax_cells():
+    rngs = nnx.Rngs(3)
+    want = [nnx.GRUCell(D, H, rngs=rngs), nnx.GRUCell(D, H, rngs=rngs), nnx.GRUCell(2 * H, H, rngs=rngs)]
+    stack = fused.GRU(D, H, num_layers=2, bidirectional=True, rngs=nnx.Rngs(3))
+    for got, cell in zip((stack.layers[0], stack.layers_reverse[0], stack.layers[1]), want, strict=True):
+        assert_identical(got, cell)
+    assert_close(stack.initialize_carry((B, D)), ((jnp.zeros((B, H)),) * 2,) * 2, tol=0)
+
+
+def test_dropout_follows_train_and_eval():
+    stack = make(fused, "LSTM", num_layers=2, dropout_rate=0.5)
+    xs = normal(1, (B, T, D))
+    plain = make(fused, "LSTM", num_layers=2)
+    run = nnx.jit(lambda stack, xs: stack(xs))
+    first, second = run(stack, xs), run(stack, xs)
+    assert jnp.any(first != second)
+    stack.eval()
+    assert_close(run(stack, xs), plain(xs))
+    stack.train()
+    assert_close(stack(xs, deterministic=True), plain(xs))
+    rngs = lambda: nnx.Rngs(dropout=5)  # noqa: E731
+    assert_close(stack(xs, rngs=rngs()), stack(xs, rngs=rngs()), tol=0)
+    nothing = make(fused, "LSTM", num_layers=2, dropout_rate=1.0)
+    nothing.layers[0].dense_i.kernel[...] = normal(8, (D, 4 * H))  # what the first layer gives is dropped
+    assert_close(nothing(xs), make(fused, "LSTM", num_layers=2, dropout_rate=1.0)(xs), tol=0)
+
+
+def test_a_stack_starts_from_a_random_carry():
+    stack = make(fused, "LSTM", num_layers=2, carry_init=nnx.initializers.normal(1.0))
+    xs, resets = normal(1, (B, T, D)), some_resets((B, T))
+    carry = stack.initialize_carry((B, D), nnx.Rngs(carry=2))
+    assert len({float(x[0, 0]) for x in jax.tree.leaves(carry)}) == 4
+    want = stack(xs, initial_carry=carry, resets=resets, reset_carry=carry)
+    assert_close(stack(xs, resets=resets, rngs=nnx.Rngs(carry=2)), want, tol=0)
+    with pytest.raises(ValueError, match="needs rngs"):
+        stack(xs)
+
+
+@pytest.mark.parametrize(
+    ("options", "call", "message"),
+    [
+        ({"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
+        ({"dropout_rate": 1.5}, {}, "dropout_rate is a probability"),
+        ({"bidirectional": True}, {"reverse": True}, "reverse is for a stack of one direction"),
+        ({"implementation": "cuda"}, {}, "implementation must be"),
+        ({}, {"reset_carry": (jnp.zeros(H),)}, "reset_carry is given but resets is None"),
+        ({}, {"initial_carry": jnp.zeros((B, H))}, "initial_carry of this stack is a tuple"),
+        ({}, {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
+    ],
+    ids=["num_layers", "dropout_rate", "reverse", "implementation", "reset_carry", "initial_carry", "seq_lengths"],
+)
+def test_stacks_say_what_is_wrong(options, call, message):
+    with pytest.raises(ValueError, match=message):
+        make(fused, "GRU", **options)(normal(1, (B, T, D)), **call)
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "stack"])
+def test_options_reach_the_function(name, monkeypatch):
+    seen = []
+
+    def function(params, carry, xs, **options):
+        seen.append({name: options[name] for name in ("precision", "implementation")})
+        return real(params, carry, xs, **(options | {"implementation": None}))
+
+    real = modules.gru
+    monkeypatch.setattr(modules, "gru", function)
+    options = {"precision": jax.lax.Precision.HIGHEST, "implementation": "triton"}
+    xs, carry = normal(1, (B, T, D)), jnp.zeros((B, H))
+    if name == "cell":
+        make(fused, "GRUCell", **options)(carry, xs[:, 0])
+    elif name == "stack":
+        make(fused, "GRU", **options)(xs)
+    elif name == "rnn":
+        fused.RNN(make(nnx, "GRUCell"), **options)(xs)
+    else:
+        fused.RNN(make(fused, "GRUCell", **options))(xs)
+    assert seen == [options]
+
+
+@pytest.mark.parametrize(
+    ("cell", "options", "reason"),
+    [
+        ("GRUCell", {"gate_fn": nnx.relu}, "another gate_fn"),
+        ("LSTMCell", {"activation_fn": nnx.relu}, "another activation_fn"),
+        ("SimpleCell", {}, "a SimpleCell"),
+    ],
+)
+def test_what_cannot_be_fused_says_why(cell, options, reason):
+    xs, rnn = normal(1, (B, T, D)), functools.partial(fused.RNN, make(nnx, cell, **options))
+    assert rnn()(xs).shape == (B, T, H)
+    with pytest.raises(NotImplementedError, match=reason):
+        rnn(implementation="triton")(xs)
+    with pytest.raises(NotImplementedError, match="default_matmul_precision"):
+        rnn(precision="highest")(xs)
+
+
+def test_state_that_is_not_carried_is_scanned():
+    xs = normal(1, (B, T, D))
+    axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
+    rnn = functools.partial(fused.RNN, make(fused, "GRUCell"), state_axes=axes)
+    assert_close(rnn()(xs), fused.RNN(make(fused, "GRUCell"))(xs))
+    with pytest.raises(NotImplementedError, match="an RNN with other state_axes"):
+        rnn(implementation="triton")(xs)
+
+
+@pytest.mark.parametrize(
+    ("cell", "call", "message"),
+    [
+        ("GRUCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
+        ("SimpleCell", {"resets": jnp.zeros((T, B))}, "resets must have the batch and time axes"),
+        ("GRUCell", {"reset_carry": jnp.zeros((H,))}, "reset_carry is given but resets is None"),
+        ("GRUCell", {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
+        ("GRUCell", {"initial_carry": (jnp.zeros((B, H)),) * 2}, "carry of a GRU is one array"),
+        ("LSTMCell", {"initial_carry": jnp.zeros((B, H))}, r"carry of an LSTM is a pair \(c, h\)"),
+    ],
+    ids=["resets", "resets-any_cell", "reset_carry", "seq_lengths", "pair_for_gru", "array_for_lstm"],
+)
+def test_rnn_says_what_is_wrong(cell, call, message):
+    with pytest.raises(ValueError, match=message):
+        fused.RNN(make(nnx, cell))(normal(1, (B, T, D)), **call)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cell", CELLS[::2])
+def test_triton_runs_an_rnn_as_xla_does(cell):
+    pytest.importorskip("torch")
+    pytest.importorskip("triton")
+    xs, call = normal(1, (B, 3, D)), {"resets": some_resets((B, 3)), "initial_carry": some_carry(cell)}
+    triton, xla = (
+        outputs_and_gradients(fused.RNN(make(fused, cell), implementation=name, precision="highest"), xs, **call)
+        for name in ("triton", "xla")
+    )
+    assert_close(triton, xla, tol=2e-5)
