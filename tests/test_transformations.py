@@ -78,17 +78,20 @@ def mapped_arguments(cell, in_axes, **options):
     """Arguments with the mapped axis where `in_axes` has it, `in_axes` as `jax.vmap` takes it, and element s."""
     in_axes = in_axes(cell) if callable(in_axes) else in_axes
     single, stacked = arguments(cell, **options), arguments(cell, lead=(S,), **options)
-    leaves, tree = jax.tree.flatten(single)
-    mapped_leaves = jax.tree.leaves(stacked)
+    leaves, tree = jax.tree.flatten(single, is_leaf=is_none)  # an LSTM without a projection has None for it
+    mapped_leaves = jax.tree.leaves(stacked, is_leaf=is_none)
     axes = jax.tree.leaves(jax.tree.broadcast(in_axes, single, is_leaf=is_none), is_leaf=is_none)
     args = [
-        one if axis is None else jnp.moveaxis(many, 0, axis)
+        one if axis is None or one is None else jnp.moveaxis(many, 0, axis)
         for one, many, axis in zip(leaves, mapped_leaves, axes, strict=True)
     ]
 
     def element(s):
         return tree.unflatten(
-            [one if axis is None else many[s] for one, many, axis in zip(leaves, mapped_leaves, axes, strict=True)]
+            [
+                one if axis is None or one is None else many[s]
+                for one, many, axis in zip(leaves, mapped_leaves, axes, strict=True)
+            ]
         )
 
     return tree.unflatten(args), in_axes, element
