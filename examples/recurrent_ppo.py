@@ -3,6 +3,7 @@
     python examples/recurrent_ppo.py                         # a GRU and a memoryless control on StatelessCartPole
     python examples/recurrent_ppo.py --env repeat --k 4      # name the symbol seen four steps ago
     python examples/recurrent_ppo.py --compare               # Flax's GRU beside jaxrnn's, on the same seeds
+    python examples/recurrent_ppo.py --num-devices 4         # the environments split over four GPUs
 
 Environment, rollout and update are one XLA program, and `--num-seeds` trains several agents in it at once. Only the
 recurrence is exchangeable: `--implementation flax` is the scanned `GRUCell` that most JAX code bases carry, the others
@@ -30,6 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -194,6 +197,7 @@ class Config:
     implementation: str = "auto"
     num_envs: int = 64
     num_seeds: int = 1
+    num_devices: int = 1
     seed: int = 0
     total_steps: int = 500_000
     rollout_steps: int = 128
@@ -210,11 +214,15 @@ class Config:
     max_grad_norm: float = 0.5
 
     def __post_init__(self):
-        for name in ("k", "num_envs", "num_seeds", "total_steps", "rollout_steps", "hidden", "epochs", "minibatches"):
+        sizes = ("k", "num_envs", "num_seeds", "num_devices", "total_steps", "rollout_steps", "hidden", "epochs")
+        for name in (*sizes, "minibatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.num_envs % self.minibatches:
-            raise ValueError(f"num_envs must be a multiple of {self.minibatches} minibatches, got {self.num_envs}")
+        if self.num_envs % (self.num_devices * self.minibatches):
+            devices = f"{self.num_devices} devices x " if self.num_devices > 1 else ""
+            raise ValueError(
+                f"num_envs must be a multiple of {devices}{self.minibatches} minibatches, got {self.num_envs}"
+            )
 
     @property
     def steps_per_update(self) -> int:
@@ -292,17 +300,35 @@ def advantages(config: Config, trajectory: Trajectory, last_value: Array) -> Arr
 
 
 class PPO:
-    """The pure functions of one agent's training: `init`, `rollout` and `update`."""
+    """The pure functions of one agent's training: `init`, `rollout` and `update`.
 
-    def __init__(self, config: Config):
+    With `axis`, the name of an axis of `shard_map` or `vmap`, `rollout` and `update` train on one part of the
+    environments beside other parts on that axis: they average what an update averages, and draw their own numbers.
+    """
+
+    def __init__(self, config: Config, axis: str | None = None):
         self.config = config
+        self.axis = axis
         self.env = make_env(config)
         self.network = ActorCritic(self.env.num_actions, config.implementation)
         gradient_steps = config.updates * config.epochs * config.minibatches
         lr = optax.linear_schedule(config.lr, 0.0, gradient_steps) if config.anneal_lr else config.lr
         self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
 
+    def mean(self, tree: Any) -> Any:
+        """Over the parts."""
+        return tree if self.axis is None else jax.lax.pmean(tree, self.axis)
+
+    def total(self, tree: Any) -> Any:
+        """Over the parts."""
+        return tree if self.axis is None else jax.lax.psum(tree, self.axis)
+
+    def own(self, key: Array) -> Array:
+        """A key for this part."""
+        return key if self.axis is None else jax.random.fold_in(key, jax.lax.axis_index(self.axis))
+
     def init(self, seed: Array) -> TrainState:
+        """With all environments, whatever the axis."""
         config = self.config
         key, params_key, env_key = jax.random.split(jax.random.key(seed), 3)
         env_state, obs = jax.vmap(self.env.reset)(jax.random.split(env_key, config.num_envs))
@@ -316,9 +342,9 @@ class PPO:
         """Acts for `rollout_steps`."""
         config, env = self.config, self.env
         key, env_key, action_key = jax.random.split(state.key, 3)
-        shape = (config.rollout_steps, config.num_envs)
-        fresh = jax.vmap(jax.vmap(env.reset))(jax.random.split(env_key, shape))
-        noise = jax.random.gumbel(action_key, (*shape, env.num_actions))
+        shape = (config.rollout_steps, len(state.done))
+        fresh = jax.vmap(jax.vmap(env.reset))(jax.random.split(self.own(env_key), shape))
+        noise = jax.random.gumbel(self.own(action_key), (*shape, env.num_actions))
 
         def step(state: TrainState, inputs: tuple[Any, Array]) -> tuple[TrainState, Trajectory]:
             fresh, noise = inputs
@@ -340,7 +366,8 @@ class PPO:
         config = self.config
         _, logits, value = self.network.apply(params, carry, seen.obs, seen.reset)
         ratio = jnp.exp(log_prob_of(logits, seen.action) - seen.log_prob)
-        advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        centred = advantage - self.mean(advantage.mean())
+        advantage = centred / (jnp.sqrt(self.mean((centred**2).mean())) + 1e-8)
         clipped_ratio = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
         policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
         clipped_value = seen.value + jnp.clip(value - seen.value, -config.clip, config.clip)
@@ -361,19 +388,21 @@ class PPO:
         def step(learner: tuple[Any, Any], envs: Array) -> tuple[tuple[Any, Any], None]:
             params, opt_state = learner
             minibatch = jax.tree.map(lambda x: x[:, envs], batch)
-            grads = jax.grad(self.loss)(params, first_carry[envs], *minibatch)
+            grads = self.mean(jax.grad(self.loss)(params, first_carry[envs], *minibatch))
             updates, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), None
 
-        permute = functools.partial(jax.random.permutation, x=config.num_envs)
-        envs = jax.vmap(permute)(jax.random.split(shuffle_key, config.epochs))  # [epochs, B]
+        permute = functools.partial(jax.random.permutation, x=len(state.done))
+        envs = jax.vmap(permute)(jax.random.split(self.own(shuffle_key), config.epochs))  # [epochs, B]
         envs = envs.reshape(config.epochs * config.minibatches, -1)
         (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), envs)
-        metrics = Metrics(seen.done.sum(), jnp.sum(seen.done * seen.episode_return))
+        metrics = self.total(Metrics(seen.done.sum(), jnp.sum(seen.done * seen.episode_return)))
         return state._replace(params=params, opt_state=opt_state, key=key), metrics
 
 
 # Running it.
+
+AXIS = "devices"
 
 
 class Train(NamedTuple):
@@ -383,15 +412,71 @@ class Train(NamedTuple):
     run: Callable[[TrainState], tuple[TrainState, Metrics]]  # `updates_per_call` updates; metrics [S, updates]
 
 
-def make_train(config: Config) -> Train:
-    ppo = PPO(config)
+def make_train(config: Config, *, parts_on_one_device: bool = False) -> Train:
+    """The jitted functions that train, on `num_devices` devices.
+
+    Args:
+      config: what to train.
+      parts_on_one_device: computes on one device what `num_devices` of them compute, with `vmap` for `shard_map`. The
+        same numbers to rounding.
+    """
+    ppo = PPO(config, AXIS if config.num_devices > 1 else None)
 
     def run(state: TrainState) -> tuple[TrainState, Metrics]:
         return jax.lax.scan(lambda state, _: ppo.update(state), state, length=config.updates_per_call)
 
     # Made one by one: orthogonal initial weights need a QR, and jaxlib 0.10.2's of a batch can deadlock on a CPU.
-    init = functools.partial(jax.lax.map, ppo.init)
-    return Train(jax.jit(init), jax.jit(jax.vmap(run), donate_argnums=0))
+    init = jax.jit(functools.partial(jax.lax.map, ppo.init))
+    agents = jax.vmap(run)
+    if config.num_devices == 1:
+        return Train(init, jax.jit(agents, donate_argnums=0))
+    if parts_on_one_device:
+        return Train(init, jax.jit(with_parts(agents, config.num_devices), donate_argnums=0))
+    mesh, specs = make_mesh(config.num_devices), on_environments(P(), P(None, AXIS))
+    # With `check_vma`, gradients to what is the same everywhere would arrive summed, which `vmap` does not do.
+    spread = jax.shard_map(agents, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False)
+    placement = on_environments(*(NamedSharding(mesh, spec) for spec in (P(), P(None, AXIS))))
+    return Train(lambda seeds: jax.device_put(init(seeds), placement), jax.jit(spread, donate_argnums=0))
+
+
+def on_environments(same: Any, split: Any) -> TrainState:
+    """`split` for what has an axis of environments, the second after the agents', and `same` for the rest."""
+    return TrainState(
+        params=same, opt_state=same, key=same, env_state=split, obs=split, done=split, carry=split, episode_return=split
+    )
+
+
+def with_parts(agents: Callable[..., Any], parts: int) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
+    """`agents`, written for one part of the environments, on all of them on one device."""
+    axes = on_environments(None, 1)
+    mapped = jax.vmap(agents, in_axes=(axes,), out_axes=(axes, None), axis_size=parts, axis_name=AXIS)
+
+    def environments(change: Callable[[Array], Array], state: TrainState) -> TrainState:
+        return TrainState(
+            *(part if axis is None else jax.tree.map(change, part) for part, axis in zip(state, axes, strict=True))
+        )
+
+    def run(state: TrainState) -> tuple[TrainState, Metrics]:
+        split = environments(lambda x: x.reshape(x.shape[0], parts, -1, *x.shape[2:]), state)
+        split, metrics = mapped(split)
+        return environments(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), split), metrics
+
+    return run
+
+
+def make_mesh(num_devices: int) -> Mesh:
+    """The first `num_devices` of JAX's devices, of all hosts.
+
+    Raises:
+      ValueError: there are fewer.
+    """
+    devices = jax.devices()
+    if len(devices) < num_devices:
+        raise ValueError(
+            f"num_devices is {num_devices}, but JAX has {len(devices)} here ({devices[0].device_kind}); on a CPU, "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices} makes as many"
+        )
+    return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:num_devices])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -431,6 +516,7 @@ class Result:
             "implementation": config.implementation,
             "env": make_env(config).name,
             "num_envs": config.num_envs,
+            "num_devices": config.num_devices,
             "seeds": list(range(config.seed, config.seed + config.num_seeds)),
             "total_steps": config.updates * config.steps_per_update,
             "steps_per_second": self.steps_per_second,
@@ -513,7 +599,8 @@ def table_of(results: Sequence[Result]) -> Table:
 
 def describe(config: Config) -> str:
     seeds = f"{config.num_seeds} seed{'s' if config.num_seeds > 1 else ''}"
-    return f"{make_env(config).name}, {config.num_envs} envs, {seeds}"
+    devices = f", {config.num_devices} devices" if config.num_devices > 1 else ""
+    return f"{make_env(config).name}, {config.num_envs} envs, {seeds}{devices}"
 
 
 def smoothed(values: np.ndarray, width: int) -> np.ndarray:
@@ -559,6 +646,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--control", action=argparse.BooleanOptionalAction, default=True, help="train the memoryless control too")
     add("--num-envs", type=int, default=Config.num_envs, help="environments of an agent (default: %(default)s)")
     add("--num-seeds", type=int, default=Config.num_seeds, help="agents trained at once (default: %(default)s)")
+    add("--num-devices", type=int, default=Config.num_devices, help="that share an agent's environments (default: 1)")
     add("--seed", type=int, default=Config.seed, help="the first agent's; the others count on (default: %(default)s)")
     add("--total-steps", type=int, default=Config.total_steps, help="env steps of an agent (default: %(default)s)")
     add("--rollout-steps", type=int, default=Config.rollout_steps, help="T of an update (default: %(default)s)")
@@ -570,6 +658,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     fields = {field.name for field in dataclasses.fields(Config)}
     try:
         namespace.config = Config(**{name: value for name, value in vars(namespace).items() if name in fields})
+        if namespace.config.num_devices > 1:
+            make_mesh(namespace.config.num_devices)
     except ValueError as error:
         parser.error(str(error))
     return namespace
