@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 for package in ("optax", "matplotlib", "rich", "tqdm"):
     pytest.importorskip(package, reason="pip install jaxrnn[examples]")
@@ -255,6 +256,116 @@ def test_triton_updates_the_weights_as_flax_does(device):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), params["triton"], params["flax"])
 
 
+# Several devices: eight of the CPU's, whose kernels are interpreted, or the GPUs if there are two or more: see
+# `conftest.py`.
+
+
+def in_parts(tree, parts):
+    """Environments, the second axis of `[T, B, ...]`, to parts on a new axis before it."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], parts, -1, *x.shape[2:]), tree)
+
+
+@pytest.mark.parametrize(
+    ("mapped", "parts"),
+    [
+        ("vmap", 4),
+        pytest.param("shard_map", 4, marks=pytest.mark.interpret),
+        pytest.param("shard_map", 2, marks=pytest.mark.several_gpus),
+    ],
+)
+def test_losses_and_gradients_of_parts_average_to_those_of_the_whole(mapped, parts):
+    """Advantages too are normalised by the mean and deviation of all environments."""
+    axis = recurrent_ppo.AXIS
+    ppo, (state, _), (seen, _) = two_rollouts("xla")
+    rng = np.random.default_rng(0)
+    advantage = jnp.asarray(rng.normal(size=seen.reward.shape) * (1 + np.arange(TINY.num_envs)), jnp.float32)
+    arguments = state.carry[None], seen, advantage, seen.value + advantage
+
+    def loss(ppo, params, carry, *rest):
+        return ppo.mean(jax.value_and_grad(ppo.loss)(params, carry[0], *rest))
+
+    with jax.default_matmul_precision("highest"):
+        want = jax.jit(functools.partial(loss, ppo))(state.params, *arguments)
+        one = functools.partial(loss, recurrent_ppo.PPO(TINY, axis))
+        if mapped == "vmap":
+            run, arguments = jax.vmap(one, (None, *[1] * 4), None, axis_name=axis), in_parts(arguments, parts)
+        else:
+            specs, mesh = P(None, axis), recurrent_ppo.make_mesh(parts)
+            specs = P(), *[specs] * 4
+            run = jax.shard_map(one, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        got = jax.jit(run)(state.params, *arguments)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=5e-6), got, want)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "devices", "seeds"),
+    [
+        pytest.param("xla", 2, 2, marks=pytest.mark.interpret),
+        pytest.param("flax", 4, 1, marks=pytest.mark.interpret),
+        pytest.param("triton", 2, 1, marks=pytest.mark.interpret),
+        pytest.param("flax", 2, 1, marks=pytest.mark.several_gpus),
+        pytest.param("triton", 2, 2, marks=pytest.mark.several_gpus),
+    ],
+)
+def test_several_devices_train_as_one_that_computes_their_parts(implementation, devices, seeds):
+    steps = 12 if implementation == "triton" else 32
+    config = recurrent_ppo.Config(
+        implementation=implementation, num_envs=4 * devices, num_seeds=seeds, num_devices=devices, rollout_steps=steps,
+        hidden=8, total_steps=4 * devices * steps * 3, epochs=2, minibatches=2,
+    )  # fmt: skip
+    assert config.updates == 3
+    results = {}
+    with jax.default_matmul_precision("highest"):
+        for parts_on_one_device in (True, False):
+            init, run = recurrent_ppo.make_train(config, parts_on_one_device=parts_on_one_device)
+            state, metrics = init(jnp.arange(seeds)), []
+            start = jax.tree.map(np.array, state.params)
+            run = run.lower(state).compile()
+            for _ in range(config.calls):
+                state, submitted = run(state)
+                metrics.append(submitted)
+            results[parts_on_one_device] = jax.device_get((state._replace(key=jax.random.key_data(state.key)), metrics))
+    (want, want_metrics), (got, got_metrics) = results[True], results[False]
+
+    assert sum(m.episodes.sum() for m in want_metrics) > 0, "the test needs resets"
+    jax.tree.map(np.testing.assert_array_equal, [m.episodes for m in got_metrics], [m.episodes for m in want_metrics])
+    moved = jax.tree.map(lambda now, before: np.abs(now - before).max(), want.params, start)
+    assert min(jax.tree.leaves(moved)) > 1e-3
+    bound = 1e-4 if jax.default_backend() == "gpu" else 1e-5  # rounding, as 12 steps of Adam enlarge it
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=bound, atol=bound), got, want)
+
+    # The environments stayed where they were, and the rest is the same everywhere, to the bit.
+    text = run.as_text()
+    assert "all-reduce" in text and not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
+    assert len(state.obs.sharding.device_set) == devices
+    assert {shard.data.shape[1] for shard in state.obs.addressable_shards} == {4}
+    for x in jax.tree.leaves((state.params, state.opt_state)):
+        first, *others = (np.asarray(shard.data) for shard in x.addressable_shards)
+        assert len(others) == devices - 1
+        for other in others:
+            np.testing.assert_array_equal(other, first)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("several_gpus", "interpret")]
+)
+def test_two_devices_learn(device, tmp_path, capsys):
+    task = ["--env", "repeat", "--k", "1", "--lr", "3e-3", "--num-devices", "2", "--no-control"]
+    size = ["--num-envs", "32", "--rollout-steps", "52", "--hidden", "32", "--total-steps", str(32 * 52 * 60)]
+    (result,) = recurrent_ppo.main([*task, *size, "--out", str(tmp_path)])
+    assert result.final_return > 0.5
+    assert "RepeatPrevious(k=1), 32 envs, 1 seed, 2 devices" in capsys.readouterr().out
+    (run,) = json.loads((tmp_path / "recurrent_ppo_repeat.json").read_text())["runs"]
+    assert run["num_devices"] == 2 and run["total_steps"] == 32 * 52 * 60
+    assert run["steps_per_second"] == pytest.approx(32 * 52 * 60 / run["seconds"], rel=0.06)
+
+
+def test_parts_draw_their_own_numbers():
+    ppo = recurrent_ppo.PPO(TINY, "parts")
+    keys = jax.vmap(lambda _: jax.random.key_data(ppo.own(jax.random.key(0))), axis_name="parts")(jnp.arange(3))
+    assert len({tuple(key) for key in keys.tolist()}) == 3
+
+
 @pytest.mark.gpu
 def test_triton_learns_as_flax_does():
     config = recurrent_ppo.Config(
@@ -271,6 +382,8 @@ def test_triton_learns_as_flax_does():
     ("arguments", "message"),
     [
         (["--num-envs", "6"], "num_envs must be a multiple of 4 minibatches, got 6"),
+        (["--num-devices", "3"], "num_envs must be a multiple of 3 devices x 4 minibatches, got 64"),
+        (["--num-devices", "64", "--num-envs", "256"], "num_devices is 64, but JAX has"),
         (["--env", "repeat", "--k", "0"], "k must be at least 1, got 0"),
         (["--implementation", "cudnn"], "invalid choice: 'cudnn'"),
     ],
