@@ -107,6 +107,22 @@ PPO_TARGETS = {64: 490_000.0, 1024: 5_700_000.0}  # env steps/s, by the number o
 PPO_STEPS = {64: 400_000, 1024: 8_000_000}  # seconds for the slowest
 
 
+class Split(NamedTuple):
+    """Environments of one agent, in equal parts on several GPUs."""
+
+    envs: int
+    gpus: int
+
+    def __str__(self) -> str:
+        """`PPO, 2048 envs on 2 GPUs`."""
+        return f"PPO, {self.envs} envs on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
+
+
+# The same number on every GPU, then the same number in all.
+PPO_SPLITS = (Split(1024, 1), Split(2048, 2), Split(4096, 4), Split(1024, 2), Split(1024, 4))
+PPO_STEPS_AN_ENV = 8192
+
+
 def find(label: str) -> Case:
     """The case that prints as `label`."""
     cases = {str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *VMAP, *COMPILE, *ACCURACY)}

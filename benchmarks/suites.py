@@ -266,17 +266,45 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
             row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
             steps = cases.PPO_STEPS[envs]
             config = example.Config(implementation=implementation, num_envs=envs, total_steps=steps)
-            try:
-                result = example.train(config)
-            except Exception as error:
-                yield harness.failed(row, error)
-                continue
-            speed = result.steps_per_second
-            yield dataclasses.replace(
-                row, value=speed, low=speed, high=speed, calls=config.calls - 1,
-                method=f"one training run of {config.updates * config.steps_per_update:,} steps",
-                note=f"final return {result.final_return.mean():.2f}",
-            )  # fmt: skip
+            yield ppo_row(example, config, row)
+    yield from ppo_on_several(example, settings, progress)
+
+
+def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iterator[Row]:
+    """The same on 1, 2 and 4 GPUs: env steps a second of all of them."""
+    here, alone = len(jax.devices()), None
+    for split in cases.PPO_SPLITS:
+        if not settings.wants_case(str(split)) or not settings.wants("jaxrnn"):
+            continue
+        progress(str(split))
+        row = Row(str(split), "jaxrnn", unit="steps/s")
+        if here < split.gpus:
+            yield dataclasses.replace(row, status="unavailable", reason=f"needs {split.gpus} GPUs, {here} here")
+            continue
+        config = example.Config(
+            implementation=PPO_NAMES["jaxrnn"], num_envs=split.envs, num_devices=split.gpus,
+            total_steps=split.envs * cases.PPO_STEPS_AN_ENV,
+        )  # fmt: skip
+        row = ppo_row(example, config, row)
+        if split.gpus == 1:
+            alone = row.value
+        elif alone and row.value:
+            row = dataclasses.replace(row, note=f"{row.value / alone:.2f}x 1 GPU; {row.note}")
+        yield row
+
+
+def ppo_row(example: Any, config: Any, row: Row) -> Row:
+    """`row` with the speed of a training run."""
+    try:
+        result = example.train(config)
+    except Exception as error:
+        return harness.failed(row, error)
+    speed = result.steps_per_second
+    return dataclasses.replace(
+        row, value=speed, low=speed, high=speed, calls=config.calls - 1,
+        method=f"one training run of {config.updates * config.steps_per_update:,} steps",
+        note=f"final return {result.final_return.mean():.2f}",
+    )  # fmt: skip
 
 
 def load_example() -> Any:

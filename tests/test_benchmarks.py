@@ -50,6 +50,9 @@ def test_every_suite_has_its_cases():
     assert any(case.T >= 4096 for case in cases.ACCURACY)
     for axis in ("T", "H", "reset_rate"):
         assert len({getattr(case, axis) for case in cases.SWEEP}) >= 4
+    assert {split.gpus for split in cases.PPO_SPLITS} == {1, 2, 4}
+    assert [split.envs for split in cases.PPO_SPLITS if split.envs == 1024 * split.gpus] == [1024, 2048, 4096]
+    assert [split.gpus for split in cases.PPO_SPLITS if split.envs == 1024] == [1, 2, 4]
     assert set(command.SUITES) == set(_suites())
 
 
@@ -162,6 +165,53 @@ def test_a_slow_starter_is_stopped_and_then_left_alone(monkeypatch):
     assert first_calls.problem(slow, wider)[0] == "skipped"
     assert first_calls.problem(providers.PROVIDERS["flax"], wide) is None
     assert calls == [wide]
+
+
+def test_ppo_on_several_devices_has_a_row_for_each_number_of_them(monkeypatch):
+    """Trained, on two devices if there are two; the last needs one more than there are, and is a row that says so."""
+    from benchmarks import suites
+
+    here = len(jax.devices())
+    splits = [cases.Split(8, 1), *([cases.Split(16, 2)] if here > 1 else []), cases.Split(8 * (here + 1), here + 1)]
+    assert str(cases.Split(1024, 1)) == "PPO, 1024 envs on 1 GPU" and str(splits[-1]).endswith(f" on {here + 1} GPUs")
+    trained, example = [], suites.load_example()
+
+    def train(config):
+        trained.append(config)
+        return real_train(config)
+
+    real_train = example.train
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(suites, "load_example", lambda: example)
+    monkeypatch.setitem(suites.PPO_NAMES, "jaxrnn", "none")
+    monkeypatch.setattr(cases, "PPO_SPLITS", splits)
+    monkeypatch.setattr(cases, "PPO_STEPS_AN_ENV", 256)
+    settings = Settings(only=("jaxrnn",), rows=(" GPU",))
+    *rows, missing = suites.ppo(settings, lambda _: None)
+    assert [(config.num_envs, config.num_devices) for config in trained] == splits[:-1]
+    assert [row.case for row in [*rows, missing]] == [str(split) for split in splits]
+    for row in rows:
+        assert row.status == "measured" and row.value > 0 and row.unit == "steps/s" and row.provider == "jaxrnn"
+    for row in rows[1:]:
+        assert row.note.startswith(f"{row.value / rows[0].value:.2f}x 1 GPU; final return ")
+    assert missing.status == "unavailable" and missing.value is None and not report.broken(missing)
+    assert missing.reason == f"needs {here + 1} GPUs, {here} here"
+    assert f"unavailable: {missing.reason}" in printed(Report("ppo", MACHINE, {}, [*rows, missing]))
+
+
+def test_a_ppo_run_that_breaks_is_a_row(monkeypatch):
+    from benchmarks import suites
+
+    example = suites.load_example()
+
+    def train(config):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(suites, "load_example", lambda: example)
+    monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
+    row, *others = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
+    assert (row.status, row.reason, others) == ("failed", "RuntimeError: out of order", []) and report.broken(row)
 
 
 def test_clocks_take_turns():
