@@ -436,7 +436,8 @@ def make_train(config: Config, *, parts_on_one_device: bool = False) -> Train:
     # With `check_vma`, gradients to what is the same everywhere would arrive summed, which `vmap` does not do.
     spread = jax.shard_map(agents, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False)
     placement = on_environments(*(NamedSharding(mesh, spec) for spec in (P(), P(None, AXIS))))
-    return Train(lambda seeds: jax.device_put(init(seeds), placement), jax.jit(spread, donate_argnums=0))
+    place = jax.jit(lambda state: state, out_shardings=placement)  # of several hosts too, unlike device_put of a key
+    return Train(lambda seeds: place(init(seeds)), jax.jit(spread, donate_argnums=0))
 
 
 def on_environments(same: Any, split: Any) -> TrainState:

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -358,6 +359,54 @@ def test_two_devices_learn(device, tmp_path, capsys):
     (run,) = json.loads((tmp_path / "recurrent_ppo_repeat.json").read_text())["runs"]
     assert run["num_devices"] == 2 and run["total_steps"] == 32 * 52 * 60
     assert run["steps_per_second"] == pytest.approx(32 * 52 * 60 / run["seconds"], rel=0.06)
+
+
+ONE_HOST = """
+import importlib.util, json, sys
+import jax
+
+process, coordinator, path, config = sys.argv[1:]
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(coordinator, 2, int(process))
+assert (jax.device_count(), jax.local_device_count()) == (4, 2)
+spec = importlib.util.spec_from_file_location("recurrent_ppo", path)
+recurrent_ppo = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(recurrent_ppo)
+result = recurrent_ppo.train(recurrent_ppo.Config(**json.loads(config)))
+print(json.dumps({"episodes": result.episodes.tolist(), "total_return": result.total_return.tolist()}))
+"""
+
+
+@pytest.mark.interpret
+def test_two_hosts_train_as_one(tmp_path):
+    """Hosts are processes here, of two devices each."""
+    config = dataclasses.replace(TINY, implementation="xla", num_devices=4, epochs=1, minibatches=2)
+    want = recurrent_ppo.train(config)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    path = tmp_path / "host.py"
+    path.write_text(ONE_HOST)
+    arguments = [f"localhost:{port}", recurrent_ppo.__file__, json.dumps(dataclasses.asdict(config))]
+    flags = "--xla_force_host_platform_device_count=2"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TRITON_INTERPRET": "0"}
+    hosts = [
+        subprocess.Popen(
+            [sys.executable, str(path), str(process), *arguments],
+            env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for process in range(2)
+    ]  # fmt: skip
+    try:
+        for host in hosts:
+            printed, errors = host.communicate(timeout=300)
+            assert host.returncode == 0, errors
+            got = json.loads(printed.splitlines()[-1])
+            np.testing.assert_array_equal(got["episodes"], want.episodes)
+            np.testing.assert_allclose(got["total_return"], want.total_return, rtol=1e-5)
+    finally:
+        for host in hosts:
+            host.kill()
 
 
 def test_parts_draw_their_own_numbers():
