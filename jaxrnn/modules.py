@@ -39,9 +39,6 @@ def run(
     return carry, hs, None if cs is None else (cs, hs)
 
 
-# --- lengths and order ------------------------------------------------------------------------------------------------
-
-
 def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: int) -> Array:
     """Reverses time, of the first `seq_lengths [*batch]` steps and of the rest apart, as `nn.RNN` does.
 
@@ -122,9 +119,6 @@ def check_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> None
         raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
 
 
-# --- cells that are run step by step ----------------------------------------------------------------------------------
-
-
 def resetting(
     carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
 ) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
@@ -163,9 +157,6 @@ def resetting(
     return [
         jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one
     ], apply
-
-
-# --- stacks -----------------------------------------------------------------------------------------------------------
 
 
 def check_stack(
