@@ -19,6 +19,8 @@ from typing import Literal
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
+# Which models run from the last step to the first: none, all, or those of odd index.
+Reverse = bool | Literal["odd"]
 # Which kernels of a cell: in plain Triton, or in Gluon for capability 9.0 those of the module of that ending.
 Variant = Literal["plain", "sm90", "sm90_split", "sm90_rows"]
 
@@ -46,7 +48,7 @@ class Problem:
       hidden: hidden units.
       dtypes: `(name, dtype)` of every array that takes part; an array left out is not computed or not used.
       reset_state: where an episode's first state comes from; backward it does not matter.
-      reverse: run from the last step to the first.
+      reverse: run from the last step to the first; "odd": models of odd index do, the others from first to last.
       precision: of float32 products on the tensor cores.
     """
 
@@ -59,7 +61,7 @@ class Problem:
     hidden: int
     dtypes: tuple[tuple[str, str], ...]
     reset_state: ResetState = "zeros"
-    reverse: bool = False
+    reverse: Reverse = False
     precision: Precision = "tf32"
 
     @property

@@ -27,7 +27,7 @@ def slot_layout(warps):
 
 @gluon.jit
 def scale_to_float16(largest, EXPONENT: gl.constexpr):
-    """The power of two that brings `largest` to 2^EXPONENT or up to twice that; limited for what is near zero or huge."""
+    """The power of two that brings `largest` to 2^EXPONENT or to twice that; limited for what is near zero or huge."""
     exponent = gl.minimum(gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 0xFF, 27), 253)
     return ((127 + EXPONENT + 127 - exponent) << 23).to(gl.float32, bitcast=True)
 
