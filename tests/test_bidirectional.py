@@ -233,7 +233,7 @@ def assert_each_model_as_by_itself(problem, device, tiling, place):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize(
-    "tiling", [KernelConfig(64, 8, 64, 1, 4, 1), KernelConfig(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
+    "tiling", [KernelConfig(32, 8, 32, 1, 4, 1), KernelConfig(16, 8, 32, 2, 4, 2)], ids=["one-program", "shared"]
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @every_cell
@@ -241,8 +241,8 @@ def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling)
     pytest.importorskip("torch")
     from benchmarks.launches import make_problem
 
-    layout = {"models": 2, "groups": 4, "batch": 5, "steps": 3}
-    problem = dataclasses.replace(make_problem(cell, direction, "tf32", 40, 1, reset_state="stepped"), **layout)
+    layout = {"models": 2, "groups": 4, "batch": 3, "steps": 2}
+    problem = dataclasses.replace(make_problem(cell, direction, "tf32", 24, 1, reset_state="stepped"), **layout)
     assert_each_model_as_by_itself(problem, Device(interpreted=True), tiling, "cpu")
 
 

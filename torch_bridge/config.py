@@ -482,7 +482,10 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
         return []
     if not 4 < splits <= min(32, device.multiprocessors):
         return []
-    if problem.direction == "bwd" and problem.operand_dtype == "float32" and _triton() > (3, 7):
+    scaled_backward = problem.direction == "bwd" and problem.operand_dtype == "float32"
+    if scaled_backward and _triton() > (3, 7):
+        return []  # spills
+    if scaled_backward and problem.reverse == "odd" and problem.cell == "lstm" and splits == 16 and not problem.common:
         return []  # spills
     ways: list[tuple[float, KernelConfig]] = []
     for block_b, num_warps, fixed, per_split in _HOPPER_ROWS[problem.cell, problem.direction]:
