@@ -21,6 +21,8 @@ from jax.interpreters import ad, batching, mlir
 if TYPE_CHECKING:
     from jax import Array
 
+    from torch_bridge.config import Reverse
+
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 
 
@@ -138,10 +140,13 @@ def launch(
     outputs: Sequence[Output],
     *,
     reset_state: str,
-    reverse: bool,
+    reverse: Reverse,
     precision: str,
 ) -> dict[str, Array]:
-    """Launches one kernel: takes its arrays by name (None ones are left out) and returns its outputs by name."""
+    """Launches one kernel: takes its arrays by name (None ones are left out) and returns its outputs by name.
+
+    With `reverse` "odd" the innermost `jax.vmap` around it must be of two, over weights too: forward and in reverse.
+    """
     present = {name: x for name, x in arrays.items() if x is not None}
     results = launch_p.bind(
         *present.values(),
@@ -194,7 +199,10 @@ def _impl(*arrays: Array, **params: Any) -> list[Array]:
 
 
 def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
-    """vmap: batched weights become models, shared weights leave the new axis to the groups. Still one launch."""
+    """vmap: batched weights become models, shared weights leave the new axis to the groups. Still one launch.
+
+    Either way the models there were stay side by side, so that of two directions each keeps the parity of its index.
+    """
     inputs = params["inputs"]
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     new_models = any(name in WEIGHTS and axis is not None for name, axis in zip(inputs, axes, strict=True))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from jax import Array
 
+    from torch_bridge.config import Reverse
+
     Implementation = Literal["triton", "xla"] | None
 
 
@@ -80,13 +82,7 @@ def gru(
       NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
         or second derivative; the message says which limit was hit.
     """
-    raise_unless_params(params, GRUParams, "gru")
-    hidden = check_carry("carry", carry)
-    check_sequence(xs, carry, time_major)
-    wide = 3 * hidden
-    check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
-    check_resets(resets, xs, time_major)
-    check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
+    _check_gru(params, carry, xs, resets, reset_state, time_major)
     params, carry, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
     if use_triton(implementation, precision, time_major, carry, xs, params):
         (h,), (hs,) = _run_triton(
@@ -147,28 +143,9 @@ def lstm(
       NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
         or second derivative; the message says which limit was hit.
     """
-    raise_unless_params(params, LSTMParams, "lstm")
-    c0, h0 = check_pair("carry", carry)
-    width = check_carry("carry[1]", h0)
-    hidden = check_carry("carry[0]", c0)
-    if c0.shape != h0.shape and (params.w_hr is None or c0.shape[:-1] != h0.shape[:-1]):
-        widths = "both [*batch, H]" if params.w_hr is None else "[*batch, H] and [*batch, P]"
-        raise ValueError(f"carry is (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
-    check_sequence(xs, h0, time_major)
-    shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
-    shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
-    check_params(params, shapes)
-    check_resets(resets, xs, time_major)
-    new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
-    for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
-        check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
-    if params.w_hr is not None:
-        if implementation == "triton":
-            raise NotImplementedError(
-                'the Triton implementation has no projection (params.w_hr): pass implementation="xla" or None'
-            )
-        implementation = "xla" if implementation is None else implementation
-    params, c0, h0, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, c0, h0, xs, resets, reset_state))
+    _check_lstm(params, carry, xs, resets, reset_state, time_major)
+    params, (c0, h0), xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
+    implementation = _without_projection(params, implementation)
     if use_triton(implementation, precision, time_major, h0, xs, params, c0):
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
         (h, c), sequences = _run_triton(
@@ -181,6 +158,128 @@ def lstm(
         reference.lstm, remat, params, (c0, h0), xs, resets, reset_state, reverse=reverse, time_major=time_major,
         precision=precision, return_cells=return_cells,
     )  # fmt: skip
+
+
+def bidirectional_gru(
+    params: tuple[GRUParams, GRUParams],
+    carry: tuple[Array, Array],
+    xs: Array,
+    *,
+    resets: tuple[Array, Array] | None = None,
+    reset_state: tuple[Array, Array] | None = None,
+    time_major: bool = True,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Runs a GRU over time and another one in reverse, side by side: both directions take one launch of a kernel.
+
+    The same as, where a pair has one of each direction:
+
+        gru(params[0], carry[0], xs, resets=resets[0], reset_state=reset_state[0], ...),
+        gru(params[1], carry[1], xs, resets=resets[1], reset_state=reset_state[1], reverse=True, ...)
+
+    Args:
+      params: a pair.
+      carry: a pair.
+      xs: as in `gru`, shared.
+      resets: None or a pair. In reverse an episode starts at the last of its steps, so one is not a copy of the other.
+      reset_state: None or a pair.
+      time_major: as in `gru`.
+      precision: as in `gru`.
+      remat: as in `gru`. Where sequences are so long that the gates are recomputed for a part of the steps at a time,
+        each direction has launches of its own.
+      implementation: as in `gru`.
+
+    Returns:
+      What the two calls would, a pair of `(carry, ys)`.
+
+    Raises:
+      ValueError: as `gru`, or a pair's two have not the same shapes and dtypes.
+      NotImplementedError: as `gru`.
+    """
+    directions = _pairs(params, carry, resets, reset_state)
+    for params_, carry_, resets_, state in directions:
+        _check_gru(params_, carry_, xs, resets_, state, time_major)
+    _check_alike(directions)
+    directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
+    params, carry, resets, reset_state = zip(*directions, strict=True)
+    if use_triton(implementation, precision, time_major, carry[0], xs, params[0]):
+        both = _run_triton(
+            cells.GRU, params, tuple((h,) for h in carry), xs, resets, tuple((h,) for h in reset_state), "odd",
+            time_major, precision, remat, ("h",),
+        )  # fmt: skip
+        forward, backward = ((h, hs) for (h,), (hs,) in both)
+        return forward, backward
+
+    forward, backward = (
+        _xla(
+            reference.gru, remat, params_, carry_, xs, resets_, state, reverse=reverse, time_major=time_major,
+            precision=precision,
+        )
+        for reverse, (params_, carry_, resets_, state) in zip((False, True), directions, strict=True)
+    )  # fmt: skip
+    return forward, backward
+
+
+def bidirectional_lstm(
+    params: tuple[LSTMParams, LSTMParams],
+    carry: tuple[tuple[Array, Array], tuple[Array, Array]],
+    xs: Array,
+    *,
+    resets: tuple[Array, Array] | None = None,
+    reset_state: tuple[tuple[Array, Array], tuple[Array, Array]] | None = None,
+    time_major: bool = True,
+    return_cells: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[Any, Any]:
+    """As `bidirectional_gru`, of LSTMs: what `lstm` takes once comes in pairs, one of each direction.
+
+    Args:
+      params: a pair.
+      carry: a pair of `(c, h)`.
+      xs: as in `lstm`, shared.
+      resets: None or a pair.
+      reset_state: None or a pair of `(c, h)`.
+      time_major: as in `gru`.
+      return_cells: as in `lstm`.
+      precision: as in `gru`.
+      remat: as in `bidirectional_gru`.
+      implementation: as in `gru`.
+
+    Returns:
+      A pair of what `lstm` returns.
+
+    Raises:
+      ValueError: as `lstm`, or a pair's two have not the same shapes and dtypes.
+      NotImplementedError: as `lstm`.
+    """
+    directions = _pairs(params, carry, resets, reset_state)
+    for params_, carry_, resets_, state in directions:
+        _check_lstm(params_, carry_, xs, resets_, state, time_major)
+    _check_alike(directions)
+    directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
+    params, carry, resets, reset_state = zip(*directions, strict=True)
+    implementation = _without_projection(params[0], implementation)
+    if use_triton(implementation, precision, time_major, carry[0][1], xs, params[0], carry[0][0]):
+        both = _run_triton(
+            cells.LSTM, params, tuple((h, c) for c, h in carry), xs, resets,
+            tuple((None, None) if state is None else (state[1], state[0]) for state in reset_state), "odd",
+            time_major, precision, remat, ("h", "c") if return_cells else ("h",),
+        )  # fmt: skip
+        forward, backward = (((c, h), each if return_cells else each[0]) for (h, c), each in both)
+        return forward, backward
+
+    forward, backward = (
+        _xla(
+            reference.lstm, remat, params_, carry_, xs, resets_, state, reverse=reverse, time_major=time_major,
+            precision=precision, return_cells=return_cells,
+        )
+        for reverse, (params_, carry_, resets_, state) in zip((False, True), directions, strict=True)
+    )  # fmt: skip
+    return forward, backward
 
 
 @functools.partial(
@@ -196,6 +295,75 @@ def _xla(
         return function(params, carry, xs, resets=resets, reset_state=reset_state, **options)
 
     return (jax.checkpoint(run) if remat else run)(params, carry, xs, reset_state)
+
+
+def _check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
+    """Raises ValueError unless `gru` can take them."""
+    raise_unless_params(params, GRUParams, "gru")
+    hidden = check_carry("carry", carry)
+    check_sequence(xs, carry, time_major)
+    wide = 3 * hidden
+    check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
+    check_resets(resets, xs, time_major)
+    check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
+
+
+def _check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
+    """Raises ValueError unless `lstm` can take them."""
+    raise_unless_params(params, LSTMParams, "lstm")
+    c0, h0 = check_pair("carry", carry)
+    width = check_carry("carry[1]", h0)
+    hidden = check_carry("carry[0]", c0)
+    if c0.shape != h0.shape and (params.w_hr is None or c0.shape[:-1] != h0.shape[:-1]):
+        widths = "both [*batch, H]" if params.w_hr is None else "[*batch, H] and [*batch, P]"
+        raise ValueError(f"carry is (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
+    check_sequence(xs, h0, time_major)
+    shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
+    shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
+    check_params(params, shapes)
+    check_resets(resets, xs, time_major)
+    new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
+    for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
+        check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
+
+
+def _without_projection(params: LSTMParams, implementation: Any) -> Any:
+    """The implementation that runs these: with a projection, XLA.
+
+    Raises:
+      NotImplementedError: the kernels were asked for one.
+    """
+    if params.w_hr is None:
+        return implementation
+    if implementation == "triton":
+        raise NotImplementedError(
+            'the Triton implementation has no projection (params.w_hr): pass implementation="xla" or None'
+        )
+    return "xla" if implementation is None else implementation
+
+
+def _pairs(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
+    """Two directions' `(params, carry, resets, reset state)`, of pairs of each."""
+    pairs = {"params": params, "carry": carry, "resets": resets, "reset_state": reset_state}
+    for name, pair in pairs.items():
+        if pair is None and name.startswith("reset"):
+            pairs[name] = (None, None)
+        elif type(pair) not in (tuple, list) or len(pair) != 2:
+            raise ValueError(f"{name} of both directions is a pair (forward, in reverse), got {type(pair).__name__}")
+    forward, backward = zip(*pairs.values(), strict=True)
+    return forward, backward
+
+
+def _check_alike(directions: tuple[Any, Any]) -> None:
+    """Raises ValueError unless what two directions were given has the same shapes and dtypes."""
+    names = "params", "carry", "resets", "reset_state"
+    for name, *pair in zip(names, *directions, strict=True):
+        forward, backward = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", pair)
+        if forward != backward:
+            raise ValueError(
+                f"{name} of both directions must have the same shapes and dtypes, got {forward} and {backward}: "
+                "convert one, or call each direction by itself"
+            )
 
 
 def raise_unless_params(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
@@ -329,7 +497,7 @@ class _Static:
 
     cell: cells.Cell
     reset_state: str
-    reverse: bool
+    reverse: Reverse
     precision: Any
     kernel_precision: str
     remat: bool
@@ -354,15 +522,18 @@ def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
 
 
 def _run_triton(
-    cell: cells.Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array | None, ...], reverse: bool, time_major: bool, precision: Any, remat: bool,
-    returned: tuple[str, ...],
-) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """As `_run_on_device`, on each device of an explicit mesh for its part of the batch."""
-    run = functools.partial(
-        _run_on_device, cell,
-        reverse=reverse, time_major=time_major, precision=precision, remat=remat, returned=returned,
-    )  # fmt: skip
+    cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, reverse: Reverse,
+    time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...],
+) -> Any:  # fmt: skip
+    """As `_run_on_device`, on each device of an explicit mesh for its part of the batch.
+
+    With `reverse` "odd" as `_run_both_on_device`.
+    """
+    options = {"time_major": time_major, "precision": precision, "remat": remat, "returned": returned}
+    if reverse == "odd":
+        run = functools.partial(_run_both_on_device, cell, **options)
+    else:
+        run = functools.partial(_run_on_device, cell, None, reverse=reverse, **options)
     arguments = _bridge.reverse_mode_only((params, states, xs, resets, reset_states))
     batch = _batch_spec(xs, time_major)
     if not batch:
@@ -372,24 +543,54 @@ def _run_triton(
     by_rank = {1: whole, len(state): state, len(sequence): sequence}
     specs = (
         jax.tree.map(lambda _: whole, params),
-        tuple(state for _ in states),
+        jax.tree.map(lambda _: state, states),
         sequence,
-        None if resets is None else PartitionSpec(*sequence[:-1]),
-        tuple(None if x is None else by_rank[x.ndim] for x in reset_states),
+        jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), resets),
+        jax.tree.map(lambda x: by_rank[x.ndim], reset_states),
     )
     mesh = jax.typeof(xs).sharding.mesh
     reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
     arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
-    results = tuple(state for _ in states), tuple(sequence for _ in returned)
+    results: Any = tuple(state for _ in cell.states), tuple(sequence for _ in returned)
+    results = (results, results) if reverse == "odd" else results
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
 
 
+def _run_both_on_device(
+    cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, *, remat: bool,
+    **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
+    """As `_run_on_device`, forward and in reverse at once: of all but `xs` a pair, and so are the results."""
+    hidden, time_major = states[0][0].shape[-1], options["time_major"]
+    steps = xs.shape[0] if time_major else xs.shape[-2]
+    both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
+    if remat and _chunk_steps(cell, both, hidden) < steps:  # chunks go through time in one order
+        forward, backward = (
+            _run_on_device(cell, None, *each[:2], xs, *each[2:], reverse=reverse, remat=True, **options)
+            for reverse, each in zip((False, True), zip(params, states, resets, reset_states, strict=True), strict=True)
+        )
+        return forward, backward
+
+    def run(in_reverse: Array, each: Any) -> Any:
+        params, states, resets, reset_states = each
+        return _run_on_device(
+            cell, in_reverse, params, states, xs, resets, reset_states, reverse="odd", remat=remat, **options
+        )
+
+    directions = zip(params, states, resets, reset_states, strict=True)
+    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), *directions)
+    results = jax.vmap(run)(jnp.array([False, True]), stacked)
+    return jax.tree.map(lambda x: x[0], results), jax.tree.map(lambda x: x[1], results)
+
+
 def _run_on_device(
-    cell: cells.Cell, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array | None, ...], *, reverse: bool, time_major: bool, precision: Any, remat: bool,
-    returned: tuple[str, ...],
+    cell: cells.Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
+    resets: Array | None, reset_states: tuple[Array | None, ...], *, reverse: Reverse, time_major: bool, precision: Any,
+    remat: bool, returned: tuple[str, ...],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """Brings the arguments into canonical form, runs the kernels, and brings the results back.
+
+    With `reverse` "odd" it is under a `jax.vmap` over two directions, and `in_reverse` says which one this is.
 
     Returns the last states, and of the states named in `returned` those of every step.
     """
@@ -436,7 +637,7 @@ def _run_on_device(
     )
     last, sequences = _recurrence(
         static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),
-        sequence(xs, xs.shape[-1]), None if resets is None else sequence(resets), canonical_reset_states,
+        sequence(xs, xs.shape[-1]), None if resets is None else sequence(resets), canonical_reset_states, in_reverse,
     )  # fmt: skip
     return (
         tuple(x.reshape(given.shape).astype(given.dtype) for x, given in zip(last, states, strict=True)),
@@ -452,7 +653,7 @@ def _run_on_device(
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def _recurrence(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None,
+    reset_states: tuple[Array, ...] | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
     """Runs the recurrence on canonical arrays: returns the last states, and by name those of every step."""
     last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, keep=False)
@@ -498,7 +699,7 @@ def _forward(
     size = _chunk_steps(cell, xs, hidden) if keep and static.remat else steps
     if size < steps:
         states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
-    last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse)
+    last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
     return last, {s: results[f"{s}s"] for s in static.returned}, results
 
 
@@ -509,7 +710,7 @@ _CHUNK_BYTES = 2**27
 _CHUNK_STEPS = 16
 
 
-def _chunk_steps(cell: cells.Cell, xs: Array, hidden: int) -> int:
+def _chunk_steps(cell: cells.Cell, xs: Array | jax.ShapeDtypeStruct, hidden: int) -> int:
     """Steps that `remat` takes at a time: all, or as many as it may, fewer by up to a half if that leaves no rest."""
     groups, steps, batch = xs.shape[:3]
     # xp, hp, what is saved, and the states before each step, in float32
@@ -582,12 +783,12 @@ def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
 
 def _recurrence_fwd(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None,
+    reset_states: tuple[Array, ...] | None, in_reverse: Array | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     last, sequences, results = _forward(static, params, states, xs, resets, reset_states, keep=True)
     needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
     saved = {name: results[name] for name in needed}
-    return (last, sequences), (params, states, xs, resets, reset_states, saved)
+    return (last, sequences), (params, states, xs, resets, reset_states, in_reverse, saved)
 
 
 def _before(static: _Static, history: Array, state: Array, start: Any, size: int) -> Array:
@@ -600,12 +801,22 @@ def _before(static: _Static, history: Array, state: Array, start: Any, size: int
     return jnp.where((at < 0) | (at == steps), state, before)
 
 
-def _previous(static: _Static, history: Array, state: Array, resets: Array | None, reset_state: Array | None) -> Array:
+def _shifted(history: Array, state: Array, reverse: bool) -> Array:
+    """`history` one step later in the order of `reverse`, with `state` first."""
+    if reverse:
+        return jnp.concatenate([history[:, 1:], state[:, None]], axis=1)
+    return jnp.concatenate([state[:, None], history[:, :-1]], axis=1)
+
+
+def _previous(
+    static: _Static, history: Array, state: Array, resets: Array | None, reset_state: Array | None,
+    in_reverse: Array | None,
+) -> Array:  # fmt: skip
     """`[G, T, B, H]` the state that every step started from, resets applied; the first from `state`."""
-    if static.reverse:
-        previous = jnp.concatenate([history[:, 1:], state[:, None]], axis=1)
+    if in_reverse is not None:
+        previous = jnp.where(in_reverse, _shifted(history, state, True), _shifted(history, state, False))
     else:
-        previous = jnp.concatenate([state[:, None], history[:, :-1]], axis=1)
+        previous = _shifted(history, state, static.reverse is True)
     if resets is None:
         return previous
     new = jnp.zeros_like(previous)
@@ -615,7 +826,7 @@ def _previous(static: _Static, history: Array, state: Array, resets: Array | Non
 
 
 def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    params, states, xs, resets, reset_states, saved = residuals
+    params, states, xs, resets, reset_states, in_reverse, saved = residuals
     d_last, d_sequences = cotangents
     cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
@@ -640,7 +851,7 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         for k, s in enumerate(cell.states):
             if f"{s}s" in saved:
                 first = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
-                previous[s] = _previous(static, factors[f"{s}s"], first, reset, new[k] if new else None)
+                previous[s] = _previous(static, factors[f"{s}s"], first, reset, new[k] if new else None, in_reverse)
         h_prev = previous["h"].astype(operand_dtype)
         if static.remat:
             xp = cells.project(cell, params, x, static.precision)
@@ -689,7 +900,7 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         dreset_states = tuple(
             found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
         )
-    return dparams, dstates, parts["xs"], _no_gradient(resets), dreset_states
+    return dparams, dstates, parts["xs"], _no_gradient(resets), dreset_states, _no_gradient(in_reverse)
 
 
 def _no_gradient(resets: Array | None) -> Any:

@@ -65,6 +65,23 @@ def test_tilings_of_tables_fit_and_do_not_spill(cell, direction, kind):
         assert not bad, "\n".join(bad)
 
 
+# (hidden, batch, reset state): of each kernel the widest tilings, which leave the fewest registers.
+IN_BOTH = ((64, 16, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 64, "stepped"), (512, 300, "zeros"))
+
+
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("target", DEVICES)
+def test_both_directions_in_one_launch_fit_and_do_not_spill(target, cell, direction, kind):
+    device, problems = DEVICES[target], []
+    for hidden, batch, reset_state in IN_BOTH:
+        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
+        problems.append(dataclasses.replace(p, models=2, groups=2, reverse="odd"))
+    bad = misfits([(p, config.heuristic(p, device)) for p in problems], device)
+    assert not bad, "\n".join(bad)
+
+
 def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) -> list[str]:
     """What does not keep within the shared memory that it is said to take, or spills."""
     bad = []

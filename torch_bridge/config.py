@@ -19,6 +19,8 @@ from typing import Literal
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
+# Which models run from the last step to the first: none, all, or those of odd index.
+Reverse = bool | Literal["odd"]
 # Which kernels of a cell: in plain Triton, or in Gluon for capability 9.0 those of the module of that ending.
 Variant = Literal["plain", "sm90", "sm90_split", "sm90_rows"]
 
@@ -46,7 +48,7 @@ class Problem:
       hidden: hidden units.
       dtypes: `(name, dtype)` of every array that takes part; an array left out is not computed or not used.
       reset_state: where an episode's first state comes from; backward it does not matter.
-      reverse: run from the last step to the first.
+      reverse: run from the last step to the first; "odd": models of odd index do, the others from first to last.
       precision: of float32 products on the tensor cores.
     """
 
@@ -59,7 +61,7 @@ class Problem:
     hidden: int
     dtypes: tuple[tuple[str, str], ...]
     reset_state: ResetState = "zeros"
-    reverse: bool = False
+    reverse: Reverse = False
     precision: Precision = "tf32"
 
     @property
@@ -480,7 +482,10 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
         return []
     if not 4 < splits <= min(32, device.multiprocessors):
         return []
-    if problem.direction == "bwd" and problem.operand_dtype == "float32" and _triton() > (3, 7):
+    scaled_backward = problem.direction == "bwd" and problem.operand_dtype == "float32"
+    if scaled_backward and _triton() > (3, 7):
+        return []  # spills
+    if scaled_backward and problem.reverse == "odd" and problem.cell == "lstm" and splits == 16 and not problem.common:
         return []  # spills
     ways: list[tuple[float, KernelConfig]] = []
     for block_b, num_warps, fixed, per_split in _HOPPER_ROWS[problem.cell, problem.direction]:

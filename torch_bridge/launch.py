@@ -19,7 +19,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from torch_bridge import config as _config
 from torch_bridge import kernels
-from torch_bridge.config import Device, KernelConfig, Problem
+from torch_bridge.config import Device, KernelConfig, Problem, Reverse
 
 POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16",
@@ -46,7 +46,7 @@ class Specialization:
     hidden: int
     dtypes: tuple[tuple[str, str], ...]
     reset_state: str
-    reverse: bool
+    reverse: Reverse
     precision: str
     config: KernelConfig
     cooperative: bool

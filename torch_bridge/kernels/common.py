@@ -13,6 +13,8 @@ import triton.language as tl
 RESET_ZEROS = tl.constexpr(0)  # zeros
 RESET_FIXED = tl.constexpr(1)  # [G, B, H]
 RESET_STEPPED = tl.constexpr(2)  # [G, T, B, H]
+# REVERSE of a launch whose models of odd index run in reverse time, the others forward; True and False are of all.
+ODD_MODELS = tl.constexpr("odd")
 
 
 @triton.jit
@@ -49,9 +51,21 @@ def first_row(seq, T, B):
 
 
 @triton.jit
+def time_order(row0, model, T, B, REVERSE: tl.constexpr):
+    """Where step time 0 of a model's sequences is, and how many rows further the next; `row0` are rows of step 0."""
+    if REVERSE == ODD_MODELS:
+        odd = model % 2
+        return row0 + odd * (T - 1) * B, B - 2 * odd * B
+    else:
+        return row0, B
+
+
+@triton.jit
 def step_time(i, T, REVERSE: tl.constexpr):
-    """The time index of the i-th step taken."""
-    if REVERSE:
+    """The time of the i-th step taken, counted in the order of `time_order`."""
+    if REVERSE == ODD_MODELS:
+        return i
+    elif REVERSE:
         return T - 1 - i
     else:
         return i

@@ -33,6 +33,7 @@ from torch_bridge.kernels.common import (
     store_tile,
     stream_weight,
     tanh,
+    time_order,
     wait,
 )
 
@@ -56,7 +57,7 @@ def _gru_fwd_tile(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
-    row0 = first_row(seq, T, B)
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
     w_r_ptr = w_hh_t_ptr + model.to(tl.int64) * (3 * H * H)
     w_z_ptr = w_r_ptr + H * H
     w_n_ptr = w_z_ptr + H * H
@@ -77,7 +78,7 @@ def _gru_fwd_tile(
         h = load_tile(h0_ptr, seq, unit, H, mask)
     else:
         h = load_tile(h_last_ptr, seq, unit, H, mask)
-    rows = row0 + step_time(t_begin, T, REVERSE) * B
+    rows = row0 + step_time(t_begin, T, REVERSE) * stride
     x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
     x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
     x_n = load_tile(xp_ptr, rows, 2 * H + unit, 3 * H, mask)
@@ -116,7 +117,7 @@ def _gru_fwd_tile(
         # the next step's inputs are on their way while this step computes, or while programs wait for one another
         this_x_n = x_n
         this_rows = rows
-        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * B
+        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * stride
         if SPLITS == 1:
             x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
             x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
@@ -219,7 +220,7 @@ def _gru_bwd_tile(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
-    row0 = first_row(seq, T, B)
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
     w_ptr = w_hh_ptr + model.to(tl.int64) * (3 * H * H)
 
     if SPLITS == 1:
@@ -239,11 +240,11 @@ def _gru_bwd_tile(
     else:
         dh = load_tile(dh0_ptr, seq, unit, H, mask)
     if SPLITS == 1:
-        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * B
+        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
         dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H)
 
     for i in range(t_begin, t_end):
-        rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+        rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
@@ -254,7 +255,7 @@ def _gru_bwd_tile(
             dh = dh * keep
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
-                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
                 dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(
                     factors_ptr, keep_ptr, dhs_ptr, next_rows, unit, mask, H
                 )

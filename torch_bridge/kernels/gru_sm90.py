@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     fast_sigmoid,
@@ -54,12 +54,12 @@ def save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev):
 @gluon.jit
 def _forward_step(
     i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
+    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
     live = mask & (i < T)
-    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
@@ -80,7 +80,7 @@ def _forward_step(
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
     h_prev = h
     h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
-    at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
+    at = (row + step_time(i, T, REVERSE) * stride)[None, :] * H + unit[:, None]
     gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
         save_factors(factors_ptr, keep_ptr, at, live, h_n, r, z, n, h_prev)
@@ -121,7 +121,7 @@ def fwd_kernel(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
-    row = (seq // B) * T * B + seq % B
+    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
@@ -133,17 +133,19 @@ def fwd_kernel(
     even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
     odd = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
 
-    x_r, x_z, x_n, reset = _load_inputs(xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * B, unit, mask, mask_q, H)
+    x_r, x_z, x_n, reset = _load_inputs(
+        xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H
+    )
     barrier()
     for i in range(0, T, 2):
         h, scale, x_r, x_z, x_n, reset = _forward_step(
             i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
+            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
         h, scale, x_r, x_z, x_n, reset = _forward_step(
             i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, B, unit, mask, mask_q,
+            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
 
@@ -166,7 +168,7 @@ def load_factors(factors_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q):
 def _backward_step(
     i, dh, dy, dy_next, factors, keep, reset, bound,
     buffer_r, buffer_z, buffer_n, slot, w_r, w_z, w_n, w_bound, w_unscale, zeros,
-    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, B,
+    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
     unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     ACC: gl.constexpr, SLOT: gl.constexpr,
@@ -181,12 +183,12 @@ def _backward_step(
     live = mask & (i < T)  # of a step past the last one nothing is stored
     f_r, f_z, f_n, f_hn = unpack_halves(factors)
     this_keep, this_reset, this_dy = keep, reset, dy
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     factors, keep, reset = load_factors(
         factors_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
     )
     dy = dy_next
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * stride
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
     dh += this_dy.to(gl.float32)
     dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
@@ -215,7 +217,7 @@ def _backward_step(
     product = warpgroup_mma(w_n, buffer_n, product, is_async=True)
 
     # while the product runs: what this step leaves behind
-    rows = row + step_time(T - 1 - i, T, REVERSE) * B
+    rows = row + step_time(T - 1 - i, T, REVERSE) * stride
     dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]
     at = rows[None, :] * H + unit[:, None]
     gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=live)
@@ -273,7 +275,7 @@ def bwd_kernel(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
-    row = (seq // B) * T * B + seq % B
+    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
@@ -286,12 +288,12 @@ def bwd_kernel(
     even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
 
-    rows = row + step_time(T - 1, T, REVERSE) * B
+    rows = row + step_time(T - 1, T, REVERSE) * stride
     factors, keep, reset = load_factors(
         factors_ptr, keep_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
     )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
-    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
+    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
     dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)
     bound = gl.max(gl.abs(dh + dy.to(gl.float32)), axis=0)
     barrier()
@@ -299,14 +301,14 @@ def bwd_kernel(
         dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
             i, dh, dy, dy_next, factors, keep, reset, bound, even_r, even_z, even_n, even_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, B,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
             unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip
         dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
             i + 1, dh, dy, dy_next, factors, keep, reset, bound, odd_r, odd_z, odd_n, odd_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, B,
+            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
             unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip

@@ -3,7 +3,7 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
 from torch_bridge.kernels.gru_sm90 import load_factors, new_state, save_factors
@@ -57,12 +57,13 @@ def fwd_kernel(
         model = (item // tiles).to(gl.int64)
         w_unscale, _ = fill_weights(weights, w_hh_t_ptr + model * (3 * H * H), split * 32, 0, H, H * H, H, 3)
         mask_q, mask, seq, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[None, :]
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         scale = gl.full([BLOCK_B, 1], 1.0, gl.float32, ACC)
         if SCALED:
             scale = first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H, SPLITS)
-        rows = row + step_time(0, T, REVERSE) * B
+        rows = row + step_time(0, T, REVERSE) * stride
         reset = mask_q
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
@@ -72,7 +73,7 @@ def fwd_kernel(
         )
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
-            next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, 3, H, 3 * H)
             if reset_ptr is not None:
@@ -133,13 +134,14 @@ def bwd_kernel(
             3 * H, H, H, 3,
         )  # fmt: skip
         mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
-        rows = backward_rows(row, 0, T, B, REVERSE)
+        rows = backward_rows(row, 0, T, stride, REVERSE)
         factors, keep, reset = load_factors(
             factors_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
         )
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
-        dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, B, REVERSE), unit, mask, H)
+        dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
         bound = gl.max(zeros, axis=1)
         w_bounds = bound
         if SCALED:
@@ -171,15 +173,15 @@ def bwd_kernel(
             store_operand_rows(share, dz, scale, SPLITS + split, TILES, SCALED)
             store_operand_rows(share, dhn, scale, 2 * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, here, split, sent)
-            next_rows = backward_rows(row, i + 1, T, B, REVERSE)
+            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
             prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
-            later_rows = backward_rows(row, i + 2, T, B, REVERSE)
+            later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
             dh = dh * keep
 
-            rows = backward_rows(row, i, T, B, REVERSE)
+            rows = backward_rows(row, i, T, stride, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (3 * H) + unit[None, :]
             at = rows[:, None] * H + unit[None, :]
             gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=mask)
@@ -204,14 +206,14 @@ def bwd_kernel(
             dh += product
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
-                    at = backward_rows(row, then, T, B, REVERSE)[:, None] * H + unit[None, :]
+                    at = backward_rows(row, then, T, stride, REVERSE)[:, None] * H + unit[None, :]
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
-            rows = backward_rows(row, then + 1, T, B, REVERSE)
+            rows = backward_rows(row, then + 1, T, stride, REVERSE)
             factors, keep, reset = load_factors(
                 factors_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
             )
-            dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, B, REVERSE), unit, mask, H)
+            dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
         # again, so that it need not be kept for so long
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         gl.store(dh0_ptr + last, dh, mask=mask)

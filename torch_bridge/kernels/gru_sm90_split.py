@@ -9,7 +9,7 @@ are.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
@@ -61,12 +61,13 @@ def fwd_kernel(
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_t_ptr + model * (3 * H * H), split, H, H * H, H, 3, SPLITS, True)
         mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
         if SCALED:
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
-        rows = row + step_time(0, T, REVERSE) * B
+        rows = row + step_time(0, T, REVERSE) * stride
         x_r, x_z, x_n = load_inputs(xp_ptr + rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
         reset = mask_q
         if reset_ptr is not None:
@@ -77,7 +78,7 @@ def fwd_kernel(
         )
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
-            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
+            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * stride
             next_r, next_z, next_n = load_inputs(xp_ptr + next_rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
             if reset_ptr is not None:
                 h = gl.where(reset[None, :], 0.0, h)
@@ -94,7 +95,7 @@ def fwd_kernel(
             scale = send_state(
                 exchange_ptr, h, scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS
             )
-            at = (row + step_time(now, T, REVERSE) * B)[None, :] * H + unit[:, None]
+            at = (row + step_time(now, T, REVERSE) * stride)[None, :] * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
                 save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev)
@@ -137,8 +138,9 @@ def bwd_kernel(
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_ptr + model * (3 * H * H), split, 3 * H, H, H, 3, SPLITS, False)
         mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
-        rows = row + step_time(T - 1, T, REVERSE) * B
+        rows = row + step_time(T - 1, T, REVERSE) * stride
         factors, keep, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
         for i in range(T):
             dh += dy.to(gl.float32)
@@ -146,7 +148,7 @@ def bwd_kernel(
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
             dh = dh * keep
             this_reset = reset
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
             factors, keep, reset, dy = _load_saved(
                 factors_ptr, keep_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H
             )
@@ -162,7 +164,7 @@ def bwd_kernel(
             sent += 1
             send_parts(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
 
-            rows = row + step_time(T - 1 - i, T, REVERSE) * B
+            rows = row + step_time(T - 1 - i, T, REVERSE) * stride
             dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]
             at = rows[None, :] * H + unit[:, None]
             gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=mask)

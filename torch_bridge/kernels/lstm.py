@@ -26,6 +26,7 @@ from torch_bridge.kernels.common import (
     store_tile,
     stream_weight,
     tanh,
+    time_order,
     wait,
 )
 
@@ -48,7 +49,7 @@ def _lstm_fwd_tile(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
-    row0 = first_row(seq, T, B)
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
     w_i_ptr = w_hh_t_ptr + model.to(tl.int64) * (4 * H * H)
     w_f_ptr = w_i_ptr + H * H
     w_g_ptr = w_f_ptr + H * H
@@ -72,7 +73,7 @@ def _lstm_fwd_tile(
     else:
         h = load_tile(h_last_ptr, seq, unit, H, mask)
         c = load_tile(c_last_ptr, seq, unit, H, mask)
-    rows = row0 + step_time(t_begin, T, REVERSE) * B
+    rows = row0 + step_time(t_begin, T, REVERSE) * stride
     x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
     x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
     x_g = load_tile(xp_ptr, rows, 2 * H + unit, 4 * H, mask)
@@ -115,7 +116,7 @@ def _lstm_fwd_tile(
 
         # the next step's inputs are on their way while this step computes, or while programs wait for one another
         this_rows = rows
-        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * B
+        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * stride
         if SPLITS == 1:
             x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
             x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
@@ -235,7 +236,7 @@ def _lstm_bwd_tile(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model.to(tl.int64) * Q + q
-    row0 = first_row(seq, T, B)
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
     w_ptr = w_hh_ptr + model.to(tl.int64) * (4 * H * H)
 
     if SPLITS == 1:
@@ -258,13 +259,13 @@ def _lstm_bwd_tile(
         dh = load_tile(dh0_ptr, seq, unit, H, mask)
         dc = load_tile(dc0_ptr, seq, unit, H, mask)
     if SPLITS == 1:
-        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * B
+        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
         dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
             factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
         )
 
     for i in range(t_begin, t_end):
-        rows = row0 + step_time(T - 1 - i, T, REVERSE) * B
+        rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
         if reset_ptr is not None:
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
@@ -280,7 +281,7 @@ def _lstm_bwd_tile(
             dh = tl.where(mask, 0.0, dh)
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
-                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * B
+                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
                 dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
                     factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H
                 )

@@ -9,7 +9,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     fast_sigmoid,
@@ -66,13 +66,13 @@ def save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_
 @gluon.jit
 def _forward_step(
     i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, B,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, stride,
     unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
     live = mask & (i < T)
-    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     next_i, next_f, next_g, next_o, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
@@ -95,7 +95,7 @@ def _forward_step(
         a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
     c_prev = c
     g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
-    at = (row + step_time(i, T, REVERSE) * B)[None, :] * H + unit[:, None]
+    at = (row + step_time(i, T, REVERSE) * stride)[None, :] * H + unit[:, None]
     gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
         gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=live)
@@ -145,7 +145,7 @@ def fwd_kernel(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
-    row = (seq // B) * T * B + seq % B
+    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
@@ -157,20 +157,20 @@ def fwd_kernel(
     even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
     odd = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
 
-    rows = row + step_time(0, T, REVERSE) * B
+    rows = row + step_time(0, T, REVERSE) * stride
     x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
     barrier()
     for i in range(0, T, 2):
         h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
             i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
-            seq, row, T, B, unit, mask, mask_q,
+            seq, row, T, stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
         h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
             i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
-            seq, row, T, B, unit, mask, mask_q,
+            seq, row, T, stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE,
         )  # fmt: skip
 
@@ -203,7 +203,7 @@ def _backward_step(
     i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
     buffer_i, buffer_f, buffer_g, buffer_o, slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
     factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-    dreset_h_ptr, dreset_c_ptr, seq, row, T, B, unit, mask, mask_q,
+    dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     ACC: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
@@ -221,7 +221,7 @@ def _backward_step(
     dc += dh * this_through.to(gl.float32)
     if dcs_ptr is not None:
         dc += this_dcy.to(gl.float32)
-    rows = row + step_time(T - 1 - i, T, REVERSE) * B
+    rows = row + step_time(T - 1 - i, T, REVERSE) * stride
     dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
     scale, unscale = zeros, zeros
     if SCALED:
@@ -252,12 +252,12 @@ def _backward_step(
     dh = warpgroup_mma(w_g, buffer_g, dh, is_async=True)
     dh = warpgroup_mma(w_o, buffer_o, dh, is_async=True)
 
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     factors, through, keep, reset = load_factors(
         factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
     )
     dy, dcy = dy_next, dcy_next
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * B
+    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * stride
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
     if dcs_ptr is not None:
         dcy_next = load_gradient(dcs_ptr, next_rows, unit, mask, H)
@@ -321,7 +321,7 @@ def bwd_kernel(
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
-    row = (seq // B) * T * B + seq % B
+    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
@@ -337,7 +337,7 @@ def bwd_kernel(
     even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
 
-    rows = row + step_time(T - 1, T, REVERSE) * B
+    rows = row + step_time(T - 1, T, REVERSE) * stride
     factors, through, keep, reset = load_factors(
         factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
     )
@@ -345,7 +345,7 @@ def bwd_kernel(
     dcy = dy
     if dcs_ptr is not None:
         dcy = load_gradient(dcs_ptr, rows, unit, mask, H)
-    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * B
+    rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
     dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy_next = dy_next
     bound = gl.abs(dh) + gl.abs(dy.to(gl.float32)) + gl.abs(dc)
@@ -359,11 +359,11 @@ def bwd_kernel(
             i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
             even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
             factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-            dreset_h_ptr, dreset_c_ptr, seq, row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip
         dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
             i + 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
             odd_i, odd_f, odd_g, odd_o, odd_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
             factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-            dreset_h_ptr, dreset_c_ptr, seq, row, T, B, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
         )  # fmt: skip

@@ -6,7 +6,7 @@ What programs keep and send is as in `gru_sm90_split.py`; the cell states of its
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
@@ -60,12 +60,13 @@ def fwd_kernel(
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_t_ptr + model * (4 * H * H), split, H, H * H, H, 4, SPLITS, True)
         mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         c = gl.load(c0_ptr + last, mask=mask, other=0.0).to(gl.float32)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
         if SCALED:
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
-        rows = row + step_time(0, T, REVERSE) * B
+        rows = row + step_time(0, T, REVERSE) * stride
         x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
         reset = mask_q
         if reset_ptr is not None:
@@ -76,7 +77,7 @@ def fwd_kernel(
         )
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
-            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * B
+            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * stride
             if EARLY:
                 next_i, next_f, next_g, next_o = load_inputs(
                     xp_ptr + next_rows[None, :] * (4 * H) + unit[:, None], mask, H, 4
@@ -96,7 +97,7 @@ def fwd_kernel(
             scale = send_state(
                 exchange_ptr, h, scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS
             )
-            at = (row + step_time(now, T, REVERSE) * B)[None, :] * H + unit[:, None]
+            at = (row + step_time(now, T, REVERSE) * stride)[None, :] * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
@@ -151,9 +152,10 @@ def bwd_kernel(
         model = (item // tiles).to(gl.int64)
         w_unscale = load_share(share, w_hh_ptr + model * (4 * H * H), split, 4 * H, H, H, 4, SPLITS, False)
         mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
-        rows = row + step_time(T - 1, T, REVERSE) * B
+        rows = row + step_time(T - 1, T, REVERSE) * stride
         factors, through, keep, reset, dy, dcy = _load_saved(
             factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H
         )
@@ -166,7 +168,7 @@ def bwd_kernel(
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
             dc = dc * keep
             this_reset = reset
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * B
+            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
             factors, through, keep, reset, dy, dcy = _load_saved(
                 factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q, H
             )
@@ -183,7 +185,7 @@ def bwd_kernel(
             sent += 1
             send_parts(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
 
-            rows = row + step_time(T - 1 - i, T, REVERSE) * B
+            rows = row + step_time(T - 1 - i, T, REVERSE) * stride
             dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
             gl.store(dxp, d_i.to(dxp_ptr.dtype.element_ty), mask=mask)
             gl.store(dxp + H, d_f.to(dxp_ptr.dtype.element_ty), mask=mask)

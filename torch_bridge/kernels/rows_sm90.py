@@ -251,9 +251,9 @@ def load_gradient_rows(ptr, rows, unit, mask, H: gl.constexpr):
 
 
 @gluon.jit
-def backward_rows(row, i, T, B, REVERSE: gl.constexpr):
+def backward_rows(row, i, T, stride, REVERSE: gl.constexpr):
     """Where sequences are at step `i` of the backward pass, or at its last one."""
-    return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * B
+    return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
 
 
 @gluon.jit

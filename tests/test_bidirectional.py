@@ -1,0 +1,340 @@
+"""Both directions in one launch: each is what a call of its own gives."""
+
+import dataclasses
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import (
+    FUNCTIONS,
+    B,
+    H,
+    S,
+    arguments,
+    assert_close,
+    every_cell,
+    every_implementation,
+    kernels_only,
+    loss_of,
+    random_like,
+    stack,
+    with_gradients,
+)
+from cases import Case
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from test_tilings import COMPILED, DIRECTIONS, fits, outputs
+from test_transformations import launches
+
+from jaxrnn import recurrent
+from torch_bridge.config import Device, KernelConfig
+
+BOTH = {"gru": recurrent.bidirectional_gru, "lstm": recurrent.bidirectional_lstm}
+
+
+def pairs(cell, **options):
+    """Arguments as `calls.arguments`, a pair of each but `xs`."""
+    forward = arguments(cell, **options)
+    backward = random_like(forward, 2)
+    params, carry, xs, resets, state = zip(forward, (*backward[:3], forward[3][::-1], backward[4]), strict=True)
+    return params, carry, xs[0], resets, state
+
+
+def together(cell, implementation, **options):
+    """`call(params, carry, xs, resets, reset_state) -> ((carry, ys), (carry, ys))` at the highest precision."""
+
+    def call(params, carry, xs, resets, reset_state):
+        options_ = {"precision": "highest", "implementation": implementation} | options
+        return BOTH[cell](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
+
+    return call
+
+
+def apart(cell, **options):
+    """The same, of two calls of the reference."""
+
+    def call(params, carry, xs, resets, reset_state):
+        options_ = {"precision": "highest", "implementation": "xla"} | options
+        absent = (None, None)
+        each = zip(params, carry, resets or absent, reset_state or absent, (False, True), strict=True)
+        return tuple(
+            FUNCTIONS[cell](params, carry, xs, resets=resets, reset_state=state, reverse=reverse, **options_)
+            for params, carry, resets, state, reverse in each
+        )
+
+    return call
+
+
+@functools.cache
+def reference(cell, **options):
+    return jax.jit(with_gradients(apart(cell, **options)))
+
+
+@every_implementation
+@every_cell
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        ({}, {}),
+        ({"hidden": 70, "steps": 3}, {}),
+        ({"batch": (2, B), "stepped": True, "time_major": False}, {"time_major": False}),
+        ({}, {"remat": True}),
+        ({"stepped": True, "time_major": False}, {"time_major": False, "remat": True}),
+    ],
+    ids=["timemajor", "shared-units", "batchmajor-stepped", "remat", "remat-batchmajor-stepped"],
+)
+def test_each_direction_is_as_a_call_of_its_own(cell, implementation, make, options):
+    args = pairs(cell, **make)
+    run = with_gradients(together(cell, implementation, **options))
+    assert_close(jax.jit(run)(*args), reference(cell, **options)(*args))
+    if implementation == "triton":
+        assert launches(jax.grad(loss_of(together(cell, implementation, **options))), *args) == (1, 1)
+
+
+@every_implementation
+@pytest.mark.parametrize("given", ["nothing", "resets"])
+def test_without_resets_or_reset_state(implementation, given):
+    params, carry, xs, resets, _ = pairs("gru")
+    rest = (None, None) if given == "nothing" else (resets, None)
+
+    def run(call):
+        return jax.value_and_grad(lambda *x: loss_of(call)(*x, *rest), (0, 1, 2))(params, carry, xs)
+
+    assert_close(run(together("gru", implementation)), run(apart("gru")))
+
+
+@every_implementation
+@pytest.mark.parametrize("remat", [False, True])
+def test_an_lstm_returns_cell_states_of_both(implementation, remat):
+    args, options = pairs("lstm"), {"return_cells": True}
+    run = jax.jit(with_gradients(together("lstm", implementation, remat=remat, **options)))
+    assert_close(run(*args), reference("lstm", **options)(*args))
+
+
+@kernels_only
+@every_cell
+def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, monkeypatch):
+    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
+    args, call = pairs(cell), together(cell, implementation, remat=True)
+    assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
+    assert min(launches(jax.grad(loss_of(call)), *args)) >= 2
+
+
+def mapped_arguments(cell, mapped, **options):
+    """Arguments of S calls of which those named in `mapped` have a first axis, and those of call s."""
+    names = ("params", "carry", "xs", "resets", "reset_state")
+    one, many = pairs(cell, **options), [random_like(pairs(cell, **options), 10 + s) for s in range(S)]
+    many = [(*x[:3], jax.tree.map(lambda r: (r > 0.5).astype(r.dtype), x[3]), x[4]) for x in many]
+    each = [tuple(x if n in mapped else y for n, x, y in zip(names, some, one, strict=True)) for some in many]
+    stacked = tuple(x if n in mapped else y for n, x, y in zip(names, stack(many), one, strict=True))
+    axes = tuple(0 if name in mapped else None for name in names)
+    return stacked, axes, each
+
+
+@kernels_only
+@every_cell
+@pytest.mark.parametrize("make", [{}, {"stepped": True, "time_major": False}], ids=["timemajor", "batchmajor"])
+@pytest.mark.parametrize(
+    "mapped",
+    [("params", "carry", "xs", "resets", "reset_state"), ("carry", "xs", "resets"), ("params",)],
+    ids=["all", "shared-weights", "weights"],
+)
+def test_vmap_keeps_the_directions(cell, implementation, mapped, make):
+    stacked, axes, each = mapped_arguments(cell, mapped, **make)
+    options = {"time_major": make.get("time_major", True)}
+    run = jax.vmap(with_gradients(together(cell, implementation, **options)), axes)
+    assert_close(jax.jit(run)(*stacked), stack([reference(cell, **options)(*args) for args in each]))
+    assert launches(run, *stacked) == (2, 1)  # one of them for outputs, without gradients
+
+
+@kernels_only
+def test_vmap_over_weights_of_vmap_over_data(implementation):
+    """Weights make models of what shared weights have made groups, and the other way round."""
+    params, carry, xs, resets, state = pairs("gru")
+    many = jax.tree.map(lambda *x: jnp.stack(x), *(random_like(params, s) for s in range(S)))
+    data = jax.tree.map(lambda *x: jnp.stack(x), *(random_like((carry, xs), 5 + s) for s in range(3)))
+
+    def run(call, weights_first):
+        def one(params, data):
+            return call(params, *data, resets, state)
+
+        inner, outer = ((None, 0), (0, None)) if weights_first else ((0, None), (None, 0))
+        return jax.jit(jax.vmap(jax.vmap(one, inner), outer))(many, data)
+
+    for weights_first in (False, True):
+        assert_close(run(together("gru", implementation), weights_first), run(apart("gru"), weights_first))
+
+
+@pytest.mark.interpret
+@every_cell
+def test_batches_of_an_explicit_mesh_stay_where_they_are(cell):
+    def value_and_gradients(call, *args):
+        def loss(*args):
+            results = call(*args)
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results)), results
+
+        return jax.value_and_grad(loss, (0, 1, 2, 4), has_aux=True)(*args)
+
+    args = pairs(cell, batch=(8,))
+    want = jax.jit(functools.partial(value_and_gradients, apart(cell)))(*args)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+    whole, state, sequence = PartitionSpec(), PartitionSpec("data"), PartitionSpec(None, "data")
+    args = [
+        jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
+        for x, spec in zip(args, (whole, state, sequence, sequence, whole), strict=True)
+    ]
+    run = jax.jit(functools.partial(value_and_gradients, together(cell, "triton")))
+    got = run(*args)
+    assert_close(jax.device_get(got), want)
+    (_, (_, (_, ys))), (_, _, d_xs, _) = got
+    assert ys.sharding.spec == d_xs.sharding.spec == PartitionSpec(None, "data", None)
+    assert "all-gather" not in run.lower(*args).compile().as_text()
+
+
+def test_two_that_do_not_pair_are_refused():
+    params, carry, xs, resets, state = pairs("gru")
+    other = arguments("gru", hidden=H + 1)
+    both = functools.partial(recurrent.bidirectional_gru, implementation="xla")
+    with pytest.raises(ValueError, match=r"params of both directions is a pair .*, got GRUParams"):
+        both(params[0], carry, xs)
+    with pytest.raises(ValueError, match=r"carry of both directions is a pair .*, got ArrayImpl"):
+        both(params, jnp.stack(carry), xs)
+    with pytest.raises(ValueError, match=r"params of both directions must have the same shapes and dtypes.*by itself"):
+        both((params[0], other[0]), (carry[0], other[1]), xs)
+    with pytest.raises(ValueError, match=r"resets of both directions must have the same shapes and dtypes.*None"):
+        both(params, carry, xs, resets=(resets[0], None))
+    with pytest.raises(ValueError, match=r"resets must be \[T, \*batch\]"):
+        both(params, carry, xs, resets=(resets[0], resets[1][:-1]))
+    with pytest.raises(ValueError, match="resets is None"):
+        both(params, carry, xs, reset_state=state)
+    with pytest.raises(ValueError, match=r"lstm takes LSTMParams"):
+        recurrent.bidirectional_lstm(params, carry, xs)
+
+
+# Models, each of two groups: whole tiles and a part of one.
+LAYOUT = {"models": 4, "groups": 8, "batch": 11, "steps": 9}
+
+
+def assert_each_model_as_by_itself(problem, device, tiling, place):
+    """Those of odd index as if all were in reverse, the others as if none were: the same bits."""
+    got = outputs(dataclasses.replace(problem, reverse="odd"), device, tiling, place)
+    per_model = problem.groups // problem.models
+    for reverse in (False, True):
+        want = outputs(dataclasses.replace(problem, reverse=reverse), device, tiling, place)
+        for name, x in want.items():
+            by_model = (problem.models, per_model, -1)
+            np.testing.assert_array_equal(
+                got[name].reshape(by_model)[int(reverse) :: 2], x.reshape(by_model)[int(reverse) :: 2], err_msg=name
+            )
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    "tiling", [KernelConfig(32, 8, 32, 1, 4, 1), KernelConfig(16, 8, 32, 2, 4, 2)], ids=["one-program", "shared"]
+)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_cell
+def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling):
+    pytest.importorskip("torch")
+    from benchmarks.launches import make_problem
+
+    layout = {"models": 2, "groups": 4, "batch": 3, "steps": 2}
+    problem = dataclasses.replace(make_problem(cell, direction, "tf32", 24, 1, reset_state="stepped"), **layout)
+    assert_each_model_as_by_itself(problem, Device(interpreted=True), tiling, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+@pytest.mark.parametrize("variant", COMPILED)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@every_cell
+def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
+    from benchmarks.launches import make_problem
+    from torch_bridge import launch
+
+    device = launch.device(0)
+    widths, tiling, _ = COMPILED[variant]
+    if tiling.variant != "plain" and device.capability != 90:
+        pytest.skip("kernels for Hopper")
+    for hidden in widths:
+        problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
+        splits = 4 * -(-hidden // 128) if tiling.variant == "sm90_rows" else -(-hidden // tiling.block_h)
+        fitted = dataclasses.replace(tiling, splits=splits)
+        if fits(problem, device, fitted):
+            assert_each_model_as_by_itself(problem, device, fitted, "cuda")
+            few = dataclasses.replace(device, multiprocessors=splits)  # models of both parities in turn
+            if splits > 1:
+                assert_each_model_as_by_itself(problem, few, fitted, "cuda")
+
+
+def in_both(case, forward, backward, implementation):
+    """Outputs and gradients of both directions, over the inputs of `forward`: names end in 0 and 1."""
+    named = [f | {"xs": forward["xs"]} for f in (forward, backward)]
+    fixed = [{k: x for k, x in each.items() if k == "resets" or k.startswith("ct_")} for each in named]
+    differentiated = [
+        {k: x for k, x in each.items() if x is not None and k not in (*kept, "xs")}
+        for each, kept in zip(named, fixed, strict=True)
+    ]
+    params_type = recurrent.GRUParams if case.cell == "gru" else recurrent.LSTMParams
+
+    def tree_of(names, each):
+        trees = tuple(each[name] for name in names)
+        return trees[0] if len(trees) == 1 else trees
+
+    def run(xs, each):
+        pair = {
+            "params": tuple(params_type(*(one[name] for name in params_type._fields)) for one in each),
+            "carry": tuple(tree_of(cases.CARRY[case.cell], one) for one in each),
+        }
+        if case.reset_state:
+            pair["reset_state"] = tuple(tree_of(cases.RESET_STATE[case.cell], one) for one in each)
+        results = BOTH[case.cell](
+            **pair, xs=xs, resets=None if case.resets == "none" else tuple(one["resets"] for one in fixed),
+            precision=case.precision, implementation=implementation,
+        )  # fmt: skip
+        names = (*cases.CARRY[case.cell], "ys")
+        return [dict(zip(names, jax.tree.leaves(result), strict=True)) for result in results]
+
+    outputs, vjp = jax.vjp(run, forward["xs"], differentiated)
+    dxs, gradients = vjp([{name: one["ct_" + name] for name in got} for one, got in zip(fixed, outputs, strict=True)])
+    results = {"dxs": dxs}
+    for k, (got, d) in enumerate(zip(outputs, gradients, strict=True)):
+        results |= {f"{name}{k}": x for name, x in got.items()} | {f"d{name}{k}": x for name, x in d.items()}
+    return results
+
+
+def of_each(run, case, forward, backward):
+    """The same from a run of each direction."""
+    got = run(case, forward), run(dataclasses.replace(case, reverse=True), backward | {"xs": forward["xs"]})
+    results = {f"{name}{k}": x for k, each in enumerate(got) for name, x in each.items()}
+    return results | {"dxs": sum(results.pop(f"dxs{k}").astype(np.float64) for k in (0, 1))}
+
+
+INTERPRETED = [Case(cell, T=4, B=5, H=12, D=7, precision="highest", reset_state="h") for cell in FUNCTIONS]
+GPU = [
+    Case(cell, T=13, B=batch, H=hidden, dtype=dtype, reset_state=reset_state)
+    for cell in FUNCTIONS
+    for hidden, batch in ((24, 3), (64, 16), (128, 16), (256, 64), (512, 64), (512, 300), (700, 64), (700, 300))
+    for dtype in ("f32", "bf16")
+    for reset_state in ((None, "tbh") if (hidden, batch) == (128, 16) else (None,))
+]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(pytest.param(case, marks=pytest.mark.interpret, id=f"{case}-interpreted") for case in INTERPRETED),
+        *(pytest.param(case, marks=pytest.mark.gpu, id=f"{case}-gpu") for case in GPU),
+    ],
+)
+def test_both_match_the_oracle(case):
+    inputs = [tuple(cases.make_inputs(case, 2 * draw + k) for k in (0, 1)) for draw in range(cases.draws(case))]
+    run = jax.jit(functools.partial(in_both, case, implementation="triton"))
+    got = cases.stack([{k: np.asarray(x) for k, x in run(*pair).items()} for pair in inputs])
+    want = cases.stack([of_each(cases.run_oracle, case, *pair) for pair in inputs])
+    xla = cases.stack([of_each(functools.partial(cases.run, implementation="xla"), case, *pair) for pair in inputs])
+    assert got.keys() == want.keys()
+    cases.check(case, got, xla, want)
