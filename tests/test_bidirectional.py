@@ -286,7 +286,7 @@ def in_both(case, forward, backward, implementation):
 
     def run(xs, each):
         pair = {
-            "params": tuple(params_type(*(one[name] for name in params_type._fields)) for one in each),
+            "params": tuple(params_type(**{k: one[k] for k in cases.WEIGHTS[case.cell](0, 0)}) for one in each),
             "carry": tuple(tree_of(cases.CARRY[case.cell], one) for one in each),
         }
         if case.reset_state:
