@@ -65,7 +65,8 @@ def test_tilings_of_tables_fit_and_do_not_spill(cell, direction, kind):
         assert not bad, "\n".join(bad)
 
 
-# (hidden, batch, reset state): of each kernel the widest tilings, which leave the fewest registers.
+# (hidden, batch, reset state): of each kernel the widest tilings, which leave the fewest registers. Elsewhere than on
+# Hopper every other one: there is one kind of kernels.
 IN_BOTH = ((64, 16, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 64, "stepped"), (512, 300, "zeros"))
 
 
@@ -75,7 +76,7 @@ IN_BOTH = ((64, 16, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 
 @pytest.mark.parametrize("target", DEVICES)
 def test_both_directions_in_one_launch_fit_and_do_not_spill(target, cell, direction, kind):
     device, problems = DEVICES[target], []
-    for hidden, batch, reset_state in IN_BOTH:
+    for hidden, batch, reset_state in IN_BOTH if target == "sm_90" else IN_BOTH[1::2]:
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
         problems.append(dataclasses.replace(p, models=2, groups=2, reverse="odd"))
     bad = misfits([(p, config.heuristic(p, device)) for p in problems], device)
