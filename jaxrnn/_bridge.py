@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 if TYPE_CHECKING:
     from jax import Array
 
-    from torch_bridge.config import Reverse
+    from torch_bridge.config import Reverse as Reverse
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 

@@ -601,6 +601,8 @@ def _check_params(source: str, params: Any, projected: bool = False) -> str:
             raise ValueError(
                 f"{source}: there is no place for params.w_hr, a projection: of these, PyTorch alone has it"
             )
+        if arrays["params.w_hr"].ndim != 2:
+            raise ValueError(f"{source}: params.w_hr must be a matrix, got {arrays['params.w_hr'].shape}")
         hidden, width = arrays["params.w_hr"].shape
         shapes = {"params.w_ih": (params.w_ih.shape[0], 4 * hidden), "params.w_hh": (width, 4 * hidden)}
         _check_shapes(source, arrays, shapes | {"params.b": (4 * hidden,), "params.w_hr": (hidden, width)})

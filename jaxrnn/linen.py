@@ -257,8 +257,7 @@ def run_cell(
     precision = getattr(cell, "precision", None) if precision is None else precision
     implementation = getattr(cell, "implementation", None) if implementation is None else implementation
     time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
-    if resets is None and reset_carry is not None:
-        raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+    modules.check_reset_carry(resets, reset_carry)
     if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
         reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
     if raise_or_scan(cell, precision, implementation, scan_options):
@@ -492,8 +491,7 @@ class FusedStack(nn.Module):
         modules.check_stack(
             self.num_layers, self.dropout_rate, self.bidirectional, reverse, getattr(self, "proj_size", None)
         )
-        if resets is None and reset_carry is not None:
-            raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+        modules.check_reset_carry(resets, reset_carry)
 
         def dropout(xs: Array) -> Array:
             if self.dropout_rate == 0.0:
@@ -509,7 +507,7 @@ class FusedStack(nn.Module):
         shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
         if self.learned_carry:
             learned = self.for_each(self.learned)
-            default = jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape[:-1], *x.shape)), learned)
+            default = modules.for_batch(learned, shape[:-1])
             reset_carry = learned if reset_carry is None else reset_carry
         else:
             default = self.initialize_carry(jax.random.key(0) if init_key is None else init_key, shape)
@@ -558,8 +556,7 @@ class FusedStack(nn.Module):
                 "the carry is learned, a parameter: use stack.apply(variables, rng, input_shape, "
                 'method="initialize_carry")'
             )
-        learned = self.for_each(self.learned)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*input_shape[:-1], *x.shape)), learned)
+        return modules.for_batch(self.for_each(self.learned), input_shape[:-1])
 
     @nn.nowrap
     def widths(self) -> tuple[int, ...]:

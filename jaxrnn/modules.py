@@ -39,6 +39,17 @@ def run(
     return carry, hs, None if cs is None else (cs, hs)
 
 
+def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
+    """Raises ValueError if there is something to start episodes from, but nothing that says where they start."""
+    if resets is None and reset_carry is not None:
+        raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+
+
+def for_batch(carry: Carry, batch: tuple[int, ...]) -> Carry:
+    """A carry of arrays `[H]` as one of `[*batch, H]`."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
+
+
 def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: int) -> Array:
     """Reverses time, of the first `seq_lengths [*batch]` steps and of the rest apart, as `nn.RNN` does.
 

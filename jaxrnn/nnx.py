@@ -286,8 +286,7 @@ class RNN(nnx.RNN):
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
         time_major = self.time_major if time_major is None else time_major
-        if resets is None and reset_carry is not None:
-            raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+        modules.check_reset_carry(resets, reset_carry)
         carry_init = getattr(self.cell, "carry_init", None)
         is_random = carry_init is not None and carry_init is not jax.nn.initializers.zeros
         if initial_carry is None or (resets is not None and reset_carry is None and is_random):
@@ -522,8 +521,7 @@ class FusedStack(nnx.Module):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse)
-        if resets is None and reset_carry is not None:
-            raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+        modules.check_reset_carry(resets, reset_carry)
 
         def dropout(xs: Array) -> Array:
             return self.dropout(xs, deterministic=deterministic, rngs=rngs) if self.dropout_rate > 0.0 else xs
@@ -571,7 +569,7 @@ class FusedStack(nnx.Module):
           ValueError: `carry_init` is not zeros, and there are no `rngs`.
         """
         if self.learned_carry:
-            return jax.tree.map(lambda x: jnp.broadcast_to(x, (*input_shape[:-1], *x.shape)), self.learned())
+            return modules.for_batch(self.learned(), input_shape[:-1])
         if self.carry_init is jax.nn.initializers.zeros:
             next_key: Callable[[], Array] = functools.partial(jax.random.key, 0)
         elif rngs is None:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-    from torch_bridge.config import Reverse
+    from jaxrnn._bridge import Reverse
 
     Implementation = Literal["triton", "xla"] | None
 
@@ -212,14 +212,7 @@ def bidirectional_gru(
         forward, backward = ((h, hs) for (h,), (hs,) in both)
         return forward, backward
 
-    forward, backward = (
-        _xla(
-            reference.gru, remat, params_, carry_, xs, resets_, state, reverse=reverse, time_major=time_major,
-            precision=precision,
-        )
-        for reverse, (params_, carry_, resets_, state) in zip((False, True), directions, strict=True)
-    )  # fmt: skip
-    return forward, backward
+    return _xla_both(reference.gru, remat, directions, xs, time_major=time_major, precision=precision)
 
 
 def bidirectional_lstm(
@@ -272,14 +265,9 @@ def bidirectional_lstm(
         forward, backward = (((c, h), each if return_cells else each[0]) for (h, c), each in both)
         return forward, backward
 
-    forward, backward = (
-        _xla(
-            reference.lstm, remat, params_, carry_, xs, resets_, state, reverse=reverse, time_major=time_major,
-            precision=precision, return_cells=return_cells,
-        )
-        for reverse, (params_, carry_, resets_, state) in zip((False, True), directions, strict=True)
-    )  # fmt: skip
-    return forward, backward
+    return _xla_both(
+        reference.lstm, remat, directions, xs, time_major=time_major, precision=precision, return_cells=return_cells
+    )
 
 
 @functools.partial(
@@ -295,6 +283,17 @@ def _xla(
         return function(params, carry, xs, resets=resets, reset_state=reset_state, **options)
 
     return (jax.checkpoint(run) if remat else run)(params, carry, xs, reset_state)
+
+
+def _xla_both(
+    function: Callable[..., Any], remat: bool, directions: tuple[Any, Any], xs: Array, **options: Any
+) -> tuple[Any, Any]:
+    """`_xla`, forward and in reverse: `directions` are as of `_pairs`, and the results a pair."""
+    forward, backward = (
+        _xla(function, remat, params, carry, xs, resets, reset_state, reverse=reverse, **options)
+        for reverse, (params, carry, resets, reset_state) in zip((False, True), directions, strict=True)
+    )
+    return forward, backward
 
 
 def _check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:

@@ -25,7 +25,7 @@ from calls import (
 )
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_tilings import COMPILED, DIRECTIONS, fits, outputs
+from test_tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 from test_transformations import launches
 
 from jaxrnn import recurrent
@@ -261,12 +261,11 @@ def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
         pytest.skip("kernels for Hopper")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
-        splits = 4 * -(-hidden // 128) if tiling.variant == "sm90_rows" else -(-hidden // tiling.block_h)
-        fitted = dataclasses.replace(tiling, splits=splits)
+        fitted = for_width(tiling, hidden)
         if fits(problem, device, fitted):
             assert_each_model_as_by_itself(problem, device, fitted, "cuda")
-            few = dataclasses.replace(device, multiprocessors=splits)  # models of both parities in turn
-            if splits > 1:
+            few = dataclasses.replace(device, multiprocessors=fitted.splits)  # models of both parities in turn
+            if fitted.splits > 1:
                 assert_each_model_as_by_itself(problem, few, fitted, "cuda")
 
 

@@ -226,6 +226,8 @@ def test_torch_projection(torch):
     np.testing.assert_array_equal(back["weight_hh_l0"], state["weight_hh_l0"].numpy())
     with pytest.raises(ValueError, match=r"weight_hh_l0 must be"):
         convert.from_torch(state | {"weight_hh_l0": torch.zeros(4 * H, H)})
+    with pytest.raises(ValueError, match=r"params.w_hr must be a matrix, got \(5,\)"):
+        convert.to_torch(params._replace(w_hr=jnp.zeros(5)))
     for other in (convert.to_linen, convert.to_equinox, convert.to_keras, convert.to_haiku):
         with pytest.raises(ValueError, match=r"no place for params.w_hr"):
             other(params)

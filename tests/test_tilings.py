@@ -110,12 +110,17 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
         pytest.skip("kernels for Hopper")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
-        rows = tiling.variant == "sm90_rows"  # whose programs come by four
-        splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
-        fitted = dataclasses.replace(tiling, splits=splits)
+        fitted = for_width(tiling, hidden)
         sizes = [b for b in tiles if fits(problem, device, with_tiles_of(b, fitted))]
         if len(sizes) > 1:
             assert_same(problem, device, fitted, "cuda", sizes)
+
+
+def for_width(tiling, hidden):
+    """The tiling with as many programs as share so many units; those of the rows kernels come by four."""
+    rows = tiling.variant == "sm90_rows"
+    splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
+    return dataclasses.replace(tiling, splits=splits)
 
 
 def fits(problem, device, tiling):
