@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.recurrent import gru, lstm
+from jaxrnn.recurrent import bidirectional_gru, bidirectional_lstm, gru, lstm
 from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
 
 if TYPE_CHECKING:
@@ -35,8 +35,13 @@ def run(
         carry, ys = gru(params, carry, xs, **options)
         return carry, ys, ys if return_carries else None
     carry, outputs = lstm(params, carry, xs, return_cells=return_carries, **options)
+    return carry, *hidden_and_carries(outputs)
+
+
+def hidden_and_carries(outputs: Any) -> tuple[Array, Carry | None]:
+    """Of what `jaxrnn.lstm` returns for every step, the hidden states, and the carries if the cell states are there."""
     hs, cs = outputs if isinstance(outputs, tuple) else (outputs, None)
-    return carry, hs, None if cs is None else (cs, hs)
+    return hs, None if cs is None else (cs, hs)
 
 
 def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
@@ -235,16 +240,45 @@ class Direction(NamedTuple):
 
 
 def both_directions(
-    layer: Sequence[Direction], xs: Array, resets: Sequence[Array | None], reset_carries: Sequence[Any], **options: Any
+    layer: Sequence[Direction],
+    xs: Array,
+    resets: Sequence[Array | None],
+    reset_carries: Sequence[Carry | None],
+    *,
+    time_axis: int,
+    return_carries: bool,
+    **options: Any,
 ) -> list[tuple[Carry, Array, Carry | None]]:
     """Runs a forward and a backward direction over the same `xs`; all that is given per direction comes in that order.
 
     Returns what `run` returns, for each.
     """
-    return [
-        run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse, **options)
-        for one, reset, state, reverse in zip(layer, resets, reset_carries, (False, True), strict=True)
-    ]
+    params, carry, _ = zip(*layer, strict=True)
+    if any(one is not None for one in resets):
+        no_resets = jnp.zeros(xs.shape[:-1], bool)
+        options["resets"] = tuple(no_resets if one is None else one != 0 for one in resets)
+    if any(one is not None for one in reset_carries):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[-1:], x.dtype), carry)
+        given = [new if one is None else one for one, new in zip(reset_carries, zeros, strict=True)]
+        pairs = jax.tree.map(functools.partial(of_one_shape, time_axis=time_axis), *given)
+        options["reset_state"] = jax.tree.transpose(jax.tree.structure(given[0]), None, pairs)
+    if isinstance(params[0], GRUParams):
+        both = bidirectional_gru(params, carry, xs, **options)
+        return [(last, ys, ys if return_carries else None) for last, ys in both]
+    both = bidirectional_lstm(params, carry, xs, return_cells=return_carries, **options)
+    return [(last, *hidden_and_carries(outputs)) for last, outputs in both]
+
+
+def of_one_shape(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:
+    """Two reset states `[H]`, `[*batch, H]` or, with time among these axes, of every step, as arrays of one shape."""
+    most = max(x, y, key=jnp.ndim)
+
+    def broadcast(x: Array) -> Array:
+        if 1 < jnp.ndim(x) < jnp.ndim(most):
+            x = jnp.expand_dims(x, time_axis)
+        return jnp.broadcast_to(jnp.asarray(x, jnp.result_type(x, y)), most.shape)
+
+    return broadcast(x), broadcast(y)
 
 
 def is_last_step(seq_lengths: Array | None, shape: tuple[int, ...], time_axis: int) -> Array:
@@ -314,7 +348,7 @@ def run_layer(
     # running forward a sequence may end before the last step, running backward all end at the first
     options |= {"time_major": time_major, "return_carries": return_carry and seq_lengths is not None and not reverse}
     if len(layer) == 2:
-        results = both_directions(layer, xs, all_resets, reset_carries, **options)
+        results = both_directions(layer, xs, all_resets, reset_carries, time_axis=time_axis, **options)
     else:
         (one,), (reset,), (state,) = layer, all_resets, reset_carries
         results = [run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse, **options)]

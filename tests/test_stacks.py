@@ -380,20 +380,25 @@ def test_a_random_carry_has_a_key_for_each_layer():
 # --- options ---------------------------------------------------------------------------------------------------------
 
 
-def test_options_reach_the_function(monkeypatch):
+@pytest.mark.parametrize(
+    ("function_name", "shape", "expected"),
+    [("gru", {"reverse": True}, {"reverse": True}), ("bidirectional_gru", {"bidirectional": True}, {})],
+)
+def test_options_reach_the_function(function_name, shape, expected, monkeypatch):
     seen = []
 
     def function(params, carry, xs, **options):
-        seen.append({name: options[name] for name in ("precision", "implementation", "remat", "reverse")})
+        seen.append({name: options[name] for name in names if name in options})
         return real(params, carry, xs, **(options | {"implementation": None}))
 
-    real = modules.gru
-    monkeypatch.setattr(modules, "gru", function)
+    names = "precision", "implementation", "remat", "reverse"
+    real = getattr(modules, function_name)
+    monkeypatch.setattr(modules, function_name, function)
     options = {"precision": jax.lax.Precision.HIGHEST, "implementation": "triton", "remat": True}
-    stack, variables, _ = make("GRU", bidirectional=True, **options)
+    stack, variables, _ = make("GRU", **shape, **options)
     seen.clear()
     stack.apply(variables, normal(2, (T, B, D)))
-    assert seen == [options | {"reverse": reverse} for reverse in (False, True)]
+    assert seen == [options | expected]
 
 
 def test_bfloat16_multiplies_in_bfloat16_and_carries_float32():
@@ -496,4 +501,7 @@ def test_triton_runs_a_stack_as_xla_does(cell):
             return last, ys * valid
 
         results.append(outputs_and_gradients(call, variables, xs, carry))
+        traced = str(jax.make_jaxpr(functools.partial(outputs_and_gradients, call))(variables, xs, carry))
+        expected = int(name == "triton")  # launches for both directions
+        assert [traced.count(f"direction={direction}") for direction in ("fwd", "bwd")] == [expected, expected]
     assert_close(*results, tol=2e-5)
