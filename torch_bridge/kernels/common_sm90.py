@@ -25,6 +25,30 @@ def slot_layout(warps):
     return gl.DistributedLinearLayout(registers, lanes, [[0, 0]] * doublings, [], [warps, 8])
 
 
+@gluon.constexpr_function
+def units_layout(warps, block_b):
+    """`[16 warps, block_b]`: what a product's result gives a thread, a pair of units and a pair of sequences in turn."""
+    registers = [[1, 0], [0, 1], *([0, 8 << k] for k in range((block_b // 8).bit_length() - 1))]
+    lanes = [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]]
+    return gl.DistributedLinearLayout(
+        registers, lanes, [[16 << k, 0] for k in range(warps.bit_length() - 1)], [], [16 * warps, block_b]
+    )
+
+
+@gluon.jit
+def unit_of_row(row):
+    """The unit whose weights are a row of the register operand, so that rows k and k + 8 of 16 are of adjacent ones."""
+    return (row & ~15) | ((row & 7) << 1) | ((row >> 3) & 1)
+
+
+@gluon.jit
+def by_unit(x, UNITS: gl.constexpr):
+    """The result of a product with such rows, by unit; in the same registers."""
+    blocks: gl.constexpr = x.shape[0] // 16
+    x = x.reshape([blocks, 2, 8, x.shape[1]]).permute([0, 2, 1, 3]).reshape([x.shape[0], x.shape[1]])
+    return gl.convert_layout(x, UNITS, assert_trivial=True)
+
+
 @gluon.jit
 def scale_to_float16(largest, EXPONENT: gl.constexpr):
     """The power of two that brings `largest` to 2^EXPONENT or up to twice that; limited near zero and infinity."""

@@ -7,6 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
+    by_unit,
     fast_sigmoid,
     inverse,
     load_gradient,
@@ -18,6 +19,8 @@ from torch_bridge.kernels.common_sm90 import (
     slot_layout,
     state_scale,
     to_operand,
+    unit_of_row,
+    units_layout,
     weights_scale,
 )
 
@@ -55,7 +58,7 @@ def save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev):
 def _forward_step(
     i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
     live = mask & (i < T)
@@ -75,6 +78,7 @@ def _forward_step(
     a_n = warpgroup_mma(w_n, buffer, zeros, use_acc=False, is_async=True)
     a_z = warpgroup_mma(w_z, buffer, zeros, use_acc=False, is_async=True)
     a_r, a_n, a_z = warpgroup_mma_wait(num_outstanding=0, deps=[a_r, a_n, a_z])
+    a_r, a_z, a_n = by_unit(a_r, UNITS), by_unit(a_z, UNITS), by_unit(a_n, UNITS)
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
@@ -100,12 +104,13 @@ def fwd_kernel(
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
 
-    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_rows = unit_of_row(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD)))
     w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
     w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
     w_ptr = w_hh_t_ptr + model * (3 * H * H)
@@ -116,15 +121,15 @@ def fwd_kernel(
     w_z = load_weights(w_ptr + H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_n = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
+    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
     w_unscale = inverse(w_scale)
     if SCALED:
         scale = state_scale(gl.abs(h))[None, :]
@@ -141,12 +146,12 @@ def fwd_kernel(
         h, scale, x_r, x_z, x_n, reset = _forward_step(
             i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE,
+            H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
         h, scale, x_r, x_z, x_n, reset = _forward_step(
             i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE,
+            H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
 
 
@@ -171,7 +176,7 @@ def _backward_step(
     factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
     unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
-    ACC: gl.constexpr, SLOT: gl.constexpr,
+    UNITS: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
     """Step i, the loads of step i + 1, and the gradient of the output of step i + 2.
 
@@ -225,9 +230,9 @@ def _backward_step(
     gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=live)
     gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
-        bound = gl.convert_layout(3.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, ACC), assert_trivial=True)
+        bound = gl.convert_layout(3.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
-    product = warpgroup_mma_wait(num_outstanding=0, deps=[product])
+    product = by_unit(warpgroup_mma_wait(num_outstanding=0, deps=[product]), UNITS)
     if SCALED:
         product = product * unscale
     dh += product
@@ -251,6 +256,7 @@ def bwd_kernel(
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
     SLOT: gl.constexpr = slot_layout(WARPS)
@@ -258,7 +264,7 @@ def bwd_kernel(
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
 
-    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_rows = unit_of_row(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD)))
     w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
     w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
     w_ptr = w_hh_ptr + model * (3 * H * H)
@@ -270,8 +276,8 @@ def bwd_kernel(
     w_z = load_weights(w_ptr + H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_n = load_weights(w_ptr + 2 * H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
@@ -303,12 +309,12 @@ def bwd_kernel(
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
             factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
             unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip
         dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
             i + 1, dh, dy, dy_next, factors, keep, reset, bound, odd_r, odd_z, odd_n, odd_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
             factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
             unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip

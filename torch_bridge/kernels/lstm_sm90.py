@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
+    by_unit,
     fast_sigmoid,
     inverse,
     load_gradient,
@@ -24,6 +25,8 @@ from torch_bridge.kernels.common_sm90 import (
     slot_layout,
     state_scale,
     to_operand,
+    unit_of_row,
+    units_layout,
     weights_scale,
 )
 
@@ -68,7 +71,7 @@ def _forward_step(
     i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, stride,
     unit, mask, mask_q,
-    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
     live = mask & (i < T)
@@ -90,6 +93,7 @@ def _forward_step(
     a_f = warpgroup_mma(w_f, buffer, zeros, use_acc=False, is_async=True)
     a_o = warpgroup_mma(w_o, buffer, zeros, use_acc=False, is_async=True)
     a_i, a_g, a_f, a_o = warpgroup_mma_wait(num_outstanding=0, deps=[a_i, a_g, a_f, a_o])
+    a_i, a_f, a_g, a_o = by_unit(a_i, UNITS), by_unit(a_f, UNITS), by_unit(a_g, UNITS), by_unit(a_o, UNITS)
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
@@ -120,12 +124,13 @@ def fwd_kernel(
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
 
-    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_rows = unit_of_row(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD)))
     w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
     w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
     w_ptr = w_hh_t_ptr + model * (4 * H * H)
@@ -140,15 +145,15 @@ def fwd_kernel(
     else:
         w_o = load_weights(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
+    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
     w_unscale = inverse(w_scale)
     if SCALED:
         scale = state_scale(gl.abs(h))[None, :]
@@ -165,13 +170,13 @@ def fwd_kernel(
             i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
             seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE,
+            H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
         h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
             i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
             seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE,
+            H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
 
 
@@ -205,7 +210,7 @@ def _backward_step(
     factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
     dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
-    ACC: gl.constexpr, SLOT: gl.constexpr,
+    UNITS: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
     """Step i, the loads of step i + 1, and the gradients of the outputs of step i + 2.
 
@@ -223,13 +228,14 @@ def _backward_step(
         dc += this_dcy.to(gl.float32)
     rows = row + step_time(T - 1 - i, T, REVERSE) * stride
     dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]
-    scale, unscale = zeros, zeros
+    largest = gl.zeros_like(dh)
+    scale, unscale = largest, largest
     if SCALED:
         # 2^0: what a factor may be beyond one (a quarter of |c|) has room
         scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
     # one gate after the other: all at once do not fit the registers
-    largest = _leave(dc * f_i, zeros, buffer_i, dxp, live, scale, SCALED, DTYPE)
+    largest = _leave(dc * f_i, largest, buffer_i, dxp, live, scale, SCALED, DTYPE)
     largest = _leave(dc * f_f, largest, buffer_f, dxp + H, live, scale, SCALED, DTYPE)
     largest = _leave(dc * f_g, largest, buffer_g, dxp + 2 * H, live, scale, SCALED, DTYPE)
     largest = _leave(dh * f_o, largest, buffer_o, dxp + 3 * H, live, scale, SCALED, DTYPE)
@@ -262,9 +268,9 @@ def _backward_step(
     if dcs_ptr is not None:
         dcy_next = load_gradient(dcs_ptr, next_rows, unit, mask, H)
     if SCALED:
-        bound = gl.convert_layout(4.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, ACC), assert_trivial=True)
+        bound = gl.convert_layout(4.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
-    dh = warpgroup_mma_wait(num_outstanding=0, deps=[dh])
+    dh = by_unit(warpgroup_mma_wait(num_outstanding=0, deps=[dh]), UNITS)
     if SCALED:
         dh = dh * unscale
     if reset_ptr is not None:
@@ -292,6 +298,7 @@ def bwd_kernel(
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
     SLOT: gl.constexpr = slot_layout(WARPS)
@@ -299,7 +306,7 @@ def bwd_kernel(
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
 
-    w_rows = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD))
+    w_rows = unit_of_row(gl.arange(0, BLOCK_H, gl.SliceLayout(1, LOAD)))
     w_cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LOAD))
     w_mask = (w_rows < H)[:, None] & (w_cols < H)[None, :]
     w_ptr = w_hh_ptr + model * (4 * H * H)
@@ -316,8 +323,8 @@ def bwd_kernel(
         w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
         w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, ACC))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
@@ -359,11 +366,11 @@ def bwd_kernel(
             i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
             even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
             factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip
         dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
             i + 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
             odd_i, odd_f, odd_g, odd_o, odd_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
             factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, ACC, SLOT,
+            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip
