@@ -1,9 +1,10 @@
 """What the kernels in Gluon share: weights and operands in 16 bits, scaled, activations, packed stores.
 
-Where one program has all units (`gru_sm90.py`, `lstm_sm90.py`), its weights are the register operand of wgmma for the
-whole sequence: a warp owns 16 hidden units of every gate. Only the other operand, hidden states (forward) or gate
-gradients (backward), goes through shared memory, in two buffers written in turn: one barrier a step, and no change of
-layout. Where programs share the units (`*_sm90_split.py`, with `exchange_sm90.py`), both operands are in shared memory.
+Where one program has all units (`gru_sm90.py`, `lstm_sm90.py`), its weights are in registers for the whole sequence: a
+warp owns 16 hidden units of every gate. Only the other operand, hidden states (forward) or gate gradients (backward),
+goes through shared memory, in two buffers written in turn, with no change of layout. Products are mma.sync's: wgmma,
+which reads shared memory itself, would need a fence at every step, that waits for all stores before it. Where programs
+share the units (`*_sm90_split.py`, with `exchange_sm90.py`), both operands are in shared memory, for wgmma.
 
 Products of float32 are made of float16 operands, which have the ten bits of mantissa that TF32 has. Their range is
 kept by powers of two, exact to apply and to undo: one scale for the weights, one a sequence for the other operand.
@@ -27,7 +28,7 @@ def slot_layout(warps):
 
 @gluon.constexpr_function
 def units_layout(warps, block_b):
-    """`[16 warps, block_b]`: what a product's result gives a thread, a pair of units and a pair of sequences in turn."""
+    """`[16 warps, block_b]`: what a product's result gives a thread; it has pairs of units and of sequences."""
     registers = [[1, 0], [0, 1], *([0, 8 << k] for k in range((block_b // 8).bit_length() - 1))]
     lanes = [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]]
     return gl.DistributedLinearLayout(
@@ -39,6 +40,19 @@ def units_layout(warps, block_b):
 def unit_of_row(row):
     """The unit whose weights are a row of the register operand, so that rows k and k + 8 of 16 are of adjacent ones."""
     return (row & ~15) | ((row & 7) << 1) | ((row >> 3) & 1)
+
+
+@gluon.jit
+def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
+    """Which sequence of a tile a column of products is, and whether it is one.
+
+    Of few sequences every other column is none: a thread has two columns side by side, and the compiler sees that one
+    of them is never live.
+    """
+    if 2 * BLOCK_B <= COLS:
+        return column // 2, (column % 2 == 0) & (column < 2 * BLOCK_B)
+    else:
+        return column, column < BLOCK_B
 
 
 @gluon.jit
@@ -84,16 +98,6 @@ def load_weights(ptr, rows, cols, stride, mask, scale, SCALED: gl.constexpr, DTY
     if SCALED:
         w = w * scale
     return gl.convert_layout(w.to(DTYPE), layout)
-
-
-@gluon.jit
-def load_weights_shared(ptr, rows, cols, stride, mask, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
-    """As `load_weights`, in shared memory, for what the registers cannot hold."""
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows.shape[0], cols.shape[0]], DTYPE)
-    w = gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
-    if SCALED:
-        w = w * scale
-    return gl.allocate_shared_memory(DTYPE, [rows.shape[0], cols.shape[0]], SHARED, w.to(DTYPE))
 
 
 @gluon.jit

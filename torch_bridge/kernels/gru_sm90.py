@@ -2,7 +2,7 @@
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
@@ -16,6 +16,7 @@ from torch_bridge.kernels.common_sm90 import (
     new_state_scale,
     pack,
     scale_to_float16,
+    sequence_of_column,
     slot_layout,
     state_scale,
     to_operand,
@@ -46,22 +47,42 @@ def new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h):
 
 
 @gluon.jit
-def save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev):
-    """Stores what the backward pass needs of a step."""
+def factors_of(h_n, r, z, n, h_prev):
+    """What the backward pass needs of a step, besides z."""
     f_n = (1.0 - z) * (1.0 - n * n)
-    factors = pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
+    return pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
+
+
+@gluon.jit
+def save_factors(factors_ptr, keep_ptr, at, mask, factors, z):
+    """Stores what the backward pass needs of a step."""
     gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
     gl.store(keep_ptr + at, z, mask=mask)
 
 
 @gluon.jit
+def _store_results(
+    i, h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+    H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Stores the results of step i, if there is such a step."""
+    time = step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE)
+    at = (row + time * stride)[None, :] * H + unit[:, None]
+    live = mask & (i >= 0) & (i < T)
+    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
+    if factors_ptr is not None:
+        save_factors(factors_ptr, keep_ptr, at, live, factors, z)
+    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
+
+
+@gluon.jit
 def _forward_step(
-    i, h, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
+    i, h, new_h, factors, z, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
-    live = mask & (i < T)
+    """Step i, the stores of step i - 1, whose results `new_h`, `factors` and `z` are, and the loads of step i + 1."""
     next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
@@ -72,24 +93,40 @@ def _forward_step(
         buffer.store(to_operand(h * scale, DTYPE))
     else:
         buffer.store(to_operand(h, DTYPE))
-    fence_async_shared()
     barrier()
-    a_r = warpgroup_mma(w_r, buffer, zeros, use_acc=False, is_async=True)
-    a_n = warpgroup_mma(w_n, buffer, zeros, use_acc=False, is_async=True)
-    a_z = warpgroup_mma(w_z, buffer, zeros, use_acc=False, is_async=True)
-    a_r, a_n, a_z = warpgroup_mma_wait(num_outstanding=0, deps=[a_r, a_n, a_z])
-    a_r, a_z, a_n = by_unit(a_r, UNITS), by_unit(a_z, UNITS), by_unit(a_n, UNITS)
+    if LATE:
+        _store_results(
+            i - 1,
+            new_h,
+            factors,
+            z,
+            hs_ptr,
+            h_last_ptr,
+            factors_ptr,
+            keep_ptr,
+            seq,
+            row,
+            T,
+            stride,
+            unit,
+            mask,
+            H,
+            REVERSE,
+        )
+    operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
+    a_r = by_unit(mma_v2(w_r, operand, zeros), UNITS)
+    a_n = by_unit(mma_v2(w_n, operand, zeros), UNITS)
+    a_z = by_unit(mma_v2(w_z, operand, zeros), UNITS)
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
-    h_prev = h
-    h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
-    at = (row + step_time(i, T, REVERSE) * stride)[None, :] * H + unit[:, None]
-    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
-    if factors_ptr is not None:
-        save_factors(factors_ptr, keep_ptr, at, live, h_n, r, z, n, h_prev)
-    gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
-    return h, scale, next_r, next_z, next_n, next_reset
+    h_n, r, z, n, new_h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
+    factors = factors_of(h_n, r, z, n, h)
+    if not LATE:
+        _store_results(
+            i, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, H, REVERSE
+        )
+    return new_h, new_h, factors, z, scale, next_r, next_z, next_n, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
@@ -100,13 +137,15 @@ def fwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
+    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
+    LATE: gl.constexpr = COLS == 8  # results are stored a step later, where registers can hold them
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
+    UNITS: gl.constexpr = units_layout(WARPS, COLS)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, BLOCK_H], DTYPE)
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
 
@@ -122,36 +161,44 @@ def fwd_kernel(
     w_n = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
-    mask_q = q < Q
+    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
+    q = tile * BLOCK_B + nth
+    mask_q = taken & (q < Q)
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
+    scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     w_unscale = inverse(w_scale)
     if SCALED:
         scale = state_scale(gl.abs(h))[None, :]
-    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
-    even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
 
     x_r, x_z, x_n, reset = _load_inputs(
         xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H
     )
+    new_h, z, factors = h, h, factors_of(h, h, h, h, h)  # of no step
     barrier()
     for i in range(0, T, 2):
-        h, scale, x_r, x_z, x_n, reset = _forward_step(
-            i, h, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
+        h, new_h, factors, z, scale, x_r, x_z, x_n, reset = _forward_step(
+            i, h, new_h, factors, z, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS,
+            H, SCALED, DTYPE, REVERSE, UNITS, LATE,
         )  # fmt: skip
-        h, scale, x_r, x_z, x_n, reset = _forward_step(
-            i + 1, h, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
+        h, new_h, factors, z, scale, x_r, x_z, x_n, reset = _forward_step(
+            i + 1, h, new_h, factors, z, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS,
+            H, SCALED, DTYPE, REVERSE, UNITS, LATE,
+        )  # fmt: skip
+    if LATE:
+        steps = (T + 1) // 2 * 2  # taken, those past the last one with it
+        _store_results(
+            steps - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+            H, REVERSE,
         )  # fmt: skip
 
 
@@ -204,24 +251,25 @@ def _backward_step(
         buffer_r.store(to_operand(dr * scale, DTYPE))
         buffer_z.store(to_operand(dz * scale, DTYPE))
         buffer_n.store(to_operand(dhn * scale, DTYPE))
+    else:
+        buffer_r.store(to_operand(dr, DTYPE))
+        buffer_z.store(to_operand(dz, DTYPE))
+        buffer_n.store(to_operand(dhn, DTYPE))
+    barrier()
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, zeros.type.layout, 2)
+    product_r = mma_v2(w_r, buffer_r.load(OPERAND), zeros)
+    product_z = mma_v2(w_z, buffer_z.load(OPERAND), zeros)
+    product_n = mma_v2(w_n, buffer_n.load(OPERAND), zeros)
+
+    # while the products run: the next bound, and what this step leaves behind
+    if SCALED:
         largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
         largest = gl.abs(dh) + w_bound * largest
         if reset_ptr is not None:
             largest = gl.where(this_reset[None, :], 0.0, largest)
         largest += gl.abs(dy.to(gl.float32))
         slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
-    else:
-        buffer_r.store(to_operand(dr, DTYPE))
-        buffer_z.store(to_operand(dz, DTYPE))
-        buffer_n.store(to_operand(dhn, DTYPE))
-    dh = dh * this_keep
-    fence_async_shared()
-    barrier()
-    product = warpgroup_mma(w_r, buffer_r, zeros, use_acc=False, is_async=True)
-    product = warpgroup_mma(w_z, buffer_z, product, is_async=True)
-    product = warpgroup_mma(w_n, buffer_n, product, is_async=True)
-
-    # while the product runs: what this step leaves behind
+        barrier()
     rows = row + step_time(T - 1 - i, T, REVERSE) * stride
     dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]
     at = rows[None, :] * H + unit[:, None]
@@ -232,10 +280,10 @@ def _backward_step(
     if SCALED:
         bound = gl.convert_layout(3.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
-    product = by_unit(warpgroup_mma_wait(num_outstanding=0, deps=[product]), UNITS)
+    product = by_unit(product_r + product_z + product_n, UNITS)
     if SCALED:
         product = product * unscale
-    dh += product
+    dh = dh * this_keep + product
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
             gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=live)
@@ -252,13 +300,14 @@ def bwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
+    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
+    UNITS: gl.constexpr = units_layout(WARPS, COLS)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, BLOCK_H], DTYPE)
     SLOT: gl.constexpr = slot_layout(WARPS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     model = (gl.program_id(0) // tiles).to(gl.int64)
@@ -277,22 +326,23 @@ def bwd_kernel(
     w_n = load_weights(w_ptr + 2 * H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
-    mask_q = q < Q
+    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
+    q = tile * BLOCK_B + nth
+    mask_q = taken & (q < Q)
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
-    even_r = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_z = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_n = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_r = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_z = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_n = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
-    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
+    even_r = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_z = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_n = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_r = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_z = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_n = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
+    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
     factors, keep, reset = load_factors(

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.gru_sm90 import load_factors, new_state, save_factors
+from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
     backward_rows,
@@ -96,7 +96,7 @@ def fwd_kernel(
             at = rows[:, None] * H + unit[None, :]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev)
+                save_factors(factors_ptr, keep_ptr, at, mask, factors_of(h_n, r, z, n, h_prev), z)
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
 

@@ -31,7 +31,7 @@ from torch_bridge.kernels.exchange_sm90 import (
     send_state,
     store_operand,
 )
-from torch_bridge.kernels.gru_sm90 import load_factors, new_state, save_factors
+from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -98,7 +98,7 @@ def fwd_kernel(
             at = (row + step_time(now, T, REVERSE) * stride)[None, :] * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                save_factors(factors_ptr, keep_ptr, at, mask, h_n, r, z, n, h_prev)
+                save_factors(factors_ptr, keep_ptr, at, mask, factors_of(h_n, r, z, n, h_prev), z)
             x_r, x_z, x_n = next_r, next_z, next_n
         gl.store(h_last_ptr + last, h, mask=mask)
 

@@ -1,13 +1,12 @@
 """LSTM time loop for Hopper in Gluon: as `lstm.py` with SPLITS == 1 and, forward, no reset state.
 
-Four gates of 128 units leave few registers for the rest: forward, the weights of one gate are read from shared memory;
-backward, a step loads the next one's inputs after it has stored its own results.
+Four gates of 128 units leave few registers for the rest: forward, eight sequences' results are stored at once and not
+when the next step's product runs; backward, a step loads the next one's inputs after it has stored its own results.
 """
 
-import triton
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
@@ -18,10 +17,10 @@ from torch_bridge.kernels.common_sm90 import (
     load_gradient,
     load_inputs,
     load_weights,
-    load_weights_shared,
     new_state_scale,
     pack,
     scale_to_float16,
+    sequence_of_column,
     slot_layout,
     state_scale,
     to_operand,
@@ -29,9 +28,6 @@ from torch_bridge.kernels.common_sm90 import (
     units_layout,
     weights_scale,
 )
-
-# Backward, ptxas finds registers for the weights of four gates up to Triton 3.7, and later for those of two.
-SHARED_GATES = gl.constexpr(tuple(map(int, triton.__version__.split(".")[:2])) > (3, 7))
 
 
 @gluon.jit
@@ -57,24 +53,50 @@ def new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c):
 
 
 @gluon.jit
-def save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_o, tanh_c, c_prev):
-    """Stores what the backward pass needs of a step."""
+def factors_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, through_ptr):
+    """What the backward pass needs of a step, besides f: factors, and those through which dh goes to dc."""
     f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
     f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-    gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, pack(f_i, f_f, f_g, f_o), mask=mask)
-    gl.store(through_ptr + at, (g_o * (1.0 - tanh_c * tanh_c)).to(through_ptr.dtype.element_ty), mask=mask)
+    through = g_o * (1.0 - tanh_c * tanh_c)
+    if through_ptr is not None:
+        through = through.to(through_ptr.dtype.element_ty)
+    return pack(f_i, f_f, f_g, f_o), through
+
+
+@gluon.jit
+def save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, factors, through, g_f):
+    """Stores what the backward pass needs of a step."""
+    gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
+    gl.store(through_ptr + at, through, mask=mask)
     gl.store(keep_ptr + at, g_f, mask=mask)
 
 
 @gluon.jit
+def _store_results(
+    i, h, c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+    row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Stores the results of step i, if there is such a step."""
+    time = step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE)
+    at = (row + time * stride)[None, :] * H + unit[:, None]
+    live = mask & (i >= 0) & (i < T)
+    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
+    if cs_ptr is not None:
+        gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=live)
+    if factors_ptr is not None:
+        save_factors(factors_ptr, through_ptr, keep_ptr, at, live, factors, through, g_f)
+
+
+@gluon.jit
 def _forward_step(
-    i, h, c, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
+    i, h, c, new_h, new_c, factors, through, g_f, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o,
+    scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, stride,
     unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + 1. Of a step past the last one nothing is stored."""
-    live = mask & (i < T)
+    """Step i, the stores of step i - 1, whose results are `new_h` to `g_f`, and the loads of step i + 1."""
     next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     next_i, next_f, next_g, next_o, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
@@ -86,29 +108,31 @@ def _forward_step(
         buffer.store(to_operand(h * scale, DTYPE))
     else:
         buffer.store(to_operand(h, DTYPE))
-    fence_async_shared()
     barrier()
-    a_i = warpgroup_mma(w_i, buffer, zeros, use_acc=False, is_async=True)
-    a_g = warpgroup_mma(w_g, buffer, zeros, use_acc=False, is_async=True)
-    a_f = warpgroup_mma(w_f, buffer, zeros, use_acc=False, is_async=True)
-    a_o = warpgroup_mma(w_o, buffer, zeros, use_acc=False, is_async=True)
-    a_i, a_g, a_f, a_o = warpgroup_mma_wait(num_outstanding=0, deps=[a_i, a_g, a_f, a_o])
-    a_i, a_f, a_g, a_o = by_unit(a_i, UNITS), by_unit(a_f, UNITS), by_unit(a_g, UNITS), by_unit(a_o, UNITS)
+    if LATE:
+        _store_results(
+            i - 1, new_h, new_c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+            row, T, stride, unit, mask, H, REVERSE,
+        )  # fmt: skip
+    operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
+    a_i = by_unit(mma_v2(w_i, operand, zeros), UNITS)
+    a_g = by_unit(mma_v2(w_g, operand, zeros), UNITS)
+    a_f = by_unit(mma_v2(w_f, operand, zeros), UNITS)
+    a_o = by_unit(mma_v2(w_o, operand, zeros), UNITS)
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
-    c_prev = c
-    g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
-    at = (row + step_time(i, T, REVERSE) * stride)[None, :] * H + unit[:, None]
-    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
-    if cs_ptr is not None:
-        gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=live)
-    if factors_ptr is not None:
-        save_factors(factors_ptr, through_ptr, keep_ptr, at, live, g_i, g_f, g_g, g_o, tanh_c, c_prev)
+    g_i, g_f, g_g, g_o, tanh_c, new_h, new_c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
+    factors, through = factors_of(g_i, g_f, g_g, g_o, tanh_c, c, through_ptr)
     last = seq[None, :] * H + unit[:, None]
-    gl.store(h_last_ptr + last, h, mask=mask & (i == T - 1))
-    gl.store(c_last_ptr + last, c, mask=mask & (i == T - 1))
-    return h, c, scale, next_i, next_f, next_g, next_o, next_reset
+    gl.store(h_last_ptr + last, new_h, mask=mask & (i == T - 1))
+    gl.store(c_last_ptr + last, new_c, mask=mask & (i == T - 1))
+    if not LATE:
+        _store_results(
+            i, new_h, new_c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+            row, T, stride, unit, mask, H, REVERSE,
+        )  # fmt: skip
+    return new_h, new_c, new_h, new_c, factors, through, g_f, scale, next_i, next_f, next_g, next_o, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
@@ -120,13 +144,15 @@ def fwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
+    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
+    LATE: gl.constexpr = BLOCK_H < 128 or BLOCK_B < 8  # results are stored a step later, where registers can hold them
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
+    UNITS: gl.constexpr = units_layout(WARPS, COLS)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, BLOCK_H], DTYPE)
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
 
@@ -140,43 +166,51 @@ def fwd_kernel(
     w_i = load_weights(w_ptr, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_f = load_weights(w_ptr + H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_g = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
-    if BLOCK_H == 128:
-        w_o = load_weights_shared(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE)
-    else:
-        w_o = load_weights(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_o = load_weights(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
-    mask_q = q < Q
+    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
+    q = tile * BLOCK_B + nth
+    mask_q = taken & (q < Q)
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
+    scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     w_unscale = inverse(w_scale)
     if SCALED:
         scale = state_scale(gl.abs(h))[None, :]
-    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
-    even = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
+    even = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
 
     rows = row + step_time(0, T, REVERSE) * stride
     x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
+    new_h, new_c, g_f = h, c, h  # of no step
+    factors, through = factors_of(h, h, h, h, h, h, through_ptr)
     barrier()
     for i in range(0, T, 2):
-        h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
-            i, h, c, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
+        h, c, new_h, new_c, factors, through, g_f, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i, h, c, new_h, new_c, factors, through, g_f, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o,
+            scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
             seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS,
+            H, SCALED, DTYPE, REVERSE, UNITS, LATE,
         )  # fmt: skip
-        h, c, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
-            i + 1, h, c, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o, scale, w_unscale, zeros,
+        h, c, new_h, new_c, factors, through, g_f, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i + 1, h, c, new_h, new_c, factors, through, g_f, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o,
+            scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
             seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS,
+            H, SCALED, DTYPE, REVERSE, UNITS, LATE,
+        )  # fmt: skip
+    if LATE:
+        steps = (T + 1) // 2 * 2  # taken, those past the last one with it
+        _store_results(
+            steps - 1, new_h, new_c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+            row, T, stride, unit, mask, H, REVERSE,
         )  # fmt: skip
 
 
@@ -251,12 +285,12 @@ def _backward_step(
         if dcs_ptr is not None:
             largest += gl.abs(dcy_next.to(gl.float32))
         slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
-    fence_async_shared()
     barrier()
-    dh = warpgroup_mma(w_i, buffer_i, zeros, use_acc=False, is_async=True)
-    dh = warpgroup_mma(w_f, buffer_f, dh, is_async=True)
-    dh = warpgroup_mma(w_g, buffer_g, dh, is_async=True)
-    dh = warpgroup_mma(w_o, buffer_o, dh, is_async=True)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, zeros.type.layout, 2)
+    dh_if = mma_v2(w_i, buffer_i.load(OPERAND), zeros)
+    dh_go = mma_v2(w_g, buffer_g.load(OPERAND), zeros)
+    dh_if = mma_v2(w_f, buffer_f.load(OPERAND), dh_if)
+    dh_go = mma_v2(w_o, buffer_o.load(OPERAND), dh_go)
 
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
     factors, through, keep, reset = load_factors(
@@ -270,7 +304,7 @@ def _backward_step(
     if SCALED:
         bound = gl.convert_layout(4.0 * gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
-    dh = by_unit(warpgroup_mma_wait(num_outstanding=0, deps=[dh]), UNITS)
+    dh = by_unit(dh_if + dh_go, UNITS)
     if SCALED:
         dh = dh * unscale
     if reset_ptr is not None:
@@ -294,13 +328,14 @@ def bwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
+    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_B, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
-    UNITS: gl.constexpr = units_layout(WARPS, BLOCK_B)
+    UNITS: gl.constexpr = units_layout(WARPS, COLS)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_H, BLOCK_H // 8], [WARPS, 1], [1, 0])
-    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_B, BLOCK_H], DTYPE)
+    SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, BLOCK_H], DTYPE)
     SLOT: gl.constexpr = slot_layout(WARPS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     model = (gl.program_id(0) // tiles).to(gl.int64)
@@ -316,33 +351,30 @@ def bwd_kernel(
         w_unscale = inverse(w_scale)
     w_i = load_weights(w_ptr, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_f = load_weights(w_ptr + H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
-    if BLOCK_H == 128 and SHARED_GATES:
-        w_g = load_weights_shared(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE)
-        w_o = load_weights_shared(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE)
-    else:
-        w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
-        w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
+    w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    q = tile * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, UNITS))
-    mask_q = q < Q
+    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
+    q = tile * BLOCK_B + nth
+    mask_q = taken & (q < Q)
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
-    zeros = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, ACC)
+    zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
-    even_i = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_f = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_g = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_o = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_i = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_f = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_g = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    odd_o = gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], SHARED).permute([1, 0])
-    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
-    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_B], PLAIN)
+    even_i = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_f = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_g = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_o = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_i = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_f = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_g = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    odd_o = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
+    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
+    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
     factors, through, keep, reset = load_factors(

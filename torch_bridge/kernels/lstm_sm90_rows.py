@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.lstm_sm90 import load_factors, new_state, save_factors
+from torch_bridge.kernels.lstm_sm90 import factors_of, load_factors, new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
     backward_rows,
@@ -97,7 +97,8 @@ def fwd_kernel(
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_o, tanh_c, c_prev)
+                factors, through = factors_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, through_ptr)
+                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, factors, through, g_f)
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
         gl.store(c_last_ptr + last, c, mask=mask)

@@ -28,7 +28,7 @@ from torch_bridge.kernels.exchange_sm90 import (
     send_state,
     store_operand,
 )
-from torch_bridge.kernels.lstm_sm90 import load_factors, new_state, save_factors
+from torch_bridge.kernels.lstm_sm90 import factors_of, load_factors, new_state, save_factors
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -102,7 +102,8 @@ def fwd_kernel(
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, g_i, g_f, g_g, g_o, tanh_c, c_prev)
+                factors, through = factors_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, through_ptr)
+                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, factors, through, g_f)
             if EARLY:
                 x_i, x_f, x_g, x_o = next_i, next_f, next_g, next_o
             else:
