@@ -252,21 +252,26 @@ def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Er
 # A whole agent.
 
 PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "triton", "no recurrence": "none"}
+PPO_NAMES_OF_SEVERAL = ("flax", "jaxrnn", "no recurrence")
 
 
 def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Env steps a second of recurrent PPO: rollouts, updates and all, as `examples/recurrent_ppo.py` makes them."""
     example = load_example()
+
+    def beside(label: str, names: Iterable[str], target: float | None, **sizes: int) -> Iterator[Row]:
+        for name in names:
+            if settings.wants_case(label) and settings.wants(name):
+                progress(f"{label}, {name}")
+                row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
+                yield ppo_row(example, example.Config(implementation=PPO_NAMES[name], **sizes), row)
+
     for envs, target in cases.PPO_TARGETS.items():
-        label = f"PPO, {envs} envs"
-        for name, implementation in PPO_NAMES.items():
-            if not settings.wants_case(label) or not settings.wants(name):
-                continue
-            progress(f"{label}, {name}")
-            row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
-            steps = cases.PPO_STEPS[envs]
-            config = example.Config(implementation=implementation, num_envs=envs, total_steps=steps)
-            yield ppo_row(example, config, row)
+        steps = cases.PPO_STEPS[envs]
+        yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, num_envs=envs, total_steps=steps)
+    for agents in cases.PPO_AGENTS:
+        sizes = {"num_envs": agents.envs, "num_seeds": agents.seeds, "total_steps": cases.PPO_STEPS[agents.envs]}
+        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, None, **sizes)
     yield from ppo_on_several(example, settings, progress)
 
 
@@ -299,10 +304,11 @@ def ppo_row(example: Any, config: Any, row: Row) -> Row:
         result = example.train(config)
     except Exception as error:
         return harness.failed(row, error)
-    speed = result.steps_per_second
+    speed = result.steps_per_second  # of all seeds together
+    seeds = f"{config.num_seeds} x " if config.num_seeds > 1 else ""
     return dataclasses.replace(
         row, value=speed, low=speed, high=speed, calls=config.calls - 1,
-        method=f"one training run of {config.updates * config.steps_per_update:,} steps",
+        method=f"one training run of {seeds}{config.updates * config.steps_per_update:,} steps",
         note=f"final return {result.final_return.mean():.2f}",
     )  # fmt: skip
 
