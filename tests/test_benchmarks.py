@@ -405,9 +405,24 @@ def test_the_command_line():
     tune = command.parse_arguments(["tune", "--rows", "GRU fwd"])
     assert tune.view == "tune" and tune.settings == Settings(seconds=0.05, rows=("GRU fwd",))
     assert command.parse_arguments(["tune", "--seconds", "0.3"]).settings.seconds == 0.3
-    for bad in (["no-such-suite"], ["tune", "small"]):
+    for bad in (["no-such-suite"], ["tune", "small"], ["plot", "small"], ["table", "headline"]):
         with pytest.raises(SystemExit):
             command.parse_arguments(bad)
+
+
+@pytest.mark.parametrize("name", [name for name in command.SUITES if name != "ppo"])
+def test_rows_choose_in_every_suite(name):
+    """Nothing is prepared for cases that are not wanted."""
+    assert list(_suites()[name](Settings(rows=("no such case",)), None)) == []
+
+
+@pytest.mark.parametrize("what", [["show", "small"], ["table"], ["plot"]])
+def test_results_that_are_not_there_are_asked_for(what, tmp_path):
+    with pytest.raises(SystemExit, match=r"no results of .*: measure first"):
+        command.main([*what, "--out", str(tmp_path)])
+    headline().save(tmp_path)
+    if what[0] != "show":
+        assert command.main([*what, "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("what", ["headline", "tune"])
