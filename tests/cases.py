@@ -116,7 +116,7 @@ def time_indexed(case: Case) -> set[str]:
 
 def draws(case: Case) -> int:
     """How many inputs of `case` to judge together: of few elements, one draw's rounding errors are a matter of luck."""
-    return 8 if (case.models or 1) * case.B * case.H < 2048 else 1
+    return 8 if (case.models or 1) * case.B * min(case.H, case.proj or case.H) < 2048 else 1
 
 
 def make_inputs(case: Case, draw: int = 0) -> Inputs:
