@@ -58,8 +58,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     options = parser.parse_args(arguments)
     special = (*VIEWS, TUNE)
     options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in special else None
-    if options.view == TUNE and options.commands:
-        parser.error("tune has no suites; --rows chooses")
+    if options.view in ("table", "plot", TUNE) and options.commands:
+        parser.error(f"{options.view} takes no suites{'; --rows chooses' if options.view == TUNE else ''}")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(special)}")
@@ -92,14 +92,19 @@ def view(options: argparse.Namespace) -> None:
     from benchmarks.results import Report
 
     folder = results_folder(options.out)
+    suites = {"plot": plot.FIGURES, "table": ("headline",)}.get(options.view, options.suites)
+    paths = [path for path in (folder / f"{suite}.json" for suite in suites) if path.exists()]
+    if not paths:
+        raise SystemExit(f"no results of {', '.join(suites)} in {folder}: measure first")
     if options.view == "plot":
         print(*plot.draw(folder), sep="\n")
-    elif options.view == "table":
-        print(report.markdown(Report.load(folder / "headline.json")))
-    else:
-        for path in (folder / f"{suite}.json" for suite in options.suites):
-            if path.exists():
-                report.console().print(report.table(Report.load(path)))
+        return
+    for path in paths:
+        result = Report.load(path)
+        if options.view == "table":
+            print(report.markdown(result))
+        else:
+            report.console().print(report.table(result))
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -117,7 +122,7 @@ def measure(options: argparse.Namespace) -> int:
     if jax.default_backend() != "gpu":
         raise SystemExit(
             f'the suites time an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
-            "that has one, with jaxrnn[cuda13] installed; show, table and plot work everywhere"
+            "that has one, with jaxrnn[bench,cuda13] installed; show, table and plot work everywhere"
         )
     named = {*options.settings.only, *options.settings.skip}
     if unknown := named - {*PROVIDERS, *suites.OTHER_NAMES}:

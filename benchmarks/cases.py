@@ -107,6 +107,20 @@ PPO_TARGETS = {64: 490_000.0, 1024: 5_700_000.0}  # env steps/s, by the number o
 PPO_STEPS = {64: 400_000, 1024: 8_000_000}  # seconds for the slowest
 
 
+class Agents(NamedTuple):
+    """Agents trained at once, one of each seed, with their own environments."""
+
+    seeds: int
+    envs: int
+
+    def __str__(self) -> str:
+        """`PPO, 16 seeds of 64 envs`."""
+        return f"PPO, {self.seeds} seeds of {self.envs} envs"
+
+
+PPO_AGENTS = (Agents(16, 64),)
+
+
 class Split(NamedTuple):
     """Environments of one agent, in equal parts on several GPUs."""
 

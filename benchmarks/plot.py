@@ -27,7 +27,7 @@ STYLES = {
 def draw(folder: Path) -> list[Path]:
     """Draws what there are results for in `folder`, and returns the files."""
     made = []
-    for suite, figure in (("headline", headline), ("small", small)):
+    for suite, figure in FIGURES.items():
         path = folder / f"{suite}.json"
         if path.exists():
             image = path.with_suffix(".png")
@@ -97,3 +97,7 @@ def small(report: Report) -> Figure:
     axes.set_xlabel("B")
     axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
+
+
+# By suite.
+FIGURES = {"headline": headline, "small": small}

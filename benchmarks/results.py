@@ -59,7 +59,7 @@ class AccuracyRow:
 
     Attributes:
       case: the case, as printed.
-      precision: "default" (TF32), "high", "highest", or "bf16".
+      precision: "default" (TF32), "high" (three products for one), or "bf16".
       array: `ys`, `dxs`, ...
       rms, xla_rms: `||got - want|| / ||want||`.
       max, xla_max: `max|got - want| / max|want|`.

@@ -104,13 +104,16 @@ def timed_scans(
 def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     """One step in the body of a jitted scan, as a rollout makes it."""
     case = cases.ACTING
-    progress(str(case))
+    label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+    if not settings.wants_case(label):
+        return
+    progress(label)
     inputs = Inputs(cases.make_inputs(case))
     programs = scans.acting(case, inputs.jax("f32", True))
     programs = {name: program for name, program in programs.items() if settings.wants(name)}
     notes = {"jaxrnn": "what users get: for one step, XLA", "three trivial ops": "no recurrence: what a scan costs"}
     rows = {
-        name: Row("a GRU step, B=64, H=128", name, unit="us", note=notes.get(name, ""),
+        name: Row(label, name, unit="us", note=notes.get(name, ""),
                   target=cases.ACTING_TARGET_US if name == "jaxrnn" else None)
         for name in programs
     }  # fmt: skip
@@ -128,9 +131,11 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
     """A launch in a jitted scan against none, and against a native call."""
-    programs = scans.dispatch()
     case = f"an iteration, B={scans.DISPATCH_BATCH}, H={scans.DISPATCH_HIDDEN}"
+    if not settings.wants_case(case):
+        return
     progress(case)
+    programs = scans.dispatch()
     rows = {name: Row(case, name, unit="us", ours="") for name in programs}
     run = compiled_scans(programs, rows)
     timed_scans(run, rows, scans.DISPATCH_ITERATIONS, settings, progress)
@@ -152,6 +157,8 @@ def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
 def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Device memory of a pass: arguments, results and all between."""
     case = cases.MEMORY
+    if not settings.wants_case(str(case)):
+        return
     first_calls = FirstCalls(settings.first_call_limit)
     numbers = cases.make_inputs(case)
     truth = Oracle(case, lambda dtype, resets: Inputs(numbers).jax(dtype, resets))
@@ -182,9 +189,9 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
 def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
     """The first call at a new shape with cold caches, imports not counted."""
     for case in cases.COMPILE:
+        if not settings.wants_case(str(case)):
+            continue
         for provider in compared(settings):
-            if not settings.wants_case(str(case)):
-                continue
             progress(f"{case} {provider.name}")
             target = cases.COMPILE_TARGET_S if provider.name.startswith("jaxrnn") else None
             row = Row(str(case), provider.name, ours=provider.ours, unit="s", target=target)
@@ -252,21 +259,26 @@ def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Er
 # A whole agent.
 
 PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "triton", "no recurrence": "none"}
+PPO_NAMES_OF_SEVERAL = ("flax", "jaxrnn", "no recurrence")
 
 
 def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Env steps a second of recurrent PPO: rollouts, updates and all, as `examples/recurrent_ppo.py` makes them."""
     example = load_example()
+
+    def beside(label: str, names: Iterable[str], target: float | None, **sizes: int) -> Iterator[Row]:
+        for name in names:
+            if settings.wants_case(label) and settings.wants(name):
+                progress(f"{label}, {name}")
+                row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
+                yield ppo_row(example, example.Config(implementation=PPO_NAMES[name], **sizes), row)
+
     for envs, target in cases.PPO_TARGETS.items():
-        label = f"PPO, {envs} envs"
-        for name, implementation in PPO_NAMES.items():
-            if not settings.wants_case(label) or not settings.wants(name):
-                continue
-            progress(f"{label}, {name}")
-            row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
-            steps = cases.PPO_STEPS[envs]
-            config = example.Config(implementation=implementation, num_envs=envs, total_steps=steps)
-            yield ppo_row(example, config, row)
+        steps = cases.PPO_STEPS[envs]
+        yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, num_envs=envs, total_steps=steps)
+    for agents in cases.PPO_AGENTS:
+        sizes = {"num_envs": agents.envs, "num_seeds": agents.seeds, "total_steps": cases.PPO_STEPS[agents.envs]}
+        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, None, **sizes)
     yield from ppo_on_several(example, settings, progress)
 
 
@@ -299,10 +311,11 @@ def ppo_row(example: Any, config: Any, row: Row) -> Row:
         result = example.train(config)
     except Exception as error:
         return harness.failed(row, error)
-    speed = result.steps_per_second
+    speed = result.steps_per_second  # of all seeds together
+    seeds = f"{config.num_seeds} x " if config.num_seeds > 1 else ""
     return dataclasses.replace(
         row, value=speed, low=speed, high=speed, calls=config.calls - 1,
-        method=f"one training run of {config.updates * config.steps_per_update:,} steps",
+        method=f"one training run of {seeds}{config.updates * config.steps_per_update:,} steps",
         note=f"final return {result.final_return.mean():.2f}",
     )  # fmt: skip
 
@@ -310,6 +323,8 @@ def ppo_row(example: Any, config: Any, row: Row) -> Row:
 def load_example() -> Any:
     """`examples/recurrent_ppo.py` as a module."""
     path = Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
+    if not path.exists():
+        raise SystemExit(f"the suite ppo trains {path}, which the wheel does not have: run it in a checkout")
     spec = importlib.util.spec_from_file_location("recurrent_ppo", path)
     assert spec is not None and spec.loader is not None
     module = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)

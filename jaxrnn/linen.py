@@ -636,7 +636,7 @@ class LSTM(FusedStack):
     Attributes:
       features: H, as all attributes not named here as in `GRU`.
       proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers_{k}/proj`; c stays H
-        wide. As `params.w_hr` in `jaxrnn.lstm`: `implementation="triton"` raises NotImplementedError.
+        wide. As `params.w_hr` in `jaxrnn.lstm`.
     """
 
     proj_size: int | None = None

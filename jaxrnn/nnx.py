@@ -652,7 +652,7 @@ class LSTM(FusedStack):
     Attributes:
       in_features: as all attributes not named here, as in `GRU`.
       proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers[k].proj`; c stays H
-        wide. As `params.w_hr` in `jaxrnn.lstm`: `implementation="triton"` raises NotImplementedError.
+        wide. As `params.w_hr` in `jaxrnn.lstm`.
     """
 
     _cell = OptimizedLSTMCell

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrnn import _bridge, cells, reference
+from jaxrnn import _bridge, cells, projection, reference
 from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
@@ -119,7 +119,8 @@ def lstm(
         c' = f * c + i * g,  h' = o * tanh(c')
 
     With `params.w_hr` the hidden state is projected to P units, as by `proj_size` of `torch.nn.LSTM` (Sak et al. 2014):
-    `h' = W_hr (o * tanh(c'))`, and P takes the place of H wherever the width of h is meant. XLA alone runs that.
+    `h' = W_hr (o * tanh(c'))`, and P takes the place of H wherever the width of h is meant. The kernels
+    multiply by W_h W_hr in their loop: 4 H^2 products a step for 5 H P, which costs little beside its latency.
 
     Args:
       params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`; with a projection `w_hh [P, 4H]` and `w_hr [H, P]`.
@@ -145,8 +146,7 @@ def lstm(
     """
     _check_lstm(params, carry, xs, resets, reset_state, time_major)
     params, (c0, h0), xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
-    implementation = _without_projection(params, implementation)
-    if use_triton(implementation, precision, time_major, h0, xs, params, c0):
+    if use_triton(implementation, precision, time_major, c0, xs, params, h0):
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
         (h, c), sequences = _run_triton(
             cells.LSTM, params, (h0, c0), xs, resets, (reset_h, reset_c), reverse, time_major, precision, remat,
@@ -255,8 +255,7 @@ def bidirectional_lstm(
     _check_alike(directions)
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
-    implementation = _without_projection(params[0], implementation)
-    if use_triton(implementation, precision, time_major, carry[0][1], xs, params[0], carry[0][0]):
+    if use_triton(implementation, precision, time_major, carry[0][0], xs, params[0], carry[0][1]):
         both = _run_triton(
             cells.LSTM, params, tuple((h, c) for c, h in carry), xs, resets,
             tuple((None, None) if state is None else (state[1], state[0]) for state in reset_state), "odd",
@@ -324,21 +323,6 @@ def _check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: An
     new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
     for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
         check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
-
-
-def _without_projection(params: LSTMParams, implementation: Any) -> Any:
-    """The implementation that runs these: with a projection, XLA.
-
-    Raises:
-      NotImplementedError: the kernels were asked for one.
-    """
-    if params.w_hr is None:
-        return implementation
-    if implementation == "triton":
-        raise NotImplementedError(
-            'the Triton implementation has no projection (params.w_hr): pass implementation="xla" or None'
-        )
-    return "xla" if implementation is None else implementation
 
 
 def _pairs(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
@@ -495,6 +479,7 @@ class _Static:
     """What a recurrence is specialised on, besides shapes and dtypes."""
 
     cell: cells.Cell
+    operand_dtype: Any
     reset_state: str
     reverse: Reverse
     precision: Any
@@ -560,7 +545,7 @@ def _run_both_on_device(
     **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """As `_run_on_device`, forward and in reverse at once: of all but `xs` a pair, and so are the results."""
-    hidden, time_major = states[0][0].shape[-1], options["time_major"]
+    hidden, time_major = states[0][-1].shape[-1], options["time_major"]
     steps = xs.shape[0] if time_major else xs.shape[-2]
     both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
     if remat and _chunk_steps(cell, both, hidden) < steps:  # chunks go through time in one order
@@ -587,7 +572,7 @@ def _run_on_device(
     resets: Array | None, reset_states: tuple[Array | None, ...], *, reverse: Reverse, time_major: bool, precision: Any,
     remat: bool, returned: tuple[str, ...],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """Brings the arguments into canonical form, runs the kernels, and brings the results back.
+    """Runs the kernels, for an LSTM with a projection too.
 
     With `reverse` "odd" it is under a `jax.vmap` over two directions, and `in_reverse` says which one this is.
 
@@ -595,6 +580,38 @@ def _run_on_device(
     """
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
     params, states, xs, resets, reset_states = _bridge.vary_alike((params, states, xs, resets, reset_states))
+    options: dict[str, Any] = {"reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned}
+    if getattr(params, "w_hr", None) is None:
+        operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
+        return _run_canonical(
+            cell, in_reverse, params, states, xs, resets, reset_states, None, operand_dtype, precision=precision,
+            **options,
+        )  # fmt: skip
+
+    (h0, c0), (reset_h, reset_c), w_hr = states, reset_states, params.w_hr
+    if c0.shape[-1] <= _FULL_PRECISION_WIDTH:
+        precision = jax.lax.Precision.HIGHEST
+    plain = projection.without_projection(
+        params, h0, xs, resets, reset_h, in_reverse=reverse is True if in_reverse is None else in_reverse,
+        time_major=time_major, precision=precision,
+    )  # fmt: skip
+    (m, c), (ms, *cs) = _run_canonical(
+        cell, in_reverse, plain.params, (_bridge.vary_alike(plain.m0, xs), c0), plain.xs, resets, (None, reset_c),
+        plain.first, plain.m0.dtype, precision=precision, **options,
+    )  # fmt: skip
+    h, hs = (reference.matmul(x.astype(plain.m0.dtype), w_hr, precision, jnp.float32).astype(h0.dtype) for x in (m, ms))
+    return (h, c), (hs, *cs)
+
+
+def _run_canonical(
+    cell: cells.Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
+    resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
+    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...],
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
+    """Brings the arguments into canonical form, runs the kernels, and brings the results back: `_run_on_device`.
+
+    `first [*batch, gates * H]`, if any, is added to the input projection of the step that is computed first.
+    """
     hidden, rank = states[0].shape[-1], states[0].ndim
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     steps = xs.shape[0] if time_major else xs.shape[-2]
@@ -614,19 +631,19 @@ def _run_on_device(
     if resets is not None and resets.dtype.name not in KERNEL_RESETS:
         resets = resets != 0
     # the kernels carry float32; they read and write states in it, or in bfloat16 where all of it is bfloat16
-    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]
     kind, canonical_reset_states = "zeros", None
     if any(x is not None for x in reset_states):
         # to the dtype of the kernel first, so that gradients of what is then repeated add up in it
         given = [
-            jnp.zeros((hidden,), dtype) if x is None else x.astype(dtype)
+            _bridge.vary_alike(jnp.zeros((hidden,), dtype), states) if x is None else x.astype(dtype)
             for x, dtype in zip(reset_states, dtypes, strict=True)
         ]
         kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
         canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
     static = _Static(
         cell=cell,
+        operand_dtype=operand_dtype,
         reset_state=kind,
         reverse=reverse,
         precision=precision,
@@ -636,7 +653,8 @@ def _run_on_device(
     )
     last, sequences = _recurrence(
         static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),
-        sequence(xs, xs.shape[-1]), None if resets is None else sequence(resets), canonical_reset_states, in_reverse,
+        sequence(xs, xs.shape[-1]), None if resets is None else sequence(resets), canonical_reset_states,
+        None if first is None else first.reshape(groups, per_group, -1), in_reverse,
     )  # fmt: skip
     return (
         tuple(x.reshape(given.shape).astype(given.dtype) for x, given in zip(last, states, strict=True)),
@@ -652,20 +670,19 @@ def _run_on_device(
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def _recurrence(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None, in_reverse: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
     """Runs the recurrence on canonical arrays: returns the last states, and by name those of every step."""
-    last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, keep=False)
+    last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=False)
     return last, sequences
 
 
 def _forward(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None, keep: bool,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, keep: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
     """As `_recurrence`, and returns the arrays of all steps; with `keep`, what the backward pass needs too."""
-    cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
-    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
+    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
     weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
@@ -686,7 +703,9 @@ def _forward(
 
     def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
         x, reset, new = sequences
-        arrays: dict[str, Array | None] = weights | {"xp": cells.project(cell, params, x, static.precision)}
+        beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
+        xp = _input_projection(static, params, x, first, beginnings)
+        arrays: dict[str, Array | None] = weights | {"xp": xp}
         arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
         arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
         results = _bridge.launch(
@@ -700,6 +719,25 @@ def _forward(
         states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
     last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
     return last, {s: results[f"{s}s"] for s in static.returned}, results
+
+
+def _beginnings(static: _Static, in_reverse: Array | None, start: Any, size: int, steps: int) -> list[tuple[int, Any]]:
+    """Which of `size` steps from `start` on, of `steps`, the loop may begin with: `(index, whether it does)`."""
+    if in_reverse is not None:
+        return [(0, ~in_reverse), (size - 1, in_reverse)]
+    return [(size - 1, start + size == steps) if static.reverse else (0, start == 0)]
+
+
+def _input_projection(
+    static: _Static, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
+) -> Array:
+    """`[G, T, B, gates * H]`, with `first` added at the step that the loop begins with."""
+    xp = cells.project(static.cell, params, xs, static.precision)
+    if first is not None:
+        for at, begins in beginnings:  # written in place
+            step = xp[:, at : at + 1] + jnp.where(begins, first, jnp.zeros_like(first))[:, None]
+            xp = jax.lax.dynamic_update_slice_in_dim(xp, step, at, axis=1)
+    return xp
 
 
 # `remat` recomputes so many bytes at a time: a chunk then takes several times as long as its launches' 10 to 30 us, and
@@ -782,12 +820,12 @@ def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
 
 def _recurrence_fwd(
     static: _Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None, in_reverse: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    last, sequences, results = _forward(static, params, states, xs, resets, reset_states, keep=True)
+    last, sequences, results = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=True)
     needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
     saved = {name: results[name] for name in needed}
-    return (last, sequences), (params, states, xs, resets, reset_states, in_reverse, saved)
+    return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
 
 
 def _before(static: _Static, history: Array, state: Array, start: Any, size: int) -> Array:
@@ -825,10 +863,9 @@ def _previous(
 
 
 def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    params, states, xs, resets, reset_states, in_reverse, saved = residuals
+    params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
     d_last, d_sequences = cotangents
-    cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
-    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
+    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]
@@ -846,15 +883,16 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
         x, reset, new, factors, d_each = sequences
         new = new or reset_states
+        beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
         previous = {}
         for k, s in enumerate(cell.states):
             if f"{s}s" in saved:
-                first = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
-                previous[s] = _previous(static, factors[f"{s}s"], first, reset, new[k] if new else None, in_reverse)
+                before = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
+                previous[s] = _previous(static, factors[f"{s}s"], before, reset, new[k] if new else None, in_reverse)
         h_prev = previous["h"].astype(operand_dtype)
         if static.remat:
-            xp = cells.project(cell, params, x, static.precision)
-            hp = reference.matmul(h_prev, params.w_hh, static.precision, f32)
+            xp = _input_projection(static, params, x, first, beginnings)
+            hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
             for name, value in factors.items():
                 dtype = _saved_dtype(name, operand_dtype, static.kernel_precision)
@@ -875,6 +913,9 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
         sums, parts = {"w_ih": contract(x.astype(operand_dtype), dxp), cell.bias: cells.bias_grad(dxp)}, {}
+        if first is not None:
+            at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
+            sums["first"] = functools.reduce(jnp.add, at_each)
         hidden_grads = {name: results[name] for name in cell.hidden_grads}
         recurrent = jax.lax.Precision.HIGHEST if hidden <= _FULL_PRECISION_WIDTH else static.precision
         sums |= cell.recurrent_grads(functools.partial(contract, h_prev, precision=recurrent), dxp, hidden_grads)
@@ -899,7 +940,8 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
         dreset_states = tuple(
             found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
         )
-    return dparams, dstates, parts["xs"], _no_gradient(resets), dreset_states, _no_gradient(in_reverse)
+    dfirst = None if first is None else sums["first"]
+    return dparams, dstates, parts["xs"], _no_gradient(resets), dreset_states, dfirst, _no_gradient(in_reverse)
 
 
 def _no_gradient(resets: Array | None) -> Any:

@@ -10,9 +10,10 @@ import pytest
 
 import jaxrnn
 
-T, B, H, D, S = 4, 3, 5, 2, 2
+T, B, H, D, S, P = 4, 3, 5, 2, 2, 3
 CLOSE = 1e-5
 FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}
+PROJECTED = "lstm-projected"  # a cell too: an LSTM whose hidden state has P units
 
 KERNELS = [
     pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
@@ -22,6 +23,12 @@ KERNELS = [
 kernels_only = pytest.mark.parametrize("implementation", KERNELS)
 every_implementation = pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 every_cell = pytest.mark.parametrize("cell", FUNCTIONS)
+# For what reaches the arrays around the kernels, and not only the kernels.
+projected_too = pytest.mark.parametrize("cell", [*FUNCTIONS, PROJECTED])
+
+
+def cell_of(cell):
+    return "lstm" if cell == PROJECTED else cell
 
 
 def random_like(tree, seed=0):
@@ -35,12 +42,14 @@ def arguments(cell, batch=(B,), steps=T, hidden=H, lead=(), dtype=jnp.float32, t
     The reset state is `[H]`, or one for every step if `stepped`.
     """
     zeros = functools.partial(np.zeros, dtype=dtype)
-    weights = {name: zeros((*lead, *shape)) for name, shape in cases.WEIGHTS[cell](hidden, D).items()}
+    case = cases.Case(cell_of(cell), steps, 0, hidden, D, proj=P if cell == PROJECTED else 0)
+    weights = {name: zeros((*lead, *shape)) for name, shape in cases.weights(case).items()}
     params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
     sequence = (*lead, steps, *batch) if time_major else (*lead, *batch, steps)
-    carry, state = zeros((*lead, *batch, hidden)), zeros((*(sequence if stepped else lead), hidden))
-    if cell == "lstm":
-        carry, state = (carry, carry), (state, state)
+    before = (*lead, *batch), sequence if stepped else lead
+    carry, state = (tuple(zeros((*x, cases.width(case, k))) for k in cases.CARRY[case.cell]) for x in before)
+    if cell == "gru":
+        (carry,), (state,) = carry, state
     params, carry, xs, state = random_like((params, carry, zeros((*sequence, D)), state))
     resets = jnp.asarray(np.random.default_rng(0).random(sequence) < 0.3, dtype)
     return params, carry, xs, resets, state
@@ -51,7 +60,7 @@ def runner(cell, implementation, **options):
 
     def call(params, carry, xs, resets, reset_state):
         options_ = {"precision": "highest", "implementation": implementation} | options
-        return FUNCTIONS[cell](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
+        return FUNCTIONS[cell_of(cell)](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
 
     return call
 

@@ -41,6 +41,7 @@ class Case:
       reset_state: None, "h", "bh" or "tbh", after its shape.
       models: length of a leading axis of everything that `jax.vmap` maps over; 0 for none.
       cells: whether an LSTM also returns its cell states.
+      proj: P, the units that the hidden state of an LSTM is projected to; 0 for no projection.
     """
 
     cell: str
@@ -59,6 +60,7 @@ class Case:
     remat: bool = False
     models: int = 0
     cells: bool = False
+    proj: int = 0
 
     def __str__(self) -> str:
         """Cell, sizes, dtype and resets; of the rest, what is not the default."""
@@ -73,6 +75,7 @@ class Case:
             "remat": self.remat,
             f"S{self.models}": self.models > 0,
             "cells": self.cells,
+            f"P{self.proj}": self.proj > 0,
         }
         names = [self.cell, f"T{self.T}", f"B{self.B}", f"H{self.H}", self.dtype, self.resets]
         return "-".join(names + [name for name, told in rest.items() if told])
@@ -80,10 +83,22 @@ class Case:
 
 WEIGHTS = {
     "gru": lambda H, D: {"w_ih": (D, 3 * H), "w_hh": (H, 3 * H), "b_ih": (3 * H,), "b_hn": (H,)},
-    "lstm": lambda H, D: {"w_ih": (D, 4 * H), "w_hh": (H, 4 * H), "b": (4 * H,)},
+    "lstm": lambda H, D, P=0: (
+        {"w_ih": (D, 4 * H), "w_hh": (P or H, 4 * H), "b": (4 * H,)} | ({"w_hr": (H, P)} if P else {})
+    ),
 }
 CARRY = {"gru": ("carry",), "lstm": ("carry_c", "carry_h")}
 RESET_STATE = {"gru": ("reset_state",), "lstm": ("reset_c", "reset_h")}
+
+
+def weights(case: Case) -> dict[str, tuple[int, ...]]:
+    """The weights of `case`: shapes by name."""
+    return WEIGHTS[case.cell](case.H, case.D, *((case.proj,) if case.proj else ()))
+
+
+def width(case: Case, name: str) -> int:
+    """Of a state, a reset state, or an output of every step, that of the hidden or of the cell state."""
+    return case.H if name in ("carry_c", "reset_c", "cs") else case.proj or case.H
 
 
 def sequences(case: Case) -> tuple[str, ...]:
@@ -101,13 +116,13 @@ def time_indexed(case: Case) -> set[str]:
 
 def draws(case: Case) -> int:
     """How many inputs of `case` to judge together: of few elements, one draw's rounding errors are a matter of luck."""
-    return 8 if (case.models or 1) * case.B * case.H < 2048 else 1
+    return 8 if (case.models or 1) * case.B * min(case.H, case.proj or case.H) < 2048 else 1
 
 
 def make_inputs(case: Case, draw: int = 0) -> Inputs:
     """Operands and cotangents of `case`, with the names that `oracle` gives them, drawn from the name of the case."""
     rng = np.random.default_rng(zlib.crc32(str(case).encode()) + draw)
-    S, T, B, H, D = case.models or 1, case.T, case.B, case.H, case.D
+    S, T, B, D = case.models or 1, case.T, case.B, case.D
     steps = (T, B) if case.time_major else (B, T)
     operand, carry = DTYPES[case.dtype], DTYPES[case.carry_dtype]
 
@@ -115,12 +130,13 @@ def make_inputs(case: Case, draw: int = 0) -> Inputs:
         return (scale * rng.standard_normal((S, *shape), np.float32)).astype(dtype)
 
     inputs: Inputs = {"xs": normal((*steps, D), operand), "resets": None}
-    for name, shape in WEIGHTS[case.cell](H, D).items():
+    for name, shape in weights(case).items():
         inputs[name] = normal(shape, operand, scale=shape[0] ** -0.5 if len(shape) == 2 else 0.5)
     for name in CARRY[case.cell]:
-        inputs[name], inputs["ct_" + name] = normal((B, H), carry), normal((B, H), carry)
+        shape = (B, width(case, name))
+        inputs[name], inputs["ct_" + name] = normal(shape, carry), normal(shape, carry)
     for name in sequences(case):
-        inputs["ct_" + name] = normal((*steps, H), carry)
+        inputs["ct_" + name] = normal((*steps, width(case, name)), carry)
     if case.resets != "none":
         # "some" has one at the first step, one at the last and, from three steps on, a step without.
         resets = rng.random((S, *steps)) < 0.2
@@ -129,9 +145,9 @@ def make_inputs(case: Case, draw: int = 0) -> Inputs:
         first_last[:, 1:2, 0] = T < 3
         inputs["resets"] = (resets | (case.resets == "all")).astype(case.reset_dtype)
     if case.reset_state is not None:
-        shape = {"h": (H,), "bh": (B, H), "tbh": (*steps, H)}[case.reset_state]
+        lead = {"h": (), "bh": (B,), "tbh": steps}[case.reset_state]
         for name in RESET_STATE[case.cell]:
-            inputs[name] = normal(shape, operand)
+            inputs[name] = normal((*lead, width(case, name)), operand)
     return inputs if case.models else {name: None if x is None else x[0] for name, x in inputs.items()}
 
 
@@ -199,7 +215,7 @@ def _compiled(function: Callable, case: Case, implementation: str | None) -> Cal
 
 def _forward(case: Case, implementation: str | None, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     carry_names, reset_names = CARRY[case.cell], RESET_STATE[case.cell]
-    weights = {name: inputs[name] for name in WEIGHTS[case.cell](0, 0)}
+    params = {name: inputs[name] for name in weights(case)}
     carry = tuple(inputs[name] for name in carry_names)
     reset_state = None if case.reset_state is None else tuple(inputs[name] for name in reset_names)
     options = {
@@ -212,10 +228,10 @@ def _forward(case: Case, implementation: str | None, inputs: dict[str, jax.Array
     }
     if case.cell == "gru":
         reset_state = reset_state if reset_state is None else reset_state[0]
-        last, ys = jaxrnn.gru(jaxrnn.GRUParams(**weights), *carry, inputs["xs"], reset_state=reset_state, **options)
+        last, ys = jaxrnn.gru(jaxrnn.GRUParams(**params), *carry, inputs["xs"], reset_state=reset_state, **options)
         return {"ys": ys, "carry": last}
     last, ys = jaxrnn.lstm(
-        jaxrnn.LSTMParams(**weights),
+        jaxrnn.LSTMParams(**params),
         carry,
         inputs["xs"],
         reset_state=reset_state,
@@ -294,6 +310,20 @@ def _interpreted() -> tuple[Case, ...]:
             vary(T=3, H=70, cells=True, models=2, reset_state="tbh")
             vary(cells=True, reset_state="tbh", reverse=True, time_major=False, remat=True)
             vary(cells=True, models=2, reset_state="bh", dtype="f16", precision="default")
+            vary(proj=5)
+            vary(proj=5, resets="none", reverse=True, cells=True)
+            vary(proj=5, resets="none", time_major=False, remat=True)
+            vary(proj=5, resets="all", reset_state="h", reset_dtype="float32")
+            vary(proj=5, reset_state="h", remat=True, reverse=True)
+            vary(proj=14, reset_state="bh", reverse=True, time_major=False, cells=True)  # wider than the cell state
+            vary(proj=5, reset_state="tbh", models=2, remat=True)
+            vary(proj=5, models=3, time_major=False, reverse=True)
+            vary(T=1, B=1, H=2, D=1, proj=1, reset_state="tbh")
+            vary(T=3, H=17, dtype="f16", precision="default", reset_state="h", proj=6)
+            vary(T=3, H=17, dtype="f16", carry_dtype="f16", precision="default", remat=True, proj=6)
+            vary(T=3, H=36, precision="default", reset_state="bh", proj=9)
+            vary(precision="default", reset_state="h", proj=5)
+            vary(T=3, H=70, reset_state="h", proj=18)
     return _dedupe(cases)
 
 
@@ -353,6 +383,18 @@ def _gpu() -> tuple[Case, ...]:
             add(384, 64, cells=True)
             add(512, 64, cells=True, resets="none")
             add(800, 19, cells=True, reset_state="bh")
+            for H, dtype in itertools.product((24, 128, 256, 700), ("f32", "bf16")):
+                for P, B in ((H // 4, 64), (H // 2, 16)):
+                    add(H, B, dtype=dtype, proj=P)
+                    add(H, B, dtype=dtype, proj=P, reset_state="h", reverse=True)
+                    add(H, B, dtype=dtype, proj=P, reset_state="tbh", time_major=False, remat=True, cells=True)
+                add(H, 3, dtype=dtype, proj=H // 2, resets="none", time_major=False, reverse=True)
+                add(H, 19, dtype=dtype, proj=H // 4, models=3, reset_state="bh", reset_dtype="int32")
+                add(H, 64, dtype=dtype, carry_dtype="bf16" if dtype == "bf16" else "f32", proj=H // 2, T=65, D=H)
+            for H, precision in itertools.product((24, 128, 256, 700), ("high", "highest")):
+                add(H, 64, precision=precision, proj=H // 4, reset_state="h", cells=True)
+            add(128, 64, dtype="f16", carry_dtype="f16", proj=64, reset_state="h")
+            add(128, 2048, proj=32)
     return _dedupe(cases)
 
 

@@ -85,39 +85,44 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
     Args:
       inputs: `w_ih [D, 4H]`, `w_hh [H, 4H]`, `b [4H]`, `xs [T, B, D]`, `carry_c` and `carry_h [B, H]`, optionally
         `resets [T, B]`, `reset_c` and `reset_h` (as `reset_state` of `gru`), and the cotangents `ct_ys [T, B, H]`,
-        `ct_carry_c`, `ct_carry_h [B, H]` and optionally `ct_cs [T, B, H]`.
+        `ct_carry_c`, `ct_carry_h [B, H]` and optionally `ct_cs [T, B, H]`. With `w_hr [H, P]` the hidden state is
+        projected: then `w_hh` is `[P, 4H]`, and P the width of `carry_h`, `reset_h`, `ct_ys`, `ct_carry_h` and `ys`.
       reverse: run from the last step to the first.
 
     Returns:
       `ys`, `cs`, `carry_c`, `carry_h`, and the gradients `dw_ih`, `dw_hh`, `db`, `dxs`, `dcarry_c`, `dcarry_h`, and
-      `dreset_c`, `dreset_h` where there is one.
+      `dw_hr`, `dreset_c`, `dreset_h` where there is one.
     """
     w_ih, w_hh, b, xs, c, h, ct_ys, ct_c, ct_h = _float64(
         inputs, "w_ih", "w_hh", "b", "xs", "carry_c", "carry_h", "ct_ys", "ct_carry_c", "ct_carry_h"
     )
-    T, B, H = *xs.shape[:2], w_hh.shape[0]
+    T, B, H, P = *xs.shape[:2], w_hh.shape[1] // 4, w_hh.shape[0]
+    w_hr = None if inputs.get("w_hr") is None else _float64(inputs, "w_hr")[0]
     ct_cs = np.zeros((T, B, H)) if inputs.get("ct_cs") is None else _float64(inputs, "ct_cs")[0]
     reset = _resets(inputs, T, B)
-    start_c, start_h = (_per_step(inputs.get(name), T, B, H) for name in ("reset_c", "reset_h"))
+    start_c, start_h = _per_step(inputs.get("reset_c"), T, B, H), _per_step(inputs.get("reset_h"), T, B, P)
     order = range(T)[::-1] if reverse else range(T)
 
     xp = xs @ w_ih + b
-    c_in, h_in, i, f, g, o, cs, ys = (np.empty((T, B, H)) for _ in range(8))
+    c_in, i, f, g, o, cs, ms = (np.empty((T, B, H)) for _ in range(7))
+    h_in, ys = np.empty((T, B, P)), np.empty((T, B, P))
     for t in order:
         c_in[t], h_in[t] = np.where(reset[t], start_c[t], c), np.where(reset[t], start_h[t], h)
         p_i, p_f, p_g, p_o = np.split(xp[t] + h_in[t] @ w_hh, 4, axis=-1)
         i[t], f[t], g[t], o[t] = _sigmoid(p_i), _sigmoid(p_f), np.tanh(p_g), _sigmoid(p_o)
         cs[t] = c = f[t] * c_in[t] + i[t] * g[t]
-        ys[t] = h = o[t] * np.tanh(c)
+        ms[t] = o[t] * np.tanh(c)
+        ys[t] = h = ms[t] if w_hr is None else ms[t] @ w_hr
 
-    d_p, d_start_c, d_start_h = np.empty((T, B, 4 * H)), np.zeros((T, B, H)), np.zeros((T, B, H))
+    d_p, d_start_c, d_start_h = np.empty((T, B, 4 * H)), np.zeros((T, B, H)), np.zeros((T, B, P))
+    d_hs = np.empty((T, B, P))
     dc, dh = ct_c, ct_h
     for t in order[::-1]:
-        dh = dh + ct_ys[t]
-        tanh_c = np.tanh(cs[t])
-        dc = dc + ct_cs[t] + dh * o[t] * (1 - tanh_c**2)
+        d_hs[t] = dh + ct_ys[t]
+        dm, tanh_c = d_hs[t] if w_hr is None else d_hs[t] @ w_hr.T, np.tanh(cs[t])
+        dc = dc + ct_cs[t] + dm * o[t] * (1 - tanh_c**2)
         d_i, d_f = dc * g[t] * i[t] * (1 - i[t]), dc * c_in[t] * f[t] * (1 - f[t])
-        d_g, d_o = dc * i[t] * (1 - g[t] ** 2), dh * tanh_c * o[t] * (1 - o[t])
+        d_g, d_o = dc * i[t] * (1 - g[t] ** 2), dm * tanh_c * o[t] * (1 - o[t])
         d_p[t] = np.concatenate([d_i, d_f, d_g, d_o], axis=-1)
         d_c_in, d_h_in = dc * f[t], d_p[t] @ w_hh.T
         d_start_c[t], dc = np.where(reset[t], d_c_in, 0), np.where(reset[t], 0, d_c_in)
@@ -125,6 +130,8 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
 
     results = {"ys": ys, "cs": cs, "carry_c": c, "carry_h": h, "dcarry_c": dc, "dcarry_h": dh}
     results |= _projection_gradients(w_ih, xs, d_p, "db") | {"dw_hh": _outer(h_in, d_p)}
+    if w_hr is not None:
+        results["dw_hr"] = _outer(ms, d_hs)
     for name, d_start in (("reset_c", d_start_c), ("reset_h", d_start_h)):
         if inputs.get(name) is not None:
             results["d" + name] = _sum_to(d_start, np.shape(inputs[name]))
@@ -147,8 +154,8 @@ def _resets(inputs: Arrays, T: int, B: int) -> NDArray:
     return np.zeros((T, B, 1), bool) if resets is None else (np.asarray(resets) != 0)[..., None]
 
 
-def _per_step(reset_state: NDArray | None, T: int, B: int, H: int) -> NDArray:
-    return np.broadcast_to(np.float64(0) if reset_state is None else np.asarray(reset_state, np.float64), (T, B, H))
+def _per_step(reset_state: NDArray | None, T: int, B: int, width: int) -> NDArray:
+    return np.broadcast_to(np.float64(0) if reset_state is None else np.asarray(reset_state, np.float64), (T, B, width))
 
 
 def _sum_to(x: NDArray, shape: tuple[int, ...]) -> NDArray:

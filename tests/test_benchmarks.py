@@ -50,6 +50,7 @@ def test_every_suite_has_its_cases():
     assert any(case.T >= 4096 for case in cases.ACCURACY)
     for axis in ("T", "H", "reset_rate"):
         assert len({getattr(case, axis) for case in cases.SWEEP}) >= 4
+    assert cases.Agents(seeds=16, envs=64) in cases.PPO_AGENTS
     assert {split.gpus for split in cases.PPO_SPLITS} == {1, 2, 4}
     assert [split.envs for split in cases.PPO_SPLITS if split.envs == 1024 * split.gpus] == [1024, 2048, 4096]
     assert [split.gpus for split in cases.PPO_SPLITS if split.envs == 1024] == [1, 2, 4]
@@ -199,6 +200,71 @@ def test_ppo_on_several_devices_has_a_row_for_each_number_of_them(monkeypatch):
     assert f"unavailable: {missing.reason}" in printed(Report("ppo", MACHINE, {}, [*rows, missing]))
 
 
+def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
+    """Trained, two at once; their steps are added up."""
+    from benchmarks import suites
+
+    results, example = [], suites.load_example()
+
+    def train(config):
+        results.append(real_train(config))
+        return results[-1]
+
+    real_train = example.train
+    agents = cases.Agents(seeds=2, envs=8)
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(suites, "load_example", lambda: example)
+    monkeypatch.setitem(suites.PPO_NAMES, "jaxrnn", "none")
+    monkeypatch.setitem(suites.PPO_NAMES, "flax", "none")
+    monkeypatch.setattr(cases, "PPO_AGENTS", (agents,))
+    monkeypatch.setitem(cases.PPO_STEPS, 8, 2048)
+    rows = list(suites.ppo(Settings(rows=("seeds",)), lambda _: None))
+    assert [(row.case, row.provider) for row in rows] == [
+        ("PPO, 2 seeds of 8 envs", name) for name in ("flax", "jaxrnn", "no recurrence")
+    ]
+    for row, result in zip(rows, results, strict=True):
+        config = result.config
+        assert (config.num_envs, config.num_seeds, config.num_devices, config.total_steps) == (8, 2, 1, 2048)
+        assert result.episodes.shape == (2, config.updates)
+        each = config.updates * config.steps_per_update
+        assert row.status == "measured" and row.unit == "steps/s" and row.calls == config.calls - 1
+        assert row.value == pytest.approx(2 * each / config.calls * row.calls / result.seconds)
+        assert row.method == f"one training run of 2 x {each:,} steps"
+    assert list(suites.ppo(Settings(rows=("seeds",), only=("jaxrnn-xla",)), lambda _: None)) == []
+
+
+def test_rows_of_a_suite_are_added_to_those_there_are(monkeypatch, tmp_path):
+    """Of this commit; with another one, those that are there are no longer true."""
+    from benchmarks import suites
+
+    example = suites.load_example()
+    trained = []
+
+    def train(config):
+        trained.append((config.implementation, config.num_seeds, config.num_envs))
+        return example.Result(config, 0.0, 1.0, 1000.0 * config.num_seeds, *np.ones((2, config.num_seeds, 1)))
+
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(suites, "load_example", lambda: example)
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "TRITON_CACHE_AUTOTUNING"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    arguments = ["ppo", "--out", str(tmp_path), "--commit"]
+    kept = [
+        Row("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
+        Row("PPO, 16 seeds of 64 envs", "flax", value=2.0),
+    ]
+    Report("ppo", machine.describe("abc"), {}, kept).save(tmp_path)
+    assert command.main([*arguments, "abc", "--rows", "seeds", "--add"]) == 0
+    assert trained == [("flax", 16, 64), ("triton", 16, 64), ("none", 16, 64)]
+    rows = Report.load(tmp_path / "ppo.json").rows
+    assert rows[0] == kept[0] and [(row.provider, row.value) for row in rows[1:]] == [
+        ("flax", 16_000.0), ("jaxrnn", 16_000.0), ("no recurrence", 16_000.0)
+    ]  # fmt: skip
+    assert command.main([*arguments, "abd", "--rows", "seeds", "--add"]) == 0
+    assert Report.load(tmp_path / "ppo.json").rows == rows[1:]
+
+
 def test_a_ppo_run_that_breaks_is_a_row(monkeypatch):
     from benchmarks import suites
 
@@ -339,9 +405,24 @@ def test_the_command_line():
     tune = command.parse_arguments(["tune", "--rows", "GRU fwd"])
     assert tune.view == "tune" and tune.settings == Settings(seconds=0.05, rows=("GRU fwd",))
     assert command.parse_arguments(["tune", "--seconds", "0.3"]).settings.seconds == 0.3
-    for bad in (["no-such-suite"], ["tune", "small"]):
+    for bad in (["no-such-suite"], ["tune", "small"], ["plot", "small"], ["table", "headline"]):
         with pytest.raises(SystemExit):
             command.parse_arguments(bad)
+
+
+@pytest.mark.parametrize("name", [name for name in command.SUITES if name != "ppo"])
+def test_rows_choose_in_every_suite(name):
+    """Nothing is prepared for cases that are not wanted."""
+    assert list(_suites()[name](Settings(rows=("no such case",)), None)) == []
+
+
+@pytest.mark.parametrize("what", [["show", "small"], ["table"], ["plot"]])
+def test_results_that_are_not_there_are_asked_for(what, tmp_path):
+    with pytest.raises(SystemExit, match=r"no results of .*: measure first"):
+        command.main([*what, "--out", str(tmp_path)])
+    headline().save(tmp_path)
+    if what[0] != "show":
+        assert command.main([*what, "--out", str(tmp_path)]) == 0
 
 
 @pytest.mark.parametrize("what", ["headline", "tune"])

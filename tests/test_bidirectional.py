@@ -15,10 +15,12 @@ from calls import (
     S,
     arguments,
     assert_close,
+    cell_of,
     every_cell,
     every_implementation,
     kernels_only,
     loss_of,
+    projected_too,
     random_like,
     stack,
     with_gradients,
@@ -47,7 +49,7 @@ def together(cell, implementation, **options):
 
     def call(params, carry, xs, resets, reset_state):
         options_ = {"precision": "highest", "implementation": implementation} | options
-        return BOTH[cell](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
+        return BOTH[cell_of(cell)](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
 
     return call
 
@@ -60,7 +62,7 @@ def apart(cell, **options):
         absent = (None, None)
         each = zip(params, carry, resets or absent, reset_state or absent, (False, True), strict=True)
         return tuple(
-            FUNCTIONS[cell](params, carry, xs, resets=resets, reset_state=state, reverse=reverse, **options_)
+            FUNCTIONS[cell_of(cell)](params, carry, xs, resets=resets, reset_state=state, reverse=reverse, **options_)
             for params, carry, resets, state, reverse in each
         )
 
@@ -73,7 +75,7 @@ def reference(cell, **options):
 
 
 @every_implementation
-@every_cell
+@projected_too
 @pytest.mark.parametrize(
     ("make", "options"),
     [
@@ -114,7 +116,7 @@ def test_an_lstm_returns_cell_states_of_both(implementation, remat):
 
 
 @kernels_only
-@every_cell
+@projected_too
 def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, monkeypatch):
     monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
     monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
@@ -169,7 +171,7 @@ def test_vmap_over_weights_of_vmap_over_data(implementation):
 
 
 @pytest.mark.interpret
-@every_cell
+@projected_too
 def test_batches_of_an_explicit_mesh_stay_where_they_are(cell):
     def value_and_gradients(call, *args):
         def loss(*args):
@@ -285,7 +287,7 @@ def in_both(case, forward, backward, implementation):
 
     def run(xs, each):
         pair = {
-            "params": tuple(params_type(**{k: one[k] for k in cases.WEIGHTS[case.cell](0, 0)}) for one in each),
+            "params": tuple(params_type(**{k: one[k] for k in cases.weights(case)}) for one in each),
             "carry": tuple(tree_of(cases.CARRY[case.cell], one) for one in each),
         }
         if case.reset_state:
@@ -319,6 +321,17 @@ GPU = [
     for hidden, batch in ((24, 3), (64, 16), (128, 16), (256, 64), (512, 64), (512, 300), (700, 64), (700, 300))
     for dtype in ("f32", "bf16")
     for reset_state in ((None, "tbh") if (hidden, batch) == (128, 16) else (None,))
+]
+INTERPRETED += [
+    Case("lstm", T=4, B=5, H=12, D=7, precision="highest", proj=5, reset_state="h"),
+    Case("lstm", T=4, B=5, H=12, D=7, precision="highest", proj=5),
+    Case("lstm", T=4, B=5, H=12, D=7, precision="highest", proj=5, resets="none"),
+]
+GPU += [
+    Case("lstm", T=13, B=batch, H=hidden, dtype=dtype, proj=hidden // 4, reset_state=reset_state)
+    for hidden, batch in ((24, 3), (128, 16), (256, 64), (700, 64))
+    for dtype in ("f32", "bf16")
+    for reset_state in (None, "h")
 ]
 
 

@@ -64,6 +64,8 @@ CHUNKED += [in_chunks(cell=cell, **changes) for cell in ("gru", "lstm") for chan
     {"models": 2, "reset_state": "bh", "reverse": True}, {"models": 2, "time_major": False, "reverse": True},
     {"H": 70, "reset_state": "tbh"}, {"dtype": "f16", "carry_dtype": "f16", "precision": "default"},
 )]  # fmt: skip
+CHUNKED += [in_chunks(cell="lstm", proj=5, reverse=reverse, reset_state=state, resets=resets)
+            for reverse in (False, True) for resets, state in (("none", None), ("some", "h"))]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CHUNKED, ids=str)

@@ -4,41 +4,47 @@ import numpy as np
 import oracle
 import pytest
 
-T, B, H, D = 4, 3, 2, 3
+T, B, H, D, P = 4, 3, 2, 3, 3
 STEP = 1e-5
-STATE_SHAPES = {"h": (H,), "bh": (B, H), "tbh": (T, B, H)}
+LEAD = {"h": (), "bh": (B,), "tbh": (T, B)}
 CELLS = {
     "gru": {
         "weights": {"w_ih": (D, 3 * H), "w_hh": (H, 3 * H), "b_ih": (3 * H,), "b_hn": (H,)},
-        "carry": ["carry"],
-        "reset": ["reset_state"],
-        "sequences": ["ys"],
+        "carry": {"carry": H},
+        "reset": {"reset_state": H},
+        "sequences": {"ys": H},
     },
     "lstm": {
         "weights": {"w_ih": (D, 4 * H), "w_hh": (H, 4 * H), "b": (4 * H,)},
-        "carry": ["carry_c", "carry_h"],
-        "reset": ["reset_c", "reset_h"],
-        "sequences": ["ys", "cs"],
+        "carry": {"carry_c": H, "carry_h": H},
+        "reset": {"reset_c": H, "reset_h": H},
+        "sequences": {"ys": H, "cs": H},
+    },
+    "lstm-projected": {
+        "weights": {"w_ih": (D, 4 * H), "w_hh": (P, 4 * H), "b": (4 * H,), "w_hr": (H, P)},
+        "carry": {"carry_c": H, "carry_h": P},
+        "reset": {"reset_c": H, "reset_h": P},
+        "sequences": {"ys": P, "cs": H},
     },
 }
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("reset_state", [None, "h", "bh", "tbh"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", CELLS)
 def test_gradients_are_central_differences(cell, reset_state, reverse):
     rng = np.random.default_rng(0)
     names = CELLS[cell]
     inputs = {name: rng.normal(size=shape) for name, shape in names["weights"].items()}
-    inputs |= {"xs": rng.normal(size=(T, B, D))} | {name: rng.normal(size=(B, H)) for name in names["carry"]}
+    inputs |= {"xs": rng.normal(size=(T, B, D))} | {k: rng.normal(size=(B, n)) for k, n in names["carry"].items()}
     if reset_state is not None:
-        inputs |= {name: rng.normal(size=STATE_SHAPES[reset_state]) for name in names["reset"]}
-    cotangents = {"ct_" + name: rng.normal(size=(T, B, H)) for name in names["sequences"]}
-    cotangents |= {"ct_" + name: rng.normal(size=(B, H)) for name in names["carry"]}
+        inputs |= {name: rng.normal(size=(*LEAD[reset_state], n)) for name, n in names["reset"].items()}
+    cotangents = {"ct_" + name: rng.normal(size=(T, B, n)) for name, n in names["sequences"].items()}
+    cotangents |= {"ct_" + name: rng.normal(size=(B, n)) for name, n in names["carry"].items()}
     resets = np.array([[0, 1, 0], [0, 0, 1], [1, 1, 0], [0, 1, 0]], bool)
 
     def run(inputs):
-        return oracle.CELLS[cell](inputs | cotangents | {"resets": resets}, reverse=reverse)
+        return oracle.CELLS[cell.split("-")[0]](inputs | cotangents | {"resets": resets}, reverse=reverse)
 
     def loss(inputs):
         results = run(inputs)

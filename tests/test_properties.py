@@ -10,8 +10,8 @@ import pytest
 from calls import (
     CLOSE,
     KERNELS,
+    PROJECTED,
     B,
-    H,
     T,
     arguments,
     assert_close,
@@ -31,7 +31,7 @@ def implementation(request):
     return request.param
 
 
-@pytest.fixture(params=["gru", "lstm"])
+@pytest.fixture(params=["gru", "lstm", PROJECTED])
 def cell(request):
     return request.param
 
@@ -106,7 +106,7 @@ def test_empty_time_or_batch(cell, implementation, steps, batch, time_major):
         return outputs, cotangents, vjp(cotangents)
 
     (last, ys), (ct_last, _), (d_params, d_carry, d_xs, d_state) = run(params, carry, xs, state)
-    assert ys.shape == (*xs.shape[:2], H)
+    assert ys.shape == (*xs.shape[:2], jax.tree.leaves(carry)[-1].shape[-1])
     assert_same((last, d_carry), (carry, ct_last))
     assert_same((d_params, d_xs, d_state), jax.tree.map(jnp.zeros_like, (params, xs, state)))
     assert_same(jax.jit(call)(params, carry, xs, resets, state)[0], carry)
@@ -173,7 +173,7 @@ def unusual(cell):
         "float16 reset state": ((params, carry, xs, resets, half(stepped)), {}),
         "float32 carry and reset state": ((half(params), carry, half(xs), resets, stepped), {"remat": True}),
     }
-    if cell == "lstm":
+    if cell != "gru":
         calls |= {
             "reset state for h": ((params, carry, xs, resets, (None, state[1])), {"return_cells": True}),
             "reset state for c": ((params, carry, xs, resets, (stepped[0], None)), {}),
@@ -183,7 +183,7 @@ def unusual(cell):
     return calls
 
 
-UNUSUAL = [(cell, name) for cell in ("gru", "lstm") for name in unusual(cell)]
+UNUSUAL = [(cell, name) for cell in ("gru", "lstm", PROJECTED) for name in unusual(cell)]
 
 
 @kernels_only

@@ -1,5 +1,6 @@
 """The `lax.scan` reference: against the oracle, Flax, PyTorch, and itself run episode by episode."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -77,6 +78,7 @@ CASES = [
     )
     for cell, state, reverse in itertools.product(("gru", "lstm"), (None, "h", "bh", "tbh"), (False, True))
 ]
+CASES += [dataclasses.replace(case, proj=3) for case in CASES if case.cell == "lstm"]
 SMALL = [
     Case("gru", T=5, B=3, H=24, resets="none", precision="highest"),
     Case("gru", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32", precision="highest"),
@@ -87,6 +89,7 @@ SMALL = [
     Case("lstm", T=5, B=3, H=24, resets="all", reset_state="h", reset_dtype="float32", precision="highest"),
     Case("lstm", T=7, B=19, H=65, reset_state="bh", precision="highest", reset_dtype="int32"),
     Case("lstm", T=5, B=3, H=24, dtype="bf16"),
+    Case("lstm", T=5, B=3, H=24, dtype="bf16", proj=7, reset_state="h", cells=True),
     Case("lstm", T=5, B=3, H=24, dtype="f16", carry_dtype="f16", models=2, cells=True),
 ]
 BOUND = {"f32": CLOSE, "bf16": 2.0**-7, "f16": 2.0**-9}

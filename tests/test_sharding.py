@@ -37,13 +37,14 @@ def make_arguments(cell, batch=(B,), seed=0):
     """Parameters, carry, inputs, a learned reset state, and resets."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)  # noqa: E731
-    states = 1 if cell == "gru" else 2
     if cell == "gru":
-        params = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(3 * H), draw(H))
+        params, widths = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(3 * H), draw(H)), (H,)
+    elif cell == "lstm":
+        params, widths = jaxrnn.LSTMParams(draw(D, 4 * H), draw(H, 4 * H), draw(4 * H)), (H, H)
     else:
-        params = jaxrnn.LSTMParams(draw(D, 4 * H), draw(H, 4 * H), draw(4 * H))
-    carry, reset_state = (tuple(draw(*lead, H) for _ in range(states)) for lead in (batch, ()))
-    if states == 1:
+        params, widths = jaxrnn.LSTMParams(draw(D, 4 * H), draw(4, 4 * H), draw(4 * H), draw(H, 4)), (H, 4)
+    carry, reset_state = (tuple(draw(*lead, width) for width in widths) for lead in (batch, ()))
+    if cell == "gru":
         (carry,), (reset_state,) = carry, reset_state
     return params, carry, draw(T, *batch, D), reset_state, jnp.asarray(rng.random((T, *batch)) < 0.3)
 
@@ -68,7 +69,7 @@ def assert_close(got, want):
 
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
 def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat):
     monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 1)  # `remat` in several chunks
     monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 2)
@@ -100,7 +101,7 @@ def test_pmap(cell):
 
 
 @pytest.mark.parametrize("axes", [("data",), ("data", "agents")])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
 def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes):
     arguments = make_arguments(cell, batch=(B, 4)[: len(axes)])
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
@@ -126,6 +127,24 @@ def test_what_comes_in_whole_is_cut_to_the_batch_of_an_explicit_mesh():
     whole = jax.device_put((params, carry, reset_state, resets), NamedSharding(mesh, P()))
     got = loss("gru", "triton", whole[0], whole[1], xs, *whole[2:])
     assert_close(got, want)
+
+
+def test_one_of_two_reset_states_on_an_explicit_mesh():
+    arguments = make_arguments("lstm")
+
+    def gradients(implementation, *arguments):
+        return jax.grad(lambda c, rest: loss("lstm", implementation, *rest[:3], (c, None), rest[4])[0])(
+            arguments[3][0], arguments
+        )
+
+    want = gradients("xla", *arguments)
+    mesh = make_mesh(AxisType.Explicit)
+    specs = P(), P("data"), P(None, "data"), P(), P(None, "data")
+    arguments = [
+        jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
+    assert_close(jax.jit(functools.partial(gradients, "triton"))(*arguments), want)
 
 
 def test_sequences_of_an_explicit_mesh_must_be_whole():

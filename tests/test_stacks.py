@@ -451,11 +451,6 @@ def test_stacks_say_what_is_wrong(cell, options, call, message):
         jax.eval_shape(functools.partial(stack.init, **call), jax.random.key(0), jnp.zeros((T, B, D)))
 
 
-def test_projections_are_not_for_triton():
-    with pytest.raises(NotImplementedError, match=r'no projection \(params.w_hr\): pass implementation="xla" or None'):
-        make("LSTM", proj_size=4, implementation="triton")
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -486,15 +481,17 @@ def test_a_projection_that_does_not_fit_says_so(changes, message):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("cell", STACKS)
-def test_triton_runs_a_stack_as_xla_does(cell):
+@pytest.mark.parametrize(
+    ("cell", "proj"), [*((cell, {}) for cell in STACKS), ("LSTM", {"proj_size": 4})], ids=[*STACKS, "LSTM-projected"]
+)
+def test_triton_runs_a_stack_as_xla_does(cell, proj):
     pytest.importorskip("torch")
     pytest.importorskip("triton")
     xs, resets, lengths = normal(2, (3, B, D)), jnp.zeros((3, B)).at[1, 0].set(1), jnp.array([3, 2, 1])
     valid = (jnp.arange(3)[:, None] < lengths)[..., None]
     results = []
     for name in ("triton", "xla"):
-        stack, variables, carry = make(cell, bidirectional=True, implementation=name, precision="highest")
+        stack, variables, carry = make(cell, bidirectional=True, implementation=name, precision="highest", **proj)
 
         def call(variables, xs, carry, stack=stack):
             last, ys = stack.apply(variables, xs, initial_carry=carry, resets=resets, seq_lengths=lengths)

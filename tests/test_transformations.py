@@ -22,10 +22,12 @@ from calls import (
     arguments,
     assert_close,
     assert_same,
+    cell_of,
     every_cell,
     every_implementation,
     kernels_only,
     loss_of,
+    projected_too,
     random_like,
     reference,
     runner,
@@ -102,7 +104,7 @@ def is_none(x):
 
 
 @kernels_only
-@every_cell
+@projected_too
 @pytest.mark.parametrize(
     ("mapped", "batch_major"),
     [*((name, False) for name in MAPPED), *((name, True) for name in ("all", "weights", "carry-xs-resets"))],
@@ -120,7 +122,7 @@ def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
 
 
 @kernels_only
-@every_cell
+@projected_too
 @pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
 def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
     """Gradients to what is not mapped are sums over the mapped axis."""
@@ -178,7 +180,7 @@ def test_nested_vmap_equals_loops(cell, implementation, nesting, batch_major):
 
 
 @every_implementation
-@every_cell
+@projected_too
 @either_layout
 def test_gradients_of_every_example_add_up(cell, implementation, batch_major):
     """`vmap` over the batch itself: calls without a batch axis, whose weights' gradients sum to those of the batch."""
@@ -288,7 +290,7 @@ def train_in_python(cell, state, batches):
 
 
 @every_implementation
-@every_cell
+@projected_too
 def test_scan_over_updates_with_the_optimizer_inside(cell, implementation):
     state, batches = start_and_batches(cell)
     got = jax.jit(functools.partial(jax.lax.scan, make_update(cell, implementation)))(state, batches)
@@ -375,12 +377,12 @@ def launches(function, *args):
 
 
 @kernels_only
-@every_cell
+@projected_too
 def test_remat_saves_no_gates_and_recomputes_without_a_launch(cell, implementation):
     """What is recomputed takes matmuls over all steps, so the launches stay two."""
     args = arguments(cell)
     saved, remat = (runner(cell, implementation, remat=remat) for remat in (False, True))
-    gates = {"gru": 3, "lstm": 4}[cell] * T * B * H
+    gates = {"gru": 3, "lstm": 4}[cell_of(cell)] * T * B * H
     assert max(residual_sizes(saved, *args)) >= gates > max(residual_sizes(remat, *args))
     assert sum(residual_sizes(saved, *args)) - sum(residual_sizes(remat, *args)) >= gates
     for call in (saved, remat):
@@ -446,14 +448,14 @@ def test_checkpoint_and_vmap_in_either_order(cell, implementation, order):
 
 
 @kernels_only
-@every_cell
+@projected_too
 def test_outside_jit_equals_inside(cell, implementation):
     args = arguments(cell)
     assert_close(with_gradients(runner(cell, implementation))(*args), reference(cell)(*args))
 
 
 @kernels_only
-@every_cell
+@projected_too
 def test_disable_jit_changes_nothing(cell, implementation):
     """With it control flow is Python's; a launch is compiled all the same."""
     args = arguments(cell)
@@ -468,7 +470,7 @@ def test_disable_jit_changes_nothing(cell, implementation):
 
 
 @every_implementation
-@every_cell
+@projected_too
 @either_layout
 def test_compiled_ahead_of_time(cell, implementation, batch_major):
     """From shapes alone; `eval_shape` says what comes out, in dtypes too."""
@@ -545,7 +547,7 @@ def test_debug_nans_finds_one(cell, implementation, where):
 
 
 @kernels_only
-@every_cell
+@projected_too
 @pytest.mark.parametrize(
     ("hidden", "remat"), [(H, False), (H, True), (70, False)], ids=["saved", "remat", "programs-that-share"]
 )
@@ -558,7 +560,7 @@ def test_debug_nans_finds_none_in_what_is_clean(cell, implementation, hidden, re
 
 
 @every_implementation
-@every_cell
+@projected_too
 def test_debug_nans_finds_none_where_it_is_replaced(cell, implementation):
     params, carry, xs, resets, state = arguments(cell)
     bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), carry)
@@ -628,7 +630,7 @@ def loss_of_one(cell, implementation, which, **options):
 
 
 @kernels_only
-@every_cell
+@projected_too
 @pytest.mark.parametrize(
     ("transform", "which"),
     [*((name, "xs") for name in UNSUPPORTED), *(("jvp", which) for which in DIFFERENTIABLE if which != "xs")],
