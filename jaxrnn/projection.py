@@ -10,6 +10,7 @@ loop starts from m = 0, and the input projection of that step has the start's pr
 
 A step multiplies by 4 H^2 numbers and not by 5 H P: the loop is bound by latency at the widths that fit on chip.
 |w_hr @ w_hh| <= |w_hr| |w_hh|: nothing grows, and it is rounded once, as are w_hr, w_hh and h in a loop with both.
+Weights in 16 bits are exact in such a loop, and their product is not: so it and m are multiplied as float32.
 
 Sak, Senior, Beaufays: Long short-term memory recurrent neural network architectures for large scale acoustic modeling,
 Interspeech 2014.
@@ -33,7 +34,7 @@ class Plain(NamedTuple):
 
     Attributes:
       params: `w_ih [D, 4H]`, `w_hh [H, 4H]` in float32, `b [4H]`; D grows by P where episodes start from a state.
-      m0: `[*batch, H]` zeros.
+      m0: `[*batch, H]` zeros in float32.
       xs: `[T, *batch, D]` (`[*batch, T, D]`).
       first: `[*batch, 4H]` to be added to the input projection of the step that is computed first.
     """
@@ -75,8 +76,9 @@ def without_projection(
         if reset_h.ndim <= h0.ndim:
             reset_h = jnp.expand_dims(jnp.broadcast_to(reset_h, h0.shape), axis)
         starts = jnp.where(resets, reset_h.astype(operand_dtype), jnp.zeros((width,), operand_dtype))
-        xs, w_ih = jnp.concatenate([xs, starts], axis=-1), jnp.concatenate([w_ih, w_hh])
+        # as an array: into products of a few columns XLA would fuse it, and find no way to compile some (jaxlib 0.11.2)
+        xs = jax.lax.optimization_barrier(jnp.concatenate([xs, starts], axis=-1))
+        w_ih = jnp.concatenate([w_ih, w_hh])
     first = matmul(start.astype(operand_dtype), w_hh, precision, jnp.float32)
-    # in what it is multiplied in, which loses nothing
-    m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.result_type(operand_dtype, w_hh))
+    m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
     return Plain(LSTMParams(w_ih, recurrent, b), m0, xs, first)

@@ -589,7 +589,9 @@ def _run_on_device(
         )  # fmt: skip
 
     (h0, c0), (reset_h, reset_c), w_hr = states, reset_states, params.w_hr
-    if c0.shape[-1] <= _FULL_PRECISION_WIDTH:
+    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
+    widths = w_hr.shape if operand_dtype == jnp.float32 else w_hr.shape[:1]
+    if min(widths) <= _FULL_PRECISION_WIDTH:
         precision = jax.lax.Precision.HIGHEST
     plain = projection.without_projection(
         params, h0, xs, resets, reset_h, in_reverse=reverse is True if in_reverse is None else in_reverse,
@@ -599,7 +601,7 @@ def _run_on_device(
         cell, in_reverse, plain.params, (_bridge.vary_alike(plain.m0, xs), c0), plain.xs, resets, (None, reset_c),
         plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
-    h, hs = (reference.matmul(x.astype(plain.m0.dtype), w_hr, precision, jnp.float32).astype(h0.dtype) for x in (m, ms))
+    h, hs = (reference.matmul(x.astype(operand_dtype), w_hr, precision, jnp.float32).astype(h0.dtype) for x in (m, ms))
     return (h, c), (hs, *cs)
 
 

@@ -137,10 +137,22 @@ def test_one_bad_carry_stays_in_its_sequence(implementation):
 
 
 @kernels_only
-@pytest.mark.parametrize(("hidden", "precision"), [(32, "tf32x3"), (33, "tf32")])
-def test_the_width_of_the_loop_decides_the_precision(implementation, hidden, precision):
-    args = arguments(PROJECTED, hidden=hidden)
-    text = str(jax.make_jaxpr(runner(PROJECTED, implementation, precision=None))(*args))
+@pytest.mark.parametrize(
+    ("hidden", "width", "dtype", "precision"),
+    [
+        (32, 40, "float32", "tf32x3"),
+        (40, 32, "float32", "tf32x3"),
+        (33, 33, "float32", "tf32"),
+        (40, 32, "float16", "tf32"),
+        (32, 40, "float16", "tf32x3"),
+    ],
+)
+def test_the_widths_decide_the_precision(implementation, hidden, width, dtype, precision):
+    params, (c0, h0), xs, _, _ = arguments(PROJECTED, hidden=hidden)
+    params = params._replace(w_hh=jnp.zeros((width, 4 * hidden)), w_hr=jnp.zeros((hidden, width)))
+    h0 = jnp.zeros((*h0.shape[:-1], width))
+    args = jax.tree.map(lambda x: x.astype(dtype), (params, (c0, h0), xs))
+    text = str(jax.make_jaxpr(runner(PROJECTED, implementation, precision=None))(*args, None, None))
     assert f"precision={precision} " in text or f"precision={precision}\n" in text
 
 
