@@ -8,12 +8,18 @@
 | `pytest -m compile_only` | compiled; without a GPU nothing can be run       | all but `compile_only`   |
 
 `TRITON_INTERPRET`, if set, overrules the table. Where `gpu` is left out, or there is but one, `several_gpus` is too.
+Where PyTorch or Triton is not installed, so is all that needs either: the marker `torch`, and those of kernels. What
+has none of these must pass without.
 """
 
+import importlib.util
 import os
+from importlib.metadata import version
 
 import pytest
 from accelerator import nvidia_gpus
+
+NEED_TORCH = frozenset(("torch", "interpret", "gpu", "several_gpus", "compile_only"))
 
 left_out: frozenset[str] = frozenset()
 
@@ -37,6 +43,8 @@ def pytest_configure(config: pytest.Config) -> None:
         # XLA else times its matmuls and picks: two compilations of one program may round differently.
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     left_out |= {"compile_only"} if interpreted else {"interpret"}
+    if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+        left_out |= NEED_TORCH
 
     # Workers share the machine: none takes the GPU's memory ahead, or every core. The latter must be said before they
     # start: a pytest plugin may import NumPy, which asks only then, before this file is read.
@@ -57,7 +65,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def pytest_report_header() -> str:
     kernels = "interpreted" if os.environ["TRITON_INTERPRET"] == "1" else "compiled"
-    return f"triton kernels: {kernels}; tests left out: {', '.join(sorted(left_out))} (see tests/conftest.py)"
+    versions = f"jax {version('jax')}, flax {version('flax')}"
+    return (
+        f"{versions}; triton kernels: {kernels}; tests left out: {', '.join(sorted(left_out))} (see tests/conftest.py)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

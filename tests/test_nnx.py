@@ -465,8 +465,6 @@ def test_rnn_says_what_is_wrong(cell, call, message):
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", CELLS[::2])
 def test_triton_runs_an_rnn_as_xla_does(cell):
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
     xs, call = normal(1, (B, 3, D)), {"resets": some_resets((B, 3)), "initial_carry": some_carry(cell)}
     triton, xla = (
         outputs_and_gradients(fused.RNN(make(fused, cell), implementation=name, precision="highest"), xs, **call)

@@ -17,9 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-for package in ("optax", "matplotlib", "rich", "tqdm"):
-    pytest.importorskip(package, reason="pip install jaxrnn[examples]")
-
 spec = importlib.util.spec_from_file_location(
     "recurrent_ppo", Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
 )

@@ -105,10 +105,12 @@ def torch_carry(cell, carry):
     ],
 )
 @pytest.mark.parametrize("cell", STACKS)
+@pytest.mark.torch
 def test_stacks_are_those_of_torch(cell, options, torch_options):
     hold_against_torch(cell, options, torch_options)
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 def test_projections_are_those_of_torch():
     options = {"num_layers": 2, "bidirectional": True, "proj_size": 4}
@@ -116,7 +118,8 @@ def test_projections_are_those_of_torch():
 
 
 def hold_against_torch(cell, options, torch_options):
-    torch = pytest.importorskip("torch")
+    import torch
+
     stack, variables, carry = make(cell, **options)
     xs = normal(2, (T, B, D) if stack.time_major else (B, T, D))
 
@@ -483,8 +486,6 @@ def test_a_projection_that_does_not_fit_says_so(changes, message):
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", STACKS)
 def test_triton_runs_a_stack_as_xla_does(cell):
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
     xs, resets, lengths = normal(2, (3, B, D)), jnp.zeros((3, B)).at[1, 0].set(1), jnp.array([3, 2, 1])
     valid = (jnp.arange(3)[:, None] < lengths)[..., None]
     results = []
