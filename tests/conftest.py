@@ -14,6 +14,7 @@ has none of these must pass without.
 
 import importlib.util
 import os
+import types
 from importlib.metadata import version
 
 import pytest
@@ -35,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Nearly all time goes into compiling small programs: a third less of it without LLVM's optimisations.
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        if version("jaxlib").startswith(("0.8.", "0.9.", "0.10.")):  # half of the rest; JAX 0.12 has no such flag
+            quick += " --xla_cpu_use_fusion_emitters=false"
         devices = "--xla_force_host_platform_device_count=8"
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), quick, devices])
         left_out |= {"gpu", "several_gpus"}
@@ -51,6 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_is_patched_once() -> None:
+    """Triton's interpreter patches its language anew in every call of a function: nearly half the time of a kernel."""
+    if os.environ["TRITON_INTERPRET"] != "1" or "torch" in left_out:
+        return
+    from triton.runtime import interpreter
+
+    patch, keep = interpreter._patch_lang, types.SimpleNamespace(restore=lambda: None)
+    patched = set()
+
+    def patch_once(function: types.FunctionType) -> types.SimpleNamespace:
+        if function.__globals__["__name__"] not in patched:
+            patch(function)
+            patched.add(function.__globals__["__name__"])
+        return keep
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -273,11 +274,15 @@ def episodes_apart(stack, variables, xs, carry, reset_carry, lengths):
 
 
 @pytest.mark.parametrize(
-    ("state", "lengths"),
-    [(None, None), ("h", LENGTHS), ("tbh", None), ("tbh", LENGTHS)],
-    ids=["zeros", "h-lengths", "tbh", "tbh-lengths"],
+    ("cell", "state", "lengths"),
+    [
+        *itertools.product(STACKS, (None, "tbh"), (None,)),
+        *itertools.product(STACKS, ("h", "tbh"), (LENGTHS,)),
+        ("LSTM-proj", "h", LENGTHS),
+        ("LSTM-proj", "tbh", None),
+    ],
+    ids=lambda x: "lengths" if x is LENGTHS else str(x),
 )
-@pytest.mark.parametrize("cell", [*STACKS, "LSTM-proj"])
 def test_both_directions_keep_to_their_episode(cell, state, lengths):
     cell, *proj = cell.split("-")
     stack, variables, carry = make(cell, bidirectional=True, **({"proj_size": 4} if proj else {}))
