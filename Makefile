@@ -34,9 +34,10 @@ endif
 
 DEMO := $(VENV)/.installed-demo-$(ACCEL)
 TEST := $(VENV)/.installed-test-$(ACCEL)
+LATEST = $(VENV)-latest-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PYTEST := -m pytest -n logical --maxprocesses $(WORKERS) $(ARGS)
 
-.PHONY: help demo test lint format types test-versions resolve clean
+.PHONY: help demo test lint format types test-versions test-latest resolve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,6 +47,7 @@ help:
 	@echo "make format         ruff: fix and format"
 	@echo "make types          mypy"
 	@echo "make test-versions  run the interpreted and compile-only tests on triton $(TRITON_LOWEST) and $(TRITON_NEWEST)"
+	@echo "make test-latest    run the tests that need no torch on the newest JAX and Flax for PYTHON=$(PYTHON), 3.12 or newer"
 	@echo "make resolve        ask pip whether the CUDA extras resolve in one environment"
 	@echo "make clean          remove the virtual environments and caches"
 	@echo "this machine: ACCEL=$(ACCEL)"
@@ -77,11 +79,21 @@ test-versions: $(VENV)-triton-$(TRITON_LOWEST)/.installed $(VENV)-triton-$(TRITO
 		done; \
 	done
 
+# Without PyTorch and Triton. Each Python has its own environment, and each run takes what is newest then.
+test-latest:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 12) and print("Python 3.11 ends at JAX 0.10, which is what this run takes.", \
+		"For the newest name a newer one: make test-latest PYTHON=python3.12")'
+	$(PYTHON) -m venv $(LATEST)
+	$(LATEST)/bin/pip install -q --upgrade pip
+	$(LATEST)/bin/pip install -q --upgrade --upgrade-strategy eager -e '.[test]'
+	CUDA_VISIBLE_DEVICES= $(LATEST)/bin/python $(PYTEST)
+
 resolve: $(VENV)/bin/pip
 	$(VENV)/bin/python tests/resolve_extras.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist outputs
+	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-latest-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist outputs
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -155,6 +156,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if a row of this project is wrong or failed."""
     options = parse_arguments(arguments)
     if options.view == TUNE:
+        if missing := [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]:
+            raise SystemExit(
+                f"tune times kernels on an NVIDIA GPU and needs {' and '.join(missing)}: pip install '.[torch]'"
+            )
         from benchmarks import tune
 
         return 1 if tune.main(options) else 0

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from torch_bridge.config import GATES, Problem
-from torch_bridge.launch import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from torch_bridge.config import Device, Direction, KernelConfig, Precision, ResetState
 
@@ -83,6 +82,8 @@ def outputs_of(problem: Problem) -> list[str]:
 
 def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int = 0) -> dict[str, torch.Tensor]:
     """Arrays of a problem by name, on a device: inputs drawn so that nothing overflows, outputs filled with NaN."""
+    import torch
+
     generator = torch.Generator(place).manual_seed(seed)
     outputs, arrays = outputs_of(problem), {}
     for name, dtype in problem.dtypes:
@@ -110,6 +111,10 @@ class Run:
         self, problem: Problem, device: Device, config: KernelConfig, arrays: Mapping[str, torch.Tensor]
     ) -> None:
         """Compiles and loads; makes the workspaces."""
+        import torch
+
+        from torch_bridge.launch import Launch
+
         self.launch = Launch(problem, device, config)
         place = next(iter(arrays.values())).device
         self._ordinal = place.index
@@ -130,4 +135,6 @@ class Run:
         if self._interpreted:
             self.launch.interpret(self._tensors)
         else:
+            import torch
+
             self.launch(torch.cuda.current_stream().cuda_stream, self._ordinal, self._addresses)

@@ -2,21 +2,25 @@
 
 `launch` binds one primitive for every cell and direction. Its arrays are canonical: weights `[S, ...]`, all others
 `[G, ...]` with G a multiple of S. Batching adds groups or models, never a launch. Lowering compiles the kernel and
-registers a callback that XLA calls with its own buffers and stream; XLA captures that call in its CUDA graphs.
+registers a callback that XLA calls with its own buffers and stream; XLA captures that call in its CUDA graphs. On a
+mesh that JAX manages a launch is lowered to a `custom_partitioning`, and each device's part when XLA has shared it out.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 if TYPE_CHECKING:
     from jax import Array
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
     from torch_bridge.config import Reverse as Reverse
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
+# The axes that devices may share out; time and features stay whole.
+SHARED_OUT = ("models", "groups", "batch")
 
 
 class Output(NamedTuple):
@@ -131,6 +137,17 @@ def vary_alike(tree: Any, *others: Any) -> Any:
 
 launch_p = Primitive("jaxrnn_launch")
 launch_p.multiple_results = True
+# What a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
+part_p = Primitive("jaxrnn_launch_part")
+part_p.multiple_results = True
+
+
+@functools.cache
+def _asks_for_devices() -> Any:
+    """A jaxpr that, found among a primitive's parameters, makes JAX tell its lowering rule the devices and the mesh."""
+    identity = custom_partitioning(lambda x: x)
+    identity.def_partition(lambda mesh, x, y: (mesh, lambda x: x, y.sharding, (x.sharding,)), sharding_rule="->")
+    return jax.make_jaxpr(lambda x: identity(x))(0.0)
 
 
 def launch(
@@ -151,7 +168,7 @@ def launch(
     results = launch_p.bind(
         *present.values(),
         cell=cell, direction=direction, inputs=tuple(present), outputs=tuple(outputs),
-        reset_state=reset_state, reverse=reverse, precision=precision,
+        reset_state=reset_state, reverse=reverse, precision=precision, of_devices=_asks_for_devices(),
     )  # fmt: skip
     # what a primitive without a rule for it returns varies over no axis
     return dict(zip((output.name for output in outputs), vary_alike(results, present), strict=True))
@@ -185,6 +202,9 @@ def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDty
 def _abstract(*avals: Any, inputs: Any, outputs: Any, **_: Any) -> list[jax.core.ShapedArray]:
     types = _result_types(_sizes(inputs, [aval.shape for aval in avals]), outputs)
     return [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
+
+
+part_p.def_abstract_eval(_abstract)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -354,9 +374,122 @@ def _cpu_launch(problem: Any) -> Any:
     return Launch(problem, Device(interpreted=True))
 
 
-mlir.register_lowering(
-    launch_p, mlir.lower_fun(_call(_cuda_launch, _Callback, True), multiple_results=True), platform="cuda"
-)
-mlir.register_lowering(
-    launch_p, mlir.lower_fun(_call(_cpu_launch, _InterpretedCallback, False), multiple_results=True), platform="cpu"
-)
+class _Slot:
+    """The host callback of a launch in a program that XLA partitions: calls what a part of it was lowered to.
+
+    XLA knows callbacks by their index in the program. It counts them before it compiles, and parts are lowered when it
+    does: so the slot is there first. A launch in a function that is called twice may have parts of two shapes.
+    """
+
+    index: int
+
+    def __init__(self) -> None:
+        self.parts: dict[tuple[tuple[int, ...], ...], Callable[..., Any]] = {}
+
+    def __call__(self, ctx: Any, *buffers: Any) -> Any:
+        if len(self.parts) == 1:
+            (part,) = self.parts.values()
+        else:
+            inputs = len(next(iter(self.parts)))
+            part = self.parts[tuple(tuple(x.shape) for x in buffers[:inputs])]
+        return part(ctx, *buffers)
+
+
+def _lower_part(call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: _Slot | None, **params: Any) -> Any:
+    """Lowers a launch for one device; into `slot` if the program around it is lowered already."""
+    lower = mlir.lower_fun(call, multiple_results=True)
+    if slot is None:
+        return lower(ctx, *operands, **params)
+    callbacks = ctx.module_context.host_callbacks  # of this part alone; the index is one of the whole program
+    while len(callbacks) < slot.index:
+        ctx.module_context.add_host_callback(None)
+    results = lower(ctx, *operands, **params)
+    if len(callbacks) > slot.index:  # none where there is nothing to launch
+        slot.parts[tuple(aval.shape for aval in ctx.avals_in)] = callbacks[slot.index]
+    return results
+
+
+def _lower(ctx: Any, *operands: Any, of_devices: Any, **params: Any) -> Any:
+    """Lowers a launch: on a mesh that JAX manages as what XLA partitions over models, groups and batch."""
+    del of_devices
+    sizes = _sizes(params["inputs"], [aval.shape for aval in ctx.avals_in])
+    mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
+    managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    if not managed or sizes.groups == 0 or not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        function: Callable[..., Any] = functools.partial(part_p.bind, slot=None, **params)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+    slot = _Slot()
+    slot.index = len(ctx.module_context.host_callbacks)
+    ctx.module_context.add_host_callback(slot)
+    return mlir.lower_fun(_partitioned(slot, sizes.models, params), multiple_results=True)(ctx, *operands)
+
+
+def _partitioned(slot: _Slot, models: int, params: dict[str, Any]) -> Callable[..., Any]:
+    """A launch whose models, groups and sequences XLA may share out to devices.
+
+    In it groups are apart from their models, `[S, G / S, ...]`: one may be shared out and the other whole.
+    """
+    inputs = params["inputs"]
+    names = (*inputs, *(output.name for output in params["outputs"]))
+
+    def axes_of(name: str, rank: int) -> tuple[str, ...]:
+        """The name of each axis: of those that devices share out, and of one that all need whole."""
+        if name in WEIGHTS:
+            return ("models", *(f"{name}_{k}" for k in range(1, rank)))
+        if name == "reset":
+            return ("models", "groups", "steps", "batch")
+        return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
+
+    def rule(_: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
+        axes = [axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
+        arrays = [" ".join(each) for each in axes]
+        in_order = dict.fromkeys(axis for each in axes for axis in each)
+        whole = tuple(axis for axis in in_order if axis not in SHARED_OUT)
+        text = f"{', '.join(arrays[: len(inputs)])} -> {', '.join(arrays[len(inputs) :])}"
+        return text, {"need_replication_factors": whole}
+
+    def partition(mesh: Any, operands: Any, results: Any) -> Any:
+        axes = [axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
+        given = [
+            dict(zip(each, x.sharding.spec, strict=False)) for each, x in zip(axes, (*operands, *results), strict=True)
+        ]
+        # they agree, but for what is whole
+        shared = max(
+            ({axis: each.get(axis) for axis in SHARED_OUT} for each in given),
+            key=lambda each: _parts(mesh, *each.values()),
+        )
+        if params["reverse"] == "odd" and models % (2 * _parts(mesh, shared["models"])):
+            shared["models"] = None  # a model runs in reverse if its index is odd: on a device too
+        shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, each))) for each in axes]
+        return mesh, functools.partial(local, slot), tuple(shardings[len(inputs) :]), tuple(shardings[: len(inputs)])
+
+    def local(slot: _Slot | None, *arrays: Array) -> tuple[Array, ...]:
+        merged = [x if name in WEIGHTS else x.reshape(-1, *x.shape[2:]) for name, x in zip(inputs, arrays, strict=True)]
+        here = _sizes(inputs, [x.shape for x in merged]).models
+        results = part_p.bind(*merged, slot=slot, **params)
+        return tuple(x.reshape(here, -1, *x.shape[1:]) for x in results)
+
+    on_devices = custom_partitioning(functools.partial(local, None))
+    on_devices.def_partition(partition, sharding_rule=rule, decode_shardings=True)
+
+    def call(*arrays: Array) -> list[Array]:
+        apart = [
+            x if name in WEIGHTS else x.reshape(models, -1, *x.shape[1:])
+            for name, x in zip(inputs, arrays, strict=True)
+        ]
+        return [x.reshape(-1, *x.shape[2:]) for x in on_devices(*apart)]
+
+    return call
+
+
+def _parts(mesh: Any, *axes: Any) -> int:
+    """How many parts these axes of an array are cut into."""
+    names = [name for axis in axes if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
+    return math.prod(mesh.shape[name] for name in names)
+
+
+mlir.register_lowering(launch_p, _lower)
+for _platform, _function in (
+    ("cuda", _call(_cuda_launch, _Callback, True)), ("cpu", _call(_cpu_launch, _InterpretedCallback, False))
+):  # fmt: skip
+    mlir.register_lowering(part_p, functools.partial(_lower_part, _function), platform=_platform)

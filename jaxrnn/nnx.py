@@ -82,7 +82,8 @@ class FusedCell(nnx.RNNCellBase):
 class GRUCell(FusedCell, nnx.GRUCell):
     """`flax.nnx.GRUCell` over `jaxrnn.gru`: the same parameters, initial values and results.
 
-    Flax's has no recurrent bias of n, unlike `linen.GRUCell`, and so has this one, for as long as Flax's has none.
+    Flax's has no recurrent bias of n, unlike `linen.GRUCell`, and so has this one, for as long as Flax's has none. One
+    that is there, as `hn_bias` ([flax#5595](https://github.com/google/flax/pull/5595)) or in `dense_h`, is used.
 
     Attributes:
       in_features: D.
@@ -148,10 +149,11 @@ def packed_params(cell: Any) -> GRUParams | LSTMParams:
     w_ih, w_hh, b_i, b_h = packed(of_x, "kernel"), packed(of_h, "kernel"), packed(of_x, "bias"), packed(of_h, "bias")
     if not isinstance(cell, nnx.GRUCell):
         return LSTMParams(w_ih, w_hh, b_h, packed(["proj"], "kernel") if isinstance(cell, ProjectedLSTMCell) else None)
+    b_hn = cell.hn_bias[...] if hasattr(cell, "hn_bias") else jnp.zeros(cell.hidden_features, b_i.dtype)
     if b_h is None:
-        return GRUParams(w_ih, w_hh, b_i, jnp.zeros(cell.hidden_features, b_i.dtype))
-    of_rz, b_hn = jnp.split(b_h, [2 * cell.hidden_features])
-    return GRUParams(w_ih, w_hh, b_i.at[: of_rz.size].add(of_rz), b_hn)
+        return GRUParams(w_ih, w_hh, b_i, b_hn)
+    of_rz, of_n = jnp.split(b_h, [2 * cell.hidden_features])
+    return GRUParams(w_ih, w_hh, b_i.at[: of_rz.size].add(of_rz), b_hn + of_n)
 
 
 def run_fused(cell: Any, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
@@ -177,6 +179,10 @@ def reason_to_scan(cell: Any) -> str | None:
         layer = getattr(cell, name)
         if type(layer) is not nnx.Linear or layer.dot_general is not jax.lax.dot_general:
             return f"a cell whose {name} is not a plain nnx.Linear"
+    known = {name for names in LAYERS[type(cell)] for name in names}
+    known.add("hn_bias" if isinstance(cell, nnx.GRUCell) else "proj")
+    if unknown := sorted(nnx.state(cell, nnx.Param).keys() - known):
+        return f"a cell with the parameter {unknown[0]}, which jaxrnn does not know"
     return None
 
 

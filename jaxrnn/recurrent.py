@@ -67,8 +67,8 @@ def gru(
       implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`lax.scan`), or None: the fastest that
         works here. A name works or raises.
 
-    On an explicit mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes
-    to where that is. On a mesh whose axes JAX manages by itself (`AxisType.Auto`) all is gathered: use `jax.shard_map`.
+    On a mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes to where
+    that is. If JAX manages the mesh by itself (`AxisType.Auto`), only the first of several batch axes stays sharded.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
     kernels have a gradient and no other derivative, and raise also where None picks them.

@@ -8,12 +8,19 @@
 | `pytest -m compile_only` | compiled; without a GPU nothing can be run       | all but `compile_only`   |
 
 `TRITON_INTERPRET`, if set, overrules the table. Where `gpu` is left out, or there is but one, `several_gpus` is too.
+Where PyTorch or Triton is not installed, so is all that needs either: the marker `torch`, and those of kernels. What
+has none of these must pass without.
 """
 
+import importlib.util
 import os
+import types
+from importlib.metadata import version
 
 import pytest
 from accelerator import nvidia_gpus
+
+NEED_TORCH = frozenset(("torch", "interpret", "gpu", "several_gpus", "compile_only"))
 
 left_out: frozenset[str] = frozenset()
 
@@ -29,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Nearly all time goes into compiling small programs: a third less of it without LLVM's optimisations.
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        if version("jaxlib").startswith(("0.8.", "0.9.", "0.10.")):  # half of the rest; JAX 0.12 has no such flag
+            quick += " --xla_cpu_use_fusion_emitters=false"
         devices = "--xla_force_host_platform_device_count=8"
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), quick, devices])
         left_out |= {"gpu", "several_gpus"}
@@ -37,12 +46,33 @@ def pytest_configure(config: pytest.Config) -> None:
         # XLA else times its matmuls and picks: two compilations of one program may round differently.
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     left_out |= {"compile_only"} if interpreted else {"interpret"}
+    if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
+        left_out |= NEED_TORCH
 
     # Workers share the machine: none takes the GPU's memory ahead, or every core. The latter must be said before they
     # start: a pytest plugin may import NumPy, which asks only then, before this file is read.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def triton_is_patched_once() -> None:
+    """Triton's interpreter patches its language anew in every call of a function: nearly half the time of a kernel."""
+    if os.environ["TRITON_INTERPRET"] != "1" or "torch" in left_out:
+        return
+    from triton.runtime import interpreter
+
+    patch, keep = interpreter._patch_lang, types.SimpleNamespace(restore=lambda: None)
+    patched = set()
+
+    def patch_once(function: types.FunctionType) -> types.SimpleNamespace:
+        if function.__globals__["__name__"] not in patched:
+            patch(function)
+            patched.add(function.__globals__["__name__"])
+        return keep
+
+    interpreter._patch_lang = patch_once
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -57,7 +87,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 def pytest_report_header() -> str:
     kernels = "interpreted" if os.environ["TRITON_INTERPRET"] == "1" else "compiled"
-    return f"triton kernels: {kernels}; tests left out: {', '.join(sorted(left_out))} (see tests/conftest.py)"
+    versions = f"jax {version('jax')}, flax {version('flax')}"
+    return (
+        f"{versions}; triton kernels: {kernels}; tests left out: {', '.join(sorted(left_out))} (see tests/conftest.py)"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -71,10 +71,11 @@ def test_a_case_is_found_by_what_it_prints():
 
 
 TINY = [Case("gru", 5, 4, 12, reset_rate=0.3), Case("lstm", 5, 4, 12, reset_rate=0.3)]
-ON_CPU = (
-    "jaxrnn-xla", "flax", "hoisted-scan", "torch-cudnn", "torch-cudnn-bf16", "torch-cudnn-packed",
-    "torch-cudnn-packed-bf16",
-)  # fmt: skip
+ON_CPU = ["jaxrnn-xla", "flax", "hoisted-scan"]
+ON_CPU += [
+    pytest.param(name, marks=pytest.mark.torch)
+    for name in ("torch-cudnn", "torch-cudnn-bf16", "torch-cudnn-packed", "torch-cudnn-packed-bf16")
+]
 
 
 @functools.cache
@@ -88,8 +89,7 @@ def numbers_and_truth(case):
 @pytest.mark.parametrize("name", ON_CPU)
 def test_a_provider_passes_the_check(name, case):
     provider = providers.PROVIDERS[name]
-    if provider.unavailable():
-        pytest.skip(provider.unavailable())
+    assert provider.unavailable() is None
     inputs, truth = numbers_and_truth(case)
     checked = harness.check(provider, ready(provider.build(case, inputs)), truth)
     assert not isinstance(checked, Row), checked.reason
@@ -458,8 +458,8 @@ def hand_made(**us):
     return tune.Result(problem, tilings[0], dict(zip(tilings, us.values(), strict=False)), {})
 
 
+@pytest.mark.torch
 def test_the_grid_has_problems_of_every_kind():
-    pytest.importorskip("torch")
     from benchmarks import tune
     from torch_bridge.config import Device, key
 
@@ -476,7 +476,6 @@ def test_the_grid_has_problems_of_every_kind():
 @pytest.mark.interpret
 @pytest.mark.parametrize(("cell", "direction"), [("gru", "fwd"), ("gru", "bwd"), ("lstm", "bwd")])
 def test_tilings_are_compared_and_timed(cell, direction):
-    pytest.importorskip("torch")
     from benchmarks import tune
     from benchmarks.launches import make_problem
     from torch_bridge.config import Device
@@ -493,7 +492,6 @@ def test_tilings_are_compared_and_timed(cell, direction):
 
 @pytest.mark.interpret
 def test_a_tiling_that_is_wrong_is_not_timed(monkeypatch):
-    pytest.importorskip("torch")
     from benchmarks import launches, tune
     from torch_bridge.config import Device
 
@@ -518,8 +516,8 @@ def test_a_tiling_that_is_wrong_is_not_timed(monkeypatch):
     assert result.us == {} and result.fastest is None and result.entry is None and result.bad.keys() == {broken}
 
 
+@pytest.mark.torch
 def test_only_what_beats_the_heuristic_is_an_entry():
-    pytest.importorskip("torch")
     from benchmarks import tune
     from torch_bridge.config import Device, Table
 
@@ -545,7 +543,8 @@ def test_only_what_beats_the_heuristic_is_an_entry():
 @pytest.mark.compile_only
 def test_tuning_compiles_measures_and_writes_a_table(monkeypatch, tmp_path):
     """All but the measuring, for which it takes the GPU."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     from benchmarks import tune
     from torch_bridge import launch
     from torch_bridge.config import Device, Table

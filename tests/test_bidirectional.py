@@ -240,7 +240,6 @@ def assert_each_model_as_by_itself(problem, device, tiling, place):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @every_cell
 def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling):
-    pytest.importorskip("torch")
     from benchmarks.launches import make_problem
 
     layout = {"models": 2, "groups": 4, "batch": 3, "steps": 2}

@@ -160,7 +160,8 @@ def test_another_time_or_batch_takes_the_same_kernel(problem, hidden, shortest):
 
 @pytest.mark.interpret
 def test_a_view_has_the_address_of_the_array():
-    torch = pytest.importorskip("torch")
+    import torch
+
     from torch_bridge import dlpack
 
     array, tensor = np.arange(24, dtype=np.float32).reshape(4, 6), torch.arange(24, dtype=torch.bfloat16).reshape(4, 6)

@@ -642,9 +642,11 @@ def test_xland_minigrid(implementation, dtype, monkeypatch):
         assert errors[0] < errors[1]  # rounding the carry at every step costs them accuracy
 
 
+@pytest.mark.torch
 def test_weights_of_a_torch_gru_are_gru_params():
     """`[3H, F]` and `[3H, H]`, gates r, z, n, and two biases for all gates: the docs say what becomes of them."""
-    torch = pytest.importorskip("torch")
+    import torch
+
     module = torch.nn.GRU(D, H)
     weights = {name: jnp.asarray(value.detach().numpy()) for name, value in module.named_parameters()}
     b_hh = weights["bias_hh_l0"].at[2 * H :].set(0)

@@ -8,18 +8,15 @@ import tempfile
 from collections.abc import Iterable
 
 import pytest
-import triton
 
 from benchmarks.launches import KINDS, make_problem
 from torch_bridge import config
 from torch_bridge.config import Device, KernelConfig, Problem
-from torch_bridge.launch import Launch
 
 pytestmark = pytest.mark.compile_only
 
 # An A100, an H200 and a B200: multiprocessors, and the shared memory a program can have.
 DEVICES = {"sm_80": Device(80, 108, 166_912), "sm_90": Device(90, 132, 232_448), "sm_100": Device(100, 148, 232_448)}
-CUOBJDUMP = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
 def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[Problem, KernelConfig]]:
@@ -85,6 +82,8 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, cell, direct
 
 def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) -> list[str]:
     """What does not keep within the shared memory that it is said to take, or spills."""
+    from torch_bridge.launch import Launch
+
     bad = []
     for p, c in problems:
         compiled = Launch(p, device, c).specialization.compile()
@@ -96,8 +95,11 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
 
 def local_bytes(cubin: bytes) -> int:
     """Bytes of local memory a thread of the kernel has: what did not fit into its registers."""
+    import triton
+
+    cuobjdump = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
     return int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])

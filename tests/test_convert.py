@@ -25,7 +25,9 @@ def highest_precision():
 
 @pytest.fixture(scope="module")
 def torch():
-    return pytest.importorskip("torch")
+    import torch
+
+    return torch
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +114,7 @@ def load_torch(torch, module, arrays):
     return module
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cell", KINDS)
 def test_from_torch(torch, cell, bias):
@@ -125,6 +128,7 @@ def test_from_torch(torch, cell, bias):
     assert bias or not np.any(params[-1])
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("cell", KINDS)
 def test_to_torch(torch, cell):
     params = make_params(cell)
@@ -133,6 +137,7 @@ def test_to_torch(torch, cell):
     same_bits(convert.from_torch(module), params)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("cell", KINDS)
 def test_torch_layers_and_directions(torch, cell):
     module = torch_module(torch, cell, D, H, num_layers=2, bidirectional=True)
@@ -148,6 +153,7 @@ def test_torch_layers_and_directions(torch, cell):
     agree(torch_outputs(torch, other), want)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(("cell", "name"), [("gru", "GRUCell"), ("lstm", "LSTMCell")])
 def test_torch_cells(torch, cell, name):
     torch.manual_seed(1)
@@ -165,6 +171,7 @@ def test_torch_cells(torch, cell, name):
     same_bits(convert.from_torch(module), params)
 
 
+@pytest.mark.torch
 def test_torch_prefix(torch):
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(H, 2), "rnn": torch.nn.GRU(D, H)})
     want = convert.from_torch(model["rnn"])
@@ -174,6 +181,7 @@ def test_torch_prefix(torch):
         convert.from_torch(model)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("cell", KINDS)
 def test_torch_bfloat16_keeps_its_bits(torch, cell):
     module = torch_module(torch, cell, D, H, dtype=torch.bfloat16)
@@ -188,6 +196,7 @@ def test_torch_bfloat16_keeps_its_bits(torch, cell):
     same_bits(convert.from_torch(other), params)
 
 
+@pytest.mark.torch
 def test_torch_float64_is_kept_or_refused(torch):
     module = torch.nn.GRU(D, H, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"weight_ih_l0 is float64.*jax_enable_x64"):
@@ -199,6 +208,7 @@ def test_torch_float64_is_kept_or_refused(torch):
     np.testing.assert_array_equal(arrays["weight_hh_l0"], module.weight_hh_l0.detach().numpy())
 
 
+@pytest.mark.torch
 def test_torch_and_jax_share_no_memory(torch):
     module = torch.nn.LSTM(D, 64)
     params = convert.from_torch(module)
@@ -212,6 +222,7 @@ def test_torch_and_jax_share_no_memory(torch):
     same_bits(jax.tree.map(np.asarray, params), before)
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 def test_torch_projection(torch):
     module = torch_module(torch, "lstm", D, H, proj_size=2)
@@ -233,6 +244,7 @@ def test_torch_projection(torch):
             other(params)
 
 
+@pytest.mark.torch
 def test_torch_refuses(torch):
     both, deep = torch.nn.GRU(D, H, bidirectional=True), torch.nn.LSTM(D, H, num_layers=3)
     with pytest.raises(ValueError, match=r"bidirectional.*reverse=False or True"):
@@ -576,6 +588,7 @@ def test_arrays_given_may_be_written_to_afterwards():
     same_bits(params, make_params("lstm"))
 
 
+@pytest.mark.torch
 def test_the_snippet_of_the_documentation_runs(torch):
     page = Path(__file__).resolve().parents[1] / "docs" / "convert.md"
     (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)

@@ -168,18 +168,14 @@ for call in (gru, lstm):
 @pytest.mark.parametrize(
     ("blocked", "texts"),
     [
-        ((), ["NVIDIA GPU"]),
-        (("torch",), ["needs torch", "pip install"]),
-        (("triton",), ["needs triton", "pip install"]),
-        (("torch", "triton"), ["needs torch and triton", "pip install"]),
+        pytest.param((), ["NVIDIA GPU"], marks=pytest.mark.torch, id="no-gpu"),
+        pytest.param(("torch",), ["needs torch", "pip install"], marks=pytest.mark.torch, id="no-torch"),
+        pytest.param(("triton",), ["needs triton", "pip install"], marks=pytest.mark.torch, id="no-triton"),
+        pytest.param(("torch", "triton"), ["needs torch and triton", "pip install"], id="neither"),
     ],
-    ids=["no-gpu", "no-torch", "no-triton", "neither"],
 )
 def test_triton_by_name_where_it_cannot_run_names_the_remedy(blocked, texts):
     """Before and inside `jit`; `implementation=None` runs all the same."""
-    if not blocked:
-        pytest.importorskip("triton")
-        pytest.importorskip("torch")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     program = textwrap.dedent(PROGRAM).format(blocked=list(blocked))
@@ -241,11 +237,13 @@ def test_a_pair_is_no_reset_state_of_a_gru():
         jaxrnn.gru(**call, resets=resets, reset_state=state)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize(
     ("capability", "text"), [(75, r"compute capability 8\.0 \(Ampere\) or newer, this GPU has 7\.5"), (80, None)]
 )
 def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
-    torch = pytest.importorskip("torch")
+    import torch
+
     from jaxrnn import _bridge
     from torch_bridge import launch
     from torch_bridge.config import Device

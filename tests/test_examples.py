@@ -11,9 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-for package in ("optax", "matplotlib", "rich", "tqdm"):
-    pytest.importorskip(package, reason="pip install jaxrnn[examples]")
-
 
 def load(name):
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")

@@ -98,9 +98,8 @@ nnx.jit(nnx.grad(lambda model: model(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5
     )
 
 
+@pytest.mark.torch
 def test_torch_bridge_imports_without_jax():
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
     run_without((*JAX_SIDE, *NOT_DEPENDENCIES), "\n".join(f"import {module}" for module in modules("torch_bridge")))
 
 

@@ -641,10 +641,9 @@ def test_rnn_says_what_is_wrong(call, message):
         random_variables(linen.RNN(linen.GRUCell(H)), rnn_inputs(False), **call)
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell"])
 def test_triton_runs_the_agent_as_xla_does(cell):
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
     carry, x = some_carry(cell), (normal(1, (3, B, D)), some_resets((3, B)).astype(jnp.float32))
     triton, xla = (
         linen.ScannedRNN(cell_type=getattr(linen, cell), implementation=name, precision="highest")

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jaxrnn
 import jaxrnn.nnx as fused
 from jaxrnn import linen, modules
 
@@ -139,6 +140,34 @@ def test_a_gru_with_recurrent_biases_uses_them():
         fused.RNN(cell, time_major=True)(xs, initial_carry=carry),
         nnx.RNN(want, time_major=True)(xs, initial_carry=carry),
     )
+
+
+def test_a_gru_with_a_recurrent_bias_of_n_uses_it(monkeypatch):
+    """Of a later Flax, as flax#5595 proposes it: drawn by its `__init__`, and so by ours."""
+    before = nnx.GRUCell.__init__
+
+    def init(self, in_features, hidden_features, *, bias_init, rngs, **options):
+        before(self, in_features, hidden_features, bias_init=bias_init, rngs=rngs, **options)
+        self.hn_bias = nnx.Param(bias_init(rngs.params(), (hidden_features,)))
+
+    monkeypatch.setattr(nnx.GRUCell, "__init__", init)
+    options = {"bias_init": nnx.initializers.normal(), "rngs": nnx.Rngs(3)}
+    cell, carry, xs = fused.GRUCell(D, H, **options), some_carry("GRUCell"), normal(1, (T, B, D))
+    params = fused.packed_params(cell)
+    np.testing.assert_array_equal(params.b_hn, cell.hn_bias[...])
+    assert params.b_hn.any()
+    assert_close(fused.RNN(cell, time_major=True)(xs, initial_carry=carry), jaxrnn.gru(params, carry, xs)[1])
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_with_a_parameter_of_a_later_flax_runs_as_flax_runs_it(cell):
+    """And says so where it was asked to run in a kernel."""
+    ours, carry, xs = make(fused, cell), some_carry(cell), normal(1, (T, B, D))
+    want = nnx.RNN(make(nnx, cell), time_major=True)(xs, initial_carry=carry)
+    ours.scale = nnx.Param(jnp.ones(H))
+    assert_close(fused.RNN(ours, time_major=True)(xs, initial_carry=carry), want)
+    with pytest.raises(NotImplementedError, match="cannot run a cell with the parameter scale, which jaxrnn does not"):
+        fused.RNN(ours, time_major=True, implementation="triton")(xs, initial_carry=carry)
 
 
 # --- RNN -------------------------------------------------------------------------------------------------------------
@@ -465,8 +494,6 @@ def test_rnn_says_what_is_wrong(cell, call, message):
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", CELLS[::2])
 def test_triton_runs_an_rnn_as_xla_does(cell):
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
     xs, call = normal(1, (B, 3, D)), {"resets": some_resets((B, 3)), "initial_carry": some_carry(cell)}
     triton, xla = (
         outputs_and_gradients(fused.RNN(make(fused, cell), implementation=name, precision="highest"), xs, **call)

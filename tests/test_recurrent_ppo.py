@@ -17,9 +17,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-for package in ("optax", "matplotlib", "rich", "tqdm"):
-    pytest.importorskip(package, reason="pip install jaxrnn[examples]")
-
 spec = importlib.util.spec_from_file_location(
     "recurrent_ppo", Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
 )
@@ -301,8 +298,7 @@ def test_losses_and_gradients_of_parts_average_to_those_of_the_whole(mapped, par
 @pytest.mark.parametrize(
     ("implementation", "devices", "seeds"),
     [
-        pytest.param("xla", 2, 2, marks=pytest.mark.interpret),
-        pytest.param("flax", 4, 1, marks=pytest.mark.interpret),
+        pytest.param("xla", 4, 2, marks=pytest.mark.interpret),
         pytest.param("triton", 2, 1, marks=pytest.mark.interpret),
         pytest.param("flax", 2, 1, marks=pytest.mark.several_gpus),
         pytest.param("triton", 2, 2, marks=pytest.mark.several_gpus),
@@ -388,7 +384,7 @@ def test_two_hosts_train_as_one(tmp_path):
     path = tmp_path / "host.py"
     path.write_text(ONE_HOST)
     arguments = [f"localhost:{port}", recurrent_ppo.__file__, json.dumps(dataclasses.asdict(config))]
-    flags = "--xla_force_host_platform_device_count=2"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"  # the last one counts
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TRITON_INTERPRET": "0"}
     hosts = [
         subprocess.Popen(

@@ -158,9 +158,11 @@ def test_matches_flax_linen(cell, function, convert):
     assert_close(value_and_vjp(ours, tree, carry, xs), value_and_vjp(flax_loop, tree, carry, xs))
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_matches_torch(cell):
-    torch = pytest.importorskip("torch")
+    import torch
+
     with jax.enable_x64(True):
         params, carry, xs = arguments(cell, jnp.float64)
 

@@ -1,4 +1,4 @@
-"""Several devices: `shard_map`, `pmap`, and arrays sharded over an explicit mesh give what one device gives.
+"""Several devices: `shard_map`, `pmap`, and arrays sharded over a mesh of either kind give what one device gives.
 
 On eight CPU devices, whose kernels are interpreted, or on the GPUs if there are two or more: see `conftest.py`.
 """
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxrnn
-from jaxrnn import recurrent
+from jaxrnn import _bridge, recurrent
 
 
 @pytest.fixture(
@@ -49,11 +49,11 @@ def make_arguments(cell, batch=(B,), seed=0):
     return params, carry, draw(T, *batch, D), reset_state, jnp.asarray(rng.random((T, *batch)) < 0.3)
 
 
-def loss(cell, implementation, params, carry, xs, reset_state, resets, *, axis=None, remat=False):
+def loss(cell, implementation, params, carry, xs, reset_state, resets, *, axis=None, **options):
     run = jaxrnn.gru if cell == "gru" else jaxrnn.lstm
     last, ys = run(
-        params, carry, xs, resets=resets, reset_state=reset_state, precision="highest", remat=remat,
-        implementation=implementation,
+        params, carry, xs, resets=resets, reset_state=reset_state, precision="highest", implementation=implementation,
+        **options,
     )  # fmt: skip
     total = sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves((last, ys)))
     return (total if axis is None else jax.lax.psum(total, axis)), ys
@@ -65,6 +65,13 @@ def with_gradients(cell, implementation, **options):
 
 def assert_close(got, want):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5), *jax.device_get((got, want)))
+
+
+def place(mesh, specs, arguments):
+    return [
+        jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
+        for x, spec in zip(arguments, specs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("remat", [False, True])
@@ -107,10 +114,7 @@ def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes):
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
     mesh = make_mesh(AxisType.Explicit, axes)
     specs = P(), P(*axes), P(None, *axes), P(), P(None, *axes)
-    arguments = [
-        jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
-        for x, spec in zip(arguments, specs, strict=True)
-    ]
+    arguments = place(mesh, specs, arguments)
     run = jax.jit(with_gradients(cell, "triton"))
     got = run(*arguments)
     assert_close(got, want)
@@ -154,21 +158,121 @@ def test_sequences_of_an_explicit_mesh_must_be_whole():
         jaxrnn.gru(params, carry, xs, implementation="triton")
 
 
-def test_a_mesh_that_jax_manages_gives_the_same():
-    arguments = make_arguments("gru")
-    want = jax.jit(with_gradients("gru", "xla"))(*arguments)
+def compiled(function, arguments):
+    """The results of a jitted call, and the program that XLA made."""
+    program = jax.jit(function).lower(*arguments).compile()
+    return program(*arguments), program.as_text()
+
+
+@pytest.mark.parametrize(
+    ("cell", "options"), [("gru", {}), ("lstm", {"time_major": False}), ("gru", {"remat": True})],
+    ids=["gru", "lstm-batch-major", "gru-remat"],
+)  # fmt: skip
+def test_batches_of_a_mesh_that_jax_manages_stay_where_they_are(monkeypatch, cell, options):
+    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 2)
+    params, carry, xs, reset_state, resets = make_arguments(cell)
+    sequence = P(None, "data")
+    if not options.get("time_major", True):
+        xs, resets, sequence = xs.swapaxes(0, 1), resets.swapaxes(0, 1), P("data")
+    arguments = params, carry, xs, reset_state, resets
+    want = jax.jit(with_gradients(cell, "xla", **options))(*arguments)
     mesh = make_mesh(AxisType.Auto)
-    sharded = [
-        jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
-        for x, spec in zip(arguments, (P(), P("data"), P(None, "data"), P(), P(None, "data")), strict=True)
-    ]
-    assert_close(jax.jit(with_gradients("gru", "triton"))(*sharded), want)
+    arguments = place(mesh, (P(), P("data"), sequence, P(), sequence), arguments)
+    got, text = compiled(with_gradients(cell, "triton", **options), arguments)
+    assert_close(got, want)
+    ((_, ys), (d_params, d_carry, d_xs, _)) = got
+    for x in (ys, d_xs, *jax.tree.leaves(d_carry)):
+        assert not x.sharding.is_fully_replicated and x.sharding.is_equivalent_to(
+            NamedSharding(mesh, sequence if x.ndim == 3 else P("data")), x.ndim
+        )
+    assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(d_params))
+    assert "all-gather" not in text and text.count(" all-reduce(") > 0
+
+
+def test_without_jit_batches_of_a_mesh_that_jax_manages_stay_where_they_are():
+    arguments = make_arguments("gru")
+    mesh = make_mesh(AxisType.Auto)
+    sharded = place(mesh, (P(), P("data"), P(None, "data"), P(), P(None, "data")), arguments)
+    _, ys = loss("gru", "triton", *sharded)
+    assert ys.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "data")), 3)
+    assert_close(ys, loss("gru", "xla", *arguments)[1])
+
+
+def test_seeds_and_batches_share_a_mesh_that_jax_manages():
+    """The weights of a seed are on the devices that have it."""
+    mesh = make_mesh(AxisType.Auto, ("seeds", "data"))
+    seeds = mesh.shape["seeds"]
+    arguments = jax.tree.map(lambda *x: jnp.stack(x), *(make_arguments("gru", (4,), seed) for seed in range(seeds)))
+    want = jax.jit(jax.vmap(with_gradients("gru", "xla")))(*arguments)
+    sequence = P("seeds", None, "data")
+    sharded = place(mesh, (P("seeds"), P("seeds", "data"), sequence, P("seeds"), sequence), arguments)
+    got, text = compiled(jax.vmap(with_gradients("gru", "triton")), sharded)
+    assert_close(got, want)
+    ((_, ys), (d_params, *_)) = got
+    assert ys.sharding.is_equivalent_to(NamedSharding(mesh, sequence), 4)
+    for x in jax.tree.leaves(d_params):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("seeds")), x.ndim)
+    assert "all-gather" not in text
+
+
+def test_both_directions_on_a_mesh_that_jax_manages():
+    """Of two devices that share out the two models of a launch, each would take its one for the first, not reversed."""
+    params, carry, xs, _, resets = make_arguments("gru")
+    run = functools.partial(recurrent.bidirectional_gru, precision="highest")
+
+    def both(implementation, params, carry, xs, resets):
+        other = jax.tree.map(lambda x: 0.5 - x, params)
+        pair = run((params, other), (carry, -carry), xs, resets=(resets, resets[::-1]), implementation=implementation)
+        return jnp.sum(jnp.sin(pair[0][1]) * pair[1][1]), pair
+
+    def call(implementation):
+        return jax.value_and_grad(functools.partial(both, implementation), range(3), has_aux=True)
+
+    mesh = make_mesh(AxisType.Auto)
+    arguments = params, carry, xs, resets
+    sharded = place(mesh, (P(), P("data"), P(None, "data"), P(None, "data")), arguments)
+    got, text = compiled(call("triton"), sharded)
+    assert_close(got, jax.jit(call("xla"))(*arguments))
+    assert "all-gather" not in text
+
+    mesh = make_mesh(AxisType.Auto, ("data", "directions"))
+    draw = lambda *shape: jnp.asarray(np.random.default_rng(len(shape)).normal(size=shape), jnp.float32)  # noqa: E731
+    arrays = {"w_hh_t": draw(2, 3 * H, H), "b_hn": draw(2, H), "xp": draw(2, T, B, 3 * H), "h0": draw(2, B, H)}
+    outputs = [_bridge.Output("hs", True, H, jnp.float32), _bridge.Output("h_last", False, H, jnp.float32)]
+    launch = jax.jit(
+        lambda arrays: _bridge.launch(
+            "gru", "fwd", arrays, outputs, reset_state="zeros", reverse="odd", precision="tf32x3"
+        )
+    )
+    want = launch(arrays)
+    assert_close(launch(jax.device_put(arrays, NamedSharding(mesh, P("directions")))), want)
+
+
+def test_a_function_called_on_whole_and_sharded_batches_of_a_mesh_that_jax_manages():
+    """Its launch is lowered once, and the devices' parts of it have two shapes."""
+    params, carry, xs, _, resets = make_arguments("gru")
+    mesh = make_mesh(AxisType.Auto)
+    sharded = place(mesh, (P(), P("data"), P(None, "data"), P(None, "data")), (params, carry, xs, resets))
+
+    def twice(implementation, params, carry, xs, resets):
+        run = jax.jit(functools.partial(jaxrnn.gru, precision="highest", implementation=implementation))
+        whole = functools.partial(jax.lax.with_sharding_constraint, shardings=NamedSharding(mesh, P()))
+        _, ys = run(params, carry, xs, resets=resets)
+        _, others = run(params, whole(2 * carry), whole(2 * xs), resets=whole(resets))
+        return ys, whole(others)
+
+    got = jax.jit(functools.partial(twice, "triton"))(*sharded)
+    assert_close(got, jax.jit(functools.partial(twice, "xla"))(*sharded))
+    assert [x.sharding.is_fully_replicated for x in got] == [False, True]
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_launches_and_collectives_in_one_loop_neither_hang_nor_mix(platform, cell):
     """Every device launches kernels and waits for the others, in turns and many times, also where one is behind."""
     params, carry, xs, _, resets = make_arguments(cell)
+    turns, steps = (2000, T) if platform == "gpu" else (5, 2)
+    xs, resets = xs[:steps], resets[:steps]
     state, sequence = P("data"), P(None, "data")
 
     def many(implementation, params, carry, xs, resets):
@@ -186,7 +290,7 @@ def test_launches_and_collectives_in_one_loop_neither_hang_nor_mix(platform, cel
             return (params, jax.tree.map(lambda x, m: 0.5 * (x + m), last, mean)), None
 
         # a collective's result is alike everywhere: said by `check_vma=False`, in which gradients stay a device's own
-        return jax.lax.scan(update, (params, carry), None, length=2000 if platform == "gpu" else 10)[0]
+        return jax.lax.scan(update, (params, carry), None, length=turns)[0]
 
     def on_all(implementation):
         inside = functools.partial(many, implementation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import flax.linen as nn
 import jax
@@ -105,10 +106,12 @@ def torch_carry(cell, carry):
     ],
 )
 @pytest.mark.parametrize("cell", STACKS)
+@pytest.mark.torch
 def test_stacks_are_those_of_torch(cell, options, torch_options):
     hold_against_torch(cell, options, torch_options)
 
 
+@pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 def test_projections_are_those_of_torch():
     options = {"num_layers": 2, "bidirectional": True, "proj_size": 4}
@@ -116,7 +119,8 @@ def test_projections_are_those_of_torch():
 
 
 def hold_against_torch(cell, options, torch_options):
-    torch = pytest.importorskip("torch")
+    import torch
+
     stack, variables, carry = make(cell, **options)
     xs = normal(2, (T, B, D) if stack.time_major else (B, T, D))
 
@@ -270,11 +274,15 @@ def episodes_apart(stack, variables, xs, carry, reset_carry, lengths):
 
 
 @pytest.mark.parametrize(
-    ("state", "lengths"),
-    [(None, None), ("h", LENGTHS), ("tbh", None), ("tbh", LENGTHS)],
-    ids=["zeros", "h-lengths", "tbh", "tbh-lengths"],
+    ("cell", "state", "lengths"),
+    [
+        *itertools.product(STACKS, (None, "tbh"), (None,)),
+        *itertools.product(STACKS, ("h", "tbh"), (LENGTHS,)),
+        ("LSTM-proj", "h", LENGTHS),
+        ("LSTM-proj", "tbh", None),
+    ],
+    ids=lambda x: "lengths" if x is LENGTHS else str(x),
 )
-@pytest.mark.parametrize("cell", [*STACKS, "LSTM-proj"])
 def test_both_directions_keep_to_their_episode(cell, state, lengths):
     cell, *proj = cell.split("-")
     stack, variables, carry = make(cell, bidirectional=True, **({"proj_size": 4} if proj else {}))
@@ -485,8 +493,6 @@ def test_a_projection_that_does_not_fit_says_so(changes, message):
     ("cell", "proj"), [*((cell, {}) for cell in STACKS), ("LSTM", {"proj_size": 4})], ids=[*STACKS, "LSTM-projected"]
 )
 def test_triton_runs_a_stack_as_xla_does(cell, proj):
-    pytest.importorskip("torch")
-    pytest.importorskip("triton")
     xs, resets, lengths = normal(2, (3, B, D)), jnp.zeros((3, B)).at[1, 0].set(1), jnp.array([3, 2, 1])
     valid = (jnp.arange(3)[:, None] < lengths)[..., None]
     results = []
