@@ -601,7 +601,9 @@ def _run_on_device(
         cell, in_reverse, plain.params, (_bridge.vary_alike(plain.m0, xs), c0), plain.xs, resets, (None, reset_c),
         plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
-    h, hs = (reference.matmul(x.astype(operand_dtype), w_hr, precision, jnp.float32).astype(h0.dtype) for x in (m, ms))
+    # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
+    w_hr = w_hr.astype(jnp.float32)
+    h, hs = (reference.matmul(x, w_hr, precision, jnp.float32).astype(h0.dtype) for x in (m, ms))
     return (h, c), (hs, *cs)
 
 
