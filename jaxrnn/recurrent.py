@@ -593,18 +593,18 @@ def _run_on_device(
     widths = w_hr.shape if operand_dtype == jnp.float32 else w_hr.shape[:1]
     if min(widths) <= _FULL_PRECISION_WIDTH:
         precision = jax.lax.Precision.HIGHEST
+    from_last: bool | Array = reverse is True if in_reverse is None else in_reverse
     plain = projection.without_projection(
-        params, h0, xs, resets, reset_h, in_reverse=reverse is True if in_reverse is None else in_reverse,
-        time_major=time_major, precision=precision,
-    )  # fmt: skip
-    (m, c), (ms, *cs) = _run_canonical(
+        params, h0, xs, resets, reset_h, in_reverse=from_last, time_major=time_major, precision=precision
+    )
+    (_, c), (ms, *cs) = _run_canonical(
         cell, in_reverse, plain.params, (_bridge.vary_alike(plain.m0, xs), c0), plain.xs, resets, (None, reset_c),
         plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
     # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
-    w_hr = w_hr.astype(jnp.float32)
-    h, hs = (reference.matmul(x, w_hr, precision, jnp.float32).astype(h0.dtype) for x in (m, ms))
-    return (h, c), (hs, *cs)
+    hs = reference.matmul(ms, w_hr.astype(jnp.float32), precision, jnp.float32).astype(h0.dtype)
+    ends = (jax.lax.index_in_dim(hs, at, 0 if time_major else hs.ndim - 2, keepdims=False) for at in (0, -1))
+    return (jnp.where(from_last, *ends), c), (hs, *cs)
 
 
 def _run_canonical(
