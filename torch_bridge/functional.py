@@ -132,7 +132,7 @@ def lstm(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: as `gru`.
     """
-    states, reset_states = _pair("state", state), _pair("reset_state", reset_state)
+    states, reset_states = pair("state", state), pair("reset_state", reset_state)
     one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
     _check(LSTM, xs, one, batch_first)
     (out,) = run_layer(
@@ -142,12 +142,13 @@ def lstm(
     return (out.hs, out.cs) if return_cells else out.hs, (out.last[0], out.last[1])
 
 
-def _pair(name: str, pair: Any) -> tuple[Any, Any]:
-    if pair is None:
+def pair(name: str, given: Any) -> tuple[Any, Any]:
+    """Returns what was given for an LSTM as `(h, c)`, both None if it is None."""
+    if given is None:
         return None, None
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(pair).__name__}")
-    return pair[0], pair[1]
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}")
+    return given[0], given[1]
 
 
 class Direction(NamedTuple):
