@@ -209,9 +209,7 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
         if w.dtype != xs.dtype and not torch.is_autocast_enabled(xs.device.type):
             raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
     if one.resets is not None and tuple(one.resets.shape) != steps:
-        raise ValueError(
-            f"resets must be {steps}, xs {tuple(xs.shape)} without features, got {tuple(one.resets.shape)}"
-        )
+        raise ValueError(f"resets must be {steps} for xs {tuple(xs.shape)}, got {tuple(one.resets.shape)}")
     for s, w, x, state in zip(cell.states, (width, hidden), one.states, one.reset_states, strict=False):
         if x is not None and tuple(x.shape) != (*batch, w):
             raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")
@@ -221,7 +219,7 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
             continue
         if one.resets is None:
             raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
-        if tuple(state.shape) not in ((w,), (*batch, w), (*steps, w)):
+        if all(tuple(state.shape) != shape for shape in ((w,), (*batch, w), (*steps, w))):
             raise ValueError(
                 f"the reset state of {s} must be {(w,)}, {(*batch, w)} or {(*steps, w)}, got {tuple(state.shape)}"
             )

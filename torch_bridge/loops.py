@@ -47,15 +47,15 @@ class _Time:
             x = x.flip(2)
         elif self.order == "both":
             x = torch.stack([x[s].flip(1) if s % 2 else x[s] for s in range(self.models)])
-        return x.reshape(-1, self.steps, self.batch, *x.shape[4:])
+        return x.reshape(self.models * self.per_model, self.steps, self.batch, *x.shape[4:])
 
     def state(self, x: Tensor) -> Tensor:
         """`[S, N, H]` of `[G, B, H]`."""
-        return x.reshape(self.models, -1, x.shape[-1])
+        return x.reshape(self.models, self.per_model * self.batch, x.shape[-1])
 
     def groups(self, x: Tensor) -> Tensor:
         """`[G, B, H]` of `[S, N, H]`."""
-        return x.reshape(-1, self.batch, x.shape[-1])
+        return x.reshape(self.models * self.per_model, self.batch, x.shape[-1])
 
 
 def _time(sequence: Tensor, w_hh: Tensor, order: str) -> _Time:

@@ -224,7 +224,7 @@ def _check_resets(
         if resets is None:
             raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
         shapes = (count, width), (count, batch, width), (count, *outer, width)
-        if tuple(x.shape) not in shapes:
+        if all(tuple(x.shape) != shape for shape in shapes):
             one, each, every = shapes
             raise ValueError(f"the reset state of {name} must be {one}, {each} or {every}, got {tuple(x.shape)}")
 
