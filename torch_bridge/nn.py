@@ -19,15 +19,8 @@ from torch_bridge.functional import Direction, Implementation, Outcome
 from torch_bridge.ops import Cell, Precision
 
 
-class GRU(torch.nn.GRU):
-    """`torch.nn.GRU` with episode resets.
-
-    Args:
-      args: as of `torch.nn.GRU`.
-      precision: of float32 products in the time loop, see `torch_bridge.functional.gru`.
-      implementation: as there.
-      kwargs: as of `torch.nn.GRU`.
-    """
+class _Stack(torch.nn.RNNBase):
+    """What both modules share. Not a `torch.nn.GRU` or `LSTM`: compilers know these by their class and refuse them."""
 
     def __init__(
         self, *args: Any, precision: Precision = None, implementation: Implementation = None, **kwargs: Any
@@ -37,6 +30,25 @@ class GRU(torch.nn.GRU):
 
     def flatten_parameters(self) -> None:
         """Does nothing: only cuDNN needs the weights side by side in memory."""
+
+
+class GRU(_Stack):
+    """`torch.nn.GRU` with episode resets.
+
+    Args:
+      args: as of `torch.nn.GRU`.
+      precision: of float32 products in the time loop, see `torch_bridge.functional.gru`.
+      implementation: as there.
+      kwargs: as of `torch.nn.GRU`.
+
+    Raises:
+      ValueError: as `torch.nn.GRU`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "proj_size" in kwargs:
+            raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
+        super().__init__("GRU", *args, **kwargs)
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
@@ -64,7 +76,7 @@ class GRU(torch.nn.GRU):
         return ys, h_n
 
 
-class LSTM(torch.nn.LSTM):
+class LSTM(_Stack):
     """`torch.nn.LSTM` with episode resets.
 
     Args:
@@ -72,16 +84,16 @@ class LSTM(torch.nn.LSTM):
       precision: as of `GRU`.
       implementation: as of `GRU`.
       kwargs: as of `torch.nn.LSTM`.
+
+    Raises:
+      ValueError: as `torch.nn.LSTM`.
     """
 
-    def __init__(
-        self, *args: Any, precision: Precision = None, implementation: Implementation = None, **kwargs: Any
-    ) -> None:
-        super().__init__(*args, **kwargs)
-        self.precision, self.implementation = precision, implementation
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("LSTM", *args, **kwargs)
 
-    def flatten_parameters(self) -> None:
-        """Does nothing: only cuDNN needs the weights side by side in memory."""
+    get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
+    check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]  # as torch.nn has it
 
     def forward(
         self,
@@ -325,7 +337,7 @@ def run_trajectories(
     Raises:
       ValueError: shapes disagree.
     """
-    kind = ops.GRU if isinstance(rnn, torch.nn.GRU) else ops.LSTM
+    kind = {"GRU": ops.GRU, "LSTM": ops.LSTM}[rnn.mode]
     given = (hidden,) if cell is None else (hidden, cell)
     if len(given) != len(kind.states):
         raise ValueError(
