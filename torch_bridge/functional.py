@@ -271,13 +271,13 @@ def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Te
     if h0 is not None:
         first, at = linear(h0.to(one.w_hh.dtype), one.w_hh), xp.shape[time] - 1 if reverse else 0
         if starts is not None:
-            first = torch.where(starts.select(time, at)[..., None], 0.0, first)
+            first = first.masked_fill(starts.select(time, at)[..., None], 0)
         xp = torch.select_scatter(xp, xp.select(time, at) + first, time, at)
     if starts is not None and reset_h is not None:
         first = linear(reset_h.to(one.w_hh.dtype), one.w_hh)
         if 1 < first.ndim < xp.ndim:
             first = first.unsqueeze(time)
-        xp = xp + torch.where(starts[..., None], first, 0.0)
+        xp = xp + first.expand_as(xp).masked_fill(~starts[..., None], 0)
     return xp
 
 

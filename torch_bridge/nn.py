@@ -358,7 +358,7 @@ def run_trajectories(
             )
     is_init = is_init != 0
     step = torch.arange(outer[1], device=input.device).expand(outer)
-    first = torch.where(is_init, step, 0).cummax(1).values  # of the trajectory that a step is of
+    first = step.masked_fill(~is_init, 0).cummax(1).values  # of the trajectory that a step is of
     backward = _begins_backward(is_init, 1)
     ends = backward | (step == outer[1] - 1)
 
@@ -378,5 +378,5 @@ def run_trajectories(
     for k in range(len(given)):
         every = [one.hs if one.cs is None or k == 0 else one.cs for one in outcomes]
         last = [at_first(x) if _is_backward(rnn, i) else x for i, x in enumerate(every)]
-        results.append(torch.where(ends[..., None, None], torch.stack(last, -2), 0.0))
+        results.append(torch.stack(last, -2).masked_fill(~ends[..., None, None], 0))
     return ys, *results

@@ -451,7 +451,7 @@ def _previous(
         return previous
     start = (resets != 0)[..., None]
     if reset_h is None:
-        return torch.where(start, 0.0, previous)
+        return previous.masked_fill(start, 0)
     return torch.where(start, (reset_h if reset_h.ndim == 4 else reset_h.unsqueeze(1)).to(dtype), previous)
 
 
