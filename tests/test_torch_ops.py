@@ -213,6 +213,19 @@ def test_second_derivatives_raise_and_those_of_the_plain_loop_do_not(cell):
         assert second.abs().max() > 0
 
 
+@every_cell
+def test_forward_mode_raises_and_that_of_the_plain_loop_does_not(cell):
+    xs, *rest = weights(cell, dtype=torch.float64)
+
+    def function(xs, **options):
+        return call(cell, xs, *rest, **options)[0]
+
+    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+        torch.func.jvp(function, (xs,), (xs,))
+    _, tangent = torch.func.jvp(lambda xs: function(xs, implementation="torch"), (xs,), (xs,))
+    close((function(1.000001 * xs) - function(xs)) * 1e6, tangent)
+
+
 AXES = {  # of xs, states, weights, resets, reset states
     "all": (0, 0, 0, 0, 0), "weights": (None, None, 0, None, None), "shared": (0, 0, None, 0, 0),
     "inputs": (1, None, None, None, None), "states": (None, 1, None, None, None),

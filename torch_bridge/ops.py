@@ -468,6 +468,12 @@ def _over_steps(x: Tensor, like: Tensor) -> Tensor:
     return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
 
 
+def _no_forward_mode(*_: Any) -> Any:
+    raise NotImplementedError(
+        'the operators of torch_bridge have no forward-mode derivative: pass implementation="torch", which has one'
+    )
+
+
 def _inside(x: Tensor) -> list[Tensor]:
     """`x`, and what it wraps where `torch.func` transforms a function: what each of the transformations sees."""
     found = [x]
@@ -490,8 +496,7 @@ def _no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
 # constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
 def _no_second_order(*_: Any) -> Any:
     raise NotImplementedError(
-        'the gradient of torch_bridge has no derivative of its own: pass implementation="torch", which autograd '
-        "differentiates as often as you like"
+        'the gradient of torch_bridge has no derivative of its own: pass implementation="torch", which has'
     )
 
 
@@ -761,6 +766,7 @@ def _differentiable(
 
         setup_context = staticmethod(setup)
         backward = staticmethod(gradients)
+        jvp = staticmethod(_no_forward_mode)
 
     return Differentiable
 
