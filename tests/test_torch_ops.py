@@ -213,6 +213,7 @@ def test_second_derivatives_raise_and_those_of_the_plain_loop_do_not(cell):
         assert second.abs().max() > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp
 @every_cell
 def test_forward_mode_raises_and_that_of_the_plain_loop_does_not(cell):
     xs, *rest = weights(cell, dtype=torch.float64)

@@ -45,21 +45,24 @@ class Cell(NamedTuple):
       gates: width of the input projection over H.
       states: what is carried, the hidden state first.
       saved: what the forward pass saves of every step for the backward pass: `(name, width over H)`.
+      returns: names of what its forward operator returns.
     """
 
     name: str
     gates: int
     states: tuple[str, ...]
     saved: tuple[tuple[str, int], ...]
-
-    @property
-    def returns(self) -> list[str]:
-        """What its forward operator returns."""
-        return [f"{s}s" for s in self.states] + [f"{s}_last" for s in self.states] + [name for name, _ in self.saved]
+    returns: tuple[str, ...]
 
 
-GRU = Cell("gru", 3, ("h",), (("factors", 4), ("keep", 1)))
-LSTM = Cell("lstm", 4, ("h", "c"), (("factors", 4), ("through", 1), ("keep", 1)))
+GRU = Cell("gru", 3, ("h",), (("factors", 4), ("keep", 1)), ("hs", "h_last", "factors", "keep"))
+LSTM = Cell(
+    "lstm",
+    4,
+    ("h", "c"),
+    (("factors", 4), ("through", 1), ("keep", 1)),
+    ("hs", "cs", "h_last", "c_last", "factors", "through", "keep"),
+)
 
 
 # --- which implementation -------------------------------------------------------------------------------------------
@@ -207,6 +210,7 @@ def _launch(
     return launch
 
 
+@functools.cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
@@ -437,30 +441,51 @@ def _shifted(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
     return torch.cat(parts, -3)
 
 
-def _previous(
-    hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
-) -> Tensor:
-    """`[G, T, B, H]` the hidden state that every step saw, resets applied."""
-    hs, h0 = hs.to(dtype), h0.to(dtype)
-    if order == "both":
-        hs, h0 = hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1))
-        previous = torch.stack([_shifted(hs[s], h0[s], s % 2 == 1) for s in range(models)]).flatten(0, 1)
-    else:
-        previous = _shifted(hs, h0, order == "reverse")
+def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None) -> Tensor:
+    """The states that steps see, `[G, T, B, H]`, of those that the steps before left."""
     if resets is None:
         return previous
     start = (resets != 0)[..., None]
     if reset_h is None:
         return previous.masked_fill(start, 0)
-    return torch.where(start, (reset_h if reset_h.ndim == 4 else reset_h.unsqueeze(1)).to(dtype), previous)
+    state = reset_h if reset_h.ndim == 4 else reset_h.unsqueeze(1)
+    return torch.where(start, state.to(previous.dtype), previous)
 
 
-def _contract(x: Tensor, y: Tensor, models: int) -> Tensor:
-    """`[S, X, Y]` the products x^T @ y of every model, over its groups, all steps and the batch."""
-    if models == 1:
-        return (x.flatten(0, 2).mT @ y.flatten(0, 2))[None]
-    x, y = x.reshape(models, -1, x.shape[-1]), y.reshape(models, -1, y.shape[-1])
-    return x.mT @ y
+def _seen(
+    hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
+) -> list[tuple[slice, Tensor]]:
+    """The hidden states that steps saw: of which steps, and `[G, those, B, H]`.
+
+    In parts, where time comes first in memory: the first step by itself, so that no others need to be moved beside it.
+    """
+    hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
+    if order == "both":
+        pairs = zip(hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1)), strict=True)
+        whole = torch.cat([_shifted(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
+        parts = [(slice(0, steps), whole)]
+    elif groups > models or steps == 1:
+        parts = [(slice(0, steps), _shifted(hs, h0, order == "reverse"))]
+    elif order == "reverse":
+        parts = [(slice(0, steps - 1), hs[:, 1:]), (slice(steps - 1, steps), h0[:, None])]
+    else:
+        parts = [(slice(1, steps), hs[:, :-1]), (slice(0, 1), h0[:, None])]
+
+    def of(steps: slice, x: Tensor | None) -> Tensor | None:
+        return x if x is None or (x is reset_h and x.ndim == 3) else x[:, steps]
+
+    return [(part, _with_resets(x, of(part, resets), of(part, reset_h))) for part, x in parts]
+
+
+def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
+    """`[S, X, H]` the products of every model, over its groups, all steps and the batch, of `x` and what steps saw."""
+    products = []
+    for steps, y in seen:
+        if models == 1:
+            products.append((x[:, steps].flatten(0, 2).mT @ y.flatten(0, 2))[None])
+        else:
+            products.append(x[:, steps].reshape(models, -1, x.shape[-1]).mT @ y.reshape(models, -1, y.shape[-1]))
+    return products[0] if len(products) == 1 else products[0] + products[1]
 
 
 def _over_steps(x: Tensor, like: Tensor) -> Tensor:
@@ -606,8 +631,8 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
     dw_hh = db_hn = None
     if needs[1]:
         models, hidden = w_hh.shape[0], w_hh.shape[-1]
-        previous = _previous(hs, h0, resets, reset_h, order, models, w_hh.dtype)
-        parts = _contract(dxp[..., : 2 * hidden], previous, models), _contract(dhn, previous, models)
+        seen = _seen(hs, h0, resets, reset_h, order, models, w_hh.dtype)
+        parts = _contract(dxp[..., : 2 * hidden], seen, models), _contract(dhn, seen, models)
         dw_hh = torch.cat(parts, 1)
     if needs[2]:
         db_hn = dhn.reshape(w_hh.shape[0], -1, dhn.shape[-1]).sum(1)
@@ -727,7 +752,7 @@ def _lstm_gradients(
     dw_hh = None
     if needs[1]:
         models = w_hh.shape[0]
-        dw_hh = _contract(dxp, _previous(hs, h0, resets, reset_h, order, models, w_hh.dtype), models)
+        dw_hh = _contract(dxp, _seen(hs, h0, resets, reset_h, order, models, w_hh.dtype), models)
     dresets = (
         _over_steps(d, x) if reset_gradients and need else None
         for d, x, need in ((dreset_h, reset_h, needs[5]), (dreset_c, reset_c, needs[6]))
@@ -766,7 +791,7 @@ def _differentiable(
 
         setup_context = staticmethod(setup)
         backward = staticmethod(gradients)
-        jvp = staticmethod(_no_forward_mode)
+        jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
 
     return Differentiable
 
@@ -798,8 +823,7 @@ def forward(
     op = gru_op if cell is GRU else lstm_op
     options = (order, precision) if cell is GRU else (order, precision, cells)
     tensors = [x for x in arguments if x is not None]
-    save = any(x.requires_grad for x in tensors)
-    if not save and not torch.compiler.is_compiling():
-        save = any(inner.requires_grad for x in tensors for inner in _inside(x))
-    results = _call(op, *arguments, *options, save and torch.is_grad_enabled(), implementation)
-    return dict(zip(cell.returns, results, strict=True))
+    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in _inside(x)]
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in seen)
+    call = op if len(seen) == len(tensors) else _FUNCTIONS[op].apply
+    return dict(zip(cell.returns, call(*arguments, *options, save, implementation), strict=True))
