@@ -68,6 +68,16 @@ def test_kernels_match_the_oracle(case):
     cases.compare(run(case, inputs, "triton"), cases.run_oracle(case, inputs), lambda _: bound)
 
 
+def test_weights_are_rounded_to_tf32():
+    w = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-11 - 2**-20, -(1 + 3 * 2**-11), 3e38, torch.inf, -torch.inf, 2**-140])
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).to(torch.int32).view(torch.float32)
+    got = ops._operand(torch.cat([w, nans]), "tf32")
+    torch.testing.assert_close(got[:4], torch.tensor([1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]), rtol=0, atol=0)
+    assert abs(got[4] / 3e38 - 1) < 2**-11
+    assert got[5] == torch.inf and got[6] == -torch.inf and got[7] == 0 and got[8:].isnan().all()
+    assert ops._operand(w, "tf32x3") is w
+
+
 # --- the same operators, called by what PyTorch does to functions ----------------------------------------------------
 
 
@@ -381,26 +391,42 @@ def test_a_compiled_call_is_one_graph_of_any_length(cell):
         close(compiled(*args), loss(cell, *args))
 
 
+@pytest.fixture
+def matmul():
+    """The settings of matmuls; as they were after the test."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+def set_precision(settings, way, wanted):
+    if way == "allow_tf32":
+        settings.allow_tf32 = wanted == "tf32"
+    elif way == "fp32_precision":
+        settings.fp32_precision = wanted
+    else:
+        torch.set_float32_matmul_precision("high" if wanted == "tf32" else "highest")
+
+
+@pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set_float32_matmul_precision"])
 @every_cell
-def test_precision_follows_torch_and_compiled_code_does(cell):
+def test_precision_follows_torch_and_compiled_code_does(cell, way, matmul):
     def operands(*args):
         return call(cell, *args)[0]
 
     graphs = []
     compiled = torch.compile(operands, backend=counting(graphs), fullgraph=True)
     args = weights(cell, hidden=40)
-    before = torch.backends.cuda.matmul.allow_tf32
-    try:
-        for allowed in (False, True):
-            torch.backends.cuda.matmul.allow_tf32 = allowed
-            compiled(*args)
-            found = [n.args for n in graphs[-1].graph.nodes if str(n.target) == f"torch_bridge.{cell}.default"]
-            assert ["tf32" if allowed else "tf32x3"] == [x for x in found[0] if str(x).startswith("tf32")]
-            assert ops.kernel_precision(None, 40) == ("tf32" if allowed else "tf32x3")
-            assert ops.kernel_precision(None, 32) == "tf32x3"
-            assert [ops.kernel_precision(name, 32) for name in ("tf32", "tf32x3")] == ["tf32", "tf32x3"]
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    for setting, wanted in (("ieee", "tf32x3"), ("tf32", "tf32")):
+        set_precision(matmul, way, setting)
+        compiled(*args)
+        (found,) = (n.args for n in graphs[-1].graph.nodes if str(n.target) == f"torch_bridge.{cell}.default")
+        assert [x for x in found if str(x).startswith("tf32")] == [wanted]
+        assert ops.kernel_precision(None, 40) == wanted
+        assert ops.kernel_precision(None, 32) == "tf32x3"
+        assert [ops.kernel_precision(name, 32) for name in ("tf32", "tf32x3")] == ["tf32", "tf32x3"]
+    set_precision(matmul, way, "ieee")
     assert len(graphs) == 2
 
 

@@ -124,9 +124,12 @@ def _kernels(implementation: str | None, w_hh: Tensor) -> bool:
 
 def _matmul_precision() -> str:
     """What PyTorch computes float32 products in on a GPU: "tf32", or else."""
-    if torch.compiler.is_compiling():  # the one of the two settings that a compiler can trace, and guards
-        return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
     return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+# What torch.compiler.assume_constant_result sets, without the second that it takes to import the compiler. When this
+# setting changes, compiled code is made again.
+_matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_precision(precision: Precision, hidden: int) -> str:
@@ -233,6 +236,9 @@ def _run(
     dtypes = tuple((name, _name(x.dtype)) for name, x in tensors.items())
     ordinal = _ordinal(place) if place.type == "cuda" else None
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
+    if launch.config.variant == "plain":  # those in Gluon round when they load
+        weights = "w_hh_t" if direction == "fwd" else "w_hh"
+        tensors[weights] = _operand(tensors[weights], precision)
     for name, length, dtype, zeroed in launch.workspaces:
         make = torch.zeros if zeroed else torch.empty
         tensors[name] = make(length, dtype=getattr(torch, dtype), device=place)
@@ -250,11 +256,11 @@ def _run(
 
 
 def _operand(w: Tensor, precision: str) -> Tensor:
-    """Weights as the kernels multiply them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
+    """Weights as plain Triton multiplies them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
     if w.dtype != torch.float32 or precision != "tf32":
         return w
-    rounded = ((w.contiguous().view(torch.int32) + 0x1000) & -0x2000).view(torch.float32)
-    return torch.where(torch.isfinite(w), rounded, w)
+    rounded = (w.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
+    return torch.where(w == w, rounded, w)  # some NaN have bits that would make another number
 
 
 def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:
@@ -320,7 +326,7 @@ def _forward_kernel(
     **biases: Tensor,
 ) -> Any:  # fmt: skip
     dtypes = {s: _state_dtype(x, w_hh) for s, x in zip(cell.states, states, strict=True)}
-    arrays: dict[str, Tensor | None] = {"w_hh_t": _operand(w_hh, precision)}
+    arrays: dict[str, Tensor | None] = {"w_hh_t": w_hh}
     arrays |= {name: b.float() for name, b in biases.items()}
     arrays["xp"] = xp.float()
     arrays |= {f"{s}0": x.to(dtypes[s]) for s, x in zip(cell.states, states, strict=True)}
@@ -381,7 +387,7 @@ def _backward_kernel(
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> Any:  # fmt: skip
     _, groups, steps, batch, hidden = sizes
-    arrays: dict[str, Tensor | None] = {"w_hh": _operand(w_hh, precision).mT, **saved, "reset": resets}
+    arrays: dict[str, Tensor | None] = {"w_hh": w_hh.mT, **saved, "reset": resets}
     for s, d in zip(cell.states, dsequences, strict=True):
         if d is not None:
             arrays[f"d{s}s"] = d.to(_state_dtype(d, w_hh))
