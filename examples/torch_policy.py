@@ -215,9 +215,6 @@ def count_flops(config: Config) -> dict[str, int]:
     return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
 
 
-# Showing it.
-
-
 def machine(config: Config) -> str:
     kind = torch.cuda.get_device_name() if config.device.startswith("cuda") else platform.processor() or "CPU"
     return f"{kind}, {torch.get_num_threads()} threads, torch {torch.__version__}"

@@ -6,6 +6,7 @@ import itertools
 
 import cases
 import numpy as np
+import oracle
 import pytest
 from cases import Case
 from torch_calls import CELLS, every_cell, run, torch
@@ -14,11 +15,12 @@ from torch_bridge import functional, nn
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.*script_method. is deprecated:DeprecationWarning"),  # of Inductor
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # of Inductor
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # Inductor would like them
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # of torch.export
 ]
 DEVICE = "cuda"
+TF32 = 2.0**-10  # two roundings of an operand
 
 
 @contextlib.contextmanager
@@ -62,8 +64,10 @@ def test_outputs_and_gradients_are_as_good_as_pytorchs_own(case):
             cases.stack([run(case, x, implementation, DEVICE) for x in inputs])
             for implementation in ("triton", None, "torch")
         )
-    judged = dataclasses.replace(case, precision="default") if case.precision is None else case
-    cases.check(judged, got, own, want)
+    if (case.dtype, case.precision) == ("f32", None):  # small products cuBLAS may leave in float32: no yardstick
+        cases.compare(got, want, lambda name: max(2 * oracle.error(own[name], want[name]), TF32))
+    else:
+        cases.check(case, got, own, want)
     for name in got:
         np.testing.assert_array_equal(got[name], again[name], err_msg=name)
 

@@ -297,9 +297,6 @@ def test_packed_inputs_take_no_reset_state_of_each_step():
         nn.GRU(D, H)(packed, resets=resets, reset_state=torch.zeros(1, T, B, H))
 
 
-# --- TorchRL --------------------------------------------------------------------------------------------------------
-
-
 def trajectories(kind, bidirectional):
     module = OURS[kind](D, H, 2, batch_first=True, bidirectional=bidirectional)
     count = 4 if bidirectional else 2

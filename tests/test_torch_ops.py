@@ -78,9 +78,6 @@ def test_weights_are_rounded_to_tf32():
     assert ops._operand(w, "tf32x3") is w
 
 
-# --- the same operators, called by what PyTorch does to functions ----------------------------------------------------
-
-
 def arguments(cell, dtype=torch.float32, seed=0, **changes):
     """Of the forward operator, with models, groups and all that it can be given."""
     generator = torch.Generator().manual_seed(seed)
@@ -358,9 +355,6 @@ def test_autocast_is_that_of_torch_nn(cell, dtype):
     assert [x.dtype for x in torch.autograd.grad(ys.sum(), inputs)] == [torch.float32] * 5
 
 
-# --- compilers ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(autouse=True)
 def forget_compilations():
     """What one test compiled says nothing about the shapes of another."""
@@ -454,8 +448,6 @@ def test_a_fake_call_says_what_a_real_one_gives(cell):
     assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in call(cell, *args)]
 
 
-# --- what cannot be ---------------------------------------------------------------------------------------------------
-
 WRONG = [
     ({"xs": torch.zeros(4)}, ValueError, r"xs must be \[T, \*batch, D\] of floating point, got \(4,\)"),
     ({"xs": torch.zeros(T, B, D, dtype=torch.int32)}, ValueError, "of floating point, got .* of torch.int32"),
@@ -513,6 +505,13 @@ def test_operators_check_what_kernels_would_read(cell):
     for i, wrong in ((0, args[0][:, :, :, 1:]), (1, args[1][:, 1:]), (3, args[3][1:]), (4, args[4][:, 1:])):
         with pytest.raises(ValueError, match="must be"):
             op_of(cell)(*args[:i], wrong, *args[i + 1 :])
+
+
+def test_an_operator_takes_both_reset_states_or_none():
+    args = list(arguments("lstm"))
+    args[6] = None
+    with pytest.raises(ValueError, match="reset_h and reset_c go together"):
+        ops.lstm_op(*args)
 
 
 @every_cell

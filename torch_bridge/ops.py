@@ -65,9 +65,6 @@ LSTM = Cell(
 )
 
 
-# --- which implementation -------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
     """Why the kernels cannot run there on weights of this dtype and width; None if they can."""
@@ -147,9 +144,6 @@ def kernel_precision(precision: Precision, hidden: int) -> str:
             f'precision must be "tf32", "tf32x3" or None (as torch.backends.cuda.matmul), got {precision!r}'
         )
     return precision
-
-
-# --- launching a kernel ---------------------------------------------------------------------------------------------
 
 
 class _Sizes(NamedTuple):
@@ -291,9 +285,6 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
-
-
-# --- what the operators of both cells do ----------------------------------------------------------------------------
 
 
 def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
@@ -548,9 +539,6 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
 
 
-# --- GRU ------------------------------------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("torch_bridge::gru", mutates_args=())
 @without_autocast
 def _gru_op(
@@ -660,9 +648,6 @@ _gru_op.register_autograd(_gru_gradients, setup_context=_gru_setup)
 _gru_backward_op.register_autograd(_no_second_order, setup_context=_no_setup)
 
 
-# --- LSTM -----------------------------------------------------------------------------------------------------------
-
-
 @torch.library.custom_op("torch_bridge::lstm", mutates_args=())
 @without_autocast
 def _lstm_op(
@@ -671,6 +656,8 @@ def _lstm_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     sizes, kernels = _sizes(xp, w_hh), _kernels(implementation, w_hh)
     stepped = reset_h is not None and reset_h.ndim == 4
+    if (reset_h is None) != (reset_c is None):
+        raise ValueError("reset_h and reset_c go together: pass zeros for one of them")
     reset_states: dict[str, Tensor | None] = {"reset_h": reset_h, "reset_c": reset_c}
     _check(
         sizes, 4, {"xp": xp, "resets": resets, **(reset_states if stepped else {})},
@@ -778,9 +765,6 @@ _register(
 )
 _lstm_op.register_autograd(_lstm_gradients, setup_context=_lstm_setup)
 _lstm_backward_op.register_autograd(_no_second_order, setup_context=_no_setup)
-
-
-# --- calls ----------------------------------------------------------------------------------------------------------
 
 
 def _differentiable(
