@@ -236,6 +236,25 @@ def test_a_compiled_module_is_one_graph(kind):
     torch.testing.assert_close(with_gradients(got, leaves), with_gradients(want, leaves))
 
 
+@every_kind
+def test_a_compiled_ensemble_is_one_graph(kind):
+    torch._dynamo.reset()
+    modules = [OURS[kind](D, H) for _ in range(3)]
+    xs, resets = torch.randn(T, B, D), torch.rand(T, B) < 0.3
+    params, buffers = torch.func.stack_module_state(modules)
+
+    def ensemble(params, buffers):
+        def run(params, buffers):
+            return torch.func.functional_call(modules[0], (params, buffers), (xs,), {"resets": resets})[0]
+
+        return torch.vmap(run)(params, buffers)
+
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    leaves = list(params.values())
+    got, want = (with_gradients(function(params, buffers), leaves) for function in (compiled, ensemble))
+    torch.testing.assert_close(got, want)
+
+
 WRONG = [  # inputs and states that torch.nn refuses
     ((2,), None), ((T, B, D, 1), None), ((T, B, D + 1), None), ((0, B, D), None), ((T, B, D), (B, H)),
     ((T, B, D), (1, B + 1, H)), ((T, B, D), (2, B, H)), ((T, D), (1, 1, H)),
