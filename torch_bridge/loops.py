@@ -23,31 +23,37 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class _Time:
-    """How S models go through T steps of `[G, T, B, W]` arrays: the i-th step that each of them takes."""
+    """How the S models of `w_hh` go through `[G, T, B, ...]` arrays like `sequence`, a step at a time.
 
-    def __init__(self, order: str, models: int, groups: int, steps: int, batch: int):
-        self.order, self.models, self.steps, self.batch = order, models, steps, batch
-        self.per_model = groups // models
+    A step has `[S, N, ...]`, the N = G / S * B sequences of each model.
+    """
 
-    def at(self, x: Tensor, i: int) -> Tensor:
-        """`[S, N, W]` the inputs of the i-th step, for the N = G / S * B sequences of a model."""
+    def __init__(self, sequence: Tensor, w_hh: Tensor, order: str):
+        groups, self.steps, self.batch = sequence.shape[:3]
+        self.order, self.models, self.per_model = order, w_hh.shape[0], groups // w_hh.shape[0]
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """The steps, in the order that they are taken."""
         x = x.reshape(self.models, self.per_model, self.steps, self.batch, *x.shape[3:])
-        if self.order == "both":
-            last = self.steps - 1
-            step = torch.stack([x[s, :, last - i if s % 2 else i] for s in range(self.models)])
+        if self.batch == 1:
+            x = x.squeeze(3).transpose(1, 2)
         else:
-            step = x[:, :, self.steps - 1 - i if self.order == "reverse" else i]
-        return step.reshape(self.models, self.per_model * self.batch, *x.shape[4:])
+            x = x.transpose(1, 2).reshape(self.models, self.steps, -1, *x.shape[4:])
+        if self.order == "both":
+            x = self._flip_odd(x)
+        steps = x.unbind(1)
+        return steps[::-1] if self.order == "reverse" else steps
 
     def join(self, steps: Sequence[Tensor]) -> Tensor:
-        """`[G, T, B, W]` of what the steps gave, in the order that they were taken."""
-        shape = self.models, self.per_model, self.batch, *steps[0].shape[2:]
-        x = torch.stack([step.reshape(shape) for step in steps], 2)
-        if self.order == "reverse":
-            x = x.flip(2)
-        elif self.order == "both":
-            x = torch.stack([x[s].flip(1) if s % 2 else x[s] for s in range(self.models)])
+        """`[G, T, B, ...]` of what the steps gave, in the order that they were taken."""
+        x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
+        if self.order == "both":
+            x = self._flip_odd(x)
+        x = x.reshape(self.models, self.steps, self.per_model, self.batch, *x.shape[3:]).transpose(1, 2)
         return x.reshape(self.models * self.per_model, self.steps, self.batch, *x.shape[4:])
+
+    def _flip_odd(self, x: Tensor) -> Tensor:
+        return torch.stack([one.flip(0) if s % 2 else one for s, one in enumerate(x)])
 
     def state(self, x: Tensor) -> Tensor:
         """`[S, N, H]` of `[G, B, H]`."""
@@ -57,25 +63,16 @@ class _Time:
         """`[G, B, H]` of `[S, N, H]`."""
         return x.reshape(self.models * self.per_model, self.batch, x.shape[-1])
 
+    def starts(self, resets: Tensor | None) -> Sequence[Tensor | None]:
+        """Of each step `[S, N, 1]` where it starts an episode, None where nothing does."""
+        return [None] * self.steps if resets is None else self.split((resets != 0)[..., None])
 
-def _time(sequence: Tensor, w_hh: Tensor, order: str) -> _Time:
-    groups, steps, batch = sequence.shape[:3]
-    return _Time(order, w_hh.shape[0], groups, steps, batch)
-
-
-def _select(time: _Time, i: int, starts: Tensor | None, state: Tensor | None, carry: Tensor) -> Tensor:
-    """The state that the i-th step sees: a select, so that what is not finite does not leak."""
-    if starts is None:
-        return carry
-    if state is None:
-        new = torch.zeros_like(carry)
-    else:
-        new = (time.at(state, i) if state.ndim == 4 else time.state(state)).to(carry.dtype)
-    return torch.where(time.at(starts, i)[..., None], new, carry)
-
-
-def _starts(resets: Tensor | None) -> Tensor | None:
-    return None if resets is None else resets != 0
+    def new_states(self, x: Tensor | None, like: Tensor) -> Sequence[Tensor]:
+        """Of each step the state that an episode starts from."""
+        if x is None:
+            return [torch.zeros_like(like)] * self.steps
+        x = x.to(like.dtype)
+        return self.split(x) if x.ndim == 4 else [self.state(x)] * self.steps
 
 
 def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
@@ -97,28 +94,30 @@ def gru(
     order: str, save: bool,
 ) -> GRUResults:  # fmt: skip
     """As `torch_bridge.kernels.gru.gru_fwd_kernel`; states in the dtype that they are computed in."""
-    time, dtype, starts = _time(xp, w_hh, order), accumulation_dtype(w_hh.dtype), _starts(resets)
-    hidden, operand = h0.shape[-1], w_hh.dtype
-    w = w_hh.to(dtype).mT
-    bias = torch.nn.functional.pad(b_hn.to(dtype), (2 * hidden, 0))[:, None].expand(-1, time.per_model * time.batch, -1)
-    product = _product(w, operand)
+    time, dtype = _Time(xp, w_hh, order), accumulation_dtype(w_hh.dtype)
+    hidden = h0.shape[-1]
+    product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h = time.state(h0).to(dtype)
+    bias = torch.nn.functional.pad(b_hn.to(dtype), (2 * hidden, 0))[:, None].expand(-1, h.shape[1], -1)
     hs, before, gates = [], [], []
-    for i in range(time.steps):
-        h = _select(time, i, starts, reset_h, h)
-        a_r, a_z, a_n = product(bias, h).chunk(3, -1)
-        x_r, x_z, x_n = time.at(xp, i).to(dtype).chunk(3, -1)
-        r, z = torch.sigmoid(x_r + a_r), torch.sigmoid(x_z + a_z)
-        n = torch.tanh(x_n + r * a_n)
+    for x, start, new in zip(time.split(xp.to(dtype)), time.starts(resets), time.new_states(reset_h, h), strict=True):
+        if start is not None:
+            h = torch.where(start, new, h)
+        x_rz, x_n = x.split((2 * hidden, hidden), -1)
+        a_rz, a_n = product(bias, h).split((2 * hidden, hidden), -1)
+        rz = torch.sigmoid(x_rz + a_rz)
+        r, z = rz.chunk(2, -1)
+        n = torch.tanh(torch.addcmul(x_n, r, a_n))
         if save:
             before.append(h)
-            gates.append((r, z, n, a_n))
-        h = n + z * (h - n)
+            gates.append((rz, n, a_n))
+        h = torch.addcmul(n, z, h - n)
         hs.append(h)
     factors = keep = None
     if save:
         previous = time.join(before)
-        r, keep, n, a_n = (time.join(gate) for gate in zip(*gates, strict=True))
+        rz, n, a_n = (time.join(gate) for gate in zip(*gates, strict=True))
+        r, keep = (gate.contiguous() for gate in rz.chunk(2, -1))
         f_n = (1 - keep) * (1 - n * n)
         each = f_n * a_n * r * (1 - r), (previous - n) * keep * (1 - keep), f_n, f_n * r
         factors = torch.stack(each, -1).flatten(-2)
@@ -139,27 +138,27 @@ def gru_backward(
     order: str, reset_gradients: bool,
 ) -> GRUGradients:  # fmt: skip
     """As `torch_bridge.kernels.gru.gru_bwd_kernel`."""
-    time, dtype, starts = _time(dhs, w_hh, order), accumulation_dtype(w_hh.dtype), _starts(resets)
-    factors = factors.unflatten(-1, (-1, 4)).to(dtype)
+    time, dtype = _Time(dhs, w_hh, order), accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
+    f_r, f_z, f_n, f_hn = factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
+    sequences = (torch.cat((f_r, f_z, f_hn), -1), keep.to(dtype), dhs.to(dtype))
+    steps = [*zip(*map(time.split, sequences), time.starts(resets), strict=True)]
     dh = time.state(dh_last).to(dtype)
+    zeros = torch.zeros_like(dh)
     all_dh, recurrent, dreset_h = [], [], []
-    for i in reversed(range(time.steps)):
-        dh = dh + time.at(dhs, i).to(dtype)
-        f_r, f_z, _, f_hn = time.at(factors, i).unbind(-1)
-        d = torch.cat((dh * f_r, dh * f_z, dh * f_hn), -1)
+    for f, z, dy, start in reversed(steps):
+        dh = dh + dy
+        d = f * dh.repeat(1, 1, 3)
         all_dh.append(dh)
         recurrent.append(d)
-        dh = product(dh * time.at(keep, i).to(dtype), d)
-        if starts is not None:
-            start, zeros = time.at(starts, i)[..., None], torch.zeros_like(dh)
+        dh = product(dh * z, d)
+        if start is not None:
             if reset_gradients:
                 dreset_h.append(torch.where(start, dh, zeros))
             dh = torch.where(start, zeros, dh)
     hidden = keep.shape[-1]
     d = time.join(recurrent[::-1])
-    dn = time.join(all_dh[::-1]) * factors[..., 2]
-    dxp = torch.cat((d[..., : 2 * hidden], dn), -1)
+    dxp = torch.cat((d[..., : 2 * hidden], time.join(all_dh[::-1]) * f_n), -1)
     stepped = time.join(dreset_h[::-1]) if dreset_h else None
     return GRUGradients(dxp, d[..., 2 * hidden :].contiguous(), time.groups(dh), stepped)
 
@@ -181,27 +180,28 @@ def lstm(
     reset_c: Tensor | None, order: str, save: bool,
 ) -> LSTMResults:  # fmt: skip
     """As `torch_bridge.kernels.lstm.lstm_fwd_kernel`; states in the dtype that they are computed in."""
-    time, dtype, starts = _time(xp, w_hh, order), accumulation_dtype(w_hh.dtype), _starts(resets)
+    time, dtype = _Time(xp, w_hh, order), accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h, c = time.state(h0).to(dtype), time.state(c0).to(dtype)
+    new = time.new_states(reset_h, h), time.new_states(reset_c, c)
     hs, cs, before, gates = [], [], [], []
-    for i in range(time.steps):
-        h, c = _select(time, i, starts, reset_h, h), _select(time, i, starts, reset_c, c)
-        a_i, a_f, a_g, a_o = product(time.at(xp, i).to(dtype), h).chunk(4, -1)
-        g_i, g_f, g_g, g_o = torch.sigmoid(a_i), torch.sigmoid(a_f), torch.tanh(a_g), torch.sigmoid(a_o)
+    for x, start, new_h, new_c in zip(time.split(xp.to(dtype)), time.starts(resets), *new, strict=True):
+        if start is not None:
+            h, c = torch.where(start, new_h, h), torch.where(start, new_c, c)
+        a_i, a_f, a_g, a_o = product(x, h).chunk(4, -1)
+        gate = torch.sigmoid(a_i), torch.sigmoid(a_f), torch.tanh(a_g), torch.sigmoid(a_o)
         if save:
             before.append(c)
-            gates.append((g_i, g_f, g_g, g_o))
-        c = g_f * c + g_i * g_g
-        h = g_o * torch.tanh(c)
+            gates.append(gate)
+        c = torch.addcmul(gate[1] * c, gate[0], gate[2])
+        h = gate[3] * torch.tanh(c)
         hs.append(h)
         cs.append(c)
     all_c = time.join(cs)
     factors = through = keep = None
     if save:
-        previous = time.join(before)
+        previous, tanh_c = time.join(before), torch.tanh(all_c)
         g_i, keep, g_g, g_o = (time.join(gate) for gate in zip(*gates, strict=True))
-        tanh_c = torch.tanh(all_c)
         each = (
             g_g * g_i * (1 - g_i), previous * keep * (1 - keep), g_i * (1 - g_g * g_g), tanh_c * g_o * (1 - g_o),
         )  # fmt: skip
@@ -225,23 +225,22 @@ def lstm_backward(
     dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
 ) -> LSTMGradients:  # fmt: skip
     """As `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
-    time, dtype, starts = _time(dhs, w_hh, order), accumulation_dtype(w_hh.dtype), _starts(resets)
-    factors = factors.unflatten(-1, (-1, 4))
+    time, dtype = _Time(dhs, w_hh, order), accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
+    by_gate = torch.cat(factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
     dh, dc = time.state(dh_last).to(dtype), time.state(dc_last).to(dtype)
+    zeros = torch.zeros_like(dh)
+    dcs_each = [None] * time.steps if dcs is None else time.split(dcs.to(dtype))
+    sequences = (by_gate, through.to(dtype), keep.to(dtype), dhs.to(dtype))
+    steps = [*zip(*map(time.split, sequences), dcs_each, time.starts(resets), strict=True)]
     gates, dreset_h, dreset_c = [], [], []
-    for i in reversed(range(time.steps)):
-        dh = dh + time.at(dhs, i).to(dtype)
-        dc = dc + dh * time.at(through, i).to(dtype)
-        if dcs is not None:
-            dc = dc + time.at(dcs, i).to(dtype)
-        f_i, f_f, f_g, f_o = time.at(factors, i).to(dtype).unbind(-1)
-        d = torch.cat((dc * f_i, dc * f_f, dc * f_g, dh * f_o), -1)
+    for f, o, z, dy, dcy, start in reversed(steps):
+        dh = dh + dy
+        dc = torch.addcmul(dc if dcy is None else dc + dcy, dh, o)
+        d = f * torch.cat((dc, dc, dc, dh), -1)
         gates.append(d)
-        dc = dc * time.at(keep, i).to(dtype)
-        dh = product(torch.zeros_like(dh), d)
-        if starts is not None:
-            start, zeros = time.at(starts, i)[..., None], torch.zeros_like(dh)
+        dc, dh = dc * z, product(zeros, d)
+        if start is not None:
             if reset_gradients:
                 dreset_h.append(torch.where(start, dh, zeros))
                 dreset_c.append(torch.where(start, dc, zeros))
