@@ -103,6 +103,23 @@ def test_torch_bridge_imports_without_jax():
     run_without((*JAX_SIDE, *NOT_DEPENDENCIES), "\n".join(f"import {module}" for module in modules("torch_bridge")))
 
 
+def test_import_torch_bridge_loads_nothing():
+    run_without((*TORCH_SIDE[:2], *JAX_SIDE), "import torch_bridge, torch_bridge.config")
+
+
+def test_torch_bridge_runs_on_the_cpu_without_triton():
+    pytest.importorskip("torch")
+    run_without(
+        ("triton", *JAX_SIDE),
+        """
+import torch
+from torch_bridge.nn import GRU, LSTM
+for kind in (GRU, LSTM):
+    kind(3, 4)(torch.ones(5, 2, 3), resets=torch.zeros(5, 2))[0].sum().backward()
+""",
+    )
+
+
 @pytest.mark.parametrize("module", modules("jaxrnn"))
 def test_arrows_of_jaxrnn(module):
     forbidden = [*NOT_DEPENDENCIES]
@@ -126,8 +143,8 @@ def test_arrows_of_jaxrnn(module):
 @pytest.mark.parametrize("module", modules("torch_bridge"))
 def test_arrows_of_torch_bridge(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]
-    if module not in ("torch_bridge.ops", "torch_bridge.nn"):
-        forbidden += ["torch_bridge.ops", "torch_bridge.nn"]
+    front = ["torch_bridge.loops", "torch_bridge.ops", "torch_bridge.functional", "torch_bridge.nn"]
+    forbidden += front[front.index(module) :] if module in front else front  # each imports those before it
     if module == "torch_bridge.config":
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]

@@ -1,4 +1,4 @@
-"""The snippets in README.md and docs/devices.md run as they stand there, those of a page one after the other."""
+"""The snippets in README.md and some pages of docs run as they stand there, those of a page one after the other."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-PAGES = ["docs/devices.md"]
+PAGES = ["docs/devices.md", "docs/pytorch.md"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
@@ -17,7 +17,9 @@ def test_snippet_runs(snippet):
 
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_of_a_page_run(page):
-    """But for those that need several hosts, marked `no-run`."""
+    """But for those that need several hosts or another package, marked `no-run`."""
+    if page == "docs/pytorch.md":
+        pytest.importorskip("torch")
     names = {}
     snippets = re.findall(r"```python( no-run)?\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert any(not no_run for no_run, _ in snippets)

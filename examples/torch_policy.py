@@ -1,0 +1,298 @@
+"""Train a recurrent policy in PyTorch by policy gradients, eager and compiled; count its FLOPs and time its updates.
+
+    python examples/torch_policy.py                      # eager, on a CPU under a minute
+    python examples/torch_policy.py --compile            # and compiled; needs a C++ compiler, or a GPU
+    python examples/torch_policy.py --hidden 256 --batch 1024 --steps 128 --cell lstm --compile    # on a GPU
+
+The task is RepeatFirst (after POPGym, Morad et al. 2023): name, at every step, the symbol that the episode began with.
+Nothing in the inputs says where an episode begins: the state alone does, which a reset sets to zeros. A right answer is
+a reward of 1, and guessing gets 1 / symbols.
+
+The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and the parameters of `torch.nn`'s, and take
+`resets`. Beside them runs the same policy over `torch.nn`, with its episodes packed, as it has no resets.
+
+Needs `pip install jaxrnn[torch,examples]`.
+"""
+
+import argparse
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.utils.benchmark
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.flop_counter import FlopCounterMode
+from tqdm import tqdm
+
+from torch_bridge import nn
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    cell: str = "gru"
+    updates: int = 150
+    symbols: int = 4
+    steps: int = 32  # T of an update
+    batch: int = 32  # B
+    hidden: int = 32  # H
+    mean_length: int = 8  # of episodes, in steps
+    lr: float = 1e-2
+    entropy: float = 0.01
+    seed: int = 0
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        for name in ("updates", "steps", "batch", "hidden", "mean_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.symbols < 2:
+            raise ValueError(f"symbols must be at least 2, got {self.symbols}")
+        if self.cell not in ("gru", "lstm"):
+            raise ValueError(f'cell must be "gru" or "lstm", got {self.cell!r}')
+
+
+class Data(NamedTuple):
+    inputs: Tensor  # [T, B, symbols]
+    resets: Tensor  # [T, B]  the previous step's done
+    targets: Tensor  # [T, B]
+
+
+class Episodes:
+    """Symbols at random in episodes that end at random; one update goes on where the one before ended."""
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.first = torch.zeros(config.batch, dtype=torch.long)  # the symbol that the episode under way began with
+        self.done = torch.ones(config.batch, dtype=torch.bool)
+
+    def draw(self) -> Data:
+        shape = (self.config.steps, self.config.batch)
+        symbols = torch.randint(self.config.symbols, shape, generator=self.generator)
+        dones = torch.rand(shape, generator=self.generator) < 1 / self.config.mean_length
+        resets = torch.cat([self.done[None], dones[:-1]])
+        targets = []
+        for symbol, reset in zip(symbols, resets, strict=True):
+            self.first = torch.where(reset, symbol, self.first)
+            targets.append(self.first)
+        self.done = dones[-1]
+        inputs = torch.nn.functional.one_hot(symbols, self.config.symbols).float()
+        return Data(*(x.to(self.config.device) for x in (inputs, resets, torch.stack(targets))))
+
+
+class Policy(torch.nn.Module):
+    """Logits of every step, and the state that the next call goes on from."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        kind = {"gru": nn.GRU, "lstm": nn.LSTM}[config.cell]
+        self.rnn = kind(config.symbols, config.hidden)
+        self.head = torch.nn.Linear(config.hidden, config.symbols)
+
+    def forward(self, inputs: Tensor, state: Any, resets: Tensor) -> tuple[Tensor, Any]:
+        features, state = self.rnn(inputs, state, resets=resets)
+        return self.head(features), state
+
+
+class PackedPolicy(torch.nn.Module):
+    """The same parameters over `torch.nn`: every episode is a sequence of its own."""
+
+    def __init__(self, config: Config):
+        super().__init__()
+        kind = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[config.cell]
+        self.rnn = kind(config.symbols, config.hidden)
+        self.head = torch.nn.Linear(config.hidden, config.symbols)
+
+    def forward(self, inputs: Tensor, state: Any, resets: Tensor) -> tuple[Tensor, Any]:
+        steps, batch = resets.shape
+        starts = resets.clone()
+        starts[0] = True
+        env, step = starts.T.nonzero(as_tuple=True)  # where episodes begin, one environment after the other
+        ends = torch.cat([env[1:] * steps + step[1:], env.new_tensor([batch * steps])])
+        lengths = (ends - (env * steps + step)).tolist()
+        flat = inputs.transpose(0, 1).reshape(batch * steps, -1)
+        packed = pack_sequence(flat.split(lengths), enforce_sorted=False)
+        going_on = (step == 0) & ~resets[0, env]
+        first = torch.utils._pytree.tree_map(
+            lambda x: x[:, env] * going_on[None, :, None],  # finite here: a product will do
+            state,
+        )
+        features, last = self.rnn(packed, first)
+        assert isinstance(features, PackedSequence)
+        order = pack_sequence(torch.arange(batch * steps, device=flat.device).split(lengths), enforce_sorted=False).data
+        features = torch.empty_like(features.data).index_copy(0, order, features.data)
+        final = torch.cat([env[1:] != env[:-1], env.new_ones(1).bool()])
+        last = torch.utils._pytree.tree_map(lambda x: x[:, final], last)
+        return self.head(features.reshape(batch, steps, -1).transpose(0, 1)), last
+
+
+Step = Callable[[Data, Any], tuple[Tensor, Tensor, Any]]
+
+
+def make_loss(config: Config, policy: torch.nn.Module) -> Step:
+    """Returns `(data, state) -> (loss, mean reward, state)`: REINFORCE, the mean reward as its baseline."""
+
+    def loss(data: Data, state: Any) -> tuple[Tensor, Tensor, Any]:
+        logits, state = policy(data.inputs, state, data.resets)
+        log_probs = logits.log_softmax(-1)
+        probs = log_probs.detach().exp()
+        actions = (probs.cumsum(-1) < torch.rand_like(probs[..., :1])).sum(-1).clamp(max=config.symbols - 1)
+        reward = (actions == data.targets).float()
+        taken = log_probs.gather(-1, actions[..., None])[..., 0]
+        entropy = -(log_probs.exp() * log_probs).sum(-1).mean()
+        return -(taken * (reward - reward.mean())).mean() - config.entropy * entropy, reward.mean(), state
+
+    return loss
+
+
+def first_state(config: Config) -> Any:
+    state = torch.zeros(1, config.batch, config.hidden, device=config.device)
+    return state if config.cell == "gru" else (state, state.clone())
+
+
+def detach(state: Any) -> Any:
+    """A copy: of a CUDA graph the next replay would overwrite what it returned."""
+    return torch.utils._pytree.tree_map(lambda x: x.detach().clone(), state)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    name: str
+    rewards: list[float]  # of every update
+    first_seconds: float  # of the first update, compilation included
+    milliseconds: float  # of an update
+
+    @property
+    def final_reward(self) -> float:
+        """Mean of the last tenth of training."""
+        last = self.rewards[-max(1, len(self.rewards) // 10) :]
+        return sum(last) / len(last)
+
+
+def train(
+    config: Config, name: str, policy: torch.nn.Module, wrap: Callable[[Step], Step] = lambda step: step
+) -> Result:
+    """Trains, then times updates on one draw of data; `wrap` may compile the loss."""
+    optimizer = torch.optim.Adam(policy.parameters(), config.lr)
+    loss, episodes, state, rewards = wrap(make_loss(config, policy)), Episodes(config), first_state(config), []
+
+    def update(data: Data, state: Any) -> tuple[Tensor, Any]:
+        optimizer.zero_grad(set_to_none=True)
+        value, reward, state = loss(data, state)
+        value.backward()
+        optimizer.step()
+        return reward, detach(state)
+
+    torch.manual_seed(config.seed)
+    started = time.perf_counter()
+    for i in tqdm(range(config.updates), desc=f"{name:>22}", unit=" updates"):
+        reward, state = update(episodes.draw(), state)
+        rewards.append(reward.clone())
+        if i == 0:
+            reward.item()  # waits for the device
+            first_seconds = time.perf_counter() - started
+    timer = torch.utils.benchmark.Timer(
+        "update(data, state)", globals={"update": update, "data": episodes.draw(), "state": state},
+        num_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    milliseconds = 1e3 * timer.blocked_autorange(min_run_time=0.2).median
+    return Result(name, torch.stack(rewards).tolist(), first_seconds, milliseconds)
+
+
+def count_flops(config: Config) -> dict[str, int]:
+    """Of one update, by operator; those of the time loop are counted in both directions."""
+    policy = Policy(config).to(config.device)
+    with FlopCounterMode(display=False) as counter:
+        make_loss(config, policy)(Episodes(config).draw(), first_state(config))[0].backward()
+    return {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+
+
+def machine(config: Config) -> str:
+    kind = torch.cuda.get_device_name() if config.device.startswith("cuda") else platform.processor() or "CPU"
+    return f"{kind}, {torch.get_num_threads()} threads, torch {torch.__version__}"
+
+
+def table_of(config: Config, results: Sequence[Result], flops: dict[str, int]) -> Table:
+    size = f"{config.cell.upper()}-{config.hidden}, {config.batch} x {config.steps} steps an update"
+    table = Table(title=f"RepeatFirst, {config.symbols} symbols, {size}", caption=machine(config))
+    for header in ("policy", "final reward", "ms an update", "steps/s", "GFLOP/s", "first update"):
+        table.add_column(header, justify="left" if header == "policy" else "right")
+    for result in results:
+        rate = 1e3 / result.milliseconds
+        table.add_row(
+            result.name, f"{result.final_reward:.2f}", f"{result.milliseconds:.2f}",
+            f"{rate * config.batch * config.steps:,.0f}", f"{rate * sum(flops.values()) / 1e9:.1f}",
+            f"{result.first_seconds:.1f} s",
+        )  # fmt: skip
+    return table
+
+
+def flops_table(flops: dict[str, int]) -> Table:
+    table = Table(title="FLOPs of an update")
+    table.add_column("operator")
+    table.add_column("MFLOP", justify="right")
+    for op, count in sorted(flops.items(), key=lambda item: -item[1]):
+        table.add_row(op, f"{count / 1e6:.2f}")
+    return table
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    for field in dataclasses.fields(Config):
+        default = field.default
+        if field.name == "device":
+            default = "cuda" if torch.cuda.is_available() else "cpu"
+        add(f"--{field.name.replace('_', '-')}", type=type(default), default=default, help="default: %(default)s")
+    add("--compile", action="store_true", help="train a compiled policy too")
+    add("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
+    add("--out", type=Path, default=Path("outputs"), help="folder for the JSON (default: %(default)s)")
+    namespace = parser.parse_args(arguments)
+    try:
+        namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
+    except ValueError as error:
+        parser.error(str(error))
+    return namespace
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = parse_arguments(arguments)
+    config: Config = options.config
+
+    def make(kind: type[torch.nn.Module]) -> torch.nn.Module:
+        torch.manual_seed(config.seed)
+        return kind(config).to(config.device)
+
+    def compiled(step: Step) -> Step:
+        graphs = {"mode": "reduce-overhead"} if options.backend == "inductor" else {}
+        return torch.compile(step, fullgraph=True, backend=options.backend, **graphs)
+
+    results = [
+        train(config, "torch.nn, packed", make(PackedPolicy)),
+        train(config, "torch_bridge", make(Policy)),
+    ]
+    if options.compile:
+        results.append(train(config, "torch_bridge, compiled", make(Policy), compiled))
+    flops = count_flops(config)
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    path = options.out / "torch_policy.json"
+    report = {"machine": machine(config), "config": dataclasses.asdict(config), "flops": flops}
+    path.write_text(json.dumps(report | {"runs": [dataclasses.asdict(r) for r in results]}, indent=1) + "\n")
+    console = Console()
+    console.print(table_of(config, results, flops))
+    console.print(flops_table(flops))
+    console.print(f"figures: {path}", soft_wrap=True)
+    return results
+
+
+if __name__ == "__main__":
+    main()

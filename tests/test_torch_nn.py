@@ -1,0 +1,377 @@
+"""`torch_bridge.nn` beside `torch.nn`: the same without resets, and with them what that gives episode by episode."""
+
+import copy
+import itertools
+import pickle
+
+import pytest
+from torch_calls import torch
+
+from torch_bridge import nn
+
+T, B, D, H = 5, 4, 3, 6
+PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM}
+OURS = {"GRU": nn.GRU, "LSTM": nn.LSTM}
+every_kind = pytest.mark.parametrize("kind", PLAIN)
+pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
+
+
+def pair(kind, **options):
+    """A module of `torch.nn` and ours with its weights."""
+    torch.manual_seed(0)
+    plain = PLAIN[kind](D, H, dtype=torch.float64, **options)
+    ours = OURS[kind](D, H, dtype=torch.float64, **options)
+    assert str(ours) == str(plain)
+    assert ours.load_state_dict(plain.state_dict(), strict=True) == torch.nn.modules.module._IncompatibleKeys([], [])
+    return plain, ours
+
+
+def states(module, *batch):
+    count = module.num_layers * (2 if module.bidirectional else 1)
+    h = torch.randn(count, *batch, module.proj_size or H, dtype=torch.float64).requires_grad_()
+    return h if module.mode == "GRU" else (h, torch.randn(count, *batch, H, dtype=torch.float64).requires_grad_())
+
+
+def flat(results):
+    found = torch.utils._pytree.tree_leaves(results)
+    return [x.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else x for x in found if x is not None]
+
+
+def with_gradients(results, leaves):
+    outputs = [x for x in flat(results) if x.is_floating_point()]
+    total = sum((x * x.detach().cos()).sum() for x in outputs)
+    gradients = torch.autograd.grad(total, leaves, allow_unused=True, materialize_grads=True)
+    return [*outputs, *gradients]
+
+
+def assert_same(got, want):
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+STACKS = [
+    {}, {"batch_first": True}, {"bidirectional": True}, {"num_layers": 2, "bias": False},
+    {"num_layers": 2, "bidirectional": True, "batch_first": True},
+    {"num_layers": 2, "bidirectional": True, "bias": False, "dropout": 0.5},
+]  # fmt: skip
+PROJECTED = [{"proj_size": 2}, {"proj_size": 2, "num_layers": 2, "bidirectional": True, "batch_first": True}]
+ALL = [(kind, options) for kind in PLAIN for options in STACKS] + [("LSTM", options) for options in PROJECTED]
+every_stack = pytest.mark.parametrize(("kind", "options"), ALL, ids=str)
+LENGTHS = {"packed": ([5, 3, 3, 1], True), "packed-unsorted": ([3, 5, 1, 4], False)}
+
+
+@pytest.mark.parametrize("form", ["batch", "unbatched", *LENGTHS])
+@every_stack
+def test_without_resets_it_is_torch_nn(kind, options, form):
+    plain, ours = (module.eval() for module in pair(kind, **options))
+    batch_first = plain.batch_first
+    for given in (True, False):
+        shape = (T,) if form == "unbatched" else (B, T) if batch_first else (T, B)
+        xs = torch.randn(*shape, D, dtype=torch.float64).requires_grad_()
+        hx = states(plain, *(() if form == "unbatched" else (B,))) if given else None
+        results = []
+        for module in (plain, ours):
+            inputs = xs
+            if form in LENGTHS:
+                lengths, ordered = LENGTHS[form]
+                inputs = torch.nn.utils.rnn.pack_padded_sequence(xs, lengths, batch_first, enforce_sorted=ordered)
+            outputs = module(inputs, hx)
+            leaves = [xs, *module.parameters(), *flat(hx)]
+            results.append(with_gradients(outputs, leaves))
+            if form in LENGTHS:
+                results[-1] += [x for x in outputs[0][1:] if x is not None]
+        assert_same(results[1], results[0])
+
+
+def episodes(plain, xs, hx, resets, reset_state):
+    """Runs each episode of one sequence `[T, D]` by itself through `torch.nn`; returns outputs and last states.
+
+    `reset_state` is that of every step, `[layers * directions, T, width]` of each state.
+    """
+    firsts = [0, *(t for t in range(1, len(xs)) if resets[t])]
+    ends = [*firsts[1:], len(xs)]
+    outputs, last = [], [list(x) for x in hx]
+    for first, end in zip(firsts, ends, strict=True):
+        start = []
+        for old, new in zip(hx, reset_state, strict=True):
+            rows = []
+            for i in range(len(old)):
+                if plain.bidirectional and i % 2:
+                    rows.append(old[i] if end == len(xs) else new[i, end - 1])
+                else:
+                    rows.append(new[i, first] if resets[first] else old[i])
+            start.append(torch.stack(rows))
+        ys, state = plain(xs[first:end], start[0] if len(start) == 1 else tuple(start))
+        outputs.append(ys)
+        for k, x in enumerate(flat(state)):
+            for i in range(len(x)):
+                if (first == 0) if plain.bidirectional and i % 2 else (end == len(xs)):
+                    last[k][i] = x[i]
+    return torch.cat(outputs), [torch.stack(x) for x in last]
+
+
+SHAPES = (None, "learned", "each", "stepped")  # of reset states; packed inputs take none of each step
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [*itertools.product(("batch", "unbatched"), SHAPES), *itertools.product(("packed-unsorted",), SHAPES[:3])],
+)
+@every_stack
+def test_with_resets_every_episode_is_that_of_torch_nn(kind, options, shape, form):
+    plain, ours = (module.eval() for module in pair(kind, **options))
+    torch.manual_seed(1)
+    batch, time = B if form != "unbatched" else 1, 5
+    xs, hx = torch.randn(time, batch, D, dtype=torch.float64).requires_grad_(), states(plain, batch)
+    resets = torch.rand(time, batch) < 0.4
+    resets[:2, 0] = torch.tensor([True, False])
+    lengths = LENGTHS[form][0] if form in LENGTHS else [time] * batch
+    new, full = [], []
+    for x in flat(hx):
+        count, width = x.shape[0], x.shape[-1]
+        sizes = {
+            None: (),
+            "learned": (count, width),
+            "each": (count, batch, width),
+            "stepped": (count, time, batch, width),
+        }
+        value = torch.randn(sizes[shape], dtype=torch.float64).requires_grad_() if shape else torch.zeros(count, width)
+        new.append(value)
+        full.append(value.double()[(slice(None), *(None,) * (4 - value.ndim))] if value.ndim == 2 else
+                    value if value.ndim == 4 else value[:, None])  # fmt: skip
+    full = [x.expand(x.shape[0], time, batch, x.shape[-1]) for x in full]
+    leaves = [xs, *flat(hx), *(new if shape else [])]
+
+    parts = [
+        episodes(plain, xs[: lengths[b], b], [x[:, b] for x in flat(hx)], resets[:, b], [x[:, :, b] for x in full])
+        for b in range(batch)
+    ]
+    want = with_gradients(
+        (
+            torch.nn.utils.rnn.pad_sequence([ys for ys, _ in parts]),
+            [torch.stack(x, 1) for x in zip(*(last for _, last in parts), strict=True)],
+        ),
+        [*leaves, *plain.parameters()],
+    )
+
+    inputs, given, state = xs, resets, hx
+    new = [x.transpose(1, 2) if shape == "stepped" and ours.batch_first else x for x in new]
+    if form == "unbatched":
+        inputs, given = xs[:, 0], resets[:, 0]
+        state = hx[:, 0] if kind == "GRU" else tuple(x[:, 0] for x in hx)
+        new = [x.squeeze(-2 if shape == "each" or not ours.batch_first else 1) if x.ndim > 2 else x for x in new]
+    elif form in LENGTHS:
+        inputs, given = (
+            torch.nn.utils.rnn.pack_padded_sequence(x, lengths, enforce_sorted=False) for x in (xs, resets)
+        )
+    elif ours.batch_first:
+        inputs, given = xs.transpose(0, 1), resets.T
+    options = {"resets": given} | ({"reset_state": new[0] if kind == "GRU" else tuple(new)} if shape else {})
+    ys, last = ours(inputs, state, **options)
+    if form == "unbatched":
+        ys, last = ys[:, None], [x[:, None] for x in flat(last)]
+    elif form in LENGTHS:
+        ys, _ = torch.nn.utils.rnn.pad_packed_sequence(ys)
+    elif ours.batch_first:
+        ys = ys.transpose(0, 1)
+    assert_same(with_gradients((ys, flat(last)), [*leaves, *ours.parameters()]), want)
+
+
+@every_kind
+def test_dropout_comes_between_layers_in_training_alone(kind):
+    plain, ours = pair(kind, num_layers=2, dropout=0.5)
+    xs = torch.randn(T, B, D, dtype=torch.float64)
+    results = []
+    for module in (plain, ours):
+        torch.manual_seed(3)
+        results.append(flat(module(xs)))
+    assert_same(results[1], results[0])
+    ours.eval()
+    assert_same(flat(ours(xs)), flat(plain.eval()(xs)))
+    with pytest.warns(UserWarning, match="non-zero dropout expects num_layers greater than 1"):
+        OURS[kind](D, H, dropout=0.5)
+
+
+@every_kind
+def test_initial_values_and_copies(kind):
+    modules = []
+    for table in (PLAIN, OURS):
+        torch.manual_seed(5)
+        modules.append(table[kind](D, H, 2, bidirectional=True))
+    assert [name for name, _ in modules[0].named_parameters()] == [name for name, _ in modules[1].named_parameters()]
+    assert_same(list(modules[1].parameters()), list(modules[0].parameters()))
+    xs = torch.randn(T, B, D)
+    for other in (copy.deepcopy(modules[1]), pickle.loads(pickle.dumps(modules[1]))):
+        assert_same(flat(other(xs)), flat(modules[1](xs)))
+    assert {x.dtype for x in flat(modules[1].double()(xs.double()))} == {torch.float64}
+
+
+@every_kind
+def test_an_ensemble_is_one_call_under_vmap(kind):
+    modules = [OURS[kind](D, H, 2, bidirectional=True) for _ in range(3)]
+    xs, resets = torch.randn(T, B, D), torch.rand(T, B) < 0.3
+    params, buffers = torch.func.stack_module_state(modules)
+
+    def run(params, buffers):
+        return torch.func.functional_call(modules[0], (params, buffers), (xs,), {"resets": resets})[0]
+
+    got = torch.vmap(run)(params, buffers)
+    torch.testing.assert_close(got, torch.stack([module(xs, resets=resets)[0] for module in modules]))
+    got.square().sum().backward()
+    for module in modules:
+        module(xs, resets=resets)[0].square().sum().backward()
+    want = torch.stack([module.weight_hh_l1_reverse.grad for module in modules])
+    torch.testing.assert_close(params["weight_hh_l1_reverse"].grad, want)
+
+
+@every_kind
+def test_a_compiled_module_is_one_graph(kind):
+    torch._dynamo.reset()
+    module = OURS[kind](D, H, 2, bidirectional=True, **({"proj_size": 2} if kind == "LSTM" else {}))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    xs, resets = torch.randn(T, B, D).requires_grad_(), torch.rand(T, B) < 0.3
+    hx = [x.float().detach() for x in flat(states(module, B))]
+    args = (xs, hx[0] if kind == "GRU" else tuple(hx))
+    got, want = compiled(*args, resets=resets), module(*args, resets=resets)
+    leaves = [xs, *module.parameters()]
+    torch.testing.assert_close(with_gradients(got, leaves), with_gradients(want, leaves))
+
+
+@every_kind
+def test_a_compiled_ensemble_is_one_graph(kind):
+    torch._dynamo.reset()
+    modules = [OURS[kind](D, H) for _ in range(3)]
+    xs, resets = torch.randn(T, B, D), torch.rand(T, B) < 0.3
+    params, buffers = torch.func.stack_module_state(modules)
+
+    def ensemble(params, buffers):
+        def run(params, buffers):
+            return torch.func.functional_call(modules[0], (params, buffers), (xs,), {"resets": resets})[0]
+
+        return torch.vmap(run)(params, buffers)
+
+    compiled = torch.compile(ensemble, fullgraph=True, backend="aot_eager")
+    leaves = list(params.values())
+    got, want = (with_gradients(function(params, buffers), leaves) for function in (compiled, ensemble))
+    torch.testing.assert_close(got, want)
+
+
+WRONG = [  # inputs and states that torch.nn refuses
+    ((2,), None), ((T, B, D, 1), None), ((T, B, D + 1), None), ((0, B, D), None), ((T, B, D), (B, H)),
+    ((T, B, D), (1, B + 1, H)), ((T, B, D), (2, B, H)), ((T, D), (1, 1, H)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("shape", "state"), WRONG, ids=str)
+@every_kind
+def test_errors_are_those_of_torch_nn(kind, shape, state):
+    errors = []
+    for module in pair(kind):
+        hx = None if state is None else torch.zeros(state, dtype=torch.float64)
+        with pytest.raises((ValueError, RuntimeError)) as error:
+            module(torch.zeros(shape, dtype=torch.float64), hx if kind == "GRU" or hx is None else (hx, hx))
+        errors.append((error.type, "" if kind == "LSTM" and state is not None else str(error.value)))
+    assert errors[1] == errors[0]
+
+
+@every_kind
+def test_inputs_of_another_dtype(kind):
+    for module in pair(kind):
+        with pytest.raises(ValueError, match=r"RNN input dtype \(torch.float32\) does not match weight dtype"):
+            module(torch.zeros(T, B, D))
+
+
+BAD_RESETS = [
+    ({"resets": torch.zeros(B, T)}, r"resets must be \(5, 4\), the time and batch axes of the input, got \(4, 5\)"),
+    ({"new": torch.zeros(1, H)}, "reset_state is given but resets is None"),
+    (
+        {"resets": torch.zeros(T, B), "new": torch.zeros(B, H)},
+        r"reset state of h must be \(1, 6\), \(1, 4, 6\) or \(1, 5, 4, 6\), got \(4, 6\)",
+    ),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), BAD_RESETS, ids=range(len(BAD_RESETS)))
+@every_kind
+def test_wrong_resets(kind, given, message):
+    given = dict(given)
+    if "new" in given:
+        new = given.pop("new")
+        given["reset_state"] = new if kind == "GRU" else (new, None)
+    with pytest.raises(ValueError, match=message):
+        OURS[kind](D, H)(torch.zeros(T, B, D), **given)
+
+
+def test_packed_inputs_take_packed_resets():
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
+    other = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B), [5, 3, 2, 1])
+    for resets in (torch.zeros(T, B), other):
+        with pytest.raises(ValueError, match="resets of a PackedSequence must be a PackedSequence of the same lengths"):
+            nn.GRU(D, H)(packed, resets=resets)
+
+
+def test_packed_inputs_take_no_reset_state_of_each_step():
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
+    resets = packed._replace(data=torch.zeros(12))
+    with pytest.raises(NotImplementedError, match="pad_packed_sequence them first"):
+        nn.GRU(D, H)(packed, resets=resets, reset_state=torch.zeros(1, T, B, H))
+
+
+def trajectories(kind, bidirectional):
+    module = OURS[kind](D, H, 2, batch_first=True, bidirectional=bidirectional)
+    count = 4 if bidirectional else 2
+    is_init = torch.rand(B, 7, 1) < 0.3
+    is_init[0, 1:] = False
+    xs = torch.randn(B, 7, D).requires_grad_()
+    given = [torch.randn(B, 7, count, H).requires_grad_() for _ in range(1 if kind == "GRU" else 2)]
+    return module, xs, is_init, given
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@every_kind
+def test_trajectories_are_those_of_modules_with_resets(kind, bidirectional):
+    module, xs, is_init, given = trajectories(kind, bidirectional)
+    ys, *ends = nn.run_trajectories(module, xs, is_init, *given)
+    for b in range(B):
+        firsts = [0, *(t for t in range(1, 7) if is_init[b, t, 0])]
+        for first, end in zip(firsts, [*firsts[1:], 7], strict=True):
+            start = [x[b, first] for x in given]
+            want, last = module(xs[b, first:end], start[0] if kind == "GRU" else tuple(start))
+            torch.testing.assert_close(ys[b, first:end], want)
+            for x, y in zip(ends, flat(last), strict=True):
+                torch.testing.assert_close(x[b, end - 1], y)
+                assert not x[b, first : end - 1].any()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@every_kind
+def test_trajectories_are_those_of_torchrl(kind, bidirectional):
+    modules = pytest.importorskip("torchrl.modules", reason="pip install torchrl==0.14.1")
+    from tensordict import TensorDict
+
+    module, xs, is_init, given = trajectories(kind, bidirectional)
+    keys = ["hidden"] if kind == "GRU" else ["hidden", "cell"]
+    theirs = {"GRU": modules.GRUModule, "LSTM": modules.LSTMModule}[kind](
+        **{kind.lower(): PLAIN[kind](D, H, 2, batch_first=True, bidirectional=bidirectional)},
+        in_keys=["xs", *keys], out_keys=["ys", *(f"next_{key}" for key in keys)], recurrent_backend="pad",
+    )  # fmt: skip
+    getattr(theirs, kind.lower()).load_state_dict(module.state_dict())
+    data = TensorDict({"xs": xs, "is_init": is_init, **dict(zip(keys, given, strict=True))}, [B, 7])
+    with modules.set_recurrent_mode(True):
+        out = theirs(data)
+    want = [out["ys"], *(out[f"next_{key}"] for key in keys)]
+    got = nn.run_trajectories(module, xs, is_init, *given)
+    torch.testing.assert_close(list(got), want)
+    leaves = [xs, *given]
+    torch.testing.assert_close(with_gradients(got, leaves), with_gradients(want, leaves))
+
+
+def test_wrong_trajectories():
+    module, xs, is_init, given = trajectories("GRU", False)
+    with pytest.raises(ValueError, match="a GRU takes hidden, got 2 states"):
+        nn.run_trajectories(module, xs, is_init, *given, *given)
+    with pytest.raises(ValueError, match=r"is_init \[B, T\], got \(4, 7, 3\) and \(4, 6\)"):
+        nn.run_trajectories(module, xs, is_init[:, 1:], *given)
+    with pytest.raises(
+        ValueError, match=r"hidden states must be \[B, T, layers, H\] = \(4, 7, 2, 6\), got \(4, 7, 1, 6\)"
+    ):
+        nn.run_trajectories(module, xs, is_init, given[0][:, :, :1])

@@ -1,0 +1,551 @@
+"""The operators of `torch_bridge` without a GPU: against float64, under autograd, `torch.func` and compilers."""
+
+import dataclasses
+
+import cases
+import oracle
+import pytest
+from cases import Case
+from torch_calls import CELLS, every_cell, run, torch
+
+from torch_bridge import functional, loops, ops
+
+T, B, H, D, S = 4, 3, 5, 2, 3
+
+
+def variations(cell):
+    base = Case(cell, T=5, B=3, H=6, D=4, precision="highest", cells=cell == "lstm")
+    changes = (
+        {}, {"resets": "none"}, {"resets": "all", "reset_state": "h"}, {"reset_state": "bh", "reverse": True},
+        {"reset_state": "tbh", "time_major": False, "reset_dtype": "float32"}, {"T": 1, "B": 1, "H": 1, "D": 1},
+        {"models": 2, "reset_state": "h", "reverse": True, "time_major": False}, {"cells": False},
+    )  # fmt: skip
+    return [dataclasses.replace(base, **change) for change in changes]
+
+
+CASES = list(dict.fromkeys(case for cell in CELLS for case in variations(cell)))
+
+
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_loops_match_the_oracle(case, implementation):
+    for dtype, bound in (("f64", 1e-14), ("f32", 1e-6)):
+        typed = dataclasses.replace(case, dtype=dtype, carry_dtype=dtype)
+        inputs = cases.make_inputs(case)
+        got = run(typed, inputs, implementation)
+        cases.compare(got, cases.run_oracle(case, inputs), lambda _, bound=bound: bound)
+
+
+@pytest.mark.parametrize("dtypes", [("bf16", "f32"), ("bf16", "bf16"), ("f16", "f16")], ids="-".join)
+@every_cell
+def test_narrow_operands_keep_a_wide_state(cell, dtypes):
+    case = Case(cell, T=64, B=3, H=6, D=4, dtype=dtypes[0], carry_dtype=dtypes[1], reset_state="h")
+    inputs = cases.make_inputs(case)
+    rounding = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
+    got, want = run(case, inputs), cases.run_oracle(case, inputs)
+    cases.compare(got, want, lambda _: 2 * rounding[dtypes[0]])
+
+
+INTERPRETED = [
+    case
+    for cell in CELLS
+    for case in (
+        Case(cell, T=3, B=5, H=12, D=4, precision="highest", reset_state="tbh", cells=cell == "lstm"),
+        Case(cell, T=3, B=2, H=12, D=4, precision="highest", resets="none", reverse=True, time_major=False),
+        Case(cell, T=2, B=2, H=70, D=4, precision="highest", reset_state="bh", reset_dtype="float32"),
+        Case(cell, T=2, B=2, H=36, D=4, reset_state="h"),
+        Case(cell, T=2, B=3, H=12, D=4, precision="highest", models=2, reset_state="h", cells=cell == "lstm"),
+        Case(cell, T=2, B=2, H=12, D=4, dtype="f16", carry_dtype="f16"),
+    )
+]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", INTERPRETED, ids=str)
+def test_kernels_match_the_oracle(case):
+    inputs = cases.make_inputs(case)
+    bound = 2e-3 if (case.dtype, case.precision) == ("f32", "default") else {"f32": 1e-6, "f16": 2.0**-9}[case.dtype]
+    cases.compare(run(case, inputs, "triton"), cases.run_oracle(case, inputs), lambda _: bound)
+
+
+def test_weights_are_rounded_to_tf32():
+    w = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-11 - 2**-20, -(1 + 3 * 2**-11), 3e38, torch.inf, -torch.inf, 2**-140])
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).to(torch.int32).view(torch.float32)
+    got = ops._operand(torch.cat([w, nans]), "tf32")
+    torch.testing.assert_close(got[:4], torch.tensor([1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]), rtol=0, atol=0)
+    assert abs(got[4] / 3e38 - 1) < 2**-11
+    assert got[5] == torch.inf and got[6] == -torch.inf and got[7] == 0 and got[8:].isnan().all()
+    assert ops._operand(w, "tf32x3") is w
+
+
+def arguments(cell, dtype=torch.float32, seed=0, **changes):
+    """Of the forward operator, with models, groups and all that it can be given."""
+    generator = torch.Generator().manual_seed(seed)
+    G, gates = 2 * S, 3 if cell == "gru" else 4
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
+
+    resets = torch.rand(G, T, B, generator=generator) < 0.4
+    options = {"order": "forward", "precision": "tf32x3", "cells": True, "save": True} | changes
+    xp, w_hh, b_hn, h0, c0 = normal(G, T, B, gates * H), normal(S, gates * H, H), normal(S, H), *(
+        normal(G, B, H) for _ in range(2))  # fmt: skip
+    if cell == "gru":
+        options.pop("cells")
+        return (xp, w_hh, b_hn, h0, resets, normal(G, B, H), *options.values())
+    return (xp, w_hh, h0, c0, resets, normal(G, T, B, H), normal(G, T, B, H), *options.values())
+
+
+def backward_arguments(cell, **changes):
+    forward = arguments(cell, **changes)
+    results = dict(zip(cell_of(cell).returns, op_of(cell)(*forward), strict=True))
+    saved = [results[name] for name, _ in cell_of(cell).saved]
+    given = [torch.randn_like(results["hs"]), None] + ([torch.randn(2 * S, B, H)] if cell == "gru" else [None, None])
+    given = given[:1] + given[2:] if cell == "gru" else given
+    resets = forward[4]
+    tensors = [x.detach() for x in (forward[1], results["hs"], *saved)]
+    return (*tensors, resets, *given, forward[-3 if cell == "gru" else -4], "tf32x3", True)
+
+
+def cell_of(cell):
+    return ops.GRU if cell == "gru" else ops.LSTM
+
+
+def op_of(cell):
+    return ops.gru_op if cell == "gru" else ops.lstm_op
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "both"])
+@every_cell
+def test_opcheck(cell, order):
+    torch.library.opcheck(op_of(cell), arguments(cell, order=order))
+    backward = ops.gru_backward_op if cell == "gru" else ops.lstm_backward_op
+    torch.library.opcheck(backward, backward_arguments(cell, order=order))
+
+
+@every_cell
+def test_opcheck_where_nothing_is_saved(cell):
+    torch.library.opcheck(op_of(cell), arguments(cell, save=False))
+
+
+def close(got, want, bound=1e-5):
+    for x, y in zip(torch.utils._pytree.tree_leaves(got), torch.utils._pytree.tree_leaves(want), strict=True):
+        assert oracle.error(x.detach().numpy(), y.detach().numpy()) <= bound
+
+
+@pytest.mark.parametrize("order", ["forward", "reverse", "both"])
+@every_cell
+def test_directions_and_models_are_those_of_calls_apart(cell, order):
+    """Each model by itself, in its own direction, with its own groups; and what was not saved is computed again."""
+    names, args = cell_of(cell).returns, arguments(cell, order=order)
+    tensors = sum(isinstance(x, torch.Tensor) for x in args)
+    outputs = [name for name in names if name[1:] in ("s", "_last")]
+
+    def gradients(args, saved=True):
+        results = dict(zip(names, op_of(cell)(*args[:-1], saved), strict=True))
+        leaves = [x for x in args if isinstance(x, torch.Tensor) and x.requires_grad]
+        cotangents = [results[name].detach().cos() for name in outputs]
+        found = torch.autograd.grad([results[name] for name in outputs], leaves, cotangents)
+        return [results[name] for name in outputs], found
+
+    want = gradients(args)
+    close(gradients(args, saved=False), want)
+    parts = []
+    for s in range(S):
+        one = [x[s : s + 1] if x.shape[0] == S else x[2 * s : 2 * s + 2] for x in args[:tensors]]
+        one = [x.detach().requires_grad_(x.is_floating_point()) for x in one]
+        way = order if order != "both" else ("forward", "reverse")[s % 2]
+        parts.append(gradients((*one, way, *args[tensors + 1 :])))
+    outputs_, gradients_ = zip(*parts, strict=True)
+    close([torch.cat(x) for x in zip(*outputs_, strict=True)], want[0])
+    close([torch.cat(x) for x in zip(*gradients_, strict=True)], want[1])
+
+
+def weights(cell, hidden=H, dtype=torch.float32, lead=(), seed=0):
+    """`(xs, states, weights, resets, reset states)` of `functional.gru` or `lstm`."""
+    generator = torch.Generator().manual_seed(seed)
+    wide, states = (3 * hidden, 1) if cell == "gru" else (4 * hidden, 2)
+
+    def normal(*shape):
+        return 0.5 * torch.randn(*lead, *shape, generator=generator, dtype=dtype)
+
+    resets = torch.rand(*lead, T, B, generator=generator) < 0.4
+    given = (normal(wide, D), normal(wide, hidden), normal(wide), normal(wide))
+    return (
+        normal(T, B, D), tuple(normal(B, hidden) for _ in range(states)), given, resets,
+        tuple(normal(hidden) for _ in range(states)),
+    )  # fmt: skip
+
+
+def call(cell, xs, states, weights, resets, reset_states, **options):
+    if cell == "gru":
+        return functional.gru(xs, *states, *weights, resets=resets, reset_state=reset_states[0], **options)
+    (ys, cs), last = functional.lstm(
+        xs, states, *weights, resets=resets, reset_state=reset_states, return_cells=True, **options
+    )
+    return ys, cs, *last
+
+
+def loss(cell, *args, **options):
+    outputs = call(cell, *args, **options)
+    return sum((x * x.detach().cos()).sum() for x in outputs)
+
+
+def leaves(args):
+    found = [x for x in torch.utils._pytree.tree_leaves(args) if x.is_floating_point()]
+    return [x.requires_grad_() for x in found]
+
+
+@every_cell
+def test_gradients_are_those_of_finite_differences(cell):
+    xs, states, given, resets, new = weights(cell, dtype=torch.float64)
+
+    def function(xs, *rest):
+        n = len(states)
+        return call(cell, xs, rest[:n], rest[n : n + 4], resets, rest[n + 4 :])
+
+    assert torch.autograd.gradcheck(function, leaves((xs, states, given, new)), fast_mode=True)
+
+
+@every_cell
+def test_second_derivatives_raise_and_those_of_the_plain_loop_do_not(cell):
+    args = weights(cell, dtype=torch.float64)
+    inputs = leaves(args)
+    for x in inputs[0], inputs[-1], args[2][1]:  # xs, a reset state, w_hh
+        (first,) = torch.autograd.grad(loss(cell, *args), x, create_graph=True)
+        with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+            torch.autograd.grad(first.square().sum(), x)
+        (first,) = torch.autograd.grad(loss(cell, *args, implementation="torch"), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), x)
+        assert second.abs().max() > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp
+@every_cell
+def test_forward_mode_raises_and_that_of_the_plain_loop_does_not(cell):
+    xs, *rest = weights(cell, dtype=torch.float64)
+
+    def function(xs, **options):
+        return call(cell, xs, *rest, **options)[0]
+
+    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+        torch.func.jvp(function, (xs,), (xs,))
+    _, tangent = torch.func.jvp(lambda xs: function(xs, implementation="torch"), (xs,), (xs,))
+    close((function(1.000001 * xs) - function(xs)) * 1e6, tangent)
+
+
+AXES = {  # of xs, states, weights, resets, reset states
+    "all": (0, 0, 0, 0, 0), "weights": (None, None, 0, None, None), "shared": (0, 0, None, 0, 0),
+    "inputs": (1, None, None, None, None), "states": (None, 1, None, None, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "backward through vmap", "vmap of vmap"])
+@pytest.mark.parametrize("axes", AXES)
+@every_cell
+def test_vmap_equals_a_loop_in_one_call_of_the_loop(cell, axes, transform, monkeypatch):
+    """Batched weights become models, shared ones leave the new axis to the batch."""
+    in_dims, size = AXES[axes], 2
+    args = []
+    for axis, wide, x in zip(in_dims, weights(cell, lead=(size,)), weights(cell), strict=True):
+        mapped = torch.utils._pytree.tree_map(lambda x, axis=axis: x.movedim(0, axis), wide) if axis is not None else x
+        args.append(mapped)
+    argnums = (0, 1, 2, 4)
+
+    def one(*args):
+        return loss(cell, *args)
+
+    def pick(args, i):
+        return [
+            x if axis is None else torch.utils._pytree.tree_map(lambda y, axis=axis: y.select(axis, i), x)
+            for axis, x in zip(in_dims, args, strict=True)
+        ]
+
+    def looped(*args):
+        return sum(one(*pick(args, i)) for i in range(size))
+
+    plain = [torch.utils._pytree.tree_map(torch.clone, x) for x in args]
+    inputs = leaves((plain[0], plain[1], plain[2], plain[4]))
+    wanted = torch.autograd.grad(looped(*plain), inputs)
+    calls = []
+    for name in ("gru", "lstm"):
+        original = getattr(loops, name)
+        monkeypatch.setattr(loops, name, lambda *a, original=original, name=name: calls.append(name) or original(*a))
+    if transform == "backward through vmap":
+        inputs = leaves((args[0], args[1], args[2], args[4]))
+        found = torch.autograd.grad(torch.vmap(one, in_dims)(*args).sum(), inputs)
+    elif transform == "grad of vmap":
+        found = torch.func.grad(lambda *a: torch.vmap(one, in_dims)(*a).sum(), argnums)(*args)
+    elif transform == "vmap of grad":
+        found = torch.vmap(torch.func.grad(one, argnums), in_dims)(*args)
+        found = [  # every sample has its own gradient: of what is shared the sum, of the rest back at its axis
+            torch.utils._pytree.tree_map(lambda x, a=axis: x.sum(0) if a is None else x.movedim(0, a), part)
+            for axis, part in zip((in_dims[i] for i in argnums), found, strict=True)
+        ]
+    else:
+        twice = [None if a is None else 0 for a in in_dims]
+        doubled = [
+            x if a is None else torch.utils._pytree.tree_map(lambda x: torch.stack([x, x]), x)
+            for a, x in zip(in_dims, args, strict=True)
+        ]
+        inner = torch.vmap(one, in_dims)
+        found = torch.func.grad(lambda *a: torch.vmap(inner, tuple(twice))(*a).sum() / 2, argnums)(*doubled)
+        found = [
+            part if a is None else torch.utils._pytree.tree_map(lambda x: x.sum(0), part)
+            for a, part in zip((in_dims[i] for i in argnums), found, strict=True)
+        ]
+    assert calls == [cell]
+    close(found, wanted)
+
+
+@every_cell
+def test_resets_are_selects(cell):
+    """Neither a NaN nor a gradient comes through a reset."""
+    xs, states, given, resets, new = weights(cell)
+    resets[:] = False
+    resets[2] = True
+    inputs = leaves((xs, states, given, new))
+    clean = call(cell, xs, states, given, resets, new)
+    found = torch.autograd.grad(clean[0][2:].sum(), inputs)
+    assert all(not x.any() for x in (found[0][:2], *found[1 : 1 + len(states)]))
+    assert found[0][2:].any()
+    with torch.no_grad():
+        states[0][:] = torch.nan
+        got = call(cell, xs, states, given, resets, new)
+    assert got[0][:2].isnan().all()
+    torch.testing.assert_close(got[0][2:], clean[0][2:].detach(), rtol=0, atol=0)
+
+
+@every_cell
+def test_what_is_not_used_needs_no_gradient(cell):
+    """A loss of the last states alone, of the outputs alone, and inputs of which some need no gradient."""
+    args = weights(cell)
+    inputs = leaves((args[0], args[2]))
+    for part in range(len(call(cell, *args))):
+        found = torch.autograd.grad(call(cell, *args)[part].sum(), inputs)
+        want = torch.autograd.grad(call(cell, *args, implementation="torch")[part].sum(), inputs)
+        close(found, want)
+
+
+@every_cell
+def test_flops_are_counted_in_both_directions(cell):
+    args, gates = weights(cell), 3 if cell == "gru" else 4
+    leaves(args)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        loss(cell, *args).backward()
+    counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
+    loop, projection = 2 * T * B * gates * H * H, 2 * T * B * gates * H * D
+    assert counts[f"torch_bridge.{cell}"] == counts[f"torch_bridge.{cell}_backward"] == loop
+    assert sum(counts.values()) == 3 * loop + 3 * projection
+
+
+@pytest.mark.parametrize(
+    ("cell", "dtype"), [("gru", torch.bfloat16), ("gru", torch.float16), ("lstm", torch.bfloat16)], ids=str
+)  # PyTorch has no LSTM of float16 on CPUs
+def test_autocast_is_that_of_torch_nn(cell, dtype):
+    xs, _, given, *_ = weights(cell)
+    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](D, H)
+    module.load_state_dict(dict(zip(module.state_dict(), given, strict=True)))
+    inputs = leaves((xs, given))
+    with torch.autocast("cpu", dtype):
+        want, _ = module(xs)
+        ys, _ = getattr(functional, cell)(xs, None, *given)
+    assert ys.dtype == want.dtype
+    close(ys.float(), want.float(), 2.0**-7)
+    assert [x.dtype for x in torch.autograd.grad(ys.sum(), inputs)] == [torch.float32] * 5
+
+
+@pytest.fixture(autouse=True)
+def forget_compilations():
+    """What one test compiled says nothing about the shapes of another."""
+    torch._dynamo.reset()
+
+
+def counting(graphs):
+    def backend(module, inputs):
+        graphs.append(module)
+        return torch._dynamo.lookup_backend("aot_eager")(module, inputs)
+
+    return backend
+
+
+@every_cell
+def test_a_compiled_call_is_one_graph_of_any_length(cell):
+    graphs = []
+    compiled = torch.compile(lambda *args: loss(cell, *args), backend=counting(graphs), fullgraph=True, dynamic=True)
+    for steps in (7, 11, 5):
+        args = weights(cell)
+        args = (torch.randn(steps, B, D), *args[1:3], torch.rand(steps, B) < 0.4, args[4])
+        inputs = leaves(args)
+        got, want = compiled(*args), loss(cell, *args)
+        close(got, want)
+        close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
+    assert len(graphs) == 1
+    with torch.no_grad():
+        close(compiled(*args), loss(cell, *args))
+
+
+@pytest.fixture
+def matmul():
+    """The settings of matmuls; as they were after the test."""
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    yield settings
+    settings.fp32_precision = before
+
+
+def set_precision(settings, way, wanted):
+    if way == "allow_tf32":
+        settings.allow_tf32 = wanted == "tf32"
+    elif way == "fp32_precision":
+        settings.fp32_precision = wanted
+    else:
+        torch.set_float32_matmul_precision("high" if wanted == "tf32" else "highest")
+
+
+@pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set_float32_matmul_precision"])
+@every_cell
+def test_precision_follows_torch_and_compiled_code_does(cell, way, matmul):
+    def operands(*args):
+        return call(cell, *args)[0]
+
+    graphs = []
+    compiled = torch.compile(operands, backend=counting(graphs), fullgraph=True)
+    args = weights(cell, hidden=40)
+    for setting, wanted in (("ieee", "tf32x3"), ("tf32", "tf32")):
+        set_precision(matmul, way, setting)
+        compiled(*args)
+        (found,) = (n.args for n in graphs[-1].graph.nodes if str(n.target) == f"torch_bridge.{cell}.default")
+        assert [x for x in found if str(x).startswith("tf32")] == [wanted]
+        assert ops.kernel_precision(None, 40) == wanted
+        assert ops.kernel_precision(None, 32) == "tf32x3"
+        assert [ops.kernel_precision(name, 32) for name in ("tf32", "tf32x3")] == ["tf32", "tf32x3"]
+    set_precision(matmul, way, "ieee")
+    assert len(graphs) == 2
+
+
+@every_cell
+def test_an_exported_program_runs_on_other_lengths(cell, tmp_path):
+    class Model(torch.nn.Module):
+        def forward(self, xs, states, weights, resets, reset_states):
+            return call(cell, xs, states, weights, resets, reset_states)
+
+    args, steps = weights(cell), torch.export.Dim("steps", min=2, max=64)
+    none = torch.utils._pytree.tree_map(lambda _: None, args)
+    shapes = ({0: steps}, *none[1:3], {0: steps}, none[4])
+    program = torch.export.export(Model(), args, dynamic_shapes=shapes)
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    other = (torch.randn(9, B, D), *args[1:3], torch.rand(9, B) < 0.4, args[4])
+    close(loaded(*other), call(cell, *other), 0)
+
+
+@every_cell
+def test_a_fake_call_says_what_a_real_one_gives(cell):
+    args = weights(cell)
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = call(cell, *torch.utils._pytree.tree_map(mode.from_tensor, args))
+    assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in call(cell, *args)]
+
+
+WRONG = [
+    ({"xs": torch.zeros(4)}, ValueError, r"xs must be \[T, \*batch, D\] of floating point, got \(4,\)"),
+    ({"xs": torch.zeros(T, B, D, dtype=torch.int32)}, ValueError, "of floating point, got .* of torch.int32"),
+    ({"xs": torch.zeros(0, B, D), "resets": None, "new": None}, ValueError, "at least one step"),
+    ({"xs": torch.zeros(T, B, D + 1)}, ValueError, r"w_ih must be \(\d+, 3\) for inputs \(4, 3, 3\)"),
+    (
+        {"xs": torch.zeros(T, B, D).half()},
+        ValueError,
+        "w_ih must have the dtype of xs, torch.float16, got torch.float32",
+    ),
+    ({"w_hh": torch.zeros(3, 3)}, ValueError, r"w_hh must be \(\d+, 5\)"),
+    ({"h0": torch.zeros(B, H + 1)}, ValueError, r"h0 must be \[\*batch, width\] = \(3, 5\), got \(3, 6\)"),
+    ({"h0": torch.zeros(B, H, dtype=torch.float64)}, ValueError, "h0 must be of torch.float32, as xs, or float32"),
+    ({"resets": torch.zeros(B, T)}, ValueError, r"resets must be \(4, 3\) for xs \(4, 3, 2\), got \(3, 4\)"),
+    ({"resets": None}, ValueError, "reset_state is given but resets is None"),
+    ({"new": torch.zeros(2, H)}, ValueError, r"the reset state of h must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
+    ({"implementation": "cudnn"}, ValueError, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
+    ({"precision": "ieee"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=[str(sorted(w[0])) + w[2][:12] for w in WRONG])
+@every_cell
+def test_wrong_arguments(cell, changes, kind, message):
+    xs, states, given, resets, new = weights(cell)
+    names = {"xs": xs, "h0": states[0], "w_hh": given[1], "resets": resets, "new": new[0]} | changes
+    given = (given[0], names.pop("w_hh"), *given[2:])
+    state, reset_state = names.pop("h0"), names.pop("new")
+    if cell == "lstm":
+        state = (state, states[1])
+        reset_state = None if reset_state is None else (reset_state, new[1])
+    with pytest.raises(kind, match=message):
+        getattr(functional, cell)(names.pop("xs"), state, *given, reset_state=reset_state, **names)
+
+
+def test_a_state_of_an_lstm_is_a_pair():
+    xs, states, given, *_ = weights("lstm")
+    with pytest.raises(ValueError, match=r"state of an LSTM is a pair \(h, c\), got Tensor"):
+        functional.lstm(xs, states[0], *given)
+
+
+@pytest.mark.interpret
+def test_kernels_that_cannot_run_say_why():
+    xs, states, given, *_ = weights("gru", dtype=torch.float64)
+    with pytest.raises(NotImplementedError, match=r"take float32, bfloat16 and float16, not torch\.float64"):
+        functional.gru(xs, *states, *given, implementation="triton")
+    xs, states, given, *_ = weights("gru", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match="compute bfloat16 products wrongly in Triton's interpreter"):
+        functional.gru(xs, *states, *given, implementation="triton")
+
+
+@every_cell
+def test_operators_check_what_kernels_would_read(cell):
+    args = list(arguments(cell))
+    for i, wrong in ((0, args[0][:, :, :, 1:]), (1, args[1][:, 1:]), (3, args[3][1:]), (4, args[4][:, 1:])):
+        with pytest.raises(ValueError, match="must be"):
+            op_of(cell)(*args[:i], wrong, *args[i + 1 :])
+
+
+def test_an_operator_takes_both_reset_states_or_none():
+    args = list(arguments("lstm"))
+    args[6] = None
+    with pytest.raises(ValueError, match="reset_h and reset_c go together"):
+        ops.lstm_op(*args)
+
+
+@every_cell
+def test_a_batch_of_nothing(cell):
+    xs, _, given, *_ = weights(cell)
+    ys, last = getattr(functional, cell)(xs[:, :0].requires_grad_(), None, *given)
+    assert ys.shape == (T, 0, H)
+    assert all(x.shape == (0, H) for x in ([last] if cell == "gru" else last))
+    ys.sum().backward()
+
+
+@every_cell
+def test_batch_axes_fold_and_may_be_missing(cell):
+    args = weights(cell)
+    want = call(cell, *args)
+    twice = torch.utils._pytree.tree_map(lambda x: x.unsqueeze(-2).expand(*x.shape[:-1], 2, x.shape[-1]), args[:2])
+    got = call(cell, *twice, args[2], args[3].unsqueeze(-1).expand(-1, -1, 2), args[4])
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x[..., 1, :], y, rtol=1e-6, atol=1e-6)
+    one = call(cell, args[0][:, 1], tuple(x[1] for x in args[1]), args[2], args[3][:, 1], args[4])
+    close(one[0], want[0][:, 1])
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
+    seen = {}
+    original = ops.forward
+    monkeypatch.setattr(ops, "forward", lambda cell, args, *rest: seen.update(args=args) or original(cell, args, *rest))
+    xs, states, given, resets, _ = weights("gru")
+    new = torch.randn(T, B, H)
+    if batch_first:
+        xs, resets, new = (x.transpose(0, 1).contiguous() for x in (xs, resets, new))
+    functional.gru(xs, *states, *given, resets=resets, reset_state=new, batch_first=batch_first)
+    xp, w_hh, _, h0, got_resets, got_new = seen["args"]
+    for got, of in ((w_hh, given[1]), (h0, states[0]), (got_resets, resets), (got_new, new)):
+        assert got.data_ptr() == of.data_ptr() and got.is_contiguous()
+    assert xp.is_contiguous() and xp.shape[:3] == got_resets.shape == ((B, T, 1) if batch_first else (1, T, B))

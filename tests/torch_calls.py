@@ -1,0 +1,67 @@
+"""The cases of `cases.py` through `torch_bridge.functional`, and small calls that tests of PyTorch share."""
+
+import cases
+import numpy as np
+import pytest
+from cases import Case
+
+torch = pytest.importorskip("torch")
+from torch_bridge import functional  # noqa: E402  # needs torch
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
+CELLS = ("gru", "lstm")
+every_cell = pytest.mark.parametrize("cell", CELLS)
+
+
+def tensor(x, dtype, device="cpu"):
+    return torch.tensor(np.asarray(x, np.float64 if dtype == torch.float64 else np.float32), dtype=dtype, device=device)
+
+
+def run(case: Case, inputs, implementation=None, device="cpu", call=lambda function: function):
+    """Outputs and every gradient of `case`, with the names and layouts of `cases.run`.
+
+    `call` may transform the function, which takes a tensor for each input and returns a tuple.
+    """
+    operand, carry = DTYPES[case.dtype], DTYPES[case.carry_dtype]
+    given, fixed = {}, {}
+    for name, x in inputs.items():
+        if name == "resets":
+            fixed[name] = None if x is None else torch.tensor(x, device=device)
+        elif name.startswith("ct_"):
+            fixed[name] = tensor(x, carry, device)
+        elif x is not None:
+            given[name] = tensor(x, carry if name in cases.CARRY[case.cell] else operand, device).requires_grad_()
+    names = list(given)
+
+    def forward(resets, *tensors):
+        return _forward(case, implementation, resets, **dict(zip(names, tensors, strict=True)))
+
+    function = call(torch.vmap(forward, in_dims=(None if fixed["resets"] is None else 0, *(0 for _ in names)))
+                    if case.models else forward)  # fmt: skip
+    outputs = dict(zip(outputs_of(case), function(fixed["resets"], *given.values()), strict=True))
+    cotangents = [fixed[f"ct_{name}"] for name in outputs]
+    gradients = torch.autograd.grad(list(outputs.values()), list(given.values()), cotangents)
+    results = outputs | {f"d{name}": x for name, x in zip(names, gradients, strict=True)}
+    return {name: x.detach().double().cpu().numpy() for name, x in results.items()}
+
+
+def outputs_of(case):
+    return ("ys", "carry") if case.cell == "gru" else (*cases.sequences(case), "carry_c", "carry_h")
+
+
+def _forward(case, implementation, resets, *, xs, w_ih, w_hh, **rest):
+    options = {
+        "resets": resets, "reverse": case.reverse, "batch_first": not case.time_major, "implementation": implementation,
+        "precision": {"default": "tf32", "highest": "tf32x3", "high": "tf32x3", None: None}[case.precision],
+    }  # fmt: skip
+    if case.cell == "gru":
+        b_hh = torch.nn.functional.pad(rest["b_hn"], (2 * case.H, 0))
+        return functional.gru(
+            xs, rest["carry"], w_ih.mT, w_hh.mT, rest["b_ih"], b_hh, reset_state=rest.get("reset_state"), **options
+        )
+    state = (rest["reset_h"], rest["reset_c"]) if "reset_h" in rest else None
+    ys, (h, c) = functional.lstm(
+        xs, (rest["carry_h"], rest["carry_c"]), w_ih.mT, w_hh.mT, rest["b"], reset_state=state,
+        return_cells=case.cells, **options,
+    )  # fmt: skip
+    return (*ys, c, h) if case.cells else (ys, c, h)

@@ -1,0 +1,450 @@
+"""`gru` and `lstm` with episode resets, for PyTorch: functions of weights in the layout of `torch.nn`.
+
+They bring their arguments into the canonical form of `torch_bridge.ops`, without copies, and call the operators there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from torch_bridge import loops, ops
+from torch_bridge.ops import GRU, LSTM, Cell, Precision
+
+Implementation = Literal["triton", "torch"] | None
+
+
+def gru(
+    xs: Tensor,
+    h0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs a GRU over time, starting afresh wherever `resets` is nonzero.
+
+    With s the logistic function and gates ordered r, z, n, as `torch.nn.GRU` has them:
+
+        h = reset_state if resets[t] else h
+        r = s(W_ir x + b_ir + W_hr h + b_hr),  z = s(W_iz x + b_iz + W_hz h + b_hz)
+        n = tanh(W_in x + b_in + r * (W_hn h + b_hn))
+        h' = (1 - z) * n + z * h
+
+    Args:
+      xs: `[T, *batch, D]` inputs, `[*batch, T, D]` if `batch_first`; in the dtype of the weights.
+      h0: `[*batch, H]` the hidden state before the first step, in the dtype of `xs` or in float32; None for zeros.
+      w_ih: `[3H, D]`.
+      w_hh: `[3H, H]`.
+      b_ih: `[3H]` or None.
+      b_hh: `[3H]` or None.
+      resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
+        step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
+      reset_state: what an episode starts from: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a value for
+        every step, `[T, *batch, H]` (`[*batch, T, H]`). Takes gradients.
+      reverse: run from the last step to the first; outputs stay in the order of the inputs.
+      batch_first: the layout of all that has a time axis. Neither is copied into the other.
+      precision: of float32 products in the time loop on a GPU: "tf32", "tf32x3" (three TF32 products for one, with
+        float32's accuracy), or None: TF32 where `torch.backends.cuda.matmul` allows it and H is above 32. All other
+        products are PyTorch's own, and go by its settings.
+      implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
+        operations that autograd sees: slow, any derivative of any order), or None: the kernels where they can run,
+        elsewhere the loop in PyTorch operations, as one operator. A name works or raises.
+
+    Returns:
+      `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last, in the dtype of `h0`. Between
+      steps the hidden state is float32, or float64 where `xs` is.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: the kernels were asked for and cannot run this input, or a derivative of gradients was.
+    """
+    one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    _check(GRU, xs, one, batch_first)
+    (out,) = run_layer(
+        GRU, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return out.hs, out.last[0]
+
+
+def lstm(
+    xs: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    return_cells: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """Runs an LSTM over time, starting afresh wherever `resets` is nonzero.
+
+    With s the logistic function and gates ordered i, f, g, o, as `torch.nn.LSTM` has them:
+
+        h, c = reset_state if resets[t] else h, c
+        i, f, o = s(W_i x + b_i + W_h h + b_h),  g = tanh(W_ig x + b_ig + W_hg h + b_hg)
+        c' = f * c + i * g,  h' = o * tanh(c')
+
+    With `w_hr` the hidden state is projected to P units, `h' = W_hr (o * tanh(c'))` (Sak et al. 2014), and P takes the
+    place of H wherever the width of h is meant. The loop then runs on m = o * tanh(c'), whose recurrent weights are
+    W_hh W_hr, so the rounding of that product is all that tells it from a loop on h.
+
+    Args:
+      xs: as of `gru`.
+      state: `(h0, c0)`, each `[*batch, H]`, in PyTorch's order; None for zeros.
+      w_ih: `[4H, D]`.
+      w_hh: `[4H, H]`, or `[4H, P]`.
+      b_ih: `[4H]` or None.
+      b_hh: `[4H]` or None.
+      w_hr: `[P, H]` or None.
+      resets: as of `gru`.
+      reset_state: None (zeros) or `(h, c)`, each as of `gru`.
+      reverse: as of `gru`.
+      batch_first: as of `gru`.
+      return_cells: also return the cell states of all steps.
+      precision: as of `gru`.
+      implementation: as of `gru`.
+
+    Returns:
+      `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: as `gru`.
+    """
+    states, reset_states = pair("state", state), pair("reset_state", reset_state)
+    one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
+    _check(LSTM, xs, one, batch_first)
+    (out,) = run_layer(
+        LSTM, xs, [one], reverse=reverse, batch_first=batch_first, cells=return_cells, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return (out.hs, out.cs) if return_cells else out.hs, (out.last[0], out.last[1])
+
+
+def pair(name: str, given: Any) -> tuple[Any, Any]:
+    """Returns what was given for an LSTM as `(h, c)`, both None if it is None."""
+    if given is None:
+        return None, None
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}")
+    return given[0], given[1]
+
+
+class Direction(NamedTuple):
+    """One direction of a layer: its weights, and what it starts from.
+
+    Attributes:
+      w_ih: `[gates * H, D]`.
+      w_hh: `[gates * H, H]`; `[4H, P]` with a projection.
+      b_ih: `[gates * H]` or None.
+      b_hh: `[gates * H]` or None.
+      w_hr: `[P, H]` projection of an LSTM, or None.
+      states: `(h0,)` or `(h0, c0)`, each `[*batch, width]`, or None for zeros.
+      resets: `[T, *batch]` (`[*batch, T]`) or None.
+      reset_states: of each state None (zeros), `[width]`, `[*batch, width]`, or one of every step.
+    """
+
+    w_ih: Tensor
+    w_hh: Tensor
+    b_ih: Tensor | None
+    b_hh: Tensor | None
+    w_hr: Tensor | None
+    states: tuple[Tensor | None, ...]
+    resets: Tensor | None
+    reset_states: tuple[Tensor | None, ...]
+
+
+class Outcome(NamedTuple):
+    """What a direction gives.
+
+    Attributes:
+      hs: `[T, *batch, width]` (`[*batch, T, width]`) the hidden states.
+      cs: the same of the cell states, if asked for.
+      last: the last of each.
+    """
+
+    hs: Tensor
+    cs: Tensor | None
+    last: tuple[Tensor, ...]
+
+
+def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
+    """Raises ValueError unless shapes and dtypes agree."""
+    layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
+    if xs.ndim < 2 or not xs.is_floating_point():
+        raise ValueError(f"xs must be {layout} of floating point, got {tuple(xs.shape)} of {xs.dtype}")
+    time = xs.ndim - 2 if batch_first else 0
+    batch, steps = (*xs.shape[:time], *xs.shape[time + 1 : -1]), tuple(xs.shape[:-1])
+    wide = one.w_ih.shape[0]
+    hidden = wide // cell.gates
+    width = hidden if one.w_hr is None else one.w_hr.shape[0]
+    shapes = {"w_ih": (cell.gates * hidden, xs.shape[-1]), "w_hh": (wide, width), "b_ih": (wide,), "b_hh": (wide,)}
+    for name, shape in (shapes | {"w_hr": (width, hidden)}).items():
+        w = getattr(one, name)
+        if w is None:
+            continue
+        if tuple(w.shape) != shape:
+            raise ValueError(f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}")
+        if w.dtype != xs.dtype and not torch.is_autocast_enabled(xs.device.type):
+            raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
+    if one.resets is not None and tuple(one.resets.shape) != steps:
+        raise ValueError(f"resets must be {steps} for xs {tuple(xs.shape)}, got {tuple(one.resets.shape)}")
+    for s, w, x, state in zip(cell.states, (width, hidden), one.states, one.reset_states, strict=False):
+        if x is not None and tuple(x.shape) != (*batch, w):
+            raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")
+        if x is not None and x.dtype not in (xs.dtype, torch.float32, one.w_hh.dtype):
+            raise ValueError(f"{s}0 must be of {xs.dtype}, as xs, or float32, got {x.dtype}: convert it")
+        if state is None:
+            continue
+        if one.resets is None:
+            raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
+        if all(tuple(state.shape) != shape for shape in ((w,), (*batch, w), (*steps, w))):
+            raise ValueError(
+                f"the reset state of {s} must be {(w,)}, {(*batch, w)} or {(*steps, w)}, got {tuple(state.shape)}"
+            )
+
+
+def _bias(cell: Cell, one: Direction) -> Tensor | None:
+    """What is added to the input projection: all biases but the recurrent one of a GRU's n."""
+    if one.b_hh is None:
+        return one.b_ih
+    b_hh = one.b_hh
+    if cell is GRU:
+        hidden = b_hh.shape[0] // 3
+        b_hh = pad(b_hh[: 2 * hidden], (0, hidden))
+    return b_hh if one.b_ih is None else one.b_ih + b_hh
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_cast(each, dtype) for each in x)
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x
+
+
+def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tensor, Sequence[Direction], torch.dtype]:
+    """As `torch.nn` does under autocast: operands in its dtype, and states, but for those of a GRU on the CPU.
+
+    Returns the dtype of states that are not given too.
+    """
+    device = xs.device.type
+    if not torch.is_autocast_enabled(device) or xs.dtype == torch.float64:
+        return xs, layer, xs.dtype
+    dtype, default = torch.get_autocast_dtype(device), xs.dtype
+    names = ["w_ih", "w_hh", "b_ih", "b_hh", "w_hr"]
+    if cell is not GRU or device != "cpu":
+        names, default = [*names, "states", "reset_states"], dtype
+    layer = [one._replace(**{name: _cast(getattr(one, name), dtype) for name in names}) for one in layer]
+    return xs.to(dtype), layer, default
+
+
+def _stack(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
+
+
+def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Tensor:
+    """Input projections with which a loop that starts from m = 0 computes what one on h does that starts from h0.
+
+    No m need lead to a given h, but what h does to its first step, W_hh h, can be added to the inputs of that step.
+    """
+    h0, reset_h, starts = one.states[0], one.reset_states[0], None if one.resets is None else one.resets != 0
+    if h0 is not None:
+        first, at = linear(h0.to(one.w_hh.dtype), one.w_hh), xp.shape[time] - 1 if reverse else 0
+        if starts is not None:
+            first = first.masked_fill(starts.select(time, at)[..., None], 0)
+        xp = torch.select_scatter(xp, xp.select(time, at) + first, time, at)
+    if starts is not None and reset_h is not None:
+        first = linear(reset_h.to(one.w_hh.dtype), one.w_hh)
+        if 1 < first.ndim < xp.ndim:
+            first = first.unsqueeze(time)
+        xp = xp + first.expand_as(xp).masked_fill(~starts[..., None], 0)
+    return xp
+
+
+def _project(
+    cell: Cell, xs: Tensor, layer: Sequence[Direction], reverse: bool, time: int
+) -> tuple[Tensor, Sequence[Direction]]:
+    """Projects the inputs, `[directions, *xs.shape[:-1], gates * H]`; a layer with a projection as one without."""
+    if layer[0].w_hr is not None:
+        parts, plain = [], []
+        for one, backward in zip(layer, (reverse, True), strict=False):
+            assert one.w_hr is not None
+            xp = linear(xs, one.w_ih, _bias(cell, one))
+            parts.append(_start_projected(xp, one, backward, time))
+            states, reset_states = (None, *one.states[1:]), (None, *one.reset_states[1:])
+            plain.append(one._replace(w_hh=one.w_hh @ one.w_hr, states=states, reset_states=reset_states))
+        return _stack(parts), plain
+    biases = [_bias(cell, one) for one in layer]
+    if len(layer) == 1:
+        return linear(xs, layer[0].w_ih, biases[0])[None], layer
+    x, w = xs.reshape(1, -1, xs.shape[-1]).expand(len(layer), -1, -1), torch.stack([one.w_ih for one in layer]).mT
+    given = [b for b in biases if b is not None]
+    xp = torch.baddbmm(torch.stack(given)[:, None], x, w) if given else torch.bmm(x, w)
+    return xp.reshape(len(layer), *xs.shape[:-1], -1), layer
+
+
+class _Layout:
+    """Between the layout of a layer, a list of tensors by direction, and the canonical one of `torch_bridge.ops`."""
+
+    def __init__(self, xs: Tensor, directions: int, batch_first: bool):
+        self.time = xs.ndim - 2 if batch_first else 0
+        self.outer = tuple(xs.shape[:-1])
+        self.batch = self.outer[: self.time] + self.outer[self.time + 1 :]
+        steps, sequences = xs.shape[self.time], math.prod(self.batch)
+        self.directions = directions
+        # groups, steps, sequences of a group
+        self.sizes = (directions * sequences, steps, 1) if batch_first else (directions, steps, sequences)
+
+    def sequence(self, x: Tensor) -> Tensor:
+        """`[directions, *outer, ...]` to `[G, T, B, ...]`."""
+        return x.reshape(*self.sizes, *x.shape[1 + len(self.outer) :])
+
+    def state(self, x: Tensor) -> Tensor:
+        """`[directions, *batch, H]` to `[G, B, H]`."""
+        return x.reshape(self.sizes[0], self.sizes[2], x.shape[-1])
+
+    def sequences(self, x: Tensor) -> Sequence[Tensor]:
+        """The way back."""
+        return x.reshape(self.directions, *self.outer, x.shape[-1]).unbind(0)
+
+    def states(self, x: Tensor) -> Sequence[Tensor]:
+        """The way back."""
+        return x.reshape(self.directions, *self.batch, x.shape[-1]).unbind(0)
+
+    def stepped(self, x: Tensor) -> bool:
+        """Whether a reset state is one for every step."""
+        return x.ndim == len(self.outer) + 1
+
+    def expand(self, x: Tensor, stepped: bool) -> Tensor:
+        """A reset state as one of each sequence, or of each step."""
+        if not stepped:
+            return x.expand(*self.batch, x.shape[-1])
+        if not self.stepped(x):
+            x = x.expand(*self.batch, x.shape[-1]).unsqueeze(self.time)
+        return x.expand(*self.outer, x.shape[-1])
+
+
+def _states(layout: _Layout, given: Sequence[Tensor | None], default: torch.dtype, xs: Tensor, hidden: int) -> Tensor:
+    """`[G, B, H]` the states that all directions start from."""
+    dtype = next((x.dtype for x in given if x is not None), default)
+    zeros = xs.new_zeros((*layout.batch, hidden), dtype=dtype) if any(x is None for x in given) else xs
+    return layout.state(_stack([zeros if x is None else x for x in given]))
+
+
+def _resets(layout: _Layout, given: Sequence[Tensor | None], xs: Tensor) -> Tensor | None:
+    """`[G, T, B]` where any direction starts an episode, or None."""
+    if all(x is None for x in given):
+        return None
+    if len(given) == 1:
+        return layout.sequence(_stack([x for x in given if x is not None]))
+    never = xs.new_zeros(layout.outer, dtype=torch.bool)
+    return layout.sequence(_stack([never if x is None else x != 0 for x in given]))
+
+
+def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[Tensor]) -> list[Tensor] | list[None]:
+    """What episodes of all directions start from, of each state `[G, B, H]` or `[G, T, B, H]`."""
+    given = [x for one in layer for x in one.reset_states if x is not None]
+    if not given:
+        return [None] * len(states)
+    stepped = any(layout.stepped(x) for x in given)
+    found = []
+    for k, state in enumerate(states):
+        parts = [one.reset_states[k] for one in layer]
+        zeros = state.new_zeros(state.shape[-1:])
+        each = _stack([layout.expand(zeros if x is None else x.to(state.dtype), stepped) for x in parts])
+        found.append(layout.sequence(each) if stepped else layout.state(each))
+    return found
+
+
+def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The loop in operations that autograd sees."""
+    loop = ops.without_autocast(loops.gru if cell is GRU else loops.lstm)
+    results = loop(*arguments, order, False)._asdict()
+    dtypes = {s: x.dtype for s, x in zip(cell.states, states, strict=True)}
+    return {name: x.to(dtypes[name[0]]) for name, x in results.items() if x is not None}
+
+
+def run_layer(
+    cell: Cell,
+    xs: Tensor,
+    layer: Sequence[Direction],
+    *,
+    reverse: bool = False,
+    batch_first: bool = False,
+    cells: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> list[Outcome]:
+    """Runs a layer of one direction, or of two, forward and in reverse, in one launch. Takes its arguments as valid.
+
+    Args:
+      cell: an entry of the cell table.
+      xs: as of `gru`, shared by the directions.
+      layer: one direction, or two of the same shapes.
+      reverse: of the only direction.
+      batch_first: as of `gru`.
+      cells: whether to give the cell states of all steps.
+      precision: as of `gru`.
+      implementation: as of `gru`.
+
+    Raises:
+      ValueError: there is no step, or no implementation or precision of that name.
+      NotImplementedError: as `gru`.
+    """
+    if implementation not in (None, "triton", "torch"):
+        raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
+    layout = _Layout(xs, len(layer), batch_first)
+    if layout.sizes[1] == 0:
+        raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
+    xs, layer, default = _autocast(cell, xs, layer)
+    given = layer
+    xp, layer = _project(cell, xs, layer, reverse, layout.time)
+    hidden = layer[0].w_hh.shape[-1]
+
+    states = [_states(layout, [one.states[k] for one in layer], default, xs, hidden) for k in range(len(cell.states))]
+    reset_states = _reset_states(layout, layer, states)
+    resets = _resets(layout, [one.resets for one in layer], xs)
+    biases: list[Tensor] = []
+    if cell is GRU:
+        biases = [_stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[2 * hidden :] for one in layer])]
+    arguments = (layout.sequence(xp), _stack([one.w_hh for one in layer]), *biases, *states, resets, *reset_states)
+
+    order = "both" if len(layer) == 2 else "reverse" if reverse else "forward"
+    if implementation == "torch":
+        results = _plain(cell, arguments, order, states)
+    else:
+        results = ops.forward(cell, arguments, order, ops.kernel_precision(precision, hidden), cells, implementation)
+
+    hs = layout.sequences(results["hs"])
+    cs = layout.sequences(results["cs"]) if cells and cell is LSTM else [None] * len(layer)
+    last = zip(*(layout.states(results[f"{s}_last"]) for s in cell.states), strict=True)
+    return [_outcome(*each, default) for each in zip(given, hs, cs, last, strict=True)]
+
+
+def _outcome(one: Direction, hs: Tensor, cs: Tensor | None, last: tuple[Tensor, ...], default: torch.dtype) -> Outcome:
+    """What a direction gives, as it was before `_project` took its projection away."""
+    if one.w_hr is None:
+        return Outcome(hs, cs, last)
+    dtype = default if one.states[0] is None else one.states[0].dtype
+    hs, h_n = (linear(m.to(one.w_hr.dtype), one.w_hr).to(dtype) for m in (hs, last[0]))
+    return Outcome(hs, cs, (h_n, *last[1:]))

@@ -1,0 +1,249 @@
+"""GRU and LSTM time loops in plain PyTorch operations: what runs where the kernels cannot, on any device and dtype.
+
+Arguments are those of the kernels: sequences `[G, T, B, W]`, G groups of B sequences, each group time first; states
+`[G, B, H]`; weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` says which way a
+model goes through time: "forward", "reverse", or "both": models of even index forward, of odd index in reverse.
+
+Gates and states are float32, or float64 where the weights are, whatever the dtype of the operands. Nothing is written
+in place, so autograd can differentiate the forward loops as often as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What states and gates are computed in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class _Time:
+    """How the S models of `w_hh` go through `[G, T, B, ...]` arrays like `sequence`, a step at a time.
+
+    A step has `[S, N, ...]`, the N = G / S * B sequences of each model.
+    """
+
+    def __init__(self, sequence: Tensor, w_hh: Tensor, order: str):
+        groups, self.steps, self.batch = sequence.shape[:3]
+        self.order, self.models, self.per_model = order, w_hh.shape[0], groups // w_hh.shape[0]
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """The steps, in the order that they are taken."""
+        x = x.reshape(self.models, self.per_model, self.steps, self.batch, *x.shape[3:])
+        if self.batch == 1:
+            x = x.squeeze(3).transpose(1, 2)
+        else:
+            x = x.transpose(1, 2).reshape(self.models, self.steps, -1, *x.shape[4:])
+        if self.order == "both":
+            x = self._flip_odd(x)
+        steps = x.unbind(1)
+        return steps[::-1] if self.order == "reverse" else steps
+
+    def join(self, steps: Sequence[Tensor]) -> Tensor:
+        """`[G, T, B, ...]` of what the steps gave, in the order that they were taken."""
+        x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
+        if self.order == "both":
+            x = self._flip_odd(x)
+        x = x.reshape(self.models, self.steps, self.per_model, self.batch, *x.shape[3:]).transpose(1, 2)
+        return x.reshape(self.models * self.per_model, self.steps, self.batch, *x.shape[4:])
+
+    def _flip_odd(self, x: Tensor) -> Tensor:
+        return torch.stack([one.flip(0) if s % 2 else one for s, one in enumerate(x)])
+
+    def state(self, x: Tensor) -> Tensor:
+        """`[S, N, H]` of `[G, B, H]`."""
+        return x.reshape(self.models, self.per_model * self.batch, x.shape[-1])
+
+    def groups(self, x: Tensor) -> Tensor:
+        """`[G, B, H]` of `[S, N, H]`."""
+        return x.reshape(self.models * self.per_model, self.batch, x.shape[-1])
+
+    def starts(self, resets: Tensor | None) -> Sequence[Tensor | None]:
+        """Of each step `[S, N, 1]` where it starts an episode, None where nothing does."""
+        return [None] * self.steps if resets is None else self.split((resets != 0)[..., None])
+
+    def new_states(self, x: Tensor | None, like: Tensor) -> Sequence[Tensor]:
+        """Of each step the state that an episode starts from."""
+        if x is None:
+            return [torch.zeros_like(like)] * self.steps
+        x = x.to(like.dtype)
+        return self.split(x) if x.ndim == 4 else [self.state(x)] * self.steps
+
+
+def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
+    """(x, y) -> x + y @ w for every model, with both operands rounded to `operand`."""
+    return lambda x, y: torch.baddbmm(x, y.to(operand).to(x.dtype), w)
+
+
+class GRUResults(NamedTuple):
+    """What the GRU's forward loop gives: `factors` and `keep` are None where nothing is saved."""
+
+    hs: Tensor  # [G, T, B, H]
+    h_last: Tensor  # [G, B, H]
+    factors: Tensor | None  # [G, T, B, 4H] of each unit dr, dz, dn, dh_n over dh
+    keep: Tensor | None  # [G, T, B, H] z
+
+
+def gru(
+    xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
+    order: str, save: bool,
+) -> GRUResults:  # fmt: skip
+    """As `torch_bridge.kernels.gru.gru_fwd_kernel`; states in the dtype that they are computed in."""
+    time, dtype = _Time(xp, w_hh, order), accumulation_dtype(w_hh.dtype)
+    hidden = h0.shape[-1]
+    product = _product(w_hh.to(dtype).mT, w_hh.dtype)
+    h = time.state(h0).to(dtype)
+    bias = torch.nn.functional.pad(b_hn.to(dtype), (2 * hidden, 0))[:, None].expand(-1, h.shape[1], -1)
+    hs, before, gates = [], [], []
+    for x, start, new in zip(time.split(xp.to(dtype)), time.starts(resets), time.new_states(reset_h, h), strict=True):
+        if start is not None:
+            h = torch.where(start, new, h)
+        x_rz, x_n = x.split((2 * hidden, hidden), -1)
+        a_rz, a_n = product(bias, h).split((2 * hidden, hidden), -1)
+        rz = torch.sigmoid(x_rz + a_rz)
+        r, z = rz.chunk(2, -1)
+        n = torch.tanh(torch.addcmul(x_n, r, a_n))
+        if save:
+            before.append(h)
+            gates.append((rz, n, a_n))
+        h = torch.addcmul(n, z, h - n)
+        hs.append(h)
+    factors = keep = None
+    if save:
+        previous = time.join(before)
+        rz, n, a_n = (time.join(gate) for gate in zip(*gates, strict=True))
+        r, keep = (gate.contiguous() for gate in rz.chunk(2, -1))
+        f_n = (1 - keep) * (1 - n * n)
+        each = f_n * a_n * r * (1 - r), (previous - n) * keep * (1 - keep), f_n, f_n * r
+        factors = torch.stack(each, -1).flatten(-2)
+    return GRUResults(time.join(hs), time.groups(h), factors, keep)
+
+
+class GRUGradients(NamedTuple):
+    """What the GRU's backward loop gives."""
+
+    dxp: Tensor  # [G, T, B, 3H]
+    dhn: Tensor  # [G, T, B, H] of W_hn h + b_hn
+    dh0: Tensor  # [G, B, H]
+    dreset_h: Tensor | None  # [G, T, B, H] of each step's reset state
+
+
+def gru_backward(
+    w_hh: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor, dh_last: Tensor,
+    order: str, reset_gradients: bool,
+) -> GRUGradients:  # fmt: skip
+    """As `torch_bridge.kernels.gru.gru_bwd_kernel`."""
+    time, dtype = _Time(dhs, w_hh, order), accumulation_dtype(w_hh.dtype)
+    product = _product(w_hh.to(dtype), w_hh.dtype)
+    f_r, f_z, f_n, f_hn = factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
+    sequences = (torch.cat((f_r, f_z, f_hn), -1), keep.to(dtype), dhs.to(dtype))
+    steps = [*zip(*map(time.split, sequences), time.starts(resets), strict=True)]
+    dh = time.state(dh_last).to(dtype)
+    zeros = torch.zeros_like(dh)
+    all_dh, recurrent, dreset_h = [], [], []
+    for f, z, dy, start in reversed(steps):
+        dh = dh + dy
+        d = f * dh.repeat(1, 1, 3)
+        all_dh.append(dh)
+        recurrent.append(d)
+        dh = product(dh * z, d)
+        if start is not None:
+            if reset_gradients:
+                dreset_h.append(torch.where(start, dh, zeros))
+            dh = torch.where(start, zeros, dh)
+    hidden = keep.shape[-1]
+    d = time.join(recurrent[::-1])
+    dxp = torch.cat((d[..., : 2 * hidden], time.join(all_dh[::-1]) * f_n), -1)
+    stepped = time.join(dreset_h[::-1]) if dreset_h else None
+    return GRUGradients(dxp, d[..., 2 * hidden :].contiguous(), time.groups(dh), stepped)
+
+
+class LSTMResults(NamedTuple):
+    """What the LSTM's forward loop gives: `factors`, `through` and `keep` are None where nothing is saved."""
+
+    hs: Tensor  # [G, T, B, H]
+    cs: Tensor  # [G, T, B, H]
+    h_last: Tensor  # [G, B, H]
+    c_last: Tensor  # [G, B, H]
+    factors: Tensor | None  # [G, T, B, 4H] of each unit di, df, dg over dc and do over dh
+    through: Tensor | None  # [G, T, B, H] dc over dh
+    keep: Tensor | None  # [G, T, B, H] f
+
+
+def lstm(
+    xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
+    reset_c: Tensor | None, order: str, save: bool,
+) -> LSTMResults:  # fmt: skip
+    """As `torch_bridge.kernels.lstm.lstm_fwd_kernel`; states in the dtype that they are computed in."""
+    time, dtype = _Time(xp, w_hh, order), accumulation_dtype(w_hh.dtype)
+    product = _product(w_hh.to(dtype).mT, w_hh.dtype)
+    h, c = time.state(h0).to(dtype), time.state(c0).to(dtype)
+    new = time.new_states(reset_h, h), time.new_states(reset_c, c)
+    hs, cs, before, gates = [], [], [], []
+    for x, start, new_h, new_c in zip(time.split(xp.to(dtype)), time.starts(resets), *new, strict=True):
+        if start is not None:
+            h, c = torch.where(start, new_h, h), torch.where(start, new_c, c)
+        a_i, a_f, a_g, a_o = product(x, h).chunk(4, -1)
+        gate = torch.sigmoid(a_i), torch.sigmoid(a_f), torch.tanh(a_g), torch.sigmoid(a_o)
+        if save:
+            before.append(c)
+            gates.append(gate)
+        c = torch.addcmul(gate[1] * c, gate[0], gate[2])
+        h = gate[3] * torch.tanh(c)
+        hs.append(h)
+        cs.append(c)
+    all_c = time.join(cs)
+    factors = through = keep = None
+    if save:
+        previous, tanh_c = time.join(before), torch.tanh(all_c)
+        g_i, keep, g_g, g_o = (time.join(gate) for gate in zip(*gates, strict=True))
+        each = (
+            g_g * g_i * (1 - g_i), previous * keep * (1 - keep), g_i * (1 - g_g * g_g), tanh_c * g_o * (1 - g_o),
+        )  # fmt: skip
+        factors = torch.stack(each, -1).flatten(-2)
+        through = g_o * (1 - tanh_c * tanh_c)
+    return LSTMResults(time.join(hs), all_c, time.groups(h), time.groups(c), factors, through, keep)
+
+
+class LSTMGradients(NamedTuple):
+    """What the LSTM's backward loop gives."""
+
+    dxp: Tensor  # [G, T, B, 4H]
+    dh0: Tensor  # [G, B, H]
+    dc0: Tensor  # [G, B, H]
+    dreset_h: Tensor | None  # [G, T, B, H] of each step's reset state
+    dreset_c: Tensor | None  # as dreset_h
+
+
+def lstm_backward(
+    w_hh: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor,
+    dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
+) -> LSTMGradients:  # fmt: skip
+    """As `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
+    time, dtype = _Time(dhs, w_hh, order), accumulation_dtype(w_hh.dtype)
+    product = _product(w_hh.to(dtype), w_hh.dtype)
+    by_gate = torch.cat(factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
+    dh, dc = time.state(dh_last).to(dtype), time.state(dc_last).to(dtype)
+    zeros = torch.zeros_like(dh)
+    dcs_each = [None] * time.steps if dcs is None else time.split(dcs.to(dtype))
+    sequences = (by_gate, through.to(dtype), keep.to(dtype), dhs.to(dtype))
+    steps = [*zip(*map(time.split, sequences), dcs_each, time.starts(resets), strict=True)]
+    gates, dreset_h, dreset_c = [], [], []
+    for f, o, z, dy, dcy, start in reversed(steps):
+        dh = dh + dy
+        dc = torch.addcmul(dc if dcy is None else dc + dcy, dh, o)
+        d = f * torch.cat((dc, dc, dc, dh), -1)
+        gates.append(d)
+        dc, dh = dc * z, product(zeros, d)
+        if start is not None:
+            if reset_gradients:
+                dreset_h.append(torch.where(start, dh, zeros))
+                dreset_c.append(torch.where(start, dc, zeros))
+            dh, dc = torch.where(start, zeros, dh), torch.where(start, zeros, dc)
+    stepped_h, stepped_c = (time.join(d[::-1]) if d else None for d in (dreset_h, dreset_c))
+    return LSTMGradients(time.join(gates[::-1]), time.groups(dh), time.groups(dc), stepped_h, stepped_c)

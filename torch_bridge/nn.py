@@ -1,0 +1,382 @@
+"""`GRU` and `LSTM` in place of those of `torch.nn`, with episode resets.
+
+Constructor, parameters, initial values, state dict, outputs and errors are those of `torch.nn`; `forward` takes
+`resets` and `reset_state` besides. `run_trajectories` takes what TorchRL's recurrent modules take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from torch_bridge import functional, ops
+from torch_bridge.functional import Direction, Implementation, Outcome
+from torch_bridge.ops import Cell, Precision
+
+
+class _Stack(torch.nn.RNNBase):
+    """What both modules share. Not a `torch.nn.GRU` or `LSTM`: compilers know these by their class and refuse them."""
+
+    def __init__(
+        self, *args: Any, precision: Precision = None, implementation: Implementation = None, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.precision, self.implementation = precision, implementation
+
+    def flatten_parameters(self) -> None:
+        """Does nothing: only cuDNN needs the weights side by side in memory."""
+
+
+class GRU(_Stack):
+    """`torch.nn.GRU` with episode resets.
+
+    Args:
+      args: as of `torch.nn.GRU`.
+      precision: of float32 products in the time loop, see `torch_bridge.functional.gru`.
+      implementation: as there.
+      kwargs: as of `torch.nn.GRU`.
+
+    Raises:
+      ValueError: as `torch.nn.GRU`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "proj_size" in kwargs:
+            raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
+        super().__init__("GRU", *args, **kwargs)
+
+    def forward(
+        self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Runs the stack, starting afresh wherever `resets` is nonzero.
+
+        Args:
+          input: `[T, B, D]` (`[B, T, D]` if `batch_first`), `[T, D]`, or a `PackedSequence`.
+          hx: `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), or None for zeros.
+          resets: `[T, B]` (`[B, T]`, `[T]`), any dtype; nonzero at the first step of an episode, that is, the
+            *previous* step's done. With packed inputs a `PackedSequence` of the same lengths and order, whose data has
+            an entry for every step. A backward direction starts an episode at the last of its steps.
+          reset_state: what episodes start from: None (zeros), `[layers * directions, H]`, one of each sequence as `hx`,
+            or one of each step, `[layers * directions, T, B, H]` (`[..., B, T, H]`, `[..., T, H]`). Takes gradients.
+
+        Returns:
+          `(output, h_n)` as `torch.nn.GRU`.
+
+        Raises:
+          ValueError: resets or reset states have other shapes; and as `torch.nn.GRU`.
+          RuntimeError: as `torch.nn.GRU`.
+          NotImplementedError: see `torch_bridge.functional.gru`; packed inputs with a reset state of each step.
+        """
+        ys, (h_n,) = _forward(self, ops.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
+        return ys, h_n
+
+
+class LSTM(_Stack):
+    """`torch.nn.LSTM` with episode resets.
+
+    Args:
+      args: as of `torch.nn.LSTM`.
+      precision: as of `GRU`.
+      implementation: as of `GRU`.
+      kwargs: as of `torch.nn.LSTM`.
+
+    Raises:
+      ValueError: as `torch.nn.LSTM`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("LSTM", *args, **kwargs)
+
+    get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
+    check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]  # as torch.nn has it
+
+    def forward(
+        self,
+        input: Any,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        resets: Any = None,
+        reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    ) -> tuple[Any, tuple[Tensor, Tensor]]:
+        """Runs the stack, starting afresh wherever `resets` is nonzero.
+
+        Args:
+          input: as of `GRU`.
+          hx: `(h, c)`, each as of `GRU`; with `proj_size` h is so wide.
+          resets: as of `GRU`.
+          reset_state: None (zeros) or `(h, c)`, each as of `GRU`.
+
+        Returns:
+          `(output, (h_n, c_n))` as `torch.nn.LSTM`.
+
+        Raises:
+          ValueError: as `GRU`.
+          RuntimeError: as `torch.nn.LSTM`.
+          NotImplementedError: as `GRU`.
+        """
+        ys, (h_n, c_n) = _forward(self, ops.LSTM, input, hx, resets, functional.pair("reset_state", reset_state))
+        return ys, (h_n, c_n)
+
+
+class _Start(NamedTuple):
+    """What one direction of one layer starts from; attributes as of `Direction`."""
+
+    states: tuple[Tensor | None, ...]
+    resets: Tensor | None
+    reset_states: tuple[Tensor | None, ...]
+
+
+def _directions(rnn: torch.nn.RNNBase) -> int:
+    return 2 if rnn.bidirectional else 1
+
+
+def _is_backward(rnn: torch.nn.RNNBase, index: int) -> bool:
+    """Whether that direction of the stack, counted over all layers, runs from the last step to the first."""
+    return rnn.bidirectional and index % 2 == 1
+
+
+def _widths(rnn: torch.nn.RNNBase, cell: Cell) -> tuple[int, ...]:
+    return (rnn.proj_size or rnn.hidden_size, rnn.hidden_size)[: len(cell.states)]
+
+
+def _run_stack(
+    rnn: torch.nn.RNNBase, cell: Cell, xs: Tensor, starts: Sequence[_Start], batch_first: bool, cells: bool
+) -> tuple[Tensor, list[Outcome]]:
+    """Runs all layers: returns the outputs of the last one, and what each direction of each layer gives."""
+    outcomes: list[Outcome] = []
+    for layer in range(rnn.num_layers):
+        directions = []
+        for i in range(layer * _directions(rnn), (layer + 1) * _directions(rnn)):
+            names = dict.fromkeys(("w_ih", "w_hh", "b_ih", "b_hh", "w_hr"))
+            suffix = f"_l{layer}_reverse" if _is_backward(rnn, i) else f"_l{layer}"
+            for name, long in (("w_ih", "weight_ih"), ("w_hh", "weight_hh"), ("b_ih", "bias_ih"), ("b_hh", "bias_hh")):
+                names[name] = getattr(rnn, long + suffix) if rnn.bias or name.startswith("w") else None
+            if rnn.proj_size:
+                names["w_hr"] = getattr(rnn, "weight_hr" + suffix)
+            directions.append(Direction(**names, **starts[i]._asdict()))  # type: ignore[arg-type]
+        results = functional.run_layer(
+            cell, xs, directions, batch_first=batch_first, cells=cells,
+            precision=getattr(rnn, "precision", None), implementation=getattr(rnn, "implementation", None),
+        )  # fmt: skip
+        outcomes += results
+        xs = results[0].hs if len(results) == 1 else torch.cat([one.hs for one in results], -1)
+        if rnn.dropout and layer < rnn.num_layers - 1:
+            xs = dropout(xs, rnn.dropout, rnn.training)
+    return xs, outcomes
+
+
+def _forward(
+    rnn: Any, cell: Cell, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
+) -> tuple[Any, tuple[Tensor, ...]]:
+    """Outputs, and the last states `[layers * directions, B, width]`, as `torch.nn` has them."""
+    if isinstance(input, PackedSequence):
+        return _forward_packed(rnn, cell, input, hx, resets, reset_states)
+    if input.dim() not in (2, 3):
+        raise ValueError(f"{rnn.mode}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+    for x in hx or ():
+        if x.dim() != input.dim():
+            kind = "batched 3-D" if input.dim() == 3 else "unbatched 2-D"
+            raise RuntimeError(f"For {kind} input, hx should also be {input.dim()}-D but got {x.dim()}-D tensor")
+    if input.dim() == 3:
+        return _forward_batch(rnn, cell, input, hx, resets, reset_states)
+    axis = 0 if rnn.batch_first else 1
+    ys, last = _forward_batch(
+        rnn, cell, input.unsqueeze(axis), hx and tuple(x.unsqueeze(1) for x in hx),
+        None if resets is None else resets.unsqueeze(axis),
+        tuple(x if x is None or x.dim() < 3 else x.unsqueeze(1 + axis) for x in reset_states),
+    )  # fmt: skip
+    return ys.squeeze(axis), tuple(x.squeeze(1) for x in last)
+
+
+def _checked_states(rnn: Any, cell: Cell, input: Tensor, hx: Any, batch: int, batch_sizes: Any) -> Any:
+    """The states to start from, zeros where none are given; errors as of `torch.nn`."""
+    if hx is None:
+        count = rnn.num_layers * _directions(rnn)
+        hx = tuple(input.new_zeros((count, batch, width)) for width in _widths(rnn, cell))
+    rnn.check_forward_args(input, hx if cell is ops.LSTM else hx[0], batch_sizes)
+    return hx
+
+
+def _forward_batch(
+    rnn: Any, cell: Cell, xs: Tensor, hx: Any, resets: Tensor | None, reset_states: tuple[Tensor | None, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    time = 1 if rnn.batch_first else 0
+    states = _checked_states(rnn, cell, xs, hx, xs.shape[1 - time], None)
+    if xs.shape[time] == 0:
+        raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
+    _check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1 - time], resets, reset_states)
+    backward = None if resets is None or not rnn.bidirectional else _begins_backward(resets, time)
+    starts = [
+        _Start(
+            (None,) * len(states) if hx is None else tuple(x[i] for x in states),
+            backward if _is_backward(rnn, i) else resets,
+            tuple(None if x is None else x[i] for x in reset_states),
+        )
+        for i in range(states[0].shape[0])
+    ]
+    ys, outcomes = _run_stack(rnn, cell, xs, starts, rnn.batch_first, cells=False)
+    return ys, tuple(torch.stack(x) for x in zip(*(one.last for one in outcomes), strict=True))
+
+
+def _check_resets(
+    rnn: Any, cell: Cell, outer: tuple[int, ...], batch: int, resets: Tensor | None, reset_states: Sequence[Any]
+) -> None:
+    """Raises ValueError unless they have shapes that `forward` takes."""
+    if resets is not None and tuple(resets.shape) != outer:
+        raise ValueError(f"resets must be {outer}, the time and batch axes of the input, got {tuple(resets.shape)}")
+    count = rnn.num_layers * _directions(rnn)
+    for name, width, x in zip(cell.states, _widths(rnn, cell), reset_states, strict=True):
+        if x is None:
+            continue
+        if resets is None:
+            raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
+        shapes = (count, width), (count, batch, width), (count, *outer, width)
+        if all(tuple(x.shape) != shape for shape in shapes):
+            one, each, every = shapes
+            raise ValueError(f"the reset state of {name} must be {one}, {each} or {every}, got {tuple(x.shape)}")
+
+
+def _begins_backward(resets: Tensor, time: int, last: Tensor | None = None) -> Tensor:
+    """Where an episode begins for a loop that runs from the last step to the first: at its last step.
+
+    That of a sequence's last episode is not among them: there the loop itself begins. `last` is the last step of each
+    sequence, all else being padding.
+    """
+    steps = resets.shape[time]
+    begins = (resets != 0).roll(-1, time)
+    number = torch.arange(steps, device=resets.device)
+    number = number if time == 1 else number[:, None]
+    return begins & (number != steps - 1 if last is None else number < last)
+
+
+def _forward_packed(
+    rnn: Any, cell: Cell, packed: PackedSequence, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
+) -> tuple[PackedSequence, tuple[Tensor, ...]]:
+    """Runs over padding too, which changes nothing: forward it comes last, and backward a reset ends it."""
+    data, batch_sizes, order, inverse = packed
+    states = _checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
+    if resets is not None:
+        if not isinstance(resets, PackedSequence) or not torch.equal(resets.batch_sizes, batch_sizes):
+            raise ValueError(
+                "resets of a PackedSequence must be a PackedSequence of the same lengths, in the same order"
+            )
+        if resets.data.dim() != 1:
+            raise ValueError(f"the data of resets must be [steps], got {tuple(resets.data.shape)}")
+    if any(x is not None and x.dim() > 3 for x in reset_states):
+        raise NotImplementedError("packed inputs take no reset state of each step: pad_packed_sequence them first")
+
+    def sort(x: Tensor | None, order: Tensor | None = order) -> Any:
+        return x if x is None or order is None or x.dim() < 3 else x.index_select(1, order)
+
+    xs, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
+    last = lengths.to(xs.device) - 1
+    if resets is not None:
+        resets, _ = pad_packed_sequence(PackedSequence((resets.data != 0).to(torch.uint8), batch_sizes))
+    reset_states = tuple(map(sort, reset_states))
+    _check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1], resets, reset_states)
+    starts = []
+    for i in range(states[0].shape[0]):
+        first = tuple(sort(x)[i] for x in states)
+        one = _Start(first, resets, tuple(None if x is None else x[i] for x in reset_states))
+        starts.append(_start_at_end(one, last, xs) if _is_backward(rnn, i) else one)
+    ys, outcomes = _run_stack(rnn, cell, xs, starts, False, cells=cell is ops.LSTM)
+
+    results = []
+    sequence = torch.arange(xs.shape[1], device=xs.device)
+    for i, out in enumerate(outcomes):
+        ends = out.last
+        if not _is_backward(rnn, i):  # backward all sequences end at the first step
+            ends = tuple(x[last, sequence] for x in (out.hs, out.cs) if x is not None)
+        results.append(ends)
+    h_n = tuple(sort(torch.stack(x), inverse) for x in zip(*results, strict=True))
+    return PackedSequence(pack_padded_sequence(ys, lengths).data, batch_sizes, order, inverse), h_n
+
+
+def _start_at_end(one: _Start, last: Tensor, xs: Tensor) -> _Start:
+    """As `one` for a backward loop that begins at the last step of each sequence, by a reset there to its states."""
+    end = torch.arange(xs.shape[0], device=xs.device)[:, None] == last
+    if one.resets is None:
+        return _Start(one.states, end, one.states)
+    begins = _begins_backward(one.resets, 0, last)
+    states = []
+    for first, new in zip(one.states, one.reset_states, strict=True):
+        assert first is not None
+        states.append(torch.where(end[..., None], first, torch.zeros_like(first) if new is None else new))
+    return _Start(one.states, begins | end, tuple(states))
+
+
+def run_trajectories(
+    rnn: torch.nn.RNNBase, input: Tensor, is_init: Tensor, hidden: Tensor, cell: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Runs a stack over rollouts of several trajectories each, with the conventions of TorchRL's recurrent modules.
+
+    It computes what `torchrl.modules.GRUModule` and `LSTMModule` do in recurrent mode, on the kernels, without
+    splitting rollouts at trajectories and padding these. As a module of a policy:
+
+        TensorDictModule(
+            functools.partial(run_trajectories, rnn), in_keys=["embed", "is_init", "hidden"],
+            out_keys=["features", ("next", "hidden")],
+        )
+
+    Args:
+      rnn: whose weights to use: a GRU or an LSTM of this module or of `torch.nn`.
+      input: `[B, T, D]`.
+      is_init: `[B, T]` or `[B, T, 1]`, nonzero at the first step of a trajectory.
+      hidden: `[B, T, layers * directions, H]`; of these, those of first steps are what trajectories start from.
+      cell: the same of an LSTM's cell states.
+
+    Returns:
+      `(features, hidden)`, or `(features, hidden, cell)`: outputs `[B, T, directions * H]`, and, in the shape of
+      `hidden`, the state after the last step of each trajectory, at that step, and zeros at the others.
+
+    Raises:
+      ValueError: shapes disagree.
+    """
+    kind = {"GRU": ops.GRU, "LSTM": ops.LSTM}[rnn.mode]
+    given = (hidden,) if cell is None else (hidden, cell)
+    if len(given) != len(kind.states):
+        raise ValueError(
+            f"a {rnn.mode} takes {'hidden' if kind is ops.GRU else 'hidden and cell'}, got {len(given)} states"
+        )
+    outer = tuple(input.shape[:-1])
+    if is_init.dim() == 3:
+        is_init = is_init.squeeze(-1)
+    if len(outer) != 2 or tuple(is_init.shape) != outer:
+        raise ValueError(
+            f"input must be [B, T, D] and is_init [B, T], got {tuple(input.shape)} and {tuple(is_init.shape)}"
+        )
+    count = rnn.num_layers * _directions(rnn)
+    for x, width in zip(given, _widths(rnn, kind), strict=True):
+        if tuple(x.shape) != (*outer, count, width):
+            raise ValueError(
+                f"hidden states must be [B, T, layers, H] = {(*outer, count, width)}, got {tuple(x.shape)}"
+            )
+    is_init = is_init != 0
+    step = torch.arange(outer[1], device=input.device).expand(outer)
+    first = step.masked_fill(~is_init, 0).cummax(1).values  # of the trajectory that a step is of
+    backward = _begins_backward(is_init, 1)
+    ends = backward | (step == outer[1] - 1)
+
+    def at_first(x: Tensor) -> Tensor:
+        return x.gather(1, first[..., None].expand(*outer, x.shape[-1]))
+
+    starts = []
+    for i in range(count):
+        each = tuple(x[:, :, i] for x in given)
+        if _is_backward(rnn, i):
+            each = tuple(map(at_first, each))
+            starts.append(_Start(tuple(x[:, -1] for x in each), backward, each))
+        else:
+            starts.append(_Start(tuple(x[:, 0] for x in each), is_init, each))
+    ys, outcomes = _run_stack(rnn, kind, input, starts, True, cells=True)
+    results = []
+    for k in range(len(given)):
+        every = [one.hs if one.cs is None or k == 0 else one.cs for one in outcomes]
+        last = [at_first(x) if _is_backward(rnn, i) else x for i, x in enumerate(every)]
+        results.append(torch.stack(last, -2).masked_fill(~ends[..., None, None], 0))
+    return ys, *results

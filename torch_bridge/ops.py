@@ -1,0 +1,819 @@
+"""GRU and LSTM time loops with episode resets, and their gradients, as PyTorch operators.
+
+The operators are `torch_bridge::gru`, `torch_bridge::lstm` and, each its gradient, `torch_bridge::gru_backward` and
+`torch_bridge::lstm_backward`. They are the time loop alone, on the canonical arrays of the kernels: sequences
+`[G, T, B, W]`, G groups of B sequences, each group time first; states `[G, B, H]`; weights `[S, ...]` of S models, each
+of which owns G / S consecutive groups. Time-major input is one group, batch-major input a group for each sequence, two
+directions are two models, and `torch.vmap` adds models or groups: none of these costs a transpose or a second launch.
+Input projections, and the gradients of all weights, are PyTorch's own matmuls, so compilers can fuse what is around.
+
+They are `torch.library.custom_op`s, opaque to compilers, and not `triton_op`s: through `wrap_triton` Inductor writes
+the source of a kernel out again under `@triton.jit`, which is another language than that of the kernels in Gluon, and
+what it launches is never cooperative, so that programs which wait for one another could wait for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from torch_bridge import config, loops
+
+if TYPE_CHECKING:
+    from torch_bridge.launch import Launch
+
+Precision = Literal["tf32", "tf32x3"] | None
+
+_REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "both": "odd"}
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Dtypes of resets that the kernels do not read.
+_CONVERTED_RESETS = (torch.float64, torch.complex64, torch.complex128)
+# Up to this width TF32 would save nothing: the products are not what a step waits for.
+_FULL_PRECISION_WIDTH = 32
+
+
+class Cell(NamedTuple):
+    """What tells one cell from another.
+
+    Attributes:
+      name: of its operators and its kernels.
+      gates: width of the input projection over H.
+      states: what is carried, the hidden state first.
+      saved: what the forward pass saves of every step for the backward pass: `(name, width over H)`.
+      returns: names of what its forward operator returns.
+    """
+
+    name: str
+    gates: int
+    states: tuple[str, ...]
+    saved: tuple[tuple[str, int], ...]
+    returns: tuple[str, ...]
+
+
+GRU = Cell("gru", 3, ("h",), (("factors", 4), ("keep", 1)), ("hs", "h_last", "factors", "keep"))
+LSTM = Cell(
+    "lstm",
+    4,
+    ("h", "c"),
+    (("factors", 4), ("through", 1), ("keep", 1)),
+    ("hs", "cs", "h_last", "c_last", "factors", "through", "keep"),
+)
+
+
+@functools.cache
+def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
+    """Why the kernels cannot run there on weights of this dtype and width; None if they can."""
+    try:
+        from torch_bridge import launch
+    except ImportError:
+        return "need triton, which is not installed: pip install triton"
+    if dtype not in _KERNEL_DTYPES:
+        return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
+    if launch.interpreting():
+        if device.type != "cpu":
+            return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes tensors on the CPU alone"
+        if dtype == torch.bfloat16:
+            return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
+        facts = config.Device(interpreted=True)
+    elif device.type != "cuda" or torch.version.cuda is None:
+        return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
+    else:
+        facts = launch.device(_ordinal(device))
+        if facts.capability < 80:
+            return (
+                f"need compute capability 8.0 (Ampere) or newer, this GPU has {facts.capability / 10}: "
+                "leave implementation out"
+            )
+    if hidden > config.widest(facts):
+        return (
+            f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} "
+            f"multiprocessors can share ({config.widest(facts)}); leave implementation out"
+        )
+    return None
+
+
+def _ordinal(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _kernels(implementation: str | None, w_hh: Tensor) -> bool:
+    """Whether an operator launches a kernel, or runs the loop in PyTorch operations.
+
+    Raises:
+      ValueError: no implementation has that name.
+      NotImplementedError: the kernels were asked for and cannot run.
+    """
+    if implementation not in (None, "triton", "loop"):
+        raise ValueError(f'implementation of an operator must be "triton", "loop" or None, got {implementation!r}')
+    if implementation == "loop" or (implementation is None and w_hh.device.type != "cuda"):
+        return False
+    hidden = w_hh.shape[-1]
+    reason = _unsupported(w_hh.device, w_hh.dtype, int(hidden))
+    if reason is not None and implementation == "triton":
+        raise NotImplementedError(f"the Triton kernels {reason}")
+    return reason is None
+
+
+def _matmul_precision() -> str:
+    """What PyTorch computes float32 products in on a GPU: "tf32", or else."""
+    return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+# What torch.compiler.assume_constant_result sets, without the second that it takes to import the compiler. When this
+# setting changes, compiled code is made again.
+_matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def kernel_precision(precision: Precision, hidden: int) -> str:
+    """The precision that a kernel multiplies float32 in, by Triton's name.
+
+    None follows `torch.backends.cuda.matmul`: "tf32" where that is allowed and has something to gain.
+
+    Raises:
+      ValueError: there is no such precision.
+    """
+    if precision is None:
+        return "tf32" if _matmul_precision() == "tf32" and hidden > _FULL_PRECISION_WIDTH else "tf32x3"
+    if precision not in ("tf32", "tf32x3"):
+        raise ValueError(
+            f'precision must be "tf32", "tf32x3" or None (as torch.backends.cuda.matmul), got {precision!r}'
+        )
+    return precision
+
+
+class _Sizes(NamedTuple):
+    models: int
+    groups: int
+    steps: int
+    batch: int
+    hidden: int
+
+
+def _sizes(sequence: Tensor, w_hh: Tensor) -> _Sizes:
+    groups, steps, batch = sequence.shape[:3]
+    return _Sizes(w_hh.shape[0], groups, steps, batch, w_hh.shape[-1])
+
+
+def _check(
+    sizes: _Sizes,
+    gates: int,
+    sequences: dict[str, Tensor | None],
+    states: dict[str, Tensor | None],
+    weights: dict[str, Tensor],
+) -> None:
+    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, or no elements at all."""
+    models, groups, steps, batch, hidden = sizes
+    if models < 1 or groups % models:
+        raise ValueError(f"the groups of the sequences, {groups}, must be a multiple of the models, {models}")
+    widths = {"xp": gates * hidden, "factors": 4 * hidden}
+    for name, x in sequences.items():
+        shape: tuple[int, ...] = (groups, steps, batch, widths.get(name, hidden))
+        if x is not None and tuple(x.shape) != (shape[:3] if name == "resets" else shape):
+            raise ValueError(f"{name} must be {shape[:3] if name == 'resets' else shape}, got {tuple(x.shape)}")
+    for name, x in states.items():
+        if x is not None and tuple(x.shape) != (groups, batch, hidden):
+            raise ValueError(f"{name} must be {(groups, batch, hidden)}, got {tuple(x.shape)}")
+    for name, x in weights.items():
+        wanted = (models, gates * hidden, hidden) if name == "w_hh" else (models, hidden)
+        if tuple(x.shape) != wanted:
+            raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    cell: str, direction: config.Direction, sizes: _Sizes, dtypes: tuple[tuple[str, str], ...],
+    reset_state: Any, order: str, precision: Any, ordinal: int | None,
+) -> Launch:  # fmt: skip
+    """The launch of a problem, compiled and loaded onto a device; in the interpreter where there is none."""
+    from torch_bridge.launch import Launch, device
+
+    problem = config.Problem(
+        cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=_REVERSE[order], precision=precision
+    )
+    if ordinal is None:
+        return Launch(problem, config.Device(interpreted=True))
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a kernel is not loaded yet, and a CUDA graph cannot record that: before the capture, call what it records "
+            f"once, with tensors of the same shapes and dtypes ({problem})"
+        )
+    launch = Launch(problem, device(ordinal))
+    launch.load(ordinal)
+    return launch
+
+
+@functools.cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _readable(x: Tensor) -> Tensor:
+    """`x` as the kernels read it: contiguous, and at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def _run(
+    cell: Cell, direction: config.Direction, sizes: _Sizes, arrays: dict[str, Tensor | None],
+    outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
+) -> dict[str, Tensor]:  # fmt: skip
+    """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
+    tensors = {name: _readable(x) for name, x in arrays.items() if x is not None}
+    place = next(iter(tensors.values())).device
+    results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
+    tensors |= results
+    dtypes = tuple((name, _name(x.dtype)) for name, x in tensors.items())
+    ordinal = _ordinal(place) if place.type == "cuda" else None
+    launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
+    if launch.config.variant == "plain":  # those in Gluon round when they load
+        weights = "w_hh_t" if direction == "fwd" else "w_hh"
+        tensors[weights] = _operand(tensors[weights], precision)
+    for name, length, dtype, zeroed in launch.workspaces:
+        make = torch.zeros if zeroed else torch.empty
+        tensors[name] = make(length, dtype=getattr(torch, dtype), device=place)
+    if ordinal is None:
+        launch.interpret(tensors)
+        return results
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    stream = torch.cuda.current_stream(ordinal).cuda_stream
+    if ordinal == torch.cuda.current_device():
+        launch(stream, ordinal, addresses)
+    else:
+        with torch.cuda.device(ordinal):
+            launch(stream, ordinal, addresses)
+    return results
+
+
+def _operand(w: Tensor, precision: str) -> Tensor:
+    """Weights as plain Triton multiplies them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
+    if w.dtype != torch.float32 or precision != "tf32":
+        return w
+    rounded = (w.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
+    return torch.where(w == w, rounded, w)  # some NaN have bits that would make another number
+
+
+def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:
+    """What the kernels read and write a state in: float32, or bfloat16 where all of it is."""
+    return torch.bfloat16 if x.dtype == w_hh.dtype == torch.bfloat16 else torch.float32
+
+
+def _saved_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torch.dtype:
+    """What the backward pass needs is saved in: float16 rounds no worse than the products of TF32 or bfloat16 do.
+
+    `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
+    """
+    if not kernels:
+        return loops.accumulation_dtype(w_hh.dtype)
+    halves = w_hh.dtype == torch.bfloat16 or (w_hh.dtype == torch.float32 and precision == "tf32")
+    return torch.float16 if halves and name != "keep" else torch.float32
+
+
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation whose own operations autocast leaves alone."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an operator returns where there is nothing to return."""
+    return like.new_empty((0,), dtype=dtype)
+
+
+def _forward_outputs(
+    cell: Cell, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], cells: bool, save: bool, kernels: bool,
+    precision: str,
+) -> dict[str, tuple[Any, torch.dtype]]:  # fmt: skip
+    """Shape and dtype of what the forward operator returns, by name; `(0,)` of what was not asked for."""
+    groups, steps, batch = xp.shape[:3]
+    hidden = states[0].shape[-1]
+    outputs: dict[str, tuple[Any, torch.dtype]] = {}
+    for s, x in zip(cell.states, states, strict=True):
+        asked = s == "h" or cells
+        outputs[f"{s}s"] = ((groups, steps, batch, hidden) if asked else (0,), x.dtype)
+    for s, x in zip(cell.states, states, strict=True):
+        outputs[f"{s}_last"] = ((groups, batch, hidden), x.dtype)
+    for name, width in cell.saved:
+        shape = (groups, steps, batch, width * hidden) if save else (0,)
+        outputs[name] = (shape, _saved_dtype(name, kernels, precision, w_hh))
+    return outputs
+
+
+def _forward_kernel(
+    cell: Cell, sizes: _Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
+    reset_states: Sequence[Tensor | None], order: str, precision: str, returned: dict[str, tuple[Any, torch.dtype]],
+    **biases: Tensor,
+) -> Any:  # fmt: skip
+    dtypes = {s: _state_dtype(x, w_hh) for s, x in zip(cell.states, states, strict=True)}
+    arrays: dict[str, Tensor | None] = {"w_hh_t": w_hh}
+    arrays |= {name: b.float() for name, b in biases.items()}
+    arrays["xp"] = xp.float()
+    arrays |= {f"{s}0": x.to(dtypes[s]) for s, x in zip(cell.states, states, strict=True)}
+    arrays["reset"] = resets
+    kind = "zeros"
+    for s, x in zip(cell.states, reset_states, strict=True):
+        if x is not None and resets is not None:
+            arrays[f"reset_{s}"], kind = x.to(dtypes[s]), "stepped" if x.ndim == 4 else "fixed"
+    outputs = {}
+    for name, (shape, dtype) in returned.items():
+        if name.endswith("_last"):
+            outputs[name] = (shape, torch.float32)
+        elif shape != (0,):
+            outputs[name] = (shape, dtypes[name[0]] if name in ("hs", "cs") else dtype)
+    results = _run(cell, "fwd", sizes, arrays, outputs, order, precision, kind)
+    return tuple(
+        results[name].to(dtype) if name in results else _nothing(xp, dtype) for name, (_, dtype) in returned.items()
+    )
+
+
+def _readable_resets(resets: Tensor | None) -> Tensor | None:
+    return resets != 0 if resets is not None and resets.dtype in _CONVERTED_RESETS else resets
+
+
+def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
+    """What a loop gave, in the dtypes and the order that an operator returns it in."""
+    found = results._asdict()
+    return tuple(
+        _nothing(like, dtype) if shape == (0,) else found[name].to(dtype) for name, (shape, dtype) in returned.items()
+    )
+
+
+def _fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in returned.values())
+
+
+def _backward_outputs(
+    cell: Cell, w_hh: Tensor, keep: Tensor, reset_gradients: bool, resets: Tensor | None
+) -> dict[str, tuple[Any, torch.dtype]]:
+    """The same of the backward operator."""
+    groups, steps, batch, hidden = keep.shape
+    wide = loops.accumulation_dtype(w_hh.dtype)
+    outputs: dict[str, tuple[Any, torch.dtype]] = {"dxp": ((groups, steps, batch, cell.gates * hidden), w_hh.dtype)}
+    if cell is GRU:
+        outputs["dhn"] = ((groups, steps, batch, hidden), w_hh.dtype)
+    outputs |= {f"d{s}0": ((groups, batch, hidden), wide) for s in cell.states}
+    stepped = (groups, steps, batch, hidden) if reset_gradients and resets is not None else (0,)
+    return outputs | {f"dreset_{s}": (stepped, wide) for s in cell.states}
+
+
+def _zeros(like: Tensor, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=like.device)
+
+
+def _backward_kernel(
+    cell: Cell, sizes: _Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
+    dsequences: Sequence[Tensor | None], dlast: Sequence[Tensor | None], order: str, precision: str,
+    returned: dict[str, tuple[Any, torch.dtype]],
+) -> Any:  # fmt: skip
+    _, groups, steps, batch, hidden = sizes
+    arrays: dict[str, Tensor | None] = {"w_hh": w_hh.mT, **saved, "reset": resets}
+    for s, d in zip(cell.states, dsequences, strict=True):
+        if d is not None:
+            arrays[f"d{s}s"] = d.to(_state_dtype(d, w_hh))
+        elif s == "h":
+            arrays["dhs"] = _zeros(w_hh, groups, steps, batch, hidden)
+    for s, d in zip(cell.states, dlast, strict=True):
+        arrays[f"d{s}_last"] = _zeros(w_hh, groups, batch, hidden) if d is None else d.float()
+    outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
+    results = _run(cell, "bwd", sizes, arrays, outputs, order, precision)
+    return tuple(results[name] if name in results else _nothing(w_hh, dtype) for name, (_, dtype) in returned.items())
+
+
+def _vmap(op: Any, groups: str) -> Callable[..., Any]:
+    """The rule of `torch.vmap` for `op`: batched weights become models, shared ones leave the new axis to the groups.
+
+    Either way it is one launch, and the models there were stay side by side, so that of two directions each keeps the
+    parity of its index. `groups` is the name of an argument that has so many.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+    weights = ("w_hh", "b_hn")
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size = info.batch_size
+
+        def count(name: str) -> int:
+            x, dim = args[names.index(name)], in_dims[names.index(name)]
+            return int(x.shape[0 if dim is None or dim > 0 else 1])
+
+        S, G = count("w_hh"), count(groups)
+        new_models = any(n in weights and dim is not None for n, dim in zip(names, in_dims, strict=False))
+
+        def merge(name: str, x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor) or (name in weights and not new_models):
+                return x
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            if name not in weights and not new_models:  # models stay the slowest axis: [size, S, ...] -> [S, size, ...]
+                x = x.unflatten(1, (S, G // S)).transpose(0, 1).flatten(0, 1)
+            return x.flatten(0, 1)
+
+        def split(x: Tensor) -> Tensor:
+            if new_models:
+                return x.unflatten(0, (size, G))
+            return x.unflatten(0, (S, size, G // S)).transpose(0, 1).flatten(1, 2)
+
+        results = op(*(merge(*each) for each in zip(names, args, in_dims, strict=False)))
+        empty = [x.shape == (0,) for x in results]
+        out = tuple(x if e else split(x) for x, e in zip(results, empty, strict=True))
+        return out, tuple(None if e else 0 for e in empty)
+
+    return rule
+
+
+def _shifted(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
+    """`[..., T, B, H]` the states before each step: `history` one step later, and `first` before the first step."""
+    first = first.unsqueeze(-3)
+    parts = (history[..., 1:, :, :], first) if reverse else (first, history[..., :-1, :, :])
+    return torch.cat(parts, -3)
+
+
+def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None) -> Tensor:
+    """The states that steps see, `[G, T, B, H]`, of those that the steps before left."""
+    if resets is None:
+        return previous
+    start = (resets != 0)[..., None]
+    if reset_h is None:
+        return previous.masked_fill(start, 0)
+    state = reset_h if reset_h.ndim == 4 else reset_h.unsqueeze(1)
+    return torch.where(start, state.to(previous.dtype), previous)
+
+
+def _seen(
+    hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
+) -> list[tuple[slice, Tensor]]:
+    """The hidden states that steps saw: of which steps, and `[G, those, B, H]`.
+
+    In parts, where time comes first in memory: the first step by itself, so that no others need to be moved beside it.
+    """
+    hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
+    if order == "both":
+        pairs = zip(hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1)), strict=True)
+        whole = torch.cat([_shifted(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
+        parts = [(slice(0, steps), whole)]
+    elif groups > models or steps == 1:
+        parts = [(slice(0, steps), _shifted(hs, h0, order == "reverse"))]
+    elif order == "reverse":
+        parts = [(slice(0, steps - 1), hs[:, 1:]), (slice(steps - 1, steps), h0[:, None])]
+    else:
+        parts = [(slice(1, steps), hs[:, :-1]), (slice(0, 1), h0[:, None])]
+
+    def of(steps: slice, x: Tensor | None) -> Tensor | None:
+        return x if x is None or (x is reset_h and x.ndim == 3) else x[:, steps]
+
+    return [(part, _with_resets(x, of(part, resets), of(part, reset_h))) for part, x in parts]
+
+
+def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
+    """`[S, X, H]` the products of every model, over its groups, all steps and the batch, of `x` and what steps saw."""
+    products = []
+    for steps, y in seen:
+        if models == 1:
+            products.append((x[:, steps].flatten(0, 2).mT @ y.flatten(0, 2))[None])
+        else:
+            products.append(x[:, steps].reshape(models, -1, x.shape[-1]).mT @ y.reshape(models, -1, y.shape[-1]))
+    return products[0] if len(products) == 1 else products[0] + products[1]
+
+
+def _over_steps(x: Tensor, like: Tensor) -> Tensor:
+    """The gradient of a reset state, from that of every step's."""
+    return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
+
+
+def _no_forward_mode(*_: Any) -> Any:
+    raise NotImplementedError(
+        'the operators of torch_bridge have no forward-mode derivative: pass implementation="torch", which has one'
+    )
+
+
+def _inside(x: Tensor) -> list[Tensor]:
+    """`x`, and what it wraps where `torch.func` transforms a function: what each of the transformations sees."""
+    found = [x]
+    while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
+        found.append(inner)
+    return found
+
+
+def _call(op: Any, *args: Any) -> Any:
+    """Calls an operator; under a transformation of `torch.func`, the function that stands for it there."""
+    transformed = not torch.compiler.is_compiling() and any(isinstance(x, Tensor) and len(_inside(x)) > 1 for x in args)
+    return _FUNCTIONS[op].apply(*args) if transformed else op(*args)
+
+
+def _no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    ctx.set_materialize_grads(False)
+
+
+# The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
+# constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
+def _no_second_order(*_: Any) -> Any:
+    raise NotImplementedError(
+        'the gradient of torch_bridge has no derivative of its own: pass implementation="torch", which has'
+    )
+
+
+def _register(definition: Any, op: Any, fake: Callable[..., Any], groups: str, flops: Callable[..., int]) -> None:
+    """What both directions of both cells have besides their gradient."""
+    definition.register_fake(fake)
+    definition.register_vmap(_vmap(op, groups))
+    register_flop_formula(op.overloadpacket)(flops)
+
+
+def _forward_flops(xp: Any, w_hh: Any, *_: Any, **__: Any) -> int:
+    """Of the products with the recurrent weights, from shapes: every state by all weights of a model."""
+    groups, steps, batch = xp[:3]
+    return int(2 * groups * steps * batch * w_hh[-1] * w_hh[-2])
+
+
+def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
+    return _forward_flops(hs, w_hh)
+
+
+@torch.library.custom_op("torch_bridge::gru", mutates_args=())
+@without_autocast
+def _gru_op(
+    xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
+    precision: str, save: bool, implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes, kernels = _sizes(xp, w_hh), _kernels(implementation, w_hh)
+    stepped = reset_h if reset_h is not None and reset_h.ndim == 4 else None
+    fixed = reset_h if stepped is None else None
+    _check(
+        sizes, 3, {"xp": xp, "resets": resets, "reset_h": stepped}, {"h0": h0, "reset_h": fixed},
+        {"w_hh": w_hh, "b_hn": b_hn},
+    )  # fmt: skip
+    returned = _forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision)
+    resets = _readable_resets(resets)
+    if not kernels or xp.numel() == 0:
+        return _given(loops.gru(xp, w_hh, b_hn, h0, resets, reset_h, order, save), returned, xp)
+    return _forward_kernel(
+        GRU, sizes, xp, w_hh, (h0,), resets, (reset_h,), order, precision, returned, b_hn=b_hn
+    )  # fmt: skip
+
+
+def _gru_fake(
+    xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
+    precision: str, save: bool, implementation: str | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    kernels = _kernels(implementation, w_hh)
+    return _fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
+
+
+@torch.library.custom_op("torch_bridge::gru_backward", mutates_args=())
+@without_autocast
+def _gru_backward_op(
+    w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
+    dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes, kernels = _sizes(keep, w_hh), _kernels(implementation, w_hh)
+    _check(
+        sizes, 3, {"factors": factors, "keep": keep, "resets": resets, "dhs": dhs}, {"dh_last": dh_last},
+        {"w_hh": w_hh},
+    )  # fmt: skip
+    returned, resets = _backward_outputs(GRU, w_hh, keep, reset_gradients, resets), _readable_resets(resets)
+    if kernels and keep.numel() > 0:
+        saved = {"factors": factors, "keep": keep}
+        return _backward_kernel(
+            GRU, sizes, w_hh, saved, resets, (dhs,), (dh_last,), order, precision, returned
+        )  # fmt: skip
+    dhs = torch.zeros_like(keep) if dhs is None else dhs
+    dh_last = torch.zeros_like(keep[:, 0]) if dh_last is None else dh_last
+    results = loops.gru_backward(w_hh, factors, keep, resets, dhs, dh_last, order, reset_gradients)
+    return _given(results, returned, keep)
+
+
+def _gru_backward_fake(
+    w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
+    dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _fake(_backward_outputs(GRU, w_hh, keep, reset_gradients, resets), keep)
+
+
+def _gru_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    xp, w_hh, b_hn, h0, resets, reset_h, order, precision, ctx.saves, ctx.implementation = inputs
+    ctx.options = order, precision
+    hs, _, factors, keep = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(factors, keep)
+    again = (None, None) if ctx.saves else (xp, b_hn)
+    ctx.save_for_backward(w_hh, h0, resets, reset_h, hs, factors, keep, *again)
+
+
+def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    if dhs is None and dh_last is None:
+        return (None,) * 10
+    w_hh, h0, resets, reset_h, hs, factors, keep, xp, b_hn = ctx.saved_tensors
+    order, precision = ctx.options
+    if not ctx.saves:
+        hs, _, factors, keep = _call(  # as they would have been saved
+            gru_op, xp, w_hh, b_hn, h0, resets, reset_h, order, precision, True, ctx.implementation
+        )  # fmt: skip
+    needs = ctx.needs_input_grad
+    dxp, dhn, dh0, dreset_h = _call(
+        gru_backward_op, w_hh, hs, factors, keep, resets, dhs, dh_last, order, precision, needs[5], ctx.implementation
+    )
+    dw_hh = db_hn = None
+    if needs[1]:
+        models, hidden = w_hh.shape[0], w_hh.shape[-1]
+        seen = _seen(hs, h0, resets, reset_h, order, models, w_hh.dtype)
+        parts = _contract(dxp[..., : 2 * hidden], seen, models), _contract(dhn, seen, models)
+        dw_hh = torch.cat(parts, 1)
+    if needs[2]:
+        db_hn = dhn.reshape(w_hh.shape[0], -1, dhn.shape[-1]).sum(1)
+    dreset = _over_steps(dreset_h, reset_h) if needs[5] and resets is not None else None
+    return dxp, dw_hh, db_hn, dh0.to(h0.dtype), None, dreset, None, None, None, None
+
+
+gru_op = torch.ops.torch_bridge.gru.default
+gru_backward_op = torch.ops.torch_bridge.gru_backward.default
+_register(_gru_op, gru_op, _gru_fake, "xp", _forward_flops)
+_register(
+    _gru_backward_op,
+    gru_backward_op,
+    _gru_backward_fake,
+    "keep",
+    _backward_flops,
+)
+_gru_op.register_autograd(_gru_gradients, setup_context=_gru_setup)
+_gru_backward_op.register_autograd(_no_second_order, setup_context=_no_setup)
+
+
+@torch.library.custom_op("torch_bridge::lstm", mutates_args=())
+@without_autocast
+def _lstm_op(
+    xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
+    reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes, kernels = _sizes(xp, w_hh), _kernels(implementation, w_hh)
+    stepped = reset_h is not None and reset_h.ndim == 4
+    if (reset_h is None) != (reset_c is None):
+        raise ValueError("reset_h and reset_c go together: pass zeros for one of them")
+    reset_states: dict[str, Tensor | None] = {"reset_h": reset_h, "reset_c": reset_c}
+    _check(
+        sizes, 4, {"xp": xp, "resets": resets, **(reset_states if stepped else {})},
+        {"h0": h0, "c0": c0, **({} if stepped else reset_states)}, {"w_hh": w_hh},
+    )  # fmt: skip
+    returned = _forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision)
+    resets = _readable_resets(resets)
+    if not kernels or xp.numel() == 0:
+        return _given(loops.lstm(xp, w_hh, h0, c0, resets, reset_h, reset_c, order, save), returned, xp)
+    return _forward_kernel(
+        LSTM, sizes, xp, w_hh, (h0, c0), resets, (reset_h, reset_c), order, precision, returned
+    )  # fmt: skip
+
+
+def _lstm_fake(
+    xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
+    reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    kernels = _kernels(implementation, w_hh)
+    return _fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
+
+
+@torch.library.custom_op("torch_bridge::lstm_backward", mutates_args=())
+@without_autocast
+def _lstm_backward_op(
+    w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
+    dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
+    reset_gradients: bool, implementation: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    sizes, kernels = _sizes(keep, w_hh), _kernels(implementation, w_hh)
+    saved = {"factors": factors, "through": through, "keep": keep}
+    _check(
+        sizes, 4, {**saved, "resets": resets, "dhs": dhs, "dcs": dcs}, {"dh_last": dh_last, "dc_last": dc_last},
+        {"w_hh": w_hh},
+    )  # fmt: skip
+    returned, resets = _backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), _readable_resets(resets)
+    if kernels and keep.numel() > 0:
+        return _backward_kernel(
+            LSTM, sizes, w_hh, saved, resets, (dhs, dcs), (dh_last, dc_last), order, precision, returned
+        )  # fmt: skip
+    dhs = torch.zeros_like(keep) if dhs is None else dhs
+    dh_last, dc_last = (torch.zeros_like(keep[:, 0]) if d is None else d for d in (dh_last, dc_last))
+    results = loops.lstm_backward(
+        w_hh, factors, through, keep, resets, dhs, dcs, dh_last, dc_last, order, reset_gradients
+    )
+    return _given(results, returned, keep)
+
+
+def _lstm_backward_fake(
+    w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
+    dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
+    reset_gradients: bool, implementation: str | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    return _fake(_backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), keep)
+
+
+def _lstm_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    xp, w_hh, h0, c0, resets, reset_h, reset_c, order, precision, cells, ctx.saves, ctx.implementation = inputs
+    ctx.options = order, precision, cells
+    hs, _, _, _, factors, through, keep = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(factors, through, keep)
+    again = None if ctx.saves else xp
+    ctx.save_for_backward(w_hh, h0, c0, resets, reset_h, reset_c, hs, factors, through, keep, again)
+
+
+def _lstm_gradients(
+    ctx: Any, dhs: Tensor | None, dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, *_: Any
+) -> tuple[Tensor | None, ...]:
+    order, precision, cells = ctx.options
+    dcs = dcs if cells else None
+    if all(d is None for d in (dhs, dcs, dh_last, dc_last)):
+        return (None,) * 12
+    w_hh, h0, c0, resets, reset_h, reset_c, hs, factors, through, keep, xp = ctx.saved_tensors
+    if not ctx.saves:
+        hs, *_, factors, through, keep = _call(
+            lstm_op, xp, w_hh, h0, c0, resets, reset_h, reset_c, order, precision, False, True, ctx.implementation
+        )
+    needs = ctx.needs_input_grad
+    reset_gradients = resets is not None and (needs[5] or needs[6])
+    dxp, dh0, dc0, dreset_h, dreset_c = _call(
+        lstm_backward_op, w_hh, hs, factors, through, keep, resets, dhs, dcs, dh_last, dc_last, order, precision,
+        reset_gradients, ctx.implementation,
+    )  # fmt: skip
+    dw_hh = None
+    if needs[1]:
+        models = w_hh.shape[0]
+        dw_hh = _contract(dxp, _seen(hs, h0, resets, reset_h, order, models, w_hh.dtype), models)
+    dresets = (
+        _over_steps(d, x) if reset_gradients and need else None
+        for d, x, need in ((dreset_h, reset_h, needs[5]), (dreset_c, reset_c, needs[6]))
+    )
+    return dxp, dw_hh, dh0.to(h0.dtype), dc0.to(c0.dtype), None, *dresets, None, None, None, None, None
+
+
+lstm_op = torch.ops.torch_bridge.lstm.default
+lstm_backward_op = torch.ops.torch_bridge.lstm_backward.default
+_register(_lstm_op, lstm_op, _lstm_fake, "xp", _forward_flops)
+_register(
+    _lstm_backward_op,
+    lstm_backward_op,
+    _lstm_backward_fake,
+    "keep",
+    _backward_flops,
+)
+_lstm_op.register_autograd(_lstm_gradients, setup_context=_lstm_setup)
+_lstm_backward_op.register_autograd(_no_second_order, setup_context=_no_setup)
+
+
+def _differentiable(
+    op: Any, setup: Callable[..., None], gradients: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    """An operator and its gradient as `torch.func` can transform them: it knows nothing of `register_autograd`."""
+
+    class Differentiable(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+        setup_context = staticmethod(setup)
+        backward = staticmethod(gradients)
+        jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
+
+    return Differentiable
+
+
+_FUNCTIONS = {
+    gru_op: _differentiable(gru_op, _gru_setup, _gru_gradients),
+    gru_backward_op: _differentiable(gru_backward_op, _no_setup, _no_second_order),
+    lstm_op: _differentiable(lstm_op, _lstm_setup, _lstm_gradients),
+    lstm_backward_op: _differentiable(lstm_backward_op, _no_setup, _no_second_order),
+}
+
+
+def forward(
+    cell: Cell, arguments: Sequence[Tensor | None], order: str, precision: str, cells: bool, implementation: str | None
+) -> dict[str, Tensor]:
+    """Calls the operator of a cell, saving what a gradient needs if there can be one.
+
+    Args:
+      cell: an entry of the cell table.
+      arguments: the tensors of its operator.
+      order: which way through time, see `torch_bridge.loops`.
+      precision: of float32 products, by Triton's name.
+      cells: whether to return an LSTM's cell states of all steps.
+      implementation: "triton", "loop", or None for the fastest that works.
+
+    Returns:
+      What the operator returns, by name.
+    """
+    op = gru_op if cell is GRU else lstm_op
+    options = (order, precision) if cell is GRU else (order, precision, cells)
+    tensors = [x for x in arguments if x is not None]
+    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in _inside(x)]
+    save = torch.is_grad_enabled() and any(x.requires_grad for x in seen)
+    call = op if len(seen) == len(tensors) else _FUNCTIONS[op].apply
+    return dict(zip(cell.returns, call(*arguments, *options, save, implementation), strict=True))
