@@ -76,9 +76,9 @@ def without_projection(
         if reset_h.ndim <= h0.ndim:
             reset_h = jnp.expand_dims(jnp.broadcast_to(reset_h, h0.shape), axis)
         starts = jnp.where(resets, reset_h.astype(operand_dtype), jnp.zeros((width,), operand_dtype))
-        # as an array: into products of a few columns XLA would fuse it, and find no way to compile some (jaxlib 0.11.2)
-        xs = jax.lax.optimization_barrier(jnp.concatenate([xs, starts], axis=-1))
-        w_ih = jnp.concatenate([w_ih, w_hh])
-    first = matmul(start.astype(operand_dtype), w_hh, precision, jnp.float32)
+        xs, w_ih = jnp.concatenate([xs, starts], axis=-1), jnp.concatenate([w_ih, w_hh])
+    # or XLA merges two products with w_hh^T in the gradient, and may then not compile it for a GPU (jaxlib 0.11.2)
+    apart = jax.lax.optimization_barrier(w_hh)
+    first = matmul(start.astype(operand_dtype), apart, precision, jnp.float32)
     m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
     return Plain(LSTMParams(w_ih, recurrent, b), m0, xs, first)

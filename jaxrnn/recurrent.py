@@ -603,8 +603,9 @@ def _run_on_device(
     )  # fmt: skip
     # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
     hs = reference.matmul(ms, w_hr.astype(jnp.float32), precision, jnp.float32).astype(h0.dtype)
-    ends = (jax.lax.index_in_dim(hs, at, 0 if time_major else hs.ndim - 2, keepdims=False) for at in (0, -1))
-    return (jnp.where(from_last, *ends), c), (hs, *cs)
+    axis = 0 if time_major else hs.ndim - 2
+    first, last = (jax.lax.index_in_dim(hs, at, axis, keepdims=False) for at in (0, -1))
+    return (jnp.where(from_last, first, last), c), (hs, *cs)
 
 
 def _run_canonical(
