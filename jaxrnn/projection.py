@@ -36,13 +36,13 @@ class Plain(NamedTuple):
       params: `w_ih [D, 4H]`, `w_hh [H, 4H]` in float32, `b [4H]`; D grows by P where episodes start from a state.
       m0: `[*batch, H]` zeros in float32.
       xs: `[T, *batch, D]` (`[*batch, T, D]`).
-      first: `[*batch, 4H]` to be added to the input projection of the step that is computed first.
+      first: `[*batch, 4H]` to be added to the input projection of the step that is computed first, or None: in `xs`.
     """
 
     params: LSTMParams
     m0: Array
     xs: Array
-    first: Array
+    first: Array | None
 
 
 def without_projection(
@@ -67,18 +67,22 @@ def without_projection(
     recurrent = matmul(w_hr.astype(jnp.float32), w_hh.astype(jnp.float32), jax.lax.Precision.HIGHEST, jnp.float32)
 
     # selects, no products: a NaN in h0 ends where an episode starts
-    start, axis = h0, 0 if time_major else -2
+    m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
+    axis = 0 if time_major else xs.ndim - 2
+    steps = jax.lax.broadcasted_iota(jnp.int32, (*xs.shape[:-1], 1), axis)
+    begins = steps == jnp.where(in_reverse, xs.shape[axis] - 1, 0)
     if resets is not None:
         resets = expand_resets(resets, xs.ndim)
-        earliest, latest = (jax.lax.index_in_dim(resets, i, axis % xs.ndim, keepdims=False) for i in (0, -1))
-        start = jnp.where(jnp.where(in_reverse, latest, earliest), jnp.zeros_like(h0), h0)
     if resets is not None and reset_h is not None:
         if reset_h.ndim <= h0.ndim:
             reset_h = jnp.expand_dims(jnp.broadcast_to(reset_h, h0.shape), axis)
-        starts = jnp.where(resets, reset_h.astype(operand_dtype), jnp.zeros((width,), operand_dtype))
-        xs, w_ih = jnp.concatenate([xs, starts], axis=-1), jnp.concatenate([w_ih, w_hh])
+        starts = jnp.where(begins, jnp.expand_dims(h0, axis), jnp.zeros((width,), h0.dtype)).astype(operand_dtype)
+        starts = jnp.where(resets, reset_h.astype(operand_dtype), starts)
+        wide = LSTMParams(jnp.concatenate([w_ih, w_hh]), recurrent, b)
+        return Plain(wide, m0, jnp.concatenate([xs, starts], axis=-1), None)
+    if resets is not None:
+        h0 = jnp.where((resets & begins).any(axis), jnp.zeros_like(h0), h0)
     # or XLA merges two products with w_hh^T in the gradient, and may then not compile it for a GPU (jaxlib 0.11.2)
     apart = jax.lax.optimization_barrier(w_hh)
-    first = matmul(start.astype(operand_dtype), apart, precision, jnp.float32)
-    m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
+    first = matmul(h0.astype(operand_dtype), apart, precision, jnp.float32)
     return Plain(LSTMParams(w_ih, recurrent, b), m0, xs, first)
