@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 # The axes that devices may share out; time and features stay whole.
 SHARED_OUT = ("models", "groups", "batch")
+# Where XLA shares a launch out by itself on a mesh that JAX manages. On GPUs every one computes everything: no two of
+# them have run it shared out yet.
+PARTITIONED = frozenset(["cpu"])
 
 
 class Output(NamedTuple):
@@ -415,6 +418,7 @@ def _lower(ctx: Any, *operands: Any, of_devices: Any, **params: Any) -> Any:
     sizes = _sizes(params["inputs"], [aval.shape for aval in ctx.avals_in])
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
+    managed &= PARTITIONED.issuperset(ctx.module_context.platforms)
     if not managed or sizes.groups == 0 or not getattr(jax.config, "jax_use_shardy_partitioner", True):
         function: Callable[..., Any] = functools.partial(part_p.bind, slot=None, **params)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)

@@ -125,6 +125,15 @@ def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, mo
     assert min(launches(jax.grad(loss_of(call)), *args)) >= 2
 
 
+@kernels_only
+@every_cell
+def test_many_sequences_take_each_direction_by_itself(cell, implementation, monkeypatch):
+    monkeypatch.setattr(recurrent, "_FULL", B * H)
+    args, call = pairs(cell), together(cell, implementation)
+    assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
+    assert launches(jax.grad(loss_of(call)), *args) == (2, 2)
+
+
 def mapped_arguments(cell, mapped, **options):
     """Arguments of S calls of which those named in `mapped` have a first axis, and those of call s."""
     names = ("params", "carry", "xs", "resets", "reset_state")
