@@ -68,8 +68,8 @@ def gru(
         works here. A name works or raises.
 
     On an explicit mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes
-    to where that is. If JAX manages the mesh by itself (`AxisType.Auto`), CPU devices do so for the first batch axis, and
-    of GPUs each computes everything: use `jax.shard_map` there.
+    to where that is. If JAX manages the mesh by itself (`AxisType.Auto`), CPU devices do so for the first batch axis,
+    and of GPUs each computes everything: use `jax.shard_map` there.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
     kernels have a gradient and no other derivative, and raise also where None picks them.
