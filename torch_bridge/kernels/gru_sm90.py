@@ -96,23 +96,9 @@ def _forward_step(
     barrier()
     if LATE:
         _store_results(
-            i - 1,
-            new_h,
-            factors,
-            z,
-            hs_ptr,
-            h_last_ptr,
-            factors_ptr,
-            keep_ptr,
-            seq,
-            row,
-            T,
-            stride,
-            unit,
-            mask,
-            H,
-            REVERSE,
-        )
+            i - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+            H, REVERSE,
+        )  # fmt: skip
     operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
     a_r = by_unit(mma_v2(w_r, operand, zeros), UNITS)
     a_n = by_unit(mma_v2(w_n, operand, zeros), UNITS)
