@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 # The axes that devices may share out; time and features stay whole.
 SHARED_OUT = ("models", "groups", "batch")
-# Where XLA shares a launch out by itself on a mesh that JAX manages. On GPUs every one computes everything: no two of
-# them have run it shared out yet.
+# Where XLA shares a launch out by itself on a mesh that JAX manages: names of platforms and of backends. On GPUs
+# ("cuda", "gpu") every one computes everything: no two of them have run it shared out yet.
 PARTITIONED = frozenset(["cpu"])
 
 
@@ -171,7 +171,8 @@ def launch(
     results = launch_p.bind(
         *present.values(),
         cell=cell, direction=direction, inputs=tuple(present), outputs=tuple(outputs),
-        reset_state=reset_state, reverse=reverse, precision=precision, of_devices=_asks_for_devices(),
+        reset_state=reset_state, reverse=reverse, precision=precision,
+        of_devices=_asks_for_devices() if PARTITIONED & {jax.default_backend()} else None,
     )  # fmt: skip
     # what a primitive without a rule for it returns varies over no axis
     return dict(zip((output.name for output in outputs), vary_alike(results, present), strict=True))

@@ -254,11 +254,18 @@ def both_directions(
     Returns what `run` returns, for each.
     """
     params, carry, _ = zip(*layer, strict=True)
+    forward, backward = (jax.tree.map(jnp.result_type, one) for one in carry)
+    if forward != backward:  # one launch has one dtype
+        return [
+            run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse,
+                return_carries=return_carries, **options)
+            for one, reset, state, reverse in zip(layer, resets, reset_carries, (False, True), strict=True)
+        ]  # fmt: skip
     if any(one is not None for one in resets):
         no_resets = jnp.zeros(xs.shape[:-1], bool)
         options["resets"] = tuple(no_resets if one is None else one != 0 for one in resets)
     if any(one is not None for one in reset_carries):
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape[-1:], x.dtype), carry)
+        zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x)[-1:], jnp.result_type(x)), carry)
         given = [new if one is None else one for one, new in zip(reset_carries, zeros, strict=True)]
         pairs = jax.tree.map(functools.partial(of_one_shape, time_axis=time_axis), *given)
         options["reset_state"] = jax.tree.transpose(jax.tree.structure(given[0]), None, pairs)

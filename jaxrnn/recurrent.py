@@ -559,7 +559,7 @@ def _run_both_on_device(
     in_chunks = remat and _chunk_steps(cell, both, hidden) < steps  # which go through time in one order
     if in_chunks or math.prod(states[0][-1].shape) >= _FULL:
         forward, backward = (
-            _run_on_device(cell, None, *each[:2], xs, *each[2:], reverse=reverse, remat=True, **options)
+            _run_on_device(cell, None, *each[:2], xs, *each[2:], reverse=reverse, remat=remat, **options)
             for reverse, each in zip((False, True), zip(params, states, resets, reset_states, strict=True), strict=True)
         )
         return forward, backward

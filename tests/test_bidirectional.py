@@ -129,6 +129,8 @@ def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, mo
 @every_cell
 def test_many_sequences_take_each_direction_by_itself(cell, implementation, monkeypatch):
     monkeypatch.setattr(recurrent, "_FULL", B * H)
+    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation)
     assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
     assert launches(jax.grad(loss_of(call)), *args) == (2, 2)

@@ -22,7 +22,7 @@ from jaxrnn import _bridge, recurrent
 )
 def platform(request, monkeypatch):
     assert jax.default_backend() == request.param
-    monkeypatch.setattr(_bridge, "PARTITIONED", frozenset(["cpu", "cuda"]))  # to find out whether it can be so
+    monkeypatch.setattr(_bridge, "PARTITIONED", frozenset(["cpu", "cuda", "gpu"]))  # to find out whether it can be so
     return request.param
 
 

@@ -321,6 +321,23 @@ def test_no_layer_sees_another_episode(cell):
 
 
 @pytest.mark.parametrize("cell", STACKS)
+def test_each_direction_may_carry_a_dtype_of_its_own(cell):
+    stack, variables, ((forward, backward),) = make(cell, bidirectional=True)
+    xs, backward = normal(2, (T, B, D)), jax.tree.map(lambda x: x.astype(jnp.bfloat16), backward)
+    ((last, last_backward),), _ = stack.apply(variables, xs, initial_carry=((forward, backward),), resets=RESETS)
+    assert {x.dtype for x in jax.tree.leaves(last)} == {jnp.dtype(jnp.float32)}
+    assert {x.dtype for x in jax.tree.leaves(last_backward)} == {jnp.dtype(jnp.bfloat16)}
+
+
+@pytest.mark.parametrize("cell", STACKS)
+def test_a_carry_may_be_of_numpy(cell):
+    stack, variables, carry = make(cell, bidirectional=True)
+    xs, carry = normal(2, (T, B, D)), jax.tree.map(lambda x: np.asarray(x, np.float64), carry)
+    want = stack.apply(variables, xs, initial_carry=jax.tree.map(jnp.asarray, carry), seq_lengths=LENGTHS)
+    assert_close(stack.apply(variables, xs, initial_carry=carry, seq_lengths=LENGTHS), want)
+
+
+@pytest.mark.parametrize("cell", STACKS)
 def test_padding_is_not_seen(cell):
     stack, variables, carry = make(cell, num_layers=2, bidirectional=True)
     xs, lengths = normal(2, (T, B, D)), jnp.array([7, 0, 4])
