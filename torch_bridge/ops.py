@@ -522,9 +522,13 @@ def _no_second_order(*_: Any) -> Any:
     )
 
 
-def _register(definition: Any, op: Any, fake: Callable[..., Any], groups: str, flops: Callable[..., int]) -> None:
-    """What both directions of both cells have besides their gradient."""
+def _register(
+    definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
+    groups: str, flops: Callable[..., int],
+) -> None:  # fmt: skip
+    """What both directions of both cells have."""
     definition.register_fake(fake)
+    definition.register_autograd(gradients, setup_context=setup)
     definition.register_vmap(_vmap(op, groups))
     register_flop_formula(op.overloadpacket)(flops)
 
@@ -636,16 +640,8 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
 
 gru_op = torch.ops.torch_bridge.gru.default
 gru_backward_op = torch.ops.torch_bridge.gru_backward.default
-_register(_gru_op, gru_op, _gru_fake, "xp", _forward_flops)
-_register(
-    _gru_backward_op,
-    gru_backward_op,
-    _gru_backward_fake,
-    "keep",
-    _backward_flops,
-)
-_gru_op.register_autograd(_gru_gradients, setup_context=_gru_setup)
-_gru_backward_op.register_autograd(_no_second_order, setup_context=_no_setup)
+_register(_gru_op, gru_op, _gru_fake, _gru_gradients, _gru_setup, "xp", _forward_flops)
+_register(_gru_backward_op, gru_backward_op, _gru_backward_fake, _no_second_order, _no_setup, "keep", _backward_flops)
 
 
 @torch.library.custom_op("torch_bridge::lstm", mutates_args=())
@@ -755,16 +751,10 @@ def _lstm_gradients(
 
 lstm_op = torch.ops.torch_bridge.lstm.default
 lstm_backward_op = torch.ops.torch_bridge.lstm_backward.default
-_register(_lstm_op, lstm_op, _lstm_fake, "xp", _forward_flops)
+_register(_lstm_op, lstm_op, _lstm_fake, _lstm_gradients, _lstm_setup, "xp", _forward_flops)
 _register(
-    _lstm_backward_op,
-    lstm_backward_op,
-    _lstm_backward_fake,
-    "keep",
-    _backward_flops,
+    _lstm_backward_op, lstm_backward_op, _lstm_backward_fake, _no_second_order, _no_setup, "keep", _backward_flops
 )
-_lstm_op.register_autograd(_lstm_gradients, setup_context=_lstm_setup)
-_lstm_backward_op.register_autograd(_no_second_order, setup_context=_no_setup)
 
 
 def _differentiable(

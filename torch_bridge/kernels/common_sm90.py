@@ -13,6 +13,8 @@ kept by powers of two, exact to apply and to undo: one scale for the weights, on
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels.common import time_order
+
 # renamed in Triton 3.7
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
@@ -42,6 +44,12 @@ def unit_of_row(row):
     return (row & ~15) | ((row & 7) << 1) | ((row >> 3) & 1)
 
 
+@gluon.constexpr_function
+def columns(block_b):
+    """Of the products of a tile of so many sequences: no product has fewer than eight."""
+    return max(block_b, 8)
+
+
 @gluon.jit
 def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
     """Which sequence of a tile a column of products is, and whether it is one.
@@ -53,6 +61,23 @@ def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
         return column // 2, (column % 2 == 0) & (column < 2 * BLOCK_B)
     else:
         return column, column < BLOCK_B
+
+
+@gluon.jit
+def locate_tile(
+    model, tile, T, B, Q,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, COLS: gl.constexpr, REVERSE: gl.constexpr,
+    UNITS: gl.constexpr,
+):  # fmt: skip
+    """Where a tile of a model lies: units, masks of sequences and of states, sequences, first rows, a step's stride."""
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
+    q = tile * BLOCK_B + nth
+    mask_q = taken & (q < Q)
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model * Q + q
+    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    return unit, mask_q, mask, seq, row, stride
 
 
 @gluon.jit

@@ -4,19 +4,20 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     by_unit,
+    columns,
     fast_sigmoid,
     inverse,
     load_gradient,
     load_inputs,
     load_weights,
+    locate_tile,
     new_state_scale,
     pack,
     scale_to_float16,
-    sequence_of_column,
     slot_layout,
     state_scale,
     to_operand,
@@ -80,7 +81,6 @@ def _forward_step(
     i, h, new_h, factors, z, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
-    LATE: gl.constexpr,
 ):  # fmt: skip
     """Step i, the stores of step i - 1, whose results `new_h`, `factors` and `z` are, and the loads of step i + 1."""
     next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
@@ -94,11 +94,9 @@ def _forward_step(
     else:
         buffer.store(to_operand(h, DTYPE))
     barrier()
-    if LATE:
-        _store_results(
-            i - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
-            H, REVERSE,
-        )  # fmt: skip
+    _store_results(
+        i - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, H, REVERSE
+    )
     operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
     a_r = by_unit(mma_v2(w_r, operand, zeros), UNITS)
     a_n = by_unit(mma_v2(w_n, operand, zeros), UNITS)
@@ -107,12 +105,7 @@ def _forward_step(
         unscale = inverse(scale) * w_unscale
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
     h_n, r, z, n, new_h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
-    factors = factors_of(h_n, r, z, n, h)
-    if not LATE:
-        _store_results(
-            i, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, H, REVERSE
-        )
-    return new_h, new_h, factors, z, scale, next_r, next_z, next_n, next_reset
+    return new_h, new_h, factors_of(h_n, r, z, n, h), z, scale, next_r, next_z, next_n, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
@@ -123,8 +116,7 @@ def fwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
-    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
-    LATE: gl.constexpr = COLS == 8  # results are stored a step later, where registers can hold them
+    COLS: gl.constexpr = columns(BLOCK_B)
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -146,13 +138,7 @@ def fwd_kernel(
     w_z = load_weights(w_ptr + H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_n = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    q = tile * BLOCK_B + nth
-    mask_q = taken & (q < Q)
-    mask = (unit < H)[:, None] & mask_q[None, :]
-    seq = model * Q + q
-    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
@@ -173,19 +159,18 @@ def fwd_kernel(
         h, new_h, factors, z, scale, x_r, x_z, x_n, reset = _forward_step(
             i, h, new_h, factors, z, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS, LATE,
+            H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
         h, new_h, factors, z, scale, x_r, x_z, x_n, reset = _forward_step(
             i + 1, h, new_h, factors, z, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS, LATE,
+            H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
-    if LATE:
-        steps = (T + 1) // 2 * 2  # taken, those past the last one with it
-        _store_results(
-            steps - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
-            H, REVERSE,
-        )  # fmt: skip
+    steps = (T + 1) // 2 * 2  # taken, those past the last one with it
+    _store_results(
+        steps - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+        H, REVERSE,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -286,7 +271,7 @@ def bwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
-    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
+    COLS: gl.constexpr = columns(BLOCK_B)
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -311,13 +296,7 @@ def bwd_kernel(
     w_z = load_weights(w_ptr + H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_n = load_weights(w_ptr + 2 * H, w_rows, w_cols, 3 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    q = tile * BLOCK_B + nth
-    mask_q = taken & (q < Q)
-    mask = (unit < H)[:, None] & mask_q[None, :]
-    seq = model * Q + q
-    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing

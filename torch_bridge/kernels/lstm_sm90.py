@@ -8,19 +8,20 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     by_unit,
+    columns,
     fast_sigmoid,
     inverse,
     load_gradient,
     load_inputs,
     load_weights,
+    locate_tile,
     new_state_scale,
     pack,
     scale_to_float16,
-    sequence_of_column,
     slot_layout,
     state_scale,
     to_operand,
@@ -144,7 +145,7 @@ def fwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
-    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
+    COLS: gl.constexpr = columns(BLOCK_B)
     LATE: gl.constexpr = BLOCK_H < 128 or BLOCK_B < 8  # results are stored a step later, where registers can hold them
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
@@ -168,13 +169,7 @@ def fwd_kernel(
     w_g = load_weights(w_ptr + 2 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_o = load_weights(w_ptr + 3 * H * H, w_rows, w_cols, H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    q = tile * BLOCK_B + nth
-    mask_q = taken & (q < Q)
-    mask = (unit < H)[:, None] & mask_q[None, :]
-    seq = model * Q + q
-    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
     h = gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
@@ -328,7 +323,7 @@ def bwd_kernel(
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
-    COLS: gl.constexpr = BLOCK_B if BLOCK_B > 8 else 8  # the fewest that a product has
+    COLS: gl.constexpr = columns(BLOCK_B)
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -354,13 +349,7 @@ def bwd_kernel(
     w_g = load_weights(w_ptr + 2 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
     w_o = load_weights(w_ptr + 3 * H, w_rows, w_cols, 4 * H, w_mask, w_scale, SCALED, DTYPE, OPERAND)
 
-    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
-    nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
-    q = tile * BLOCK_B + nth
-    mask_q = taken & (q < Q)
-    mask = (unit < H)[:, None] & mask_q[None, :]
-    seq = model * Q + q
-    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
