@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 # The axes that devices may share out; time and features stay whole.
 SHARED_OUT = ("models", "groups", "batch")
-# Where XLA shares a launch out by itself on a mesh that JAX manages: names of platforms and of backends. On GPUs
-# ("cuda", "gpu") every one computes everything: no two of them have run it shared out yet.
-PARTITIONED = frozenset(["cpu"])
 
 
 class Output(NamedTuple):
@@ -172,7 +169,7 @@ def launch(
         *present.values(),
         cell=cell, direction=direction, inputs=tuple(present), outputs=tuple(outputs),
         reset_state=reset_state, reverse=reverse, precision=precision,
-        of_devices=_asks_for_devices() if PARTITIONED & {jax.default_backend()} else None,
+        of_devices=_asks_for_devices(),
     )  # fmt: skip
     # what a primitive without a rule for it returns varies over no axis
     return dict(zip((output.name for output in outputs), vary_alike(results, present), strict=True))
@@ -419,7 +416,6 @@ def _lower(ctx: Any, *operands: Any, of_devices: Any, **params: Any) -> Any:
     sizes = _sizes(params["inputs"], [aval.shape for aval in ctx.avals_in])
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    managed &= PARTITIONED.issuperset(ctx.module_context.platforms)
     if not managed or sizes.groups == 0 or not getattr(jax.config, "jax_use_shardy_partitioner", True):
         function: Callable[..., Any] = functools.partial(part_p.bind, slot=None, **params)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)

@@ -45,6 +45,16 @@ class Plain(NamedTuple):
     first: Array | None
 
 
+def product(x: Array, w: Array, precision: jax.lax.PrecisionLike) -> Array:
+    """`x @ w` in float32, kept apart from every other product.
+
+    XLA merges two that have an operand in common, also in their gradients, into one that its GPU compiler may then find
+    no way to run: under `vmap` over last axes it gives up with "No supported config found" (jaxlib 0.11.2).
+    """
+    x, w = jax.lax.optimization_barrier((x, w))
+    return jax.lax.optimization_barrier(matmul(x, w, precision, jnp.float32))
+
+
 def without_projection(
     params: LSTMParams, h0: Array, xs: Array, resets: Array | None, reset_h: Array | None, *,
     in_reverse: bool | Array, time_major: bool, precision: jax.lax.PrecisionLike,
@@ -64,7 +74,7 @@ def without_projection(
     w_ih, w_hh, b = params[:3]
     w_hr = cast("Array", params.w_hr)
     (hidden, width), operand_dtype = w_hr.shape, jnp.result_type(xs, w_ih)
-    recurrent = matmul(w_hr.astype(jnp.float32), w_hh.astype(jnp.float32), jax.lax.Precision.HIGHEST, jnp.float32)
+    recurrent = product(w_hr.astype(jnp.float32), w_hh.astype(jnp.float32), jax.lax.Precision.HIGHEST)
 
     # selects, no products: a NaN in h0 ends where an episode starts
     m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
@@ -82,7 +92,5 @@ def without_projection(
         return Plain(wide, m0, jnp.concatenate([xs, starts], axis=-1), None)
     if resets is not None:
         h0 = jnp.where((resets & begins).any(axis), jnp.zeros_like(h0), h0)
-    # or XLA merges two products with w_hh^T in the gradient, and may then not compile it for a GPU (jaxlib 0.11.2)
-    apart = jax.lax.optimization_barrier(w_hh)
-    first = matmul(h0.astype(operand_dtype), apart, precision, jnp.float32)
+    first = product(h0.astype(operand_dtype), w_hh, precision)
     return Plain(LSTMParams(w_ih, recurrent, b), m0, xs, first)

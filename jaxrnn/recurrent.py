@@ -68,8 +68,7 @@ def gru(
         works here. A name works or raises.
 
     On an explicit mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes
-    to where that is. If JAX manages the mesh by itself (`AxisType.Auto`), CPU devices do so for the first batch axis,
-    and of GPUs each computes everything: use `jax.shard_map` there.
+    to where that is. So it is for the first batch axis if JAX manages the mesh by itself (`AxisType.Auto`).
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
     kernels have a gradient and no other derivative, and raise also where None picks them.
@@ -611,7 +610,7 @@ def _run_on_device(
         plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
     # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
-    hs = reference.matmul(ms, w_hr.astype(jnp.float32), precision, jnp.float32).astype(h0.dtype)
+    hs = projection.product(ms, w_hr.astype(jnp.float32), precision).astype(h0.dtype)
     axis = 0 if time_major else hs.ndim - 2
     first, last = (jax.lax.index_in_dim(hs, at, axis, keepdims=False) for at in (0, -1))
     return (jnp.where(from_last, first, last), c), (hs, *cs)

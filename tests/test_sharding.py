@@ -4,6 +4,7 @@ On eight CPU devices, whose kernels are interpreted, or on the GPUs if there are
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,8 @@ from jaxrnn import _bridge, recurrent
     autouse=True,
     params=[pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("gpu", marks=pytest.mark.several_gpus)],
 )
-def platform(request, monkeypatch):
+def platform(request):
     assert jax.default_backend() == request.param
-    monkeypatch.setattr(_bridge, "PARTITIONED", frozenset(["cpu", "cuda", "gpu"]))  # to find out whether it can be so
     return request.param
 
 
@@ -188,7 +188,7 @@ def test_batches_of_a_mesh_that_jax_manages_stay_where_they_are(monkeypatch, cel
             NamedSharding(mesh, sequence if x.ndim == 3 else P("data")), x.ndim
         )
     assert all(x.sharding.is_fully_replicated for x in jax.tree.leaves(d_params))
-    assert "all-gather" not in text and text.count(" all-reduce(") > 0
+    assert "all-gather" not in text and re.search(r" all-reduce(-start)?\(", text)
 
 
 def test_without_jit_batches_of_a_mesh_that_jax_manages_stay_where_they_are():
