@@ -264,6 +264,7 @@ def test_a_launch_is_on_the_current_stream(cell):
 @pytest.mark.several_gpus
 @every_cell
 def test_inputs_on_a_second_gpu_run_there(cell):
+    torch.cuda.set_device(0)  # JAX leaves current what it used last
     results = []
     for device in ("cuda:0", "cuda:1"):
         module, xs, hx, resets = arguments(cell, device="cpu")
