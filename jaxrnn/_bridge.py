@@ -1,9 +1,10 @@
 """The one place where JAX reaches the Triton kernels: a primitive for a launch, its vmap rule, and its lowering.
 
 `launch` binds one primitive for every cell and direction. Its arrays are canonical: weights `[S, ...]`, all others
-`[G, ...]` with G a multiple of S. Batching adds groups or models, never a launch. Lowering compiles the kernel and
-registers a callback that XLA calls with its own buffers and stream; XLA captures that call in its CUDA graphs. On a
-mesh that JAX manages a launch is lowered to a `custom_partitioning`, and each device's part when XLA has shared it out.
+`[G, ...]` with G a multiple of S. `launch_norm` binds another, for norms: weights `[S, N]`, all others
+`[S, *rows, N]`. Batching adds groups, rows or models, never a launch. Lowering compiles the kernel and registers a
+callback that XLA calls with its own buffers and stream; XLA captures that call in its CUDA graphs. On a mesh that JAX
+manages a launch is lowered to a `custom_partitioning`, and each device's part when XLA has shared it out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch_bridge.config import Reverse as Reverse
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
+NORM_WEIGHTS, NORM_WEIGHT_GRADS, NORM_STATISTICS = ("weight", "bias"), ("dweight", "dbias"), ("mean", "rstd")
 # The axes that devices may share out; time and features stay whole.
 SHARED_OUT = ("models", "groups", "batch")
 
@@ -41,8 +43,24 @@ class Output(NamedTuple):
     dtype: Any
 
 
+class NormOutput(NamedTuple):
+    """An array that a norm's launch writes; its shape follows from its name."""
+
+    name: str
+    dtype: Any
+
+
 def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
     """Why the Triton implementation cannot run here on these dtypes and this width, and what to do; None if it can."""
+    return _unsupported(dtypes, functools.partial(_too_wide, hidden), multiplies=True)
+
+
+def unsupported_norm(dtypes: Sequence[Any], columns: int) -> str | None:
+    """As `unsupported`, of a norm over so many columns."""
+    return _unsupported(dtypes, functools.partial(_too_many_columns, columns), multiplies=False)
+
+
+def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], multiplies: bool) -> str | None:
     missing = [name for name in ("torch", "triton") if _spec_missing(name)]
     if missing:
         return (
@@ -59,12 +77,12 @@ def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
                 "runs in Triton's interpreter here, because of TRITON_INTERPRET=1, and that takes arrays on the CPU "
                 'alone: unset it, set JAX_PLATFORMS=cpu, or pass implementation="xla"'
             )
-        if jnp.bfloat16 in dtypes:
+        if multiplies and jnp.bfloat16 in dtypes:
             return (
                 "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there, or pass "
                 'implementation="xla"'
             )
-        return _too_wide(hidden, config.Device())
+        return too_wide(config.Device())
     if jax.default_backend() != "gpu":
         return (
             f'needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: pass implementation="xla" (or '
@@ -83,7 +101,7 @@ def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
             f"needs compute capability 8.0 (Ampere) or newer, this GPU has {device.capability / 10}: "
             'pass implementation="xla"'
         )
-    return _too_wide(hidden, device)
+    return too_wide(device)
 
 
 def _too_wide(hidden: int, device: Any) -> str | None:
@@ -95,6 +113,14 @@ def _too_wide(hidden: int, device: Any) -> str | None:
         f"is limited by the device: a hidden width of {hidden} is more than its {device.multiprocessors} "
         f'multiprocessors can share ({widest(device)}); pass implementation="xla"'
     )
+
+
+def _too_many_columns(columns: int, device: Any) -> str | None:
+    from torch_bridge.norms import widest
+
+    if columns <= widest(device):
+        return None
+    return f'takes up to {widest(device)} columns, got {columns}: pass implementation="xla"'
 
 
 @functools.cache
@@ -110,8 +136,13 @@ def preferred(steps: int) -> bool:
 
     One step alone XLA does faster: 13.7 us an iteration of a scan against 19.9 us (H200, B=64, H=128).
     """
+    return steps > 1 and on_gpu()
+
+
+def on_gpu() -> bool:
+    """Whether JAX computes on a GPU unless told otherwise."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]  # a device, a platform, or None
-    return steps > 1 and (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
+    return (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
 
 
 def _varying_axes(x: Any) -> frozenset[str]:
@@ -135,11 +166,22 @@ def vary_alike(tree: Any, *others: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-launch_p = Primitive("jaxrnn_launch")
-launch_p.multiple_results = True
-# What a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
-part_p = Primitive("jaxrnn_launch_part")
-part_p.multiple_results = True
+def on_each_device(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
+    """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first."""
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
+    arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+# A launch; and what a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
+launch_p, part_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_part")
+norm_p, norm_part_p = _primitive("jaxrnn_norm"), _primitive("jaxrnn_norm_part")
 
 
 @functools.cache
@@ -164,13 +206,29 @@ def launch(
 
     With `reverse` "odd" the innermost `jax.vmap` around it must be of two, over weights too: forward and in reverse.
     """
-    present = {name: x for name, x in arrays.items() if x is not None}
-    results = launch_p.bind(
-        *present.values(),
-        cell=cell, direction=direction, inputs=tuple(present), outputs=tuple(outputs),
-        reset_state=reset_state, reverse=reverse, precision=precision,
-        of_devices=_asks_for_devices(),
+    return _bind(
+        launch_p, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
+        precision=precision,
     )  # fmt: skip
+
+
+def launch_norm(
+    kind: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NormOutput], *, epsilon: float
+) -> dict[str, Array]:
+    """Launches the kernel of a norm, "rms" or "layer": as `launch`, of the arrays that `torch_bridge.norms` names.
+
+    Weights and their gradients are `[S, N]`, statistics `[S, *rows]`, all others `[S, *rows, N]`.
+    """
+    return _bind(norm_p, arrays, outputs, kind=kind, direction=direction, epsilon=epsilon)
+
+
+def _bind(
+    primitive: Primitive, arrays: dict[str, Array | None], outputs: Sequence[Output | NormOutput], **params: Any
+) -> dict[str, Array]:
+    present = {name: x for name, x in arrays.items() if x is not None}
+    results = primitive.bind(
+        *present.values(), inputs=tuple(present), outputs=tuple(outputs), of_devices=_asks_for_devices(), **params
+    )
     # what a primitive without a rule for it returns varies over no axis
     return dict(zip((output.name for output in outputs), vary_alike(results, present), strict=True))
 
@@ -197,26 +255,6 @@ def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDty
         )
         for output in outputs
     ]
-
-
-@launch_p.def_abstract_eval
-def _abstract(*avals: Any, inputs: Any, outputs: Any, **_: Any) -> list[jax.core.ShapedArray]:
-    types = _result_types(_sizes(inputs, [aval.shape for aval in avals]), outputs)
-    return [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
-
-
-part_p.def_abstract_eval(_abstract)
-
-
-@functools.lru_cache(maxsize=1024)
-def _jitted(**params: Any) -> Callable[..., list[Array]]:
-    return jax.jit(functools.partial(launch_p.bind, **params))
-
-
-@launch_p.def_impl
-def _impl(*arrays: Array, **params: Any) -> list[Array]:
-    with jax.disable_jit(False):  # a launch is compiled: to take it apart would end here again
-        return _jitted(**params)(*arrays)
 
 
 def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
@@ -252,7 +290,28 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
     return results, [0] * len(results)
 
 
-batching.primitive_batchers[launch_p] = _batch
+def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
+    """vmap: the new axis joins the rows; where weights are batched, or their gradients sum over rows, the models."""
+    names = (*params["inputs"], *(output.name for output in params["outputs"]))
+    batched = {name for name, axis in zip(params["inputs"], axes, strict=True) if axis is not None}
+    new_models = bool(batched & {*NORM_WEIGHTS} or {*names} & {*NORM_WEIGHT_GRADS})
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+
+    def merge(name: str, x: Array, axis: int | None) -> Array:
+        if name in NORM_WEIGHTS and not new_models:
+            return x
+        at = 0 if new_models else 1  # after the models
+        if axis is None:
+            x = jnp.broadcast_to(jnp.expand_dims(x, at), (*x.shape[:at], size, *x.shape[at:]))
+        else:
+            x = jnp.moveaxis(x, axis, at)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if new_models else x
+
+    results = norm_p.bind(*map(merge, params["inputs"], arrays, axes), **params)
+    if new_models:
+        models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
+        results = [x.reshape(size, models, *x.shape[1:]) for x in results]
+    return results, [0 if new_models else 1] * len(results)
 
 
 def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
@@ -260,8 +319,6 @@ def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
         'the Triton kernels have no forward-mode and no second derivative: pass implementation="xla"'
     )
 
-
-ad.primitive_jvps[launch_p] = _refuse_to_differentiate
 
 # What the tangent of an argument goes through: reverse mode transposes it and never computes it, forward mode computes
 # it before `custom_vjp` gets to raise a TypeError that does not name the way.
@@ -296,12 +353,16 @@ def reverse_mode_only(tree: Any) -> Any:
 def _problem(arrays: Sequence[Any], sizes: _Sizes, params: dict[str, Any]) -> Any:
     from torch_bridge.config import Problem
 
-    dtypes = [(name, str(x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)]
-    dtypes += [(output.name, str(jnp.dtype(output.dtype))) for output in params["outputs"]]
     return Problem(
-        params["cell"], params["direction"], *sizes, dtypes=tuple(dtypes),
+        params["cell"], params["direction"], *sizes, dtypes=_dtypes(arrays, params),
         reset_state=params["reset_state"], reverse=params["reverse"], precision=params["precision"],
     )  # fmt: skip
+
+
+def _dtypes(arrays: Sequence[Any], params: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    dtypes = [(name, str(x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)]
+    dtypes += [(output.name, str(jnp.dtype(output.dtype))) for output in params["outputs"]]
+    return tuple(dtypes)
 
 
 class _Callback:
@@ -328,13 +389,153 @@ class _InterpretedCallback(_Callback):
         self.launch.interpret(dict(zip(self.names, tensors, strict=True)))
 
 
-def _call(make_launch: Callable[[Any], Any], callback: type[_Callback], captured: bool) -> Callable[..., list[Array]]:
+class _Kernels:
+    """What the launches of one kind of kernels have of their own; the rest of this module is the same for all."""
+
+    whole: Primitive
+    part: Primitive
+    batch: Callable[..., tuple[list[Array], list[int]]]
+
+    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        """What a launch on arrays of these shapes writes."""
+        raise NotImplementedError
+
+    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        """The launch of a part, of `torch_bridge`: nothing is compiled yet."""
+        raise NotImplementedError
+
+    def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
+        """The name of each axis of an array of `apart`: of those that devices share out, and of one that all need."""
+        raise NotImplementedError
+
+    def shared_out(self, axis: str) -> bool:
+        """Whether devices may share out the axis of this name."""
+        raise NotImplementedError
+
+    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        """Operands of `whole` with every axis that may be shared out by itself."""
+        raise NotImplementedError
+
+    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        """Results of `on_device`, as those of `whole`."""
+        raise NotImplementedError
+
+    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        """Binds `part` on what `apart` returns, or a device's part of it."""
+        raise NotImplementedError
+
+
+class _Recurrences(_Kernels):
+    """Of `launch`. Where axes are apart, groups are apart from their models, `[S, G / S, ...]`."""
+
+    whole, part, batch = launch_p, part_p, staticmethod(_batch)
+
+    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
+
+    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        from torch_bridge.launch import Launch
+
+        return Launch(_problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params), device)
+
+    def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
+        if name in WEIGHTS:
+            return ("models", *(f"{name}_{k}" for k in range(1, rank)))
+        if name == "reset":
+            return ("models", "groups", "steps", "batch")
+        return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
+
+    def shared_out(self, axis: str) -> bool:
+        return axis in SHARED_OUT
+
+    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        models = _sizes(params["inputs"], [x.shape for x in arrays]).models
+        return self._of_models(models, arrays, params)
+
+    def _of_models(self, models: int, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        return [
+            x if name in WEIGHTS else x.reshape(models, x.shape[0] // models, *x.shape[1:])
+            for name, x in zip(params["inputs"], arrays, strict=True)
+        ]
+
+    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return [x.reshape(-1, *x.shape[2:]) for x in results]
+
+    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        merged = [
+            x if name in WEIGHTS else x.reshape(-1, *x.shape[2:])
+            for name, x in zip(params["inputs"], arrays, strict=True)
+        ]
+        models = _sizes(params["inputs"], [x.shape for x in merged]).models
+        results = part_p.bind(*merged, slot=slot, **params)
+        return [x.reshape(models, -1, *x.shape[1:]) for x in results]
+
+
+class _Norms(_Kernels):
+    """Of `launch_norm`. A part has rows as one axis, `[S, R, N]`."""
+
+    whole, part, batch = norm_p, norm_part_p, staticmethod(_batch_norm)
+
+    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        like = dict(zip(params["inputs"], shapes, strict=True))["x"]  # [S, *rows, N]
+        return [
+            jax.ShapeDtypeStruct(
+                (like[0], like[-1]) if output.name in NORM_WEIGHT_GRADS
+                else like[:-1] if output.name in NORM_STATISTICS
+                else like,
+                output.dtype,
+            )
+            for output in params["outputs"]
+        ]  # fmt: skip
+
+    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        from torch_bridge.norms import Launch, Problem
+
+        models, rows, columns = dict(zip(params["inputs"], arrays, strict=True))["x"].shape
+        problem = Problem(
+            params["kind"], params["direction"], models, rows, columns, params["epsilon"], _dtypes(arrays, params)
+        )
+        return Launch(problem, device)
+
+    def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
+        if name in NORM_WEIGHTS + NORM_WEIGHT_GRADS:
+            return ("models", "columns")
+        last = () if name in NORM_STATISTICS else ("columns",)
+        return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
+
+    def shared_out(self, axis: str) -> bool:
+        return axis != "columns"
+
+    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return arrays
+
+    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return results
+
+    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        types = self.types([x.shape for x in arrays], params)
+        rows = math.prod(dict(zip(params["inputs"], arrays, strict=True))["x"].shape[1:-1])
+
+        def flat(name: str, x: Array) -> Array:
+            if name in NORM_WEIGHTS:
+                return x
+            return x.reshape(x.shape[0], rows, *(() if name in NORM_STATISTICS else x.shape[-1:]))
+
+        results = norm_part_p.bind(*map(flat, params["inputs"], arrays), slot=slot, **params)
+        return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
+
+
+def _call(
+    kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
+) -> Callable[..., list[Array]]:
+    """What computes a part: compiled for all devices here, when it is traced; launched by what XLA calls."""
+
     def call(*arrays: Array, **params: Any) -> list[Array]:
-        sizes = _sizes(params["inputs"], [x.shape for x in arrays])
-        results = _result_types(sizes, params["outputs"])
-        if sizes.groups == 0:  # vmap over an axis of length zero
-            return [jnp.zeros(x.shape, x.dtype) for x in results]
-        launch = make_launch(_problem(arrays, sizes, params))
+        results = kernels.types([x.shape for x in arrays], params)
+        kind, ordinals = device()
+        launch = kernels.launch(arrays, params, kind)
+        for ordinal in ordinals:  # at call time there is only time to launch
+            launch.load(ordinal)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {}
         for name, length, dtype, zeroed in launch.workspaces:
@@ -353,26 +554,23 @@ def _call(make_launch: Callable[[Any], Any], callback: type[_Callback], captured
     return call
 
 
-def _cuda_launch(problem: Any) -> Any:
-    """Compiles for every local GPU now: at call time there is only time to launch."""
-    from torch_bridge.launch import Launch, device
+def _cuda_device() -> tuple[Any, Sequence[int]]:
+    """The device that a kernel is chosen for, and all that it is loaded onto."""
+    from torch_bridge.launch import device
 
     ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
-    launch = Launch(problem, device(ordinals[0]))
-    for ordinal in ordinals:
-        launch.load(ordinal)
-    return launch
+    return device(ordinals[0]), ordinals
 
 
-def _cpu_launch(problem: Any) -> Any:
+def _cpu_device() -> tuple[Any, Sequence[int]]:
     from torch_bridge.config import Device
-    from torch_bridge.launch import Launch, interpreting
+    from torch_bridge.launch import interpreting
 
     if not interpreting():
         raise NotImplementedError(
             'the Triton kernels were asked for on CPU devices: pass implementation="xla" for what runs there'
         )
-    return Launch(problem, Device(interpreted=True))
+    return Device(interpreted=True), ()
 
 
 class _Slot:
@@ -410,87 +608,117 @@ def _lower_part(call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot
     return results
 
 
-def _lower(ctx: Any, *operands: Any, of_devices: Any, **params: Any) -> Any:
-    """Lowers a launch: on a mesh that JAX manages as what XLA partitions over models, groups and batch."""
+def _lower(kernels: _Kernels, ctx: Any, *operands: Any, of_devices: Any, **params: Any) -> Any:
+    """Lowers a launch: on a mesh that JAX manages as what XLA partitions over all axes that may be shared out."""
     del of_devices
-    sizes = _sizes(params["inputs"], [aval.shape for aval in ctx.avals_in])
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
-    if not managed or sizes.groups == 0 or not getattr(jax.config, "jax_use_shardy_partitioner", True):
-        function: Callable[..., Any] = functools.partial(part_p.bind, slot=None, **params)
+    if any(0 in aval.shape for aval in ctx.avals_out):  # vmap over an axis of length zero
+        zeros = functools.partial(jax.tree.map, lambda aval: jnp.zeros(aval.shape, aval.dtype), list(ctx.avals_out))
+        return mlir.lower_fun(lambda *_: zeros(), multiple_results=True)(ctx, *operands)
+    if not managed or not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        function = functools.partial(_on_one_device, kernels, params)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
     slot = _Slot()
     slot.index = len(ctx.module_context.host_callbacks)
     ctx.module_context.add_host_callback(slot)
-    return mlir.lower_fun(_partitioned(slot, sizes.models, params), multiple_results=True)(ctx, *operands)
+    return mlir.lower_fun(_partitioned(kernels, slot, params), multiple_results=True)(ctx, *operands)
 
 
-def _partitioned(slot: _Slot, models: int, params: dict[str, Any]) -> Callable[..., Any]:
-    """A launch whose models, groups and sequences XLA may share out to devices.
+def _on_one_device(kernels: _Kernels, params: dict[str, Any], *arrays: Array) -> Sequence[Array]:
+    """What `whole` computes, by one launch of all of it."""
+    return kernels.together(kernels.on_device(None, kernels.apart(arrays, params), params), params)
 
-    In it groups are apart from their models, `[S, G / S, ...]`: one may be shared out and the other whole.
-    """
+
+def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Callable[..., Any]:
+    """A launch of which XLA may share out to devices what is independent, each axis of that by itself."""
     inputs = params["inputs"]
     names = (*inputs, *(output.name for output in params["outputs"]))
 
-    def axes_of(name: str, rank: int) -> tuple[str, ...]:
-        """The name of each axis: of those that devices share out, and of one that all need whole."""
-        if name in WEIGHTS:
-            return ("models", *(f"{name}_{k}" for k in range(1, rank)))
-        if name == "reset":
-            return ("models", "groups", "steps", "batch")
-        return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
+    def axes_of(operands: Any, results: Any) -> list[tuple[str, ...]]:
+        return [kernels.axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
 
     def rule(_: Any, operands: Any, results: Any) -> tuple[str, dict[str, Any]]:
-        axes = [axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
+        axes = axes_of(operands, results)
         arrays = [" ".join(each) for each in axes]
         in_order = dict.fromkeys(axis for each in axes for axis in each)
-        whole = tuple(axis for axis in in_order if axis not in SHARED_OUT)
+        whole = tuple(axis for axis in in_order if not kernels.shared_out(axis))
         text = f"{', '.join(arrays[: len(inputs)])} -> {', '.join(arrays[len(inputs) :])}"
         return text, {"need_replication_factors": whole}
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
-        axes = [axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
+        axes = axes_of(operands, results)
         given = [
-            dict(zip(each, x.sharding.spec, strict=False)) for each, x in zip(axes, (*operands, *results), strict=True)
+            {axis: at for axis, at in zip(each, x.sharding.spec, strict=False) if kernels.shared_out(axis)}
+            for each, x in zip(axes, (*operands, *results), strict=True)
         ]
         # they agree, but for what is whole
-        shared = max(
-            ({axis: each.get(axis) for axis in SHARED_OUT} for each in given),
-            key=lambda each: _parts(mesh, *each.values()),
-        )
-        if params["reverse"] == "odd" and models % (2 * _parts(mesh, shared["models"])):
+        shared = max(given, key=lambda each: _parts(mesh, *each.values()))
+        if params.get("reverse") == "odd" and operands[0].shape[0] % (2 * _parts(mesh, shared.get("models"))):
             shared["models"] = None  # a model runs in reverse if its index is odd: on a device too
         shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, each))) for each in axes]
-        return mesh, functools.partial(local, slot), tuple(shardings[len(inputs) :]), tuple(shardings[: len(inputs)])
+        # what is a sum over axes that are shared out
+        sums = [_mesh_axes(*(at for axis, at in shared.items() if axis not in each)) for each in axes[len(inputs) :]]
+        return (
+            mesh,
+            functools.partial(local, slot, sums),
+            tuple(shardings[len(inputs) :]),
+            tuple(shardings[: len(inputs)]),
+        )
 
-    def local(slot: _Slot | None, *arrays: Array) -> tuple[Array, ...]:
-        merged = [x if name in WEIGHTS else x.reshape(-1, *x.shape[2:]) for name, x in zip(inputs, arrays, strict=True)]
-        here = _sizes(inputs, [x.shape for x in merged]).models
-        results = part_p.bind(*merged, slot=slot, **params)
-        return tuple(x.reshape(here, -1, *x.shape[1:]) for x in results)
+    def local(slot: _Slot | None, sums: list[list[str]] | None, *arrays: Array) -> tuple[Array, ...]:
+        results = kernels.on_device(slot, arrays, params)
+        if sums is not None:
+            results = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(results, sums, strict=True)]
+        return tuple(results)
 
-    on_devices = custom_partitioning(functools.partial(local, None))
+    on_devices = custom_partitioning(functools.partial(local, None, None))
     on_devices.def_partition(partition, sharding_rule=rule, decode_shardings=True)
 
-    def call(*arrays: Array) -> list[Array]:
-        apart = [
-            x if name in WEIGHTS else x.reshape(models, -1, *x.shape[1:])
-            for name, x in zip(inputs, arrays, strict=True)
-        ]
-        return [x.reshape(-1, *x.shape[2:]) for x in on_devices(*apart)]
+    def call(*arrays: Array) -> Sequence[Array]:
+        return kernels.together(on_devices(*kernels.apart(arrays, params)), params)
 
     return call
 
 
+def _mesh_axes(*axes: Any) -> list[str]:
+    """The axes of a mesh that these axes of an array are cut over."""
+    return [name for axis in axes if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
+
+
 def _parts(mesh: Any, *axes: Any) -> int:
     """How many parts these axes of an array are cut into."""
-    names = [name for axis in axes if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
-    return math.prod(mesh.shape[name] for name in names)
+    return math.prod(mesh.shape[name] for name in _mesh_axes(*axes))
 
 
-mlir.register_lowering(launch_p, _lower)
-for _platform, _function in (
-    ("cuda", _call(_cuda_launch, _Callback, True)), ("cpu", _call(_cpu_launch, _InterpretedCallback, False))
-):  # fmt: skip
-    mlir.register_lowering(part_p, functools.partial(_lower_part, _function), platform=_platform)
+@functools.lru_cache(maxsize=1024)
+def _jitted(primitive: Primitive, **params: Any) -> Callable[..., list[Array]]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def _register(kernels: _Kernels) -> None:
+    """The rules of the two primitives of `kernels`."""
+
+    def abstract(*avals: Any, slot: Any = None, of_devices: Any = None, **params: Any) -> list[jax.core.ShapedArray]:
+        types = kernels.types([aval.shape for aval in avals], params)
+        return [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
+
+    def run(*arrays: Array, **params: Any) -> list[Array]:
+        with jax.disable_jit(False):  # a launch is compiled: to take it apart would end here again
+            return _jitted(kernels.whole, **params)(*arrays)
+
+    kernels.whole.def_abstract_eval(abstract)
+    kernels.part.def_abstract_eval(abstract)
+    kernels.whole.def_impl(run)
+    batching.primitive_batchers[kernels.whole] = kernels.batch
+    ad.primitive_jvps[kernels.whole] = _refuse_to_differentiate
+    mlir.register_lowering(kernels.whole, functools.partial(_lower, kernels))
+    for platform, call in (
+        ("cuda", _call(kernels, _cuda_device, _Callback, True)),
+        ("cpu", _call(kernels, _cpu_device, _InterpretedCallback, False)),
+    ):
+        mlir.register_lowering(kernels.part, functools.partial(_lower_part, call), platform=platform)
+
+
+_register(_Recurrences())
+_register(_Norms())

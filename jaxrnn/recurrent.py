@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jaxrnn import _bridge, cells, projection, reference
 from jaxrnn.reference import GRUParams, LSTMParams
@@ -534,12 +534,9 @@ def _run_triton(
         jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), resets),
         jax.tree.map(lambda x: by_rank[x.ndim], reset_states),
     )
-    mesh = jax.typeof(xs).sharding.mesh
-    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
-    arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
     results: Any = tuple(state for _ in cell.states), tuple(sequence for _ in returned)
     results = (results, results) if reverse == "odd" else results
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
+    return _bridge.on_each_device(run, jax.typeof(xs).sharding.mesh, specs, results, arguments)
 
 
 # States from which on one direction by itself fills a GPU, and to bring both side by side costs more than a launch
