@@ -1,4 +1,4 @@
-"""Flax linen modules over `jaxrnn.gru` and `jaxrnn.lstm`: the attributes, parameters and initial values of Flax's own.
+"""Flax linen modules over the functions of `jaxrnn`: the attributes, parameters and initial values of Flax's own.
 
 | instead of                                                       | import                                            |
 | ---------------------------------------------------------------- | ------------------------------------------------- |
@@ -8,6 +8,7 @@
 | `nn.RNN`                                                         | `RNN`                                             |
 | `ResetRNN` of jaxued                                             | `ResetRNN`                                        |
 | `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
+| `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
 
 Resets, wherever a module takes them: `resets[t]` is nonzero if step t begins an episode. It is the done that step
 t - 1 returned, the one stored beside the observation of step t; the done of step t belongs to `resets[t + 1]`.
@@ -43,7 +44,9 @@ __all__ = [
     "GRUCell",
     "HiddenFirstScannedRNN",
     "LSTMCell",
+    "LayerNorm",
     "OptimizedLSTMCell",
+    "RMSNorm",
     "ResetRNN",
     "ScannedRNN",
 ]
@@ -404,6 +407,73 @@ class RNN(nn.RNN):
         )
 
 
+class RMSNorm(nn.RMSNorm):
+    """`flax.linen.RMSNorm` over `jaxrnn.rms_norm`: the same parameters, initial values and results.
+
+    `reduction_axes` and `feature_axes` must be the last axis, and there is no `mask`, `axis_name`, `axis_index_groups`
+    or `force_float32_reductions=False`: these raise NotImplementedError.
+
+    Attributes:
+      epsilon: added to the mean square, inside the root; further attributes as in Flax.
+      dtype: of the result; None: what inputs and parameters promote to. It is computed in float32.
+      use_fast_variance: changes nothing: the variance is always the mean of squared differences.
+      implementation: as in `jaxrnn.rms_norm`.
+    """
+
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
+        """Normalises the last axis.
+
+        Args:
+          x: `[*rows, N]`.
+          residual: of the shape and dtype of `x`, added to it first, in the same pass.
+          mask: Flax's; None.
+
+        Returns:
+          `y`, of the shape of `x`; with a residual `(y, x + residual)`, the latter in the dtype of `x`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this input, or an attribute is one that Flax alone
+            has; the message says which.
+        """
+        return run_norm(self, "rms", x, residual, mask)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`flax.linen.LayerNorm` over `jaxrnn.layer_norm`: the same parameters, initial values and results.
+
+    Attributes:
+      epsilon: as all attributes, as in `RMSNorm`.
+    """
+
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
+        """Normalises the last axis; everything is as in `RMSNorm`."""
+        return run_norm(self, "layer", x, residual, mask)
+
+
+def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None) -> Any:
+    """Normalises `x`, with the parameters of a bound module, created if missing."""
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError("x must be [*rows, N], got a scalar")
+    modules.check_norm(norm, mask, x.ndim)
+    scale, bias = (
+        norm.param(name, getattr(norm, f"{name}_init"), x.shape[-1:], norm.param_dtype)
+        if getattr(norm, f"use_{name}", False)
+        else None
+        for name in ("scale", "bias")
+    )
+    dtype = canonicalize_dtype(x, scale, bias, dtype=norm.dtype)
+    options = {"epsilon": norm.epsilon, "implementation": norm.implementation}
+    return modules.normalize(kind, x, scale, bias, residual, dtype, **options)
+
+
 def one_or_pair(arrays: Sequence[Array]) -> Carry:
     """The carry of a GRU or an LSTM of its arrays."""
     return tuple(arrays) if len(arrays) > 1 else arrays[0]
@@ -431,6 +501,7 @@ class FusedStack(nn.Module):
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation = None
     remat: bool = False
+    norm: str | Callable[..., nn.Module] | None = None
 
     _cell: ClassVar[type[FusedCell]] = FusedCell
 
@@ -489,11 +560,13 @@ class FusedStack(nn.Module):
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
         modules.check_stack(
-            self.num_layers, self.dropout_rate, self.bidirectional, reverse, getattr(self, "proj_size", None)
+            self.num_layers, self.dropout_rate, self.bidirectional, reverse, getattr(self, "proj_size", None), self.norm
         )
         modules.check_reset_carry(resets, reset_carry)
 
-        def dropout(xs: Array) -> Array:
+        def between(k: int, xs: Array) -> Array:
+            if self.norm is not None:
+                xs = self.make_norm(f"norm_{k}")(xs)
             if self.dropout_rate == 0.0:
                 return xs
             is_off = nn.merge_param("deterministic", self.deterministic, deterministic)
@@ -522,7 +595,7 @@ class FusedStack(nn.Module):
             resets=resets,
             reset_carry=None if reset_carry is None else modules.by_direction("reset_carry", reset_carry, *structure),
             seq_lengths=seq_lengths,
-            dropout=dropout,
+            between=between,
             dtype=self.dtype,
             time_major=time_major,
             reverse=reverse,
@@ -589,6 +662,16 @@ class FusedStack(nn.Module):
         )
 
     @nn.nowrap
+    def make_norm(self, name: str) -> nn.Module:
+        """What normalises the outputs of one of the layers."""
+        if isinstance(self.norm, nn.Module):
+            raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
+        if callable(self.norm):
+            return self.norm(name=name)
+        make = {"rms": RMSNorm, "layer": LayerNorm}[str(self.norm)]
+        return make(dtype=self.dtype, param_dtype=self.param_dtype, implementation=self.implementation, name=name)
+
+    @nn.nowrap
     def make_cell(self, **options: Any) -> Any:
         """One of the cells."""
         names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
@@ -625,6 +708,9 @@ class GRU(FusedStack):
       precision: of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; None always works.
       remat: as in `jaxrnn.gru`.
+      norm: normalises the outputs of every layer but the last, both directions together, before dropout: "rms" or
+        "layer" for a `RMSNorm` or `LayerNorm`, its parameters at `norm_{k}`, where k is the layer whose outputs it
+        takes; or what makes another module, `norm(name=name)`, as a class does. None: nothing.
     """
 
     _cell = GRUCell

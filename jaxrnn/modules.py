@@ -1,4 +1,4 @@
-"""What the modules of Flax linen and NNX share: everything around `jaxrnn.gru` and `jaxrnn.lstm` but the parameters."""
+"""What the modules of Flax linen and NNX share: everything around the functions of `jaxrnn` but the parameters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrnn import norms
 from jaxrnn.recurrent import bidirectional_gru, bidirectional_lstm, gru, lstm
 from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
 
@@ -48,6 +49,46 @@ def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
     """Raises ValueError if there is something to start episodes from, but nothing that says where they start."""
     if resets is None and reset_carry is not None:
         raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+
+
+# Norms of the stacks that have a name.
+NORMS = ("rms", "layer")
+
+
+def check_norm(module: Any, mask: Array | None, rank: int) -> None:
+    """Raises NotImplementedError if one of Flax's attributes of a norm asks for more than the last axis by itself."""
+    given = {name: getattr(module, name) for name in ("reduction_axes", "feature_axes")}
+    wrong = {name: axes for name, axes in given.items() if {axis % rank for axis in _axes(axes)} != {rank - 1}}
+    given = {name: getattr(module, name) for name in ("axis_name", "axis_index_groups")} | {"mask": mask}
+    wrong |= {name: value for name, value in given.items() if value is not None}
+    if not getattr(module, "force_float32_reductions", True):
+        wrong["force_float32_reductions"] = False
+    for name, value in wrong.items():
+        kind = type(module).__name__
+        shown = "an array" if name == "mask" else value
+        raise NotImplementedError(
+            f"{kind} of jaxrnn normalises the last axis, in float32, on one device: {name} cannot be {shown}. Use "
+            f"Flax's own {kind} for it"
+        )
+
+
+def _axes(axes: int | Sequence[int]) -> Sequence[int]:
+    return (axes,) if isinstance(axes, int) else axes
+
+
+def normalize(
+    kind: Any,
+    x: Array,
+    scale: Array | None,
+    bias: Array | None,
+    residual: Array | None,
+    dtype: DTypeLike,
+    **options: Any,
+) -> Any:
+    """`jaxrnn.rms_norm` or `jaxrnn.layer_norm` as Flax's modules have it: of any numbers, with y in `dtype`."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, **options)
 
 
 def for_batch(carry: Carry, batch: tuple[int, ...]) -> Carry:
@@ -176,7 +217,12 @@ def resetting(
 
 
 def check_stack(
-    num_layers: int, dropout_rate: float, bidirectional: bool, reverse: bool, proj_size: int | None = None
+    num_layers: int,
+    dropout_rate: float,
+    bidirectional: bool,
+    reverse: bool,
+    proj_size: int | None = None,
+    norm: Any = None,
 ) -> None:
     """Raises ValueError unless there is a stack of that kind."""
     if num_layers < 1:
@@ -187,6 +233,8 @@ def check_stack(
         raise ValueError(f"proj_size must be at least 1, or None for no projection, got {proj_size}")
     if bidirectional and reverse:
         raise ValueError("reverse is for a stack of one direction: a bidirectional one runs both, outputs in order")
+    if norm is not None and not (callable(norm) or (isinstance(norm, str) and norm in NORMS)):
+        raise ValueError(f'norm must be "rms", "layer", None, or a class or function that makes a module, got {norm!r}')
 
 
 def by_direction(
@@ -380,7 +428,7 @@ def run_stack(
     *,
     reset_carry: Any,
     seq_lengths: Array | None,
-    dropout: Callable[[Array], Array],
+    between: Callable[[int, Array], Array],
     dtype: DTypeLike | None,
     time_major: bool,
     reverse: bool,
@@ -396,7 +444,7 @@ def run_stack(
       xs: `[T, *batch, D]`, or `[*batch, T, D]`.
       reset_carry: as `carry`, or None for zeros.
       seq_lengths: `[*batch]` or None.
-      dropout: goes over the outputs of every layer but the last.
+      between: makes of the outputs of layer k, every one but the last, the inputs of the next: `between(k, outputs)`.
       dtype: what matrices are multiplied in; None: what inputs, carry and parameters promote to.
       time_major: whether time comes first.
       reverse: whether the only direction is backward.
@@ -409,7 +457,7 @@ def run_stack(
     last = []
     for k, params in enumerate(layers):
         if k:
-            xs = dropout(xs)
+            xs = between(k - 1, xs)
         hs = [jax.tree.leaves(one)[-1] for one in carry[k]]
         layer_dtype = jnp.result_type(xs, *hs, *jax.tree.leaves(params)) if dtype is None else dtype
         weights = [cast(one, layer_dtype) for one in params]

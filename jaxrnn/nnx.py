@@ -1,9 +1,10 @@
-"""Flax NNX modules over `jaxrnn.gru` and `jaxrnn.lstm`: the arguments, parameters and initial values of Flax's own.
+"""Flax NNX modules over the functions of `jaxrnn`: the arguments, parameters and initial values of Flax's own.
 
 | instead of                                             | import                                     |
 | ------------------------------------------------------ | ------------------------------------------ |
 | `nnx.RNN`                                              | `RNN`                                      |
 | `nnx.GRUCell`, `nnx.LSTMCell`, `nnx.OptimizedLSTMCell` | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell` |
+| `nnx.RMSNorm`, `nnx.LayerNorm`                         | `RMSNorm`, `LayerNorm`                     |
 
 `nnx.Bidirectional` takes an `RNN` from here. `GRU` and `LSTM` are stacks of layers.
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
     Rngs = nnx.Rngs | nnx.RngStream | None
 
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "OptimizedLSTMCell"]
+__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "LayerNorm", "OptimizedLSTMCell", "RMSNorm"]
 
 
 class FusedCell(nnx.RNNCellBase):
@@ -386,6 +387,78 @@ graph_scan: Any = getattr(nnx, "compat", nnx).scan
 DEFAULT_STATE_AXES = nnx.StateAxes({...: nnx.Carry})  # type: ignore[arg-type]
 
 
+class RMSNorm(nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` over `jaxrnn.rms_norm`: the same parameters, initial values and results.
+
+    `reduction_axes` and `feature_axes` must be the last axis, and there is no `mask`, `axis_name` or
+    `axis_index_groups`: these raise NotImplementedError.
+
+    Attributes:
+      num_features: N.
+      epsilon: added to the mean square, inside the root; further arguments and attributes as in Flax.
+      dtype: of the result, and what inputs are rounded to first; None: what inputs and parameters promote to. It is
+        computed in float32.
+      use_fast_variance: changes nothing: the variance is always the mean of squared differences.
+      implementation: as in `jaxrnn.rms_norm`.
+    """
+
+    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.implementation = implementation
+
+    def __call__(self, x: Array, mask: Array | None = None, *, residual: Array | None = None) -> Any:
+        """Normalises the last axis.
+
+        Args:
+          x: `[*rows, N]`.
+          mask: Flax's; None.
+          residual: of the shape and dtype of `x`, added to it first, in the same pass. Neither is rounded to `dtype`.
+
+        Returns:
+          `y`, of the shape of `x`; with a residual `(y, x + residual)`, the latter in the dtype of `x`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this input, or an attribute is one that Flax alone
+            has; the message says which.
+        """
+        return run_norm(self, "rms", x, residual, mask, ("scale",))
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` over `jaxrnn.layer_norm`: the same parameters, initial values and results.
+
+    Attributes:
+      num_features: as all attributes, as in `RMSNorm`.
+    """
+
+    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.implementation = implementation
+
+    def __call__(self, x: Array, *, mask: Array | None = None, residual: Array | None = None) -> Any:
+        """Normalises the last axis; everything is as in `RMSNorm`."""
+        return run_norm(self, "layer", x, residual, mask, ("scale", "bias"))
+
+
+def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, names: tuple[str, ...]) -> Any:
+    """Normalises `x` with the parameters of these names of a module, those that it has."""
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError("x must be [*rows, N], got a scalar")
+    modules.check_norm(norm, mask, x.ndim)
+    given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
+    promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)
+    dtype = dtypes.canonicalize_dtype(*promoted, dtype=norm.dtype)
+    # inputs that promotion only widens are read as they are
+    is_wider = norm.promote_dtype is dtypes.promote_dtype and jnp.promote_types(x.dtype, dtype) == dtype
+    if residual is None and not is_wider:
+        x = promoted[0]
+    scale, bias = (*promoted[1:], None)[:2]
+    options = {"epsilon": norm.epsilon, "implementation": norm.implementation}
+    return modules.normalize(kind, x, scale, bias, residual, dtype, **options)
+
+
 class LearnedCarry(nnx.Module):
     """What sequences and episodes of one cell start from: a parameter `[H]` for each array of its carry."""
 
@@ -428,9 +501,10 @@ class FusedStack(nnx.Module):
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation = None,
         remat: bool = False,
+        norm: str | Callable[..., nnx.Module] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        modules.check_stack(num_layers, dropout_rate, bidirectional, reverse, self.proj_size)
+        modules.check_stack(num_layers, dropout_rate, bidirectional, reverse, self.proj_size, norm)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.num_layers = num_layers
@@ -472,6 +546,16 @@ class FusedStack(nnx.Module):
             self.carries = nnx.List([make() for _ in range(num_layers)])
             if bidirectional:
                 self.carries_reverse = nnx.List([make() for _ in range(num_layers)])
+        if isinstance(norm, nnx.Module):
+            raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
+        if isinstance(norm, str):
+            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
+            norm = functools.partial({"rms": RMSNorm, "layer": LayerNorm}[norm], **options)
+        make_norm: Any = norm
+        width = directions * self.widths()["h"]
+        self.norms: nnx.List[Any] | None = (
+            None if norm is None else nnx.List([make_norm(width, rngs=rngs) for _ in range(num_layers - 1)])
+        )
         if dropout_rate > 0.0:
             self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
 
@@ -529,7 +613,9 @@ class FusedStack(nnx.Module):
         modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse)
         modules.check_reset_carry(resets, reset_carry)
 
-        def dropout(xs: Array) -> Array:
+        def between(k: int, xs: Array) -> Array:
+            if self.norms is not None:
+                xs = self.norms[k](xs)
             return self.dropout(xs, deterministic=deterministic, rngs=rngs) if self.dropout_rate > 0.0 else xs
 
         is_random = self.carry_init is not jax.nn.initializers.zeros and not self.learned_carry
@@ -553,7 +639,7 @@ class FusedStack(nnx.Module):
             resets=resets,
             reset_carry=None if reset_carry is None else modules.by_direction("reset_carry", reset_carry, *structure),
             seq_lengths=seq_lengths,
-            dropout=dropout,
+            between=between,
             dtype=self.dtype,
             time_major=time_major,
             reverse=reverse,
@@ -643,6 +729,9 @@ class GRU(FusedStack):
       precision: of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; None always works.
       remat: as in `jaxrnn.gru`.
+      norm: normalises the outputs of every layer but the last, both directions together, before dropout: "rms" or
+        "layer" for a `RMSNorm` or `LayerNorm`, at `norms[k]`, where k is the layer whose outputs it takes; or what
+        makes another module, `norm(width, rngs=rngs)`, as a class does. None: nothing.
       rngs: for the parameters, then for dropout.
 
     Raises:

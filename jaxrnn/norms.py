@@ -200,7 +200,7 @@ def _xla(
 ) -> tuple[Array, Array]:
     """The norm in `jax.numpy`; compiled, so that an eager call finds what the one before has compiled."""
     weights = [w for w in (weight, bias) if w is not None]
-    dtype = jnp.result_type(jnp.float32, x, *weights)
+    dtype = jnp.result_type(jnp.float32, static.dtype, x, *weights)
     total = x if residual is None else _sum(x, residual)
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor
