@@ -1,4 +1,4 @@
-"""GRU and LSTM, forward and backward, as float64 NumPy loops over time: what every other path is measured against.
+"""GRU, LSTM and norms, forward and backward, in float64 NumPy: what every other path is measured against.
 
 Written from the equations, with hand-derived gradients, and time first only. `ct_` names a cotangent that comes in, `d`
 a gradient that goes out.
@@ -139,6 +139,40 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
 
 
 CELLS = {"gru": gru, "lstm": lstm}
+
+
+def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:
+    """Outputs and gradients of RMSNorm ("rms") or LayerNorm ("layer").
+
+    Args:
+      kind: which.
+      inputs: `x [..., N]`, optionally `weight` and `bias [N]` and `residual`, and the cotangents `ct_y`, and with a
+        residual `ct_total`.
+      total: what it is the norm of: x, or its sum with the residual as it was rounded.
+      epsilon: added to the mean of squares.
+
+    Returns:
+      `y`, `total` with a residual, and the gradients `dx`, and `dresidual`, `dweight`, `dbias` where there is one.
+    """
+    names = [name for name in ("x", "weight", "bias", "residual") if inputs.get(name) is not None]
+    x, dy = _float64({"x": total, "ct_y": inputs["ct_y"]}, "x", "ct_y")
+    weight = _float64(inputs, "weight")[0] if "weight" in names else 1.0
+    centered = x - x.mean(-1, keepdims=True) if kind == "layer" else x
+    scale = 1 / np.sqrt((centered**2).mean(-1, keepdims=True) + epsilon)
+    normal, d_normal = centered * scale, dy * weight
+    dx = scale * (d_normal - normal * (d_normal * normal).mean(-1, keepdims=True))
+    if kind == "layer":
+        dx -= scale * d_normal.mean(-1, keepdims=True)
+    results = {"y": normal * weight, "dx": dx}
+    if "residual" in names:
+        results["dx"] = dx = dx + _float64(inputs, "ct_total")[0]
+        results |= {"total": x, "dresidual": dx}
+    if "weight" in names:
+        results["dweight"] = _sum_to(dy * normal, x.shape[-1:])
+    if "bias" in names:
+        results["y"] = results["y"] + _float64(inputs, "bias")[0]
+        results["dbias"] = _sum_to(dy, x.shape[-1:])
+    return results
 
 
 def _float64(inputs: Arrays, *names: str) -> list[NDArray]:

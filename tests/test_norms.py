@@ -1,0 +1,632 @@
+"""`rms_norm` and `layer_norm`: against float64 and Flax, under all that JAX does to a function, and called wrongly."""
+
+import dataclasses
+import functools
+import zlib
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxrnn
+from jaxrnn import _bridge, norms
+
+FUNCTIONS = {"rms": jaxrnn.rms_norm, "layer": jaxrnn.layer_norm}
+DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
+ROUNDING = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
+EPSILON = 1e-5
+KERNELS = [
+    pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
+    pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
+]
+kernels_only = pytest.mark.parametrize("implementation", KERNELS)
+every_implementation = pytest.mark.parametrize("implementation", ["xla", *KERNELS])
+every_kind = pytest.mark.parametrize("kind", FUNCTIONS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is normalised; `given` has the optional arrays: w(eight), b(ias), r(esidual)."""
+
+    kind: str
+    N: int
+    rows: tuple[int, ...] = (3, 4)
+    dtype: str = "f32"
+    given: str = "wb"
+    weight_dtype: str = "f32"
+    bias_dtype: str = "f32"
+
+    def __str__(self):
+        words = [self.kind, f"N{self.N}", "R" + "x".join(map(str, self.rows)), self.dtype, self.given or "plain"]
+        words += [
+            f"{name}{dtype}" for name, dtype in (("w", self.weight_dtype), ("b", self.bias_dtype)) if name in self.given
+        ]
+        return "-".join(words)
+
+
+def make_inputs(case, draw=0):
+    """Arrays and cotangents, with the names that `oracle` gives them."""
+    rng = np.random.default_rng(zlib.crc32(str(case).encode()) + draw)
+    shape = (*case.rows, case.N)
+    make = lambda shape, dtype: np.asarray(rng.standard_normal(shape, np.float32), DTYPES[dtype])  # noqa: E731
+    inputs = {"x": make(shape, case.dtype) + np.asarray(0.5, DTYPES[case.dtype]), "ct_y": make(shape, case.dtype)}
+    if "w" in case.given:
+        inputs["weight"] = make((case.N,), case.weight_dtype)
+    if "b" in case.given:
+        inputs["bias"] = make((case.N,), case.bias_dtype)
+    if "r" in case.given:
+        inputs |= {"residual": make(shape, case.dtype), "ct_total": make(shape, case.dtype)}
+    return inputs
+
+
+def call(kind, implementation, inputs, epsilon=EPSILON):
+    """The outputs, by name."""
+    arrays = (inputs["x"], inputs.get("weight"), inputs.get("bias"))
+    residual = inputs.get("residual")
+    out = FUNCTIONS[kind](*arrays, residual=residual, epsilon=epsilon, implementation=implementation)
+    return {"y": out} if residual is None else {"y": out[0], "total": out[1]}
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def run(kind, implementation, inputs):
+    """The outputs and every gradient, by name."""
+    fixed = {name: x for name, x in inputs.items() if name.startswith("ct_")}
+    outputs, vjp = jax.vjp(
+        functools.partial(call, kind, implementation), {name: x for name, x in inputs.items() if name not in fixed}
+    )
+    (gradients,) = vjp({name: inputs["ct_" + name] for name in outputs})
+    return outputs | {"d" + name: x for name, x in gradients.items()}
+
+
+def run_oracle(case, inputs):
+    total = inputs["x"]
+    if "r" in case.given:  # NumPy rounds to the dtype
+        total = (total.astype(np.float32) + inputs["residual"].astype(np.float32)).astype(total.dtype)
+    return oracle.norm(case.kind, inputs, total, EPSILON)
+
+
+def errors(case, got, want):
+    """The error of each array, of several draws together."""
+    result = {}
+    for name in want[0]:
+        x, y = (np.stack([np.asarray(each[name], np.float64) for each in draws]) for draws in (got, want))
+        size = np.linalg.norm(y)
+        if name in ("dx", "dresidual") and case.N == 1:  # all cancels but what epsilon leaves: measured by its terms
+            size = max(size, np.sqrt(y.size) * (EPSILON**-0.5 if case.kind == "layer" else 1.0))
+        result[name] = float(np.linalg.norm(x - y) / (size or 1.0))
+    return result
+
+
+def dtype_of(case, name):
+    return {"dweight": case.weight_dtype, "dbias": case.bias_dtype}.get(name, case.dtype)
+
+
+def check(case, got, want, bound):
+    assert got[0].keys() == want[0].keys()
+    for name, x in got[0].items():
+        assert x.dtype == DTYPES[dtype_of(case, name)], name
+    found = errors(case, got, want)
+    bad = [f"{name}: {e:.2e} > {bound(name):.2e}" for name, e in found.items() if not e <= bound(name)]
+    assert not bad, "; ".join(bad)
+
+
+def draws_of(case):
+    """How many draws to judge together: of few elements, one draw's rounding errors are a matter of luck."""
+    return max(1, min(16, 4096 // (case.N * int(np.prod(case.rows)))))
+
+
+# Every N, dtype and set of arrays; not all of their combinations.
+COLUMNS = (1, 7, 64, 100, 512, 1000)
+GIVEN = ("", "w", "b", "wb", "r", "wr", "wbr")
+MIXED = (("f32", "bf16", "f16"), ("bf16", "bf16", "bf16"), ("f16", "f32", "bf16"))
+SMALL, WIDE, ON_GPU = [], [], []
+for kind in FUNCTIONS:
+    SMALL += [Case(kind, N, dtype=dtype, given="wbr") for N in COLUMNS for dtype in DTYPES]
+    SMALL += [Case(kind, 7, dtype=dtype, given=given) for dtype in DTYPES for given in GIVEN[:-1]]
+    SMALL += [Case(kind, 100, dtype=x, weight_dtype=w, bias_dtype=b) for x, w, b in MIXED]
+    SMALL += [Case(kind, 64, rows) for rows in ((), (1,), (5,), (70,), (2, 3, 2))]
+    # so wide that a kernel goes over a row in parts: backward, and forward too
+    WIDE += [Case(kind, N, (3,), dtype, "wbr") for N, dtype in ((5000, "f32"), (9000, "bf16"), (17000, "f32"))]
+    for N in (*COLUMNS, 2048, 5000, 8192, 16384, 32768, 50257):
+        rows = (max(3, 2**18 // N),)
+        ON_GPU += [Case(kind, N, rows, dtype, given) for dtype in DTYPES for given in ("", "wb", "wbr")]
+    ON_GPU += [Case(kind, N, (300,), "bf16", "wr", "bf16") for N in (100, 2048, 32768)]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_xla_is_near_float64(case):
+    inputs = [make_inputs(case, draw) for draw in range(draws_of(case))]
+    got = [run(case.kind, "xla", x) for x in inputs]
+    check(case, got, [run_oracle(case, x) for x in inputs], lambda name: 16 * 2.0**-24 + ROUNDING[dtype_of(case, name)])
+
+
+def hold_to_twice_xla(case, interpreted=False):
+    inputs = [make_inputs(case, draw) for draw in range(draws_of(case))]
+    got, again, xla = ([run(case.kind, name, x) for x in inputs] for name in ("triton", "triton", "xla"))
+    want = [run_oracle(case, x) for x in inputs]
+    of_xla = errors(case, xla, want)
+
+    def bound(name):
+        """Twice XLA's error, the last bits of float32, and the luck of few roundings."""
+        dtype = dtype_of(case, name)
+        luck = ROUNDING[dtype] / np.sqrt(len(want) * max(want[0][name].size, 1))
+        # Triton's interpreter drops the digits that bfloat16 has no room for, where a GPU rounds
+        dropped = 4 * ROUNDING[dtype] if interpreted and "bf16" in (case.dtype, dtype) else 0.0
+        return 2 * of_xla[name] + 4 * 2.0**-23 + luck + dropped
+
+    check(case, got, want, bound)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", SMALL + WIDE, ids=str)
+def test_interpreted_kernels_are_as_near_as_xla(case):
+    hold_to_twice_xla(case, interpreted=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", SMALL + ON_GPU, ids=str)
+def test_kernels_are_as_near_as_xla(case):
+    hold_to_twice_xla(case)
+
+
+@every_implementation
+@every_kind
+def test_without_gradients_nothing_changes(kind, implementation):
+    inputs = make_inputs(Case(kind, 100, given="wbr"))
+    forward = jax.jit(functools.partial(call, kind, implementation))(
+        {k: x for k, x in inputs.items() if k[:3] != "ct_"}
+    )
+    with_gradients = run(kind, implementation, inputs)
+    for name, x in forward.items():
+        np.testing.assert_array_equal(x, with_gradients[name])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "implementation"),
+    [
+        *(("f16", "xla"), ("bf16", "xla"), pytest.param("f16", "triton", marks=pytest.mark.interpret)),
+        *(pytest.param(dtype, "triton", marks=pytest.mark.gpu) for dtype in ("f16", "bf16")),
+    ],
+)
+@every_kind
+def test_the_norm_is_of_the_rounded_sum(kind, dtype, implementation):
+    """Bit for bit the norm of the sum that is returned. In bfloat16 the interpreter does not round."""
+    inputs = make_inputs(Case(kind, 100, dtype=dtype, given="wbr"))
+    got = run(kind, implementation, inputs)
+    assert (np.asarray(got["total"]) == inputs["x"] + inputs["residual"]).all()
+    want = call(kind, implementation, {"x": got["total"], "weight": inputs["weight"], "bias": inputs["bias"]})
+    np.testing.assert_array_equal(got["y"], want["y"])
+
+
+@every_implementation
+@pytest.mark.parametrize("offset", [1e3, -1e4])
+def test_a_large_mean_costs_no_more_than_its_own_digits(offset, implementation):
+    """The variance is the mean of squared differences, and no difference of two large squares."""
+    x = np.asarray(np.random.default_rng(0).normal(size=(4, 512)) + offset, np.float32)
+    want = oracle.norm("layer", {"x": x, "ct_y": x}, x, EPSILON)
+    got = jaxrnn.layer_norm(x, epsilon=EPSILON, implementation=implementation)
+    assert oracle.error(got, want["y"]) <= 4 * abs(offset) * 2.0**-24
+
+
+@every_implementation
+@every_kind
+def test_rows_are_independent(kind, implementation):
+    """What is not finite stays in its row, of y and dx."""
+    inputs = make_inputs(Case(kind, 64, (9,), given="wbr"))
+    clean = run(kind, implementation, inputs)
+    poisoned = inputs | {"x": inputs["x"].copy()}
+    poisoned["x"][4, 7] = np.nan
+    got = run(kind, implementation, poisoned)
+    others = np.arange(9) != 4
+    for name in ("y", "total", "dx", "dresidual"):
+        np.testing.assert_array_equal(got[name][others], clean[name][others])
+        assert np.isnan(got[name][4]).any()
+
+
+@every_kind
+def test_float64_is_computed_in_float64(kind):
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        inputs = {name: x.astype(np.float64) for name, x in make_inputs(Case(kind, 100, given="wbr")).items()}
+        got = run(kind, None, inputs)
+        want = oracle.norm(kind, inputs, inputs["x"] + inputs["residual"], EPSILON)
+        for name, x in want.items():
+            assert got[name].dtype == np.float64 and oracle.error(got[name], x) <= 1e-13, name
+
+
+@every_kind
+def test_xla_has_derivatives_of_every_kind(kind):
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5)), jnp.float32)
+
+    def loss(x, implementation="xla"):
+        return jnp.sum(jnp.sin(FUNCTIONS[kind](x, implementation=implementation)))
+
+    tangent = jnp.ones_like(x)
+    _, directional = jax.jvp(loss, (x,), (tangent,))
+    np.testing.assert_allclose(directional, jnp.vdot(jax.grad(loss)(x), tangent), rtol=1e-4, atol=1e-6)
+    hessian = jax.hessian(loss)(x).reshape(10, 10)
+    np.testing.assert_allclose(hessian, hessian.T, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("N", COLUMNS)
+@pytest.mark.parametrize(("kind", "module"), [("rms", nn.RMSNorm), ("layer", nn.LayerNorm)])
+def test_flax_computes_the_same(kind, module, N):
+    inputs = make_inputs(Case(kind, N, given="w" if kind == "rms" else "wb"))
+    flax_params = {name: inputs[given] for name, given in (("scale", "weight"), ("bias", "bias")) if given in inputs}
+    want = module(epsilon=EPSILON).apply({"params": flax_params}, inputs["x"])
+    got = call(kind, None, inputs)["y"]
+    # of one column Flax's variance, a difference of squares, is not quite zero
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2 if N == 1 else 1e-5)
+
+
+# --- transformations -------------------------------------------------------------------------------------------------
+
+S = 3
+
+
+def loss_of(kind, implementation):
+    def loss(x, weight, bias, residual):
+        y, total = FUNCTIONS[kind](x, weight, bias, residual=residual, implementation=implementation)
+        return jnp.sum(jnp.sin(y) * jnp.cos(2 * total)), (y, total)
+
+    return loss
+
+
+def with_gradients(kind, implementation):
+    return jax.value_and_grad(loss_of(kind, implementation), range(4), has_aux=True)
+
+
+@functools.cache
+def plain(kind):
+    return jax.jit(with_gradients(kind, "xla"))
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng((seed, *shape)).normal(size=shape), jnp.float32)
+
+
+SHAPES = (4, 2, 5), (5,), (5,), (4, 2, 5)
+
+
+def mapped(in_axes, size=S):
+    """Arguments with an axis of `size` where `in_axes` has one, and the s-th of those."""
+    shapes = [s if at is None else (*s[:at], size, *s[at:]) for s, at in zip(SHAPES, in_axes, strict=True)]
+    args = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    return args, lambda s: [x if at is None else jnp.take(x, s, at) for x, at in zip(args, in_axes, strict=True)]
+
+
+def assert_close(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5), *jax.device_get((got, want)))
+
+
+MAPPED = {
+    "all": (0, 0, 0, 0), "weights": (None, 0, 0, None), "weight": (None, 0, None, None), "bias": (None, None, 0, None),
+    "x": (0, None, None, None), "data": (0, None, None, 0), "residual": (None, None, None, 0),
+    "last-axes": (3, 1, 1, 3), "middle-axes": (1, None, 1, 2),
+}  # fmt: skip
+
+
+@kernels_only
+@pytest.mark.parametrize("in_axes", MAPPED.values(), ids=MAPPED)
+@every_kind
+def test_vmap_equals_a_loop(kind, in_axes, implementation):
+    """Outputs, and the gradients of every example by itself."""
+    args, element = mapped(in_axes)
+    got = jax.jit(jax.vmap(with_gradients(kind, implementation), in_axes))(*args)
+    want = jax.tree.map(lambda *x: jnp.stack(x), *(plain(kind)(*element(s)) for s in range(S)))
+    assert_close(got, want)
+
+
+@kernels_only
+@pytest.mark.parametrize("in_axes", MAPPED.values(), ids=MAPPED)
+@every_kind
+def test_grad_of_vmap_equals_a_loop(kind, in_axes, implementation):
+    """Gradients to what is not mapped are sums over the mapped axis."""
+    args, element = mapped(in_axes)
+
+    def total(*args):
+        return jax.vmap(lambda *args: loss_of(kind, implementation)(*args)[0], in_axes)(*args).sum()
+
+    got = jax.jit(jax.grad(total, range(4)))(*args)
+    each = [plain(kind)(*element(s))[1] for s in range(S)]
+    want = tuple(
+        sum(x) if at is None else jnp.stack(x, at) for x, at in zip(zip(*each, strict=True), in_axes, strict=True)
+    )
+    assert_close(got, want)
+
+
+@kernels_only
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [((0, None, 0, 0), (0, 0, None, 0)), ((0, 0, 0, 0), (0, None, None, 0)), ((0, None, None, None), (None, 0, 0, 0))],
+    ids=["data-and-both-weights", "seeds-of-agents", "x-outside"],
+)
+@every_kind
+def test_nested_vmap_equals_loops(kind, outer, inner, implementation):
+    sizes = 2, 3
+    shapes = [
+        (*(size for size, axes in zip(sizes, (outer, inner), strict=True) if axes[i] is not None), *shape)
+        for i, shape in enumerate(SHAPES)
+    ]
+    args = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
+    run = with_gradients(kind, implementation)
+    got = jax.jit(jax.vmap(jax.vmap(run, inner), outer))(*args)
+
+    def element(s, t):
+        args_ = [x if axis is None else x[s] for x, axis in zip(args, outer, strict=True)]
+        return plain(kind)(*(x if axis is None else x[t] for x, axis in zip(args_, inner, strict=True)))
+
+    want = [jax.tree.map(lambda *x: jnp.stack(x), *(element(s, t) for t in range(3))) for s in range(2)]
+    assert_close(got, jax.tree.map(lambda *x: jnp.stack(x), *want))
+
+
+@kernels_only
+@every_kind
+def test_vmap_is_one_launch(kind, implementation):
+    """Of the rows if weights are shared, of models if they are not, or their gradients are each example's own."""
+    args, _ = mapped(MAPPED["data"])
+
+    def launches(function, *args):
+        jaxpr = str(jax.make_jaxpr(function)(*args))
+        return [line.split("=", 1)[0] for line in jaxpr.splitlines() if " jaxrnn_norm[" in line]
+
+    forward = jax.vmap(lambda *args: loss_of(kind, implementation)(*args)[0], MAPPED["data"])
+    (result,) = launches(forward, *args)
+    assert "f32[1,3,4,2,5]" in result
+    with_rows, of_models = launches(jax.vmap(with_gradients(kind, implementation), MAPPED["data"]), *args)
+    assert "f32[1,3,4,2,5]" in with_rows
+    assert "f32[3,4,2,5]" in of_models and "f32[3,5]" in of_models
+
+
+@every_implementation
+@every_kind
+def test_empty_arrays(kind, implementation):
+    (value, (y, total)), grads = jax.jit(with_gradients(kind, implementation))(draw(0, 5), draw(5), draw(5), draw(0, 5))
+    assert value == 0 and y.shape == total.shape == (0, 5)
+    np.testing.assert_array_equal(grads[1], np.zeros(5))
+    each = jax.vmap(with_gradients(kind, implementation), (0, None, None, 0))(
+        draw(0, 4, 5), draw(5), draw(5), draw(0, 4, 5)
+    )
+    assert [x.shape for x in each[1]] == [(0, 4, 5), (0, 5), (0, 5), (0, 4, 5)]
+    of_weights = jax.vmap(with_gradients(kind, implementation), (None, 0, None, None))(
+        draw(4, 5), draw(0, 5), draw(5), draw(4, 5)
+    )
+    assert [x.shape for x in of_weights[1]] == [(0, 4, 5), (0, 5), (0, 5), (0, 4, 5)]
+
+
+@kernels_only
+@every_kind
+def test_eager_scan_and_remat(kind, implementation):
+    args, _ = mapped((None,) * 4)
+    want = plain(kind)(*args)
+    assert_close(with_gradients(kind, implementation)(*args), want)
+    rematerialised = jax.checkpoint(loss_of(kind, implementation))
+    assert_close(jax.jit(jax.value_and_grad(rematerialised, range(4), has_aux=True))(*args), want)
+
+    def many(implementation):
+        def step(x, _):
+            return FUNCTIONS[kind](x, args[1], args[2], implementation=implementation), None
+
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jax.lax.scan(step, x, None, length=4)[0]))))
+
+    assert_close(many(implementation)(args[0]), many("xla")(args[0]))
+
+
+@kernels_only
+@every_kind
+def test_another_derivative_than_the_gradient_raises(kind, implementation):
+    x = draw(3, 5)
+    run = functools.partial(FUNCTIONS[kind], implementation=implementation)
+    loss = lambda x: jnp.sum(jnp.sin(run(x)))  # noqa: E731
+    text = r'no forward-mode and no second derivative: pass implementation="xla"'
+    for call in (
+        lambda: jax.jvp(run, (x,), (x,)),
+        lambda: jax.jacfwd(run)(x),
+        lambda: jax.hessian(loss)(x),
+        lambda: jax.grad(lambda x: jnp.sum(jax.grad(loss)(x) ** 2))(x),
+        lambda: jax.jvp(lambda w: run(x, w), (x[0],), (x[0],)),
+    ):
+        with pytest.raises(NotImplementedError, match=text):
+            call()
+
+
+# --- several devices -------------------------------------------------------------------------------------------------
+
+on_devices = pytest.mark.parametrize(
+    "platform",
+    [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("gpu", marks=pytest.mark.several_gpus)],
+)
+
+
+def make_mesh(axis_type, axes=("data",)):
+    count = len(jax.devices())
+    return jax.make_mesh({1: (count,), 2: (count // 2, 2)}[len(axes)], axes, axis_types=(axis_type,) * len(axes))
+
+
+def device_arguments():
+    return draw(8, 16, 5), draw(5, seed=1), draw(5, seed=2), draw(8, 16, 5, seed=3)
+
+
+def place(mesh, spec, arguments):
+    specs = spec, P(), P(), spec
+    return [jax.device_put(x, NamedSharding(mesh, to)) for x, to in zip(arguments, specs, strict=True)]
+
+
+@on_devices
+@pytest.mark.parametrize("check_vma", [False, True])
+@every_kind
+def test_shard_map_sums_gradients_over_devices(kind, check_vma, platform):
+    arguments = device_arguments()
+    want = plain(kind)(*arguments)
+
+    def loss(*args):
+        value, outputs = loss_of(kind, "triton")(*args)
+        return jax.lax.psum(value, "data"), outputs
+
+    mesh, rows = make_mesh(AxisType.Auto), P(None, "data")
+    specs = rows, P(), P(), rows
+    mapped = functools.partial(jax.shard_map, mesh=mesh, in_specs=specs, check_vma=check_vma)
+    if check_vma:
+        run = mapped(
+            jax.value_and_grad(loss, range(4), has_aux=True), out_specs=((P(), (rows, rows)), (rows, P(), P(), rows))
+        )
+    else:  # there gradients are right from outside
+        run = jax.value_and_grad(mapped(loss, out_specs=(P(), (rows, rows))), range(4), has_aux=True)
+    assert_close(jax.jit(run)(*arguments), want)
+
+
+@on_devices
+@every_kind
+def test_pmap(kind, platform):
+    count = len(jax.devices())
+    arguments = [draw(count, *shape, seed=i) for i, shape in enumerate(SHAPES)]
+    got = jax.pmap(with_gradients(kind, "triton"))(*arguments)
+    assert_close(got, jax.vmap(with_gradients(kind, "xla"))(*arguments))
+
+
+SHARDED = [(("data",), P("data")), (("data",), P(None, "data")), (("data", "agents"), P("data", "agents")),
+           (("data", "agents"), P(("data", "agents")))]  # fmt: skip
+
+
+@on_devices
+@pytest.mark.parametrize(("axes", "spec"), SHARDED, ids=str)
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+@every_kind
+def test_rows_of_a_mesh_stay_where_they_are(kind, axis_type, axes, spec, platform):
+    arguments = device_arguments()
+    want = plain(kind)(*arguments)
+    mesh = make_mesh(axis_type, axes)
+    arguments = place(mesh, spec, arguments)
+    program = jax.jit(with_gradients(kind, "triton")).lower(*arguments).compile()
+    got = program(*arguments)
+    assert_close(got, want)
+    ((_, (y, total)), (d_x, d_weight, d_bias, d_residual)) = got
+    for x in (y, total, d_x, d_residual):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    assert d_weight.sharding.is_fully_replicated and d_bias.sharding.is_fully_replicated
+    assert "all-gather" not in program.as_text()
+
+
+@on_devices
+@every_kind
+def test_seeds_and_rows_share_a_mesh_that_jax_manages(kind, platform):
+    """The weights of a seed are on the devices that have it."""
+    mesh = make_mesh(AxisType.Auto, ("seeds", "data"))
+    seeds = mesh.shape["seeds"]
+    arguments = [draw(seeds, *shape, seed=i) for i, shape in enumerate(SHAPES)]
+    want = jax.vmap(with_gradients(kind, "xla"))(*arguments)
+    specs = P("seeds", None, "data"), P("seeds"), P("seeds"), P("seeds", None, "data")
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arguments, specs, strict=True)]
+    program = jax.jit(jax.vmap(with_gradients(kind, "triton"))).lower(*sharded).compile()
+    got = program(*sharded)
+    assert_close(got, want)
+    ((_, (y, _)), (_, d_weight, *_)) = got
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, specs[0]), 4)
+    assert d_weight.sharding.is_equivalent_to(NamedSharding(mesh, P("seeds")), 2)
+    assert "all-gather" not in program.as_text()
+
+
+@on_devices
+@every_kind
+def test_what_comes_in_whole_goes_to_where_x_is(kind, platform):
+    x, weight, bias, residual = device_arguments()
+    want = loss_of(kind, "xla")(x, weight, bias, residual)
+    mesh = make_mesh(AxisType.Explicit)
+    whole = jax.device_put((weight, bias, residual), NamedSharding(mesh, P()))
+    got = loss_of(kind, "triton")(jax.device_put(x, NamedSharding(mesh, P("data"))), *whole)
+    assert_close(got, want)
+
+
+@on_devices
+def test_columns_of_an_explicit_mesh_must_be_whole(monkeypatch, platform):
+    x = draw(4, 16)
+    sharded = jax.device_put(x, NamedSharding(make_mesh(AxisType.Explicit), P(None, "data")))
+    with pytest.raises(NotImplementedError, match=r"whole features on a device.*jax\.reshard"):
+        jaxrnn.rms_norm(sharded, implementation="triton")
+    monkeypatch.setattr(norms, "_LARGE", 0)
+    monkeypatch.setattr(_bridge, "on_gpu", lambda: True)
+    assert_close(jaxrnn.rms_norm(sharded), jaxrnn.rms_norm(x, implementation="xla"))
+
+
+# --- choice of the implementation, and wrong calls -------------------------------------------------------------------
+
+
+def test_kernels_are_preferred_for_large_arrays():
+    assert norms.preferred(1024, 1024) and not norms.preferred(1024, 1023)
+    assert norms.preferred(1, 2**20) and norms.preferred(2**20, 1)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("shape", "launched"), [((8, 128), True), ((8, 127), False)], ids=str)
+def test_none_picks_kernels_by_size_on_a_gpu(monkeypatch, shape, launched):
+    monkeypatch.setattr(norms, "_LARGE", 1024)
+    is_launched = lambda: "jaxrnn_norm" in str(jax.make_jaxpr(lambda x: jaxrnn.rms_norm(x))(draw(*shape)))  # noqa: E731
+    assert not is_launched()  # JAX computes on the CPU
+    monkeypatch.setattr(_bridge, "on_gpu", lambda: True)
+    assert is_launched() == launched
+
+
+X, W = jnp.zeros((3, 4, 5)), jnp.zeros(5)
+WRONG = [
+    ({"x": jnp.zeros(())}, "x must be [*rows, N], got a scalar"),
+    ({"x": jnp.zeros((3, 5), int)}, "x must be floating point, got int32; convert it first"),
+    ({"x": jnp.zeros((3, 5), complex)}, "x must be floating point, got complex64"),
+    ({"weight": jnp.zeros(4)}, "weight must be [N] = (5,) as in x (3, 4, 5), got (4,)"),
+    ({"weight": jnp.zeros((4, 5))}, "weight must be [N] = (5,) as in x (3, 4, 5), got (4, 5)"),
+    ({"weight": jnp.zeros(5, int)}, "weight must be floating point, got int32"),
+    ({"bias": jnp.zeros(())}, "bias must be [N] = (5,) as in x (3, 4, 5), got ()"),
+    ({"bias": jnp.zeros(5, bool)}, "bias must be floating point, got bool"),
+    ({"residual": W}, "residual must have the shape and dtype of x, float32[3, 4, 5], got float32[5]"),
+    ({"residual": X.astype(jnp.bfloat16)}, "float32[3, 4, 5], got bfloat16[3, 4, 5]"),
+    ({"epsilon": None}, "must be a number, got NoneType"),
+    ({"epsilon": jnp.ones(())}, "must be a number, got ArrayImpl: kernels are made for it"),
+    ({"epsilon": -1e-6}, "epsilon must be finite and not negative, got -1e-06"),
+    ({"epsilon": float("nan")}, "epsilon must be finite and not negative, got nan"),
+    ({"implementation": "cuda"}, 'implementation must be "triton", "xla" or None, got \'cuda\''),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("wrong", "text"), WRONG, ids=[f"{next(iter(w))}-{i}" for i, (w, _) in enumerate(WRONG)])
+@every_kind
+def test_wrong_calls_say_what_was_expected(kind, wrong, text):
+    arguments = {"x": X, "weight": W, "bias": W, "residual": X} | wrong
+    if "x" in wrong:
+        del arguments["residual"]
+    with pytest.raises(ValueError) as error:
+        FUNCTIONS[kind](arguments.pop("x"), **arguments)
+    assert text in str(error.value)
+
+
+@kernels_only
+def test_what_the_kernels_cannot_take_is_said(implementation):
+    with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
+        x = jnp.zeros((3, 5), jnp.float64)
+        with pytest.raises(NotImplementedError, match=r"not float64: convert, or pass implementation=\"xla\""):
+            jaxrnn.rms_norm(x, implementation=implementation)
+        with pytest.raises(NotImplementedError, match="not float64"):
+            jaxrnn.rms_norm(x.astype(jnp.float32), x[0], implementation=implementation)
+
+
+@kernels_only
+def test_more_columns_than_the_kernels_take_are_refused(monkeypatch, implementation):
+    import torch_bridge.norms
+
+    monkeypatch.setattr(torch_bridge.norms, "widest", lambda device: 4)
+    with pytest.raises(NotImplementedError, match=r'takes up to 4 columns, got 5: pass implementation="xla"'):
+        jaxrnn.layer_norm(X, implementation=implementation)
+
+
+@pytest.mark.torch
+def test_kernels_are_not_for_other_backends(monkeypatch):
+    from torch_bridge import launch
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
+    with pytest.raises(NotImplementedError, match=r'needs an NVIDIA GPU, but JAX computes on "cpu" here'):
+        jaxrnn.rms_norm(X, implementation="triton")
