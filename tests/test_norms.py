@@ -156,7 +156,7 @@ def hold_to_twice_xla(case, interpreted=False):
         dtype = dtype_of(case, name)
         luck = ROUNDING[dtype] / np.sqrt(len(want) * max(want[0][name].size, 1))
         # Triton's interpreter drops the digits that bfloat16 has no room for, where a GPU rounds
-        dropped = 4 * ROUNDING[dtype] if interpreted and "bf16" in (case.dtype, dtype) else 0.0
+        dropped = 4 * ROUNDING["bf16"] if interpreted and "bf16" in (case.dtype, dtype) else 0.0
         return 2 * of_xla[name] + 4 * 2.0**-23 + luck + dropped
 
     check(case, got, want, bound)
