@@ -129,9 +129,11 @@ def test_arrows_of_jaxrnn(module):
         forbidden += ["flax", "jaxrnn.linen", "jaxrnn.nnx"]
     else:
         forbidden += [{"jaxrnn.linen": "jaxrnn.nnx", "jaxrnn.nnx": "jaxrnn.linen"}[module]]
-    if module in ("jaxrnn.reference", "jaxrnn._bridge"):
+    if module in ("jaxrnn.reference", "jaxrnn._bridge", "jaxrnn.norms"):
         forbidden += ["jaxrnn.recurrent"]
-    if module not in ("jaxrnn.recurrent", "jaxrnn._bridge"):
+    if module in ("jaxrnn.reference", "jaxrnn._bridge", "jaxrnn.recurrent"):
+        forbidden += ["jaxrnn.norms"]
+    if module not in ("jaxrnn.recurrent", "jaxrnn.norms", "jaxrnn._bridge"):
         forbidden += ["jaxrnn._bridge"]
     if module == "jaxrnn.convert":
         assert {name for name in imports(module) if within(name, "jaxrnn")} <= PARAMS, (

@@ -1,0 +1,306 @@
+"""`RMSNorm` and `LayerNorm` of linen and NNX against Flax's, and norms between the layers of the stacks."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxrnn
+from jaxrnn import linen
+from jaxrnn import nnx as fused_nnx
+
+N, T, B, D, H = 6, 5, 3, 4, 6
+OURS = {"rms": (linen.RMSNorm, fused_nnx.RMSNorm), "layer": (linen.LayerNorm, fused_nnx.LayerNorm)}
+FLAX = {"rms": (nn.RMSNorm, nnx.RMSNorm), "layer": (nn.LayerNorm, nnx.LayerNorm)}
+KERNELS = [
+    pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
+    pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
+]
+every_implementation = pytest.mark.parametrize("implementation", [None, *KERNELS])
+every_kind = pytest.mark.parametrize("kind", OURS)
+OPTIONS = [
+    {},
+    {"epsilon": 1e-2},
+    {"use_scale": False},
+    {"use_bias": False},
+    {"use_bias": False, "use_scale": False},
+    {"dtype": jnp.float16},
+    {"param_dtype": jnp.float16},
+    {"dtype": jnp.float16, "param_dtype": jnp.float16},
+    {"dtype": jnp.float32},
+    {"use_fast_variance": False},
+    {"scale_init": nn.initializers.normal(2.0), "bias_init": nn.initializers.normal(3.0)},
+]
+INPUTS = {"f32": jnp.float32, "f16": jnp.float16, "int": jnp.int32}
+# Kernels of those that differ in what arrays and dtypes there are.
+CASES = [
+    pytest.param(options, name, None, id=f"{'-'.join(options) or 'default'}-{name}")
+    for options in OPTIONS
+    for name in INPUTS
+]
+CASES += [
+    pytest.param(options, name, "triton", marks=mark, id=f"{'-'.join(options) or 'default'}-{name}-{mark.name}")
+    for options in ({}, {"use_bias": False, "use_scale": False}, {"dtype": jnp.float16}, {"param_dtype": jnp.float16})
+    for name in ("f32", "f16")
+    for mark in (pytest.mark.interpret, pytest.mark.gpu)
+]
+every_case = pytest.mark.parametrize(("options", "inputs", "implementation"), CASES)
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(3 * np.random.default_rng(seed).normal(size=shape) + 1, dtype)
+
+
+def of_kind(kind, options):
+    """The options that the kind has: an RMSNorm has no bias."""
+    return {name: x for name, x in options.items() if kind == "layer" or "bias" not in name}
+
+
+def random_like(tree, seed=5):
+    leaves, structure = jax.tree.flatten(tree)
+    return structure.unflatten([normal(seed + i, *x.shape, dtype=x.dtype) for i, x in enumerate(leaves)])
+
+
+def assert_alike(got, want, tol=None):
+    """Same structure, shapes and dtypes; values up to the rounding of their dtype."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        bound = (tol or 2e-5) if y.dtype == jnp.float32 else 4e-3
+        np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=bound, atol=bound)
+
+
+@every_case
+@every_kind
+def test_linen_modules_are_those_of_flax(kind, options, inputs, implementation):
+    """Parameters and initial values to the bit, outputs and their dtypes, and gradients."""
+    options = of_kind(kind, options)
+    ours, theirs = OURS[kind][0](**options, implementation=implementation), FLAX[kind][0](**options)
+    x = normal(0, 2, 3, N, dtype=INPUTS[inputs])
+    got, want = ours.init(jax.random.key(1), x), theirs.init(jax.random.key(1), x)
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    variables = random_like(want)
+    assert_alike(ours.apply(variables, x), theirs.apply(variables, x))
+
+    def gradients(module):
+        allow_int = inputs == "int"
+        loss = lambda variables, x: jnp.sum(jnp.sin(module.apply(variables, x).astype(jnp.float32)))  # noqa: E731
+        grads = jax.grad(loss, (0,) if allow_int else (0, 1))(variables, x)
+        return jax.tree.map(lambda g: g / 8, grads)
+
+    assert_alike(gradients(ours), gradients(theirs), tol=1e-4)
+
+
+@every_case
+@every_kind
+def test_nnx_modules_are_those_of_flax(kind, options, inputs, implementation):
+    options = of_kind(kind, options)
+    ours = OURS[kind][1](N, **options, implementation=implementation, rngs=nnx.Rngs(0))
+    theirs = FLAX[kind][1](N, **options, rngs=nnx.Rngs(0))
+    x = normal(0, 2, 3, N, dtype=INPUTS[inputs])
+    got, want = (nnx.to_pure_dict(nnx.state(module, nnx.Param)) for module in (ours, theirs))
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    for module in (ours, theirs):  # a checkpoint of one loads in the other
+        state = nnx.state(module, nnx.Param)
+        nnx.replace_by_pure_dict(state, random_like(want))
+        nnx.update(module, state)
+    assert_alike(ours(x), theirs(x))
+
+    def gradients(module):
+        grads = nnx.grad(lambda module: jnp.sum(jnp.sin(module(x).astype(jnp.float32))))(module)
+        return jax.tree.map(lambda g: g / 8, nnx.to_pure_dict(grads))
+
+    assert_alike(gradients(ours), gradients(theirs), tol=1e-4)
+
+
+@every_implementation
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["f32", "f16"])
+@every_kind
+def test_a_residual_is_added_first(kind, dtype, implementation):
+    x, residual = normal(0, 2, N, dtype=dtype), normal(1, 2, N, dtype=dtype)
+    bound = OURS[kind][0](implementation=implementation).bind({"params": random_like({"scale": x[0], "bias": x[0]})})
+    module = OURS[kind][1](N, implementation=implementation, rngs=nnx.Rngs(0))
+    for norm in (bound, module):
+        y, total = norm(x, residual=residual)
+        np.testing.assert_array_equal(total, x + residual)
+        assert_alike(y, norm(total))
+
+
+def test_nnx_takes_its_own_promotion():
+    def promote(arrays, dtype=None):
+        return tuple(None if x is None else x.astype(jnp.float16) for x in arrays)
+
+    x = normal(0, 2, N)
+    ours = fused_nnx.LayerNorm(N, promote_dtype=promote, rngs=nnx.Rngs(0))(x)
+    assert ours.dtype == jnp.float16
+    assert_alike(ours, nnx.LayerNorm(N, promote_dtype=promote, rngs=nnx.Rngs(0))(x))
+
+
+NOT_OURS = [
+    {"reduction_axes": (0,)},
+    {"reduction_axes": (-2, -1)},
+    {"feature_axes": 0},
+    {"axis_name": "batch"},
+    {"axis_index_groups": [[0]]},
+]
+
+
+@pytest.mark.parametrize("options", NOT_OURS, ids=str)
+@every_kind
+def test_what_flax_alone_has_is_said(kind, options):
+    (name,) = options
+    text = rf"Norm of jaxrnn normalises the last axis.*{name} cannot be .*Use Flax's own"
+    x = normal(0, 2, N)
+    with pytest.raises(NotImplementedError, match=text):
+        OURS[kind][0](**options).init(jax.random.key(0), x)
+    with pytest.raises(NotImplementedError, match=text):
+        OURS[kind][1](N, **options, rngs=nnx.Rngs(0))(x)
+
+
+@every_kind
+def test_masks_and_scalars_are_refused(kind):
+    x = normal(0, 2, N)
+    of_linen = OURS[kind][0]().bind({"params": {"scale": x[0], "bias": x[0]}})
+    for norm in (of_linen, OURS[kind][1](N, rngs=nnx.Rngs(0))):
+        with pytest.raises(NotImplementedError, match="mask cannot be an array"):
+            norm(x, mask=x > 0)
+        with pytest.raises(ValueError, match=r"x must be \[\*rows, N\], got a scalar"):
+            norm(x[0, 0])
+    with pytest.raises(NotImplementedError, match="force_float32_reductions cannot be False"):
+        OURS[kind][0](force_float32_reductions=False).init(jax.random.key(0), x)
+
+
+@every_kind
+def test_the_last_axis_may_be_named_by_its_number(kind):
+    x = normal(0, 2, 3, N)
+    for axes in (2, (2,), [-1]):
+        options = {"reduction_axes": axes, "feature_axes": axes}
+        got = OURS[kind][0](**options).init_with_output(jax.random.key(0), x)[0]
+        assert_alike(got, OURS[kind][0]().init_with_output(jax.random.key(0), x)[0])
+
+
+# --- stacks ----------------------------------------------------------------------------------------------------------
+
+
+def normalise(kind, params, xs):
+    return getattr(jaxrnn, f"{kind}_norm")(xs, params["scale"], params.get("bias"))
+
+
+@pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "bidirectional"])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+@every_kind
+def test_a_linen_stack_normalises_between_its_layers(kind, cell, bidirectional):
+    """As three stacks of one layer, with norms between them."""
+    make = functools.partial(getattr(linen, cell), H, bidirectional=bidirectional)
+    stack, xs = make(num_layers=3, norm=kind), normal(0, B, T, D)
+    resets = normal(1, B, T) > 3
+    variables = random_like(stack.init(jax.random.key(0), xs))
+    params = variables["params"]
+    assert {name for name in params if name.startswith("norm")} == {"norm_0", "norm_1"}
+    assert params["norm_0"].keys() == ({"scale"} if kind == "rms" else {"scale", "bias"})
+    assert params["norm_1"]["scale"].shape == (H * (1 + bidirectional),)
+
+    def by_hand(params, xs):
+        for k in range(3):
+            xs = normalise(kind, params[f"norm_{k - 1}"], xs) if k else xs
+            layer = {name.replace(f"layers_{k}", "layers_0"): x for name, x in params.items() if f"layers_{k}" in name}
+            xs = make(num_layers=1, norm=kind).apply({"params": layer}, xs, resets=resets)
+        return xs
+
+    def outputs_and_gradients(run):
+        loss = lambda params, xs: (jnp.sum(jnp.sin(run(params, xs))), run(params, xs))  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(params, xs)
+
+    got = outputs_and_gradients(lambda params, xs: stack.apply({"params": params}, xs, resets=resets))
+    assert_alike(got, outputs_and_gradients(by_hand), tol=1e-4)
+
+
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+@every_kind
+def test_an_nnx_stack_normalises_between_its_layers(kind, cell):
+    make = functools.partial(getattr(fused_nnx, cell), rngs=nnx.Rngs(0))
+    stack, xs = make(D, H, num_layers=2, norm=kind, bidirectional=True), normal(0, B, T, D)
+    assert len(stack.norms) == 1 and type(stack.norms[0]) is OURS[kind][1]
+    stack.norms[0].scale[...] = normal(1, 2 * H)
+    layers = [make(D, H, bidirectional=True), make(2 * H, H, bidirectional=True)]
+    for k, layer in enumerate(layers):
+        layer.layers[0], layer.layers_reverse[0] = stack.layers[k], stack.layers_reverse[k]
+    assert_alike(stack(xs), layers[1](stack.norms[0](layers[0](xs))))
+    grads = nnx.grad(lambda stack: jnp.sum(jnp.sin(stack(xs))))(stack)
+    assert jnp.any(nnx.to_pure_dict(grads)["norms"][0]["scale"] != 0)
+
+
+def test_a_stack_without_a_norm_is_as_before():
+    xs = normal(0, B, T, D)
+    params = linen.GRU(H, num_layers=2).init(jax.random.key(0), xs)["params"]
+    assert params.keys() == {"layers_0", "layers_1"}
+    normed = linen.GRU(H, num_layers=2, norm="layer").init(jax.random.key(0), xs)["params"]
+    assert_alike({name: normed[name] for name in params}, params)
+    assert "norms" not in nnx.to_pure_dict(nnx.state(fused_nnx.GRU(D, H, rngs=nnx.Rngs(0))))
+    states = [
+        nnx.to_pure_dict(nnx.state(fused_nnx.GRU(D, H, num_layers=2, norm=norm, rngs=nnx.Rngs(0)), nnx.Param))
+        for norm in (None, "layer")
+    ]
+    assert_alike(states[1]["layers"], states[0]["layers"])
+
+
+def test_a_norm_comes_before_dropout_and_takes_the_options_of_the_stack():
+    xs = normal(0, B, T, D)
+    stack = linen.GRU(
+        H, num_layers=2, norm="rms", dropout_rate=0.5, deterministic=False, param_dtype=jnp.float16,
+        recurrent_kernel_init=nn.initializers.lecun_normal(),
+    )  # fmt: skip
+    variables = stack.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, xs)
+    assert variables["params"]["norm_0"]["scale"].dtype == jnp.float16
+    of_both = lambda module, _: isinstance(module, (nn.Dropout, linen.RMSNorm))  # noqa: E731
+    _, captured = stack.apply(
+        variables, xs, rngs={"dropout": jax.random.key(2)}, capture_intermediates=of_both, mutable=["intermediates"]
+    )
+    (normed,), (dropped,) = (captured["intermediates"][x]["__call__"] for x in ("norm_0", "Dropout_0"))
+    np.testing.assert_allclose(dropped, jnp.where(dropped != 0, 2 * normed, 0), rtol=1e-6)
+
+
+@pytest.mark.interpret
+def test_the_implementation_of_a_stack_is_that_of_its_norms():
+    xs = normal(0, B, T, D)
+
+    def launches(stack):
+        variables = stack.init(jax.random.key(0), xs)
+        return str(jax.make_jaxpr(lambda xs: stack.apply(variables, xs))(xs)).count(" jaxrnn_norm[")
+
+    assert launches(linen.GRU(H, num_layers=3, norm="rms", implementation="triton")) == 2
+    assert launches(linen.GRU(H, num_layers=3, norm="rms", implementation="xla")) == 0
+
+
+def test_a_stack_takes_any_norm():
+    xs = normal(0, B, T, D)
+    make = functools.partial(nn.LayerNorm, epsilon=0.1, use_bias=False)
+    stack = linen.GRU(H, num_layers=2, norm=make)
+    variables = stack.init(jax.random.key(0), xs)
+    assert variables["params"]["norm_0"].keys() == {"scale"}
+    ours = linen.GRU(H, num_layers=2, norm=functools.partial(linen.LayerNorm, epsilon=0.1, use_bias=False))
+    assert_alike(ours.apply(variables, xs), stack.apply(variables, xs))
+    assert type(fused_nnx.GRU(D, H, num_layers=2, norm=nnx.LayerNorm, rngs=nnx.Rngs(0)).norms[0]) is nnx.LayerNorm
+
+
+@pytest.mark.parametrize("norm", ["batch", True, 3])
+def test_a_norm_that_there_is_none_of(norm):
+    text = 'norm must be "rms", "layer", None, or a class or function that makes a module, got '
+    with pytest.raises(ValueError, match=text):
+        linen.GRU(H, norm=norm).init(jax.random.key(0), normal(0, B, T, D))
+    with pytest.raises(ValueError, match=text):
+        fused_nnx.GRU(D, H, norm=norm, rngs=nnx.Rngs(0))
+
+
+def test_a_module_is_not_shared_by_layers():
+    text = "norm must make a module for each layer: pass its class or a function, not a module"
+    with pytest.raises(ValueError, match=text):
+        linen.GRU(H, num_layers=2, norm=nn.LayerNorm()).init(jax.random.key(0), normal(0, B, T, D))
+    with pytest.raises(ValueError, match=text):
+        fused_nnx.GRU(D, H, num_layers=2, norm=nnx.LayerNorm(H, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0))
