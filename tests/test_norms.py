@@ -515,6 +515,17 @@ def test_rows_of_a_mesh_stay_where_they_are(kind, axis_type, axes, spec, platfor
 
 @on_devices
 @every_kind
+def test_without_jit_rows_of_a_mesh_that_jax_manages_stay_where_they_are(kind, platform):
+    arguments = device_arguments()
+    mesh = make_mesh(AxisType.Auto)
+    got = loss_of(kind, "triton")(*place(mesh, P(None, "data"), arguments))
+    assert_close(got, loss_of(kind, "xla")(*arguments))
+    for x in got[1]:
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, P(None, "data")), 3)
+
+
+@on_devices
+@every_kind
 def test_seeds_and_rows_share_a_mesh_that_jax_manages(kind, platform):
     """The weights of a seed are on the devices that have it."""
     mesh = make_mesh(AxisType.Auto, ("seeds", "data"))
