@@ -309,6 +309,7 @@ def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: A
 
     results = norm_p.bind(*map(merge, params["inputs"], arrays, axes), **params)
     if new_models:
+        # behind the new axis, if that comes first
         models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
         results = [x.reshape(size, models, *x.shape[1:]) for x in results]
     return results, [0 if new_models else 1] * len(results)
@@ -450,9 +451,6 @@ class _Recurrences(_Kernels):
 
     def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         models = _sizes(params["inputs"], [x.shape for x in arrays]).models
-        return self._of_models(models, arrays, params)
-
-    def _of_models(self, models: int, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
         return [
             x if name in WEIGHTS else x.reshape(models, x.shape[0] // models, *x.shape[1:])
             for name, x in zip(params["inputs"], arrays, strict=True)
@@ -614,8 +612,8 @@ def _lower(kernels: _Kernels, ctx: Any, *operands: Any, of_devices: Any, **param
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
     if any(0 in aval.shape for aval in ctx.avals_out):  # vmap over an axis of length zero
-        zeros = functools.partial(jax.tree.map, lambda aval: jnp.zeros(aval.shape, aval.dtype), list(ctx.avals_out))
-        return mlir.lower_fun(lambda *_: zeros(), multiple_results=True)(ctx, *operands)
+        zeros = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
+        return mlir.lower_fun(zeros, multiple_results=True)(ctx, *operands)
     if not managed or not getattr(jax.config, "jax_use_shardy_partitioner", True):
         function = functools.partial(_on_one_device, kernels, params)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
