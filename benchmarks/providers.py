@@ -349,13 +349,13 @@ def from_torch(case: Case, ys: Any, dxs: Any, gradients: Any, *, batch_first: bo
     return {"ys": ys.detach(), "dxs": dxs, "dw_ih": dw_ih.T, "dw_hh": dw_hh.T, **biases}
 
 
-def torch_module(case: Case, tensors: Tensors, package: str = "torch.nn") -> Any:
-    """`GRU` or `LSTM` of a package with the weights of the case."""
+def torch_module(case: Case, tensors: Tensors, kind: Any = None) -> Any:
+    """`torch.nn.GRU` or `LSTM`, or a `kind` with parameters of those names, with the weights of the case."""
     import torch
 
     configure_torch()
     xs, weights = tensors["xs"], torch_weights(case, tensors)
-    kind = getattr(importlib.import_module(package), case.cell.upper())
+    kind = getattr(torch.nn, case.cell.upper()) if kind is None else kind
     rnn = kind(case.H, case.H, device=xs.device, dtype=xs.dtype)
     with torch.no_grad():
         for name, parameter in rnn.named_parameters():
@@ -391,8 +391,11 @@ def torch_bridge_pass(
     """This project's modules for PyTorch, given no resets where a case has none; `compiler` is for `torch.compile`."""
     import torch
 
+    from torch_bridge import nn as ours
+
     tensors = inputs.torch("f32", True)
-    rnn, xs = torch_module(case, tensors, "torch_bridge.nn"), tensors["xs"].detach().requires_grad_()
+    rnn = torch_module(case, tensors, getattr(ours, case.cell.upper()))
+    xs = tensors["xs"].detach().requires_grad_()
     state, resets = torch_state(case, tensors), tensors["resets"] if case.reset_rate else None
     call = rnn
     if compiler is not None:
@@ -412,6 +415,30 @@ def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass
     tensors = inputs.torch(dtype, False)
     rnn, xs, state = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), torch_state(case, tensors)
     return autograd_pass(case, lambda: rnn(xs, state)[0], xs, list(rnn.parameters()), tensors["ct_ys"])
+
+
+def torch_cell_pass(case: Case, inputs: Inputs) -> TorchPass:
+    """`torch.nn.GRUCell` or `LSTMCell` in a loop of Python, with the state masked at resets, as actors have it."""
+    import torch
+
+    tensors = inputs.torch("f32", True)
+    cell = torch_module(case, tensors, getattr(torch.nn, f"{case.cell.upper()}Cell"))
+    xs, resets = tensors["xs"].detach().requires_grad_(), tensors["resets"][..., None] if case.reset_rate else None
+
+    def masked(state: Any, t: int) -> Any:
+        return state if resets is None else state.masked_fill(resets[t], 0.0)
+
+    def forward() -> Any:
+        ys, h, c = [], tensors["h0"], tensors.get("c0")
+        for t in range(case.T):
+            if c is None:
+                h = cell(xs[t], masked(h, t))
+            else:
+                h, c = cell(xs[t], (masked(h, t), masked(c, t)))
+            ys.append(h)
+        return torch.stack(ys) if case.T > 1 else h[None]
+
+    return autograd_pass(case, forward, xs, list(cell.parameters()), tensors["ct_ys"])
 
 
 def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -564,6 +591,9 @@ ALL = (
     Provider(
         "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"),
         "torch.nn in bfloat16, packed episodes", dtype="bf16", precision="bf16", vmap=False, needs=("torch",),
+    ),
+    Provider(
+        "torch-cell", torch_cell_pass, "torch.nn.GRUCell and LSTMCell in a loop", vmap=False, needs=("torch",),
     ),
     Provider(
         "torchrl", torchrl_pass, "TorchRL's Triton kernels, TF32", vmap=False, needs=("torch", "triton", "torchrl"),

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     Suite = Callable[[Settings, Progress], Iterator[Row] | Iterator[AccuracyRow]]
 
 
-# Who takes part in most suites only if named: this project's own `lax.scan`, and its modules for PyTorch.
-IF_NAMED = ("jaxrnn-xla", "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs")
+# Who takes part in most suites only if named: this project's own `lax.scan`, its modules for PyTorch, and a loop.
+IF_NAMED = ("jaxrnn-xla", "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell")
 
 
 def compared(settings: Settings) -> list[Provider]:
@@ -87,7 +87,9 @@ TORCH = (
     "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torch-cudnn-packed", "torchrl",
     "jaxrnn",
 )  # fmt: skip
-TORCH_STEP = ("torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torchrl")
+TORCH_STEP = (
+    "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell", "torch-cudnn", "torchrl",
+)  # fmt: skip
 
 
 def torch(settings: Settings, progress: Progress) -> Iterator[Row]:

@@ -77,7 +77,14 @@ TINY = [Case("gru", 5, 4, 12, reset_rate=0.3), Case("lstm", 5, 4, 12, reset_rate
 ON_CPU = ["jaxrnn-xla", "flax", "hoisted-scan"]
 ON_CPU += [
     pytest.param(name, marks=pytest.mark.torch)
-    for name in ("torch-cudnn", "torch-cudnn-bf16", "torch-cudnn-packed", "torch-cudnn-packed-bf16", "torch_bridge")
+    for name in (
+        "torch-cudnn",
+        "torch-cudnn-bf16",
+        "torch-cudnn-packed",
+        "torch-cudnn-packed-bf16",
+        "torch_bridge",
+        "torch-cell",
+    )
 ]
 
 
@@ -207,7 +214,7 @@ def test_a_step_of_pytorch_has_the_hosts_time_and_the_devices(monkeypatch, torch
         assert row.case == "a GRU step, B=5, H=12" and row.status == "measured" and row.error_of == "ys"
         assert 0.1 < row.low <= row.value <= row.high < 1e6 and row.wall > 0.1
         assert ("device" in row.note) == (row.provider != "torch_bridge-cudagraphs")
-    assert rows[3].note.startswith("without resets; device ") and torch.is_grad_enabled()
+    assert rows[4].note.startswith("without resets; device ") and torch.is_grad_enabled()
     assert len(graded) > 10 and not any(graded)
 
 
