@@ -178,6 +178,29 @@ def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, to
     assert "torch_bridge" in {provider.name for provider in suites.compared(Settings(only=("torch_bridge",)))}
 
 
+@INDUCTOR
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch's own first capture is of nothing
+@pytest.mark.gpu
+def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
+    """By replays of a CUDA graph, but for what replays its own."""
+    from benchmarks import suites
+
+    settings = Settings(seconds=0.02, rounds=2, skip=("torchrl",))
+    monkeypatch.setattr(cases, "TORCH", (Case("gru", 64, 16, 64), Case("lstm", 64, 16, 64, reset_rate=0.0)))
+    rows = list(suites.torch(settings, lambda _: None))
+    assert {row.status for row in rows} == {"measured"}, rows
+    for row in rows:
+        if row.provider in ("torch_bridge", "torch-cudnn"):
+            assert row.method == timing.REPLAYS
+        assert ("its own CUDA graphs" in row.method) == (row.provider == "torch_bridge-cudagraphs")
+        assert 0.01 < row.value < 100 and row.error < TOLERANCE["tf32"]
+    rows = list(suites.torch_step(settings, lambda _: None))
+    assert {row.status for row in rows} == {"measured"}, rows
+    for row in rows:
+        assert 1 < row.value < 10_000 and row.wall > 1
+    assert {row.provider for row in rows if "device " in row.note} >= {"torch_bridge", "torch-cudnn"}
+
+
 @pytest.mark.torch
 def test_modules_for_pytorch_have_no_resets_in_a_case_without(monkeypatch):
     from torch_bridge import functional
