@@ -183,8 +183,11 @@ def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, to
 @pytest.mark.gpu
 def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
     """By replays of a CUDA graph, but for what replays its own."""
+    import torch
+
     from benchmarks import suites
 
+    torch.cuda.set_device(0)  # JAX leaves current what it used last
     settings = Settings(seconds=0.02, rounds=2, skip=("torchrl",))
     monkeypatch.setattr(cases, "TORCH", (Case("gru", 64, 16, 64), Case("lstm", 64, 16, 64, reset_rate=0.0)))
     rows = list(suites.torch(settings, lambda _: None))

@@ -24,6 +24,13 @@ every_device = pytest.mark.parametrize(
 DRAWS = 3  # memory that was freed holds the numbers of another draw
 
 
+@pytest.fixture(autouse=True)
+def the_first_gpu():
+    """JAX computes there, but leaves current what it used last."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+
+
 class Size(NamedTuple):
     T: int
     B: int
@@ -124,7 +131,6 @@ class Streams:
     def __init__(self, device):
         self.gpu = device == "cuda"
         if self.gpu:
-            torch.cuda.set_device(0)  # JAX leaves current what it used last
             self.streams = [torch.cuda.Stream() for _ in range(2)]
             torch.cuda.synchronize()
         self.pending = collections.deque()
