@@ -126,9 +126,8 @@ def _forward_tiling(problem: Problem, size: int) -> Tiling:
 def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
     block_n, layer = _power_of_2(problem.columns), problem.kind == "layer"
     kept = block_n <= _KEPT_BACKWARD[problem.kind, size]
-    if not kept and block_n <= _STAGED[problem.kind] and _can_stage(problem, size, device):
+    if not kept and block_n <= _STAGED[problem.kind] and (stages := _stages(problem, device)):
         num_warps = 16 if layer and block_n > 8192 else 32
-        stages = 2 if 4 * size * block_n <= device.shared_memory - 4096 else 1
         programs = _programs(problem, problem.rows, device)
         return Tiling(1, num_warps * 32 * 16 // size, num_warps, programs, stages=stages)
     if not kept:
@@ -144,11 +143,12 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
     return Tiling(block_r, block_n, num_warps, programs, side_by_side)
 
 
-def _can_stage(problem: Problem, size: int, device: Device) -> bool:
-    """Whether rows can be copied to shared memory 16 bytes at a time, and one of x and of dy fits there."""
-    aligned = problem.columns * size % 16 == 0
-    fits = 2 * size * _power_of_2(problem.columns) <= device.shared_memory - 4096
-    return aligned and fits and not device.interpreted and device.capability >= 80
+def _stages(problem: Problem, device: Device) -> int:
+    """Rows of x and of dy that fit into shared memory, up to two; 0 where they cannot be copied 16 bytes at a time."""
+    sizes = [_BYTES[dict(problem.dtypes)[name]] for name in ("x", "dy")]
+    if device.interpreted or device.capability < 80 or any(problem.columns * size % 16 for size in sizes):
+        return 0
+    return min(2, (device.shared_memory - 4096) // (sum(sizes) * _power_of_2(problem.columns)))
 
 
 def _programs(problem: Problem, tiles: int, device: Device, side_by_side: int = 1) -> int:
