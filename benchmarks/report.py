@@ -94,7 +94,7 @@ def broken(row: Row | AccuracyRow) -> bool:
     """Whether a row says that something of this project does not work, or is not accurate."""
     if isinstance(row, AccuracyRow):
         return not row.good
-    return row.provider.startswith(("jaxrnn", "and our launch")) and row.status in ("wrong", "failed")
+    return row.provider.startswith(("jaxrnn", "torch_bridge", "and our launch")) and row.status in ("wrong", "failed")
 
 
 def _quartiles(row: Row) -> str:

@@ -15,14 +15,18 @@ from triton.compiler import CompiledKernel
 
 from torch_bridge import launch
 from torch_bridge.config import Device, Direction
-from torch_bridge.kernels import norm
+from torch_bridge.kernels import norm, norm_staged
 
 Kind = Literal["rms", "layer"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Bytes of a row that registers hold, forward; wider ones are read twice.
-_KEPT_FORWARD = 65536
-# Columns that registers hold backward, beside the float32 sums of the gradients; wider ones are read twice as well.
-_KEPT_BACKWARD = 8192
+# Columns that registers hold, forward; wider rows are read twice.
+_KEPT_FORWARD = 32768
+# The same backward, beside float32 sums of the gradients: by kind, and bytes of a number.
+_KEPT_BACKWARD = {("rms", 2): 8192, ("rms", 4): 8192, ("layer", 2): 8192, ("layer", 4): 4096}
+# Wider ones can wait in shared memory up to here.
+_STAGED = {"rms": 32768, "layer": 16384}
+# Bytes of a chunk of rows wider than those.
+_CHUNK = 16384
 # Columns of a program that sums up rows, or programs.
 _COLUMNS = 64
 
@@ -54,12 +58,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows and columns of a program at a time, its warps, and programs of a model where each takes tiles in turn."""
+    """How programs go over rows.
+
+    Attributes:
+      block_r: rows of a program at a time.
+      block_n: columns of a program at a time; if that is less than a row, it goes over a row twice, in chunks.
+      num_warps: of a program.
+      programs: of a model, where each takes tiles of rows in turn.
+      side_by_side: programs that a multiprocessor is to have registers for.
+      stages: rows that wait in shared memory, see `torch_bridge.kernels.norm_staged`; 0: none do.
+    """
 
     block_r: int
     block_n: int
     num_warps: int
     programs: int = 0
+    side_by_side: int = 1
+    stages: int = 0
 
 
 class _Kernel(NamedTuple):
@@ -70,7 +85,13 @@ class _Kernel(NamedTuple):
     dtypes: tuple[tuple[str, str], ...]
     scalars: tuple[tuple[str, Any], ...]
     num_warps: int
+    registers: int
     grid: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is compiled for."""
+        return self.function, self.constants, self.dtypes, self.num_warps, self.registers
 
     def arguments(self) -> tuple[list[Any], list[tuple[int, str]]]:
         """In order, for a call to fill in addresses: at which index that of which array."""
@@ -81,22 +102,58 @@ class _Kernel(NamedTuple):
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
-    """The tiling of the kernel that normalizes, or differentiates: thresholds are measured on an H200."""
+    """The tiling of the kernel that normalizes, or differentiates: every threshold was measured on an H200."""
     size = _BYTES[dict(problem.dtypes)["x"]]
+    return _forward_tiling(problem, size) if problem.direction == "fwd" else _backward_tiling(problem, size, device)
+
+
+def _forward_tiling(problem: Problem, size: int) -> Tiling:
     block_n = _power_of_2(problem.columns)
-    if problem.direction == "fwd":
-        # 64 bytes of each array a thread, and of narrow rows 128, so that the fewest warps wait
-        block_n = min(block_n, _KEPT_FORWARD // size // (2 if "residual" in dict(problem.dtypes) else 1))
-        block_r = _clamp(8192 // size // block_n, 1, 64)
-        per_thread = (128 if block_n * size <= 2048 else 64) // size
-        return Tiling(block_r, block_n, _clamp(block_r * block_n // per_thread // 32, 1, 32))
-    block_n = min(block_n, _KEPT_BACKWARD * 2 // size)
-    block_r = _clamp(2048 // block_n, 1, 64)
-    num_warps = _clamp(block_r * block_n // (16 if block_n <= 1024 else 8) // 32, 1, 16)
-    tiles = -(-problem.rows // block_r)
-    side_by_side = max(1, 16 // num_warps) if block_n <= 1024 else max(1, 32 // num_warps) if block_n <= 4096 else 1
-    programs = -(-device.multiprocessors * side_by_side // problem.models)
-    return Tiling(block_r, block_n, num_warps, max(1, min(tiles, programs)))
+    if block_n > _KEPT_FORWARD:
+        return Tiling(1, _CHUNK // size, 16)
+    block_r = _clamp(8192 // size // block_n, 1, 64)
+    elements = block_r * block_n
+    if block_n <= 1024:  # few warps, or there would be too few loads in each
+        return Tiling(block_r, block_n, _clamp(elements * size // 128 // 32, 1, 4))
+    num_warps = elements * size // 64 // 32 if block_n <= 4096 else block_n // 1024
+    # 64 to 80 registers a thread leave room for other programs, whose loads are in flight while this one adds up
+    side_by_side = {1024: 1, 2048: 1, 4096: 24 // num_warps}.get(block_n, 32 // num_warps)
+    if (problem.kind, block_n, size) == ("rms", 32768, 2) and "residual" not in dict(problem.dtypes):
+        num_warps, side_by_side = 8, 2  # 0.96 of a copy's bandwidth for 0.91
+    return Tiling(block_r, block_n, num_warps, side_by_side=side_by_side)
+
+
+def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
+    block_n, layer = _power_of_2(problem.columns), problem.kind == "layer"
+    kept = block_n <= _KEPT_BACKWARD[problem.kind, size]
+    if not kept and block_n <= _STAGED[problem.kind] and (stages := _stages(problem, device)):
+        num_warps = 16 if layer and block_n > 8192 else 32
+        programs = _programs(problem, problem.rows, device)
+        return Tiling(1, num_warps * 32 * 16 // size, num_warps, programs, stages=stages)
+    if not kept:
+        block_n = _CHUNK // size
+    block_r = _clamp(4096 // size // block_n, 1, 64) if block_n < 1024 else 1
+    if block_n < 1024:
+        num_warps, side_by_side = _clamp(block_r * block_n * size // 32 // 32, 1, 4), 4
+    else:
+        heavy = layer and size == 2 and block_n in (2048, 4096)
+        num_warps = _clamp(block_n * size // (32 if heavy else 16) // 32, 4, 16)
+        side_by_side = 1 if size * block_n >= 16384 else (16 if heavy else 32) // num_warps
+    programs = _programs(problem, -(-problem.rows // block_r), device, side_by_side)
+    return Tiling(block_r, block_n, num_warps, programs, side_by_side)
+
+
+def _stages(problem: Problem, device: Device) -> int:
+    """Rows of x and of dy that fit into shared memory, up to two; 0 where they cannot be copied 16 bytes at a time."""
+    sizes = [_BYTES[dict(problem.dtypes)[name]] for name in ("x", "dy")]
+    if device.interpreted or device.capability < 80 or any(problem.columns * size % 16 for size in sizes):
+        return 0
+    return min(2, (device.shared_memory - 4096) // (sum(sizes) * _power_of_2(problem.columns)))
+
+
+def _programs(problem: Problem, tiles: int, device: Device, side_by_side: int = 1) -> int:
+    """Of each model: as many as the device runs at once, and not more than there are tiles."""
+    return max(1, min(tiles, -(-device.multiprocessors * side_by_side // problem.models)))
 
 
 def _power_of_2(n: int) -> int:
@@ -107,19 +164,17 @@ def _clamp(n: int, low: int, high: int) -> int:
     return max(low, min(high, n))
 
 
+def _compiled(key: tuple[Any, ...], capability: int) -> CompiledKernel:
+    function, constants, dtypes, num_warps, registers = key
+    return launch.compile_kernel(
+        function, dict(constants), dict(dtypes), capability, gluon=function is norm_staged.norm_bwd_kernel,
+        num_warps=num_warps, maxnreg=registers,
+    )  # fmt: skip
+
+
 @functools.cache
-def _loaded(
-    function: Any, constants: tuple[tuple[str, Any], ...], dtypes: tuple[tuple[str, str], ...], num_warps: int,
-    capability: int, ordinal: int,
-) -> CompiledKernel:  # fmt: skip
-    return launch.load_kernel(_compiled(function, constants, dtypes, num_warps, capability), ordinal)
-
-
-def _compiled(
-    function: Any, constants: tuple[tuple[str, Any], ...], dtypes: tuple[tuple[str, str], ...], num_warps: int,
-    capability: int,
-) -> CompiledKernel:  # fmt: skip
-    return launch.compile_kernel(function, dict(constants), dict(dtypes), capability, num_warps=num_warps)
+def _loaded(key: tuple[Any, ...], capability: int, ordinal: int) -> CompiledKernel:
+    return launch.load_kernel(_compiled(key, capability), ordinal)
 
 
 class Launch:
@@ -140,13 +195,13 @@ class Launch:
         scalars = {"R": rows, "tiles": tiles, "programs": programs, "epsilon": problem.epsilon}
         constants = {
             "N": columns, "BLOCK_R": block_r, "BLOCK_N": block_n, "CENTERED": problem.kind == "layer",
-            "OPAQUE": not device.interpreted,
+            "OPAQUE": not device.interpreted, "STAGES": self.tiling.stages,
         }  # fmt: skip
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self.kernels: list[_Kernel] = []
         self._ready: dict[int, list[tuple[CompiledKernel, int, list[Any], list[tuple[int, str]]]]] = {}
 
-        def add(function: Any, grid: int, num_warps: int, **more: Any) -> None:
+        def add(function: Any, grid: int, num_warps: int, side_by_side: int = 1, **more: Any) -> None:
             names = [name for name in function.arg_names if name.endswith("_ptr")]
             given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
             values = constants | more | dict.fromkeys(set(names) - set(given))
@@ -157,40 +212,43 @@ class Launch:
                     tuple((name.removesuffix("_ptr"), dtype) for name, dtype in given.items()),
                     tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
                     num_warps,
+                    min(255, 65536 // (32 * num_warps * side_by_side)),
                     grid,
                 )
             )
 
         if problem.direction == "fwd":
-            add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps)
+            add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps, self.tiling.side_by_side)
             return
         sums = [name for name in ("weight", "bias") if f"d{name}" in dtypes]
-        kept = block_n >= columns
-        blocks = -(-columns // _COLUMNS)
-        adders = programs if kept else max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
+        kept, blocks, adders = bool(self.tiling.stages) or block_n >= columns, -(-columns // _COLUMNS), programs
+        function = norm_staged.norm_bwd_kernel if self.tiling.stages else norm.norm_bwd_kernel
         if not kept:
-            add(norm.norm_bwd_kernel, models * programs, self.tiling.num_warps)
+            adders = max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
+            add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)
         for name in sums:
             self.workspaces.append((f"partial_{name}", models * adders * columns, "float32", False))
             dtypes[f"partial_{name}"] = "float32"
         if kept:
-            add(norm.norm_bwd_kernel, models * programs, self.tiling.num_warps)
+            add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)
         elif sums:
             scalars |= {"tiles": -(-rows // 64), "programs": adders}
             add(norm.norm_columns_kernel, models * blocks * adders, 8, BLOCK_R=64, BLOCK_C=_COLUMNS)
         if sums:
-            add(norm.norm_sum_kernel, models * blocks, 4, BLOCK_P=32, BLOCK_C=_COLUMNS)
+            # of few columns more programs at once, or few multiprocessors would have something to do
+            block_c = 16 if columns <= 2048 else _COLUMNS
+            grid = len(sums) * models * -(-columns // block_c)
+            add(norm.norm_sum_kernel, grid, 8, BLOCK_P=4096 // block_c, BLOCK_C=block_c)
 
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
         self._ready[ordinal] = [
-            (_loaded(k.function, k.constants, k.dtypes, k.num_warps, self._capability, ordinal), k.grid, *k.arguments())
-            for k in self.kernels
+            (_loaded(k.key, self._capability, ordinal), k.grid, *k.arguments()) for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:
         """Compiles for the device that was given; needs no GPU."""
-        return [_compiled(k.function, k.constants, k.dtypes, k.num_warps, self._capability) for k in self.kernels]
+        return [_compiled(k.key, self._capability) for k in self.kernels]
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""
