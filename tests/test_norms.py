@@ -40,9 +40,11 @@ class Case:
     given: str = "wb"
     weight_dtype: str = "f32"
     bias_dtype: str = "f32"
+    y_dtype: str | None = None  # as Flax's modules may ask for; else that of x
 
     def __str__(self):
         words = [self.kind, f"N{self.N}", "R" + "x".join(map(str, self.rows)), self.dtype, self.given or "plain"]
+        words += [f"y{self.y_dtype}"] if self.y_dtype else []
         words += [
             f"{name}{dtype}" for name, dtype in (("w", self.weight_dtype), ("b", self.bias_dtype)) if name in self.given
         ]
@@ -54,7 +56,10 @@ def make_inputs(case, draw=0):
     rng = np.random.default_rng(zlib.crc32(str(case).encode()) + draw)
     shape = (*case.rows, case.N)
     make = lambda shape, dtype: np.asarray(rng.standard_normal(shape, np.float32), DTYPES[dtype])  # noqa: E731
-    inputs = {"x": make(shape, case.dtype) + np.asarray(0.5, DTYPES[case.dtype]), "ct_y": make(shape, case.dtype)}
+    inputs = {
+        "x": make(shape, case.dtype) + np.asarray(0.5, DTYPES[case.dtype]),
+        "ct_y": make(shape, case.y_dtype or case.dtype),
+    }
     if "w" in case.given:
         inputs["weight"] = make((case.N,), case.weight_dtype)
     if "b" in case.given:
@@ -64,11 +69,14 @@ def make_inputs(case, draw=0):
     return inputs
 
 
-def call(kind, implementation, inputs, epsilon=EPSILON):
-    """The outputs, by name."""
-    arrays = (inputs["x"], inputs.get("weight"), inputs.get("bias"))
-    residual = inputs.get("residual")
-    out = FUNCTIONS[kind](*arrays, residual=residual, epsilon=epsilon, implementation=implementation)
+def call(kind, implementation, inputs, dtype=None):
+    """The outputs, by name; y in `dtype`."""
+    x, residual = inputs["x"], inputs.get("residual")
+    arrays = x, inputs.get("weight"), inputs.get("bias")
+    if dtype in (None, x.dtype):
+        out = FUNCTIONS[kind](*arrays, residual=residual, epsilon=EPSILON, implementation=implementation)
+    else:
+        out = norms.normalize(kind, *arrays, residual, EPSILON, implementation, dtype=dtype)
     return {"y": out} if residual is None else {"y": out[0], "total": out[1]}
 
 
@@ -77,7 +85,8 @@ def run(kind, implementation, inputs):
     """The outputs and every gradient, by name."""
     fixed = {name: x for name, x in inputs.items() if name.startswith("ct_")}
     outputs, vjp = jax.vjp(
-        functools.partial(call, kind, implementation), {name: x for name, x in inputs.items() if name not in fixed}
+        functools.partial(call, kind, implementation, dtype=inputs["ct_y"].dtype),
+        {name: x for name, x in inputs.items() if name not in fixed},
     )
     (gradients,) = vjp({name: inputs["ct_" + name] for name in outputs})
     return outputs | {"d" + name: x for name, x in gradients.items()}
@@ -103,7 +112,8 @@ def errors(case, got, want):
 
 
 def dtype_of(case, name):
-    return {"dweight": case.weight_dtype, "dbias": case.bias_dtype}.get(name, case.dtype)
+    dtypes = {"dweight": case.weight_dtype, "dbias": case.bias_dtype, "y": case.y_dtype or case.dtype}
+    return dtypes.get(name, case.dtype)
 
 
 def check(case, got, want, bound):
@@ -129,13 +139,16 @@ for kind in FUNCTIONS:
     SMALL += [Case(kind, N, dtype=dtype, given="wbr") for N in COLUMNS for dtype in DTYPES]
     SMALL += [Case(kind, 7, dtype=dtype, given=given) for dtype in DTYPES for given in GIVEN[:-1]]
     SMALL += [Case(kind, 100, dtype=x, weight_dtype=w, bias_dtype=b) for x, w, b in MIXED]
+    SMALL += [Case(kind, 100, dtype=x, given="wbr", y_dtype=y) for x, y in (("f32", "f16"), ("bf16", "f32"))]
     SMALL += [Case(kind, 64, rows) for rows in ((), (1,), (5,), (70,), (2, 3, 2))]
     # so wide that a kernel goes over a row in parts: backward, and forward too
     WIDE += [Case(kind, N, (3,), dtype, "wbr") for N, dtype in ((5000, "f32"), (9000, "bf16"), (17000, "f32"))]
     for N in (*COLUMNS, 2048, 5000, 8192, 16384, 32768, 50257):
         rows = (max(3, 2**18 // N),)
         ON_GPU += [Case(kind, N, rows, dtype, given) for dtype in DTYPES for given in ("", "wb", "wbr")]
-    ON_GPU += [Case(kind, N, (300,), "bf16", "wr", "bf16") for N in (100, 2048, 32768)]
+    for N in (100, 2048, 8192, 16384, 32768):
+        ON_GPU += [Case(kind, N, (300,), "bf16", "wr", "bf16"), Case(kind, N, (300,), "f32", "wb", y_dtype="bf16")]
+        ON_GPU += [Case(kind, N, (300,), "bf16", given, y_dtype="f32") for given in ("wb", "wbr")]
 
 
 @pytest.mark.parametrize("case", SMALL, ids=str)
