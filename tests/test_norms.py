@@ -557,6 +557,31 @@ def test_seeds_and_rows_share_a_mesh_that_jax_manages(kind, platform):
 
 
 @on_devices
+@pytest.mark.parametrize("in_axes", [(0, None, None, 0), (0, 0, 0, 0), (0, 0, None, None), (1, None, 0, 2)], ids=str)
+@every_kind
+def test_vmap_over_devices_of_an_explicit_mesh(kind, in_axes, platform):
+    """What is mapped is sharded: each device has its examples, and the weights that go with them."""
+    mesh = make_mesh(AxisType.Explicit)
+    args, _ = mapped(in_axes, size=len(jax.devices()))
+    specs = [P() if at is None else P(*(None,) * at, "data") for at in in_axes]
+    sharded = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+    each = lambda implementation: jax.vmap(with_gradients(kind, implementation), in_axes)  # noqa: E731
+    program = jax.jit(each("triton")).lower(*sharded).compile()
+    got = program(*sharded)
+    assert_close(got, each("xla")(*args))
+    for x in jax.tree.leaves(got):
+        assert x.sharding.spec == P("data", *(None,) * (x.ndim - 1))
+    if None not in (in_axes[0], in_axes[3]):
+        assert "all-gather" not in program.as_text()
+
+    def total(implementation):
+        mean = lambda *args: jax.vmap(lambda *x: loss_of(kind, implementation)(*x)[0], in_axes)(*args).sum()  # noqa: E731
+        return jax.jit(jax.grad(mean, range(4)))
+
+    assert_close(total("triton")(*sharded), total("xla")(*args))
+
+
+@on_devices
 @every_kind
 def test_what_comes_in_whole_goes_to_where_x_is(kind, platform):
     x, weight, bias, residual = device_arguments()
