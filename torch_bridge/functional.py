@@ -540,6 +540,8 @@ def _norm(
             raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
         if y is not None and not y.is_floating_point():
             raise ValueError(f"{name} must be of floating point, got {y.dtype}: convert it")
+        if y is not None and y.device != x.device:
+            raise ValueError(f"{name} is on {y.device} and x is on {x.device}: move one of them")
     device, dtype = x.device.type, x.dtype
     # CPUs have no such rule
     if device != "cpu" and dtype != torch.float64 and torch.is_autocast_enabled(device):
