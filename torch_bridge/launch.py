@@ -26,15 +26,45 @@ POINTER_TYPES = {
     "bool": "*i8", "int8": "*i8", "int16": "*i16", "int32": "*i32", "int64": "*i64",
     "uint8": "*u8", "uint16": "*u16", "uint32": "*u32", "uint64": "*u64",
 }  # fmt: skip
-SCALARS = {"T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32"}
+SCALARS = {
+    "T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32",
+    "R": "i64", "programs": "i32", "epsilon": "fp32",
+}  # fmt: skip
 
 # The interpreter patches triton.language for the whole process.
-_interpreter = threading.Lock()
+interpreter = threading.Lock()
 
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when they were imported."""
     return not isinstance(kernels.CELLS["gru"].fwd, triton.runtime.JITFunction)
+
+
+def compile_kernel(
+    kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, str], capability: int, *, gluon: bool = False,
+    **options: Any,
+) -> CompiledKernel:  # fmt: skip
+    """Compiles a kernel, given the values of its compile-time arguments and the dtypes of its arrays; needs no GPU."""
+    signature, attributes = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = POINTER_TYPES[dtypes[name.removesuffix("_ptr")]]
+            attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = SCALARS[name]
+    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, dict(constants), attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
+    """Loads a compiled kernel onto a device."""
+    import torch
+
+    with torch.cuda.device(ordinal):
+        compiled._init_handles()
+    return compiled
 
 
 @dataclass(frozen=True)
@@ -80,38 +110,19 @@ class Specialization:
 
     def compile(self) -> CompiledKernel:
         """Compiles for `capability`; needs no GPU."""
-        constants, dtypes = self.constants(), dict(self.dtypes)
-        signature, attributes = {}, {}
-        for i, name in enumerate(self.kernel.arg_names):
-            if name in constants:
-                signature[name] = "constexpr"
-            elif name.endswith("_ptr"):
-                signature[name] = POINTER_TYPES[dtypes[name.removesuffix("_ptr")]]
-                attributes[(i,)] = [["tt.divisibility", 16]]
-            else:
-                signature[name] = SCALARS[name]
-        source_type = ASTSource if self.config.variant == "plain" else GluonASTSource
-        source = source_type(self.kernel, signature, constants, attributes)
-        options = {
-            "num_warps": self.config.num_warps,
-            "num_stages": self.config.num_stages,
-            "launch_cooperative_grid": self.cooperative,
-            "enable_fp_fusion": True,
+        return compile_kernel(
+            self.kernel, self.constants(), dict(self.dtypes), self.capability, gluon=self.config.variant != "plain",
+            num_warps=self.config.num_warps, num_stages=self.config.num_stages,
+            launch_cooperative_grid=self.cooperative, enable_fp_fusion=True,
             # all there are: ptxas otherwise aims at several programs side by side and spills
-            "maxnreg": min(255, 65536 // (32 * self.config.num_warps)),
-        }
-        return triton.compile(source, target=GPUTarget("cuda", self.capability, 32), options=options)
+            maxnreg=min(255, 65536 // (32 * self.config.num_warps)),
+        )  # fmt: skip
 
 
 @functools.cache
 def _loaded(specialization: Specialization, ordinal: int) -> CompiledKernel:
     """Compiles and loads onto one device; at most once each."""
-    import torch
-
-    compiled = specialization.compile()
-    with torch.cuda.device(ordinal):
-        compiled._init_handles()
-    return compiled
+    return load_kernel(specialization.compile(), ordinal)
 
 
 @functools.cache
@@ -181,7 +192,7 @@ class Launch:
         The interpreter runs programs one after the other, so those that would wait for one another are launched a step
         (and a phase) at a time: the end of a launch is their barrier.
         """
-        with _interpreter:
+        with interpreter:
             self._interpret(tensors)
 
     def _interpret(self, tensors: Mapping[str, Any]) -> None:

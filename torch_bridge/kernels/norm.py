@@ -1,0 +1,314 @@
+"""Normalization of rows, RMSNorm and LayerNorm: forward, backward, and the sums for the gradients of weight and bias.
+
+A program has whole rows, BLOCK_R of them, in registers and in the type they have in memory: they are read once, with
+all loads in flight before the first is used, and converted to float32 at each use. Where BLOCK_N is less than a row
+(wide rows, that registers cannot hold) it goes over the row in chunks, twice, the second time mostly from L2.
+
+With x^ = (x - mean) * rstd (of RMSNorm: x * rstd), y = x^ * weight + bias and a = dy * weight:
+
+    dx = (a - mean(a) - x^ * mean(a * x^)) * rstd    (of RMSNorm without the second term)
+    dweight = sum over rows of dy * x^               dbias = sum over rows of dy
+
+The sums are taken in two stages of a fixed order: each program adds up its rows, then one kernel adds up the programs.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _again(x, OPAQUE: tl.constexpr):
+    """The same values, of which the compiler does not know it: it would keep their conversions to float32 instead."""
+    if OPAQUE and x.dtype.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    else:
+        return x
+
+
+@triton.jit
+def _row_load(ptr, col, N: tl.constexpr):
+    """`[BLOCK_N]` of a vector, 0 past its end; 0 of none."""
+    if ptr is None:
+        return 0.0
+    else:
+        return tl.load(ptr + col, mask=col < N, other=0.0)
+
+
+@triton.jit
+def _scale(x, weight_ptr, weight):
+    """`x * weight`, in float32; there may be none."""
+    if weight_ptr is None:
+        return x
+    else:
+        return x * weight.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _shift(x, bias_ptr, bias):
+    if bias_ptr is None:
+        return x
+    else:
+        return x + bias.to(tl.float32)[None, :]
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
+    """What is normalized: x, or its sum with the residual, which is rounded and stored."""
+    x = tl.load(x_ptr + offs, mask=mask, other=0.0)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(total_ptr + offs, x, mask=mask)
+    return x
+
+
+@triton.jit
+def _centered(x, mean, col, N: tl.constexpr, CENTERED: tl.constexpr):
+    """`x - mean` in float32, 0 past the end of a row; x itself of RMSNorm."""
+    x = x.to(tl.float32)
+    if CENTERED:
+        x = tl.where((col < N)[None, :], x - mean[:, None], 0.0)
+    return x
+
+
+@triton.jit(do_not_specialize=["R", "tiles", "epsilon"])
+def norm_fwd_kernel(
+    x_ptr,         # [S, R, N]
+    residual_ptr,  # [S, R, N] to be added to x first, or None
+    weight_ptr,    # [S, N] or None
+    bias_ptr,      # [S, N] or None
+    y_ptr,         # [S, R, N]
+    total_ptr,     # [S, R, N] x + residual, with a residual
+    mean_ptr,      # [S, R] float32, or None
+    rstd_ptr,      # [S, R] float32, or None
+    R, tiles, epsilon,
+    N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
+):  # fmt: skip
+    """Rows tile * BLOCK_R and following of a model; a grid of S * tiles programs."""
+    model = (tl.program_id(0) // tiles).to(tl.int64)
+    nth = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    mask_r = nth < R
+    row = model * R + nth
+    start = row[:, None] * N
+    weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
+    bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + model * N
+    cols = tl.arange(0, BLOCK_N)
+    mean = tl.zeros([BLOCK_R], tl.float32)
+    if BLOCK_N >= N:
+        mask = mask_r[:, None] & (cols < N)[None, :]
+        x = _load_sum(x_ptr, residual_ptr, total_ptr, start + cols[None, :], mask)
+        weight = _row_load(weight_ptr, cols, N)
+        bias = _row_load(bias_ptr, cols, N)
+        if CENTERED:
+            mean = tl.sum(x.to(tl.float32), 1) / N
+        centered = _centered(_again(x, OPAQUE), mean, cols, N, CENTERED)
+        rstd = tl.rsqrt(tl.sum(centered * centered, 1) / N + epsilon)
+        y = _centered(_again(x, OPAQUE), mean, cols, N, CENTERED) * rstd[:, None]
+        y = _shift(_scale(y, weight_ptr, weight), bias_ptr, bias)
+        tl.store(y_ptr + start + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        squares = tl.zeros([BLOCK_R], tl.float32)  # of differences from the mean so far
+        for first in range(0, N, BLOCK_N):
+            col = first + cols
+            mask = mask_r[:, None] & (col < N)[None, :]
+            x = _load_sum(x_ptr, residual_ptr, total_ptr, start + col[None, :], mask).to(tl.float32)
+            if CENTERED:  # Chan, Golub, LeVeque 1983: the moments of two parts give those of both
+                count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
+                part = tl.sum(x, 1) / count
+                centered = _centered(x, part, col, N, CENTERED)
+                away = part - mean
+                mean += away * (count / (first + count))
+                squares += tl.sum(centered * centered, 1) + away * away * (count * first / (first + count))
+            else:
+                squares += tl.sum(x * x, 1)
+        rstd = tl.rsqrt(squares / N + epsilon)
+        read_ptr = x_ptr if residual_ptr is None else total_ptr  # a thread reads what it wrote itself
+        for first in range(0, N, BLOCK_N):
+            col = first + cols
+            mask = mask_r[:, None] & (col < N)[None, :]
+            x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
+            y = _centered(x, mean, col, N, CENTERED) * rstd[:, None]
+            y = _scale(y, weight_ptr, _row_load(weight_ptr, col, N))
+            y = _shift(y, bias_ptr, _row_load(bias_ptr, col, N))
+            tl.store(y_ptr + start + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, mask=mask_r)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + row, rstd, mask=mask_r)
+
+
+@triton.jit
+def _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED: tl.constexpr):
+    rstd = tl.load(rstd_ptr + row, mask=mask_r, other=0.0)
+    if CENTERED:
+        return tl.load(mean_ptr + row, mask=mask_r, other=0.0), rstd
+    else:
+        return rstd, rstd
+
+
+@triton.jit
+def _store_dx(dx_ptr, dtotal_ptr, offs, mask, a, normalized, mean_a, mean_ax, rstd, CENTERED: tl.constexpr):
+    dx = a - normalized * mean_ax[:, None]
+    if CENTERED:
+        dx -= mean_a[:, None]
+    dx *= rstd[:, None]
+    if dtotal_ptr is not None:
+        dx += tl.load(dtotal_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["R", "tiles", "programs"])
+def norm_bwd_kernel(
+    dy_ptr,              # [S, R, N]
+    x_ptr,               # [S, R, N]
+    dtotal_ptr,          # [S, R, N] to be added to dx, or None
+    weight_ptr,          # [S, N] or None
+    mean_ptr, rstd_ptr,  # [S, R] float32
+    dx_ptr,              # [S, R, N]
+    partial_weight_ptr,  # [S, programs, N] float32, or None
+    partial_bias_ptr,    # [S, programs, N] float32, or None
+    R, tiles, programs,
+    N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
+):  # fmt: skip
+    """Every `programs`-th tile of BLOCK_R rows of a model, the next one's loads in flight; S * programs programs."""
+    model = (tl.program_id(0) // programs).to(tl.int64)
+    program = tl.program_id(0) % programs
+    weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
+    cols = tl.arange(0, BLOCK_N)
+    nth = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if BLOCK_N >= N:
+        mask_n = (cols < N)[None, :]
+        weight = _row_load(weight_ptr, cols, N)
+        dweight = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+        dbias = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
+        mask_r = nth < R
+        row = model * R + nth
+        x = tl.load(x_ptr + row[:, None] * N + cols[None, :], mask=mask_r[:, None] & mask_n, other=0.0)
+        dy = tl.load(dy_ptr + row[:, None] * N + cols[None, :], mask=mask_r[:, None] & mask_n, other=0.0)
+        mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED)
+        for _ in range(program, tiles, programs):
+            next_nth = nth + programs.to(tl.int64) * BLOCK_R
+            next_r = next_nth < R
+            next_row = model * R + next_nth
+            next_offs = next_row[:, None] * N + cols[None, :]
+            next_x = tl.load(x_ptr + next_offs, mask=next_r[:, None] & mask_n, other=0.0)
+            next_dy = tl.load(dy_ptr + next_offs, mask=next_r[:, None] & mask_n, other=0.0)
+            next_mean, next_rstd = _load_statistics(mean_ptr, rstd_ptr, next_row, next_r, CENTERED)
+
+            normalized = _centered(x, mean, cols, N, CENTERED) * rstd[:, None]
+            d = dy.to(tl.float32)
+            if partial_weight_ptr is not None:
+                dweight += d * normalized
+            if partial_bias_ptr is not None:
+                dbias += d
+            a = _scale(d, weight_ptr, weight)
+            mean_a = tl.sum(a, 1) / N if CENTERED else rstd
+            mean_ax = tl.sum(a * normalized, 1) / N
+            normalized = _centered(_again(x, OPAQUE), mean, cols, N, CENTERED) * rstd[:, None]
+            a = _scale(_again(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
+            offs = row[:, None] * N + cols[None, :]
+            _store_dx(
+                dx_ptr, dtotal_ptr, offs, mask_r[:, None] & mask_n, a, normalized, mean_a, mean_ax, rstd, CENTERED
+            )
+            x, dy, mean, rstd, nth, row, mask_r = next_x, next_dy, next_mean, next_rstd, next_nth, next_row, next_r
+        at = (model * programs + program) * N + cols
+        if partial_weight_ptr is not None:
+            tl.store(partial_weight_ptr + at, tl.sum(dweight, 0), mask=cols < N)
+        if partial_bias_ptr is not None:
+            tl.store(partial_bias_ptr + at, tl.sum(dbias, 0), mask=cols < N)
+    else:
+        for _ in range(program, tiles, programs):
+            mask_r = nth < R
+            row = model * R + nth
+            start = row[:, None] * N
+            mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED)
+            mean_a = tl.zeros([BLOCK_R], tl.float32)
+            mean_ax = tl.zeros([BLOCK_R], tl.float32)
+            for first in range(0, N, BLOCK_N):
+                col = first + cols
+                mask = mask_r[:, None] & (col < N)[None, :]
+                x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
+                dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
+                a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
+                mean_a += tl.sum(a, 1)
+                mean_ax += tl.sum(a * _centered(x, mean, col, N, CENTERED), 1)
+            mean_a /= N
+            mean_ax = mean_ax * rstd / N
+            for first in range(0, N, BLOCK_N):
+                col = first + cols
+                mask = mask_r[:, None] & (col < N)[None, :]
+                x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
+                dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
+                a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
+                normalized = _centered(x, mean, col, N, CENTERED) * rstd[:, None]
+                _store_dx(
+                    dx_ptr, dtotal_ptr, start + col[None, :], mask, a, normalized, mean_a, mean_ax, rstd, CENTERED
+                )
+            nth += programs.to(tl.int64) * BLOCK_R
+
+
+@triton.jit(do_not_specialize=["R", "tiles", "programs"])
+def norm_columns_kernel(
+    dy_ptr,              # [S, R, N]
+    x_ptr,               # [S, R, N]
+    mean_ptr, rstd_ptr,  # [S, R] float32
+    partial_weight_ptr,  # [S, programs, N] float32, or None
+    partial_bias_ptr,    # [S, programs, N] float32, or None
+    R, tiles, programs,
+    N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CENTERED: tl.constexpr,
+):  # fmt: skip
+    """The sums for rows too wide for `norm_bwd_kernel` to keep: BLOCK_C columns, every `programs`-th tile of rows."""
+    blocks = tl.cdiv(N, BLOCK_C)
+    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    program = (tl.program_id(0) // blocks) % programs
+    model = (tl.program_id(0) // blocks // programs).to(tl.int64)
+    nth = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    dweight = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    dbias = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)
+    for _ in range(program, tiles, programs):
+        row = model * R + nth
+        offs = row[:, None] * N + col[None, :]
+        mask = (nth < R)[:, None] & (col < N)[None, :]
+        dy = tl.load(dy_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+        if partial_weight_ptr is not None:
+            x = tl.load(x_ptr + offs, mask=mask, other=0.0)
+            mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, nth < R, CENTERED)
+            dweight += dy * (_centered(x, mean, col, N, CENTERED) * rstd[:, None])
+        if partial_bias_ptr is not None:
+            dbias += dy
+        nth += programs.to(tl.int64) * BLOCK_R
+    at = (model * programs + program) * N + col
+    if partial_weight_ptr is not None:
+        tl.store(partial_weight_ptr + at, tl.sum(dweight, 0), mask=col < N)
+    if partial_bias_ptr is not None:
+        tl.store(partial_bias_ptr + at, tl.sum(dbias, 0), mask=col < N)
+
+
+@triton.jit
+def _add_up(partial_ptr, sum_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    if partial_ptr is not None:
+        total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+        for first in range(0, programs, BLOCK_P):
+            program = first + tl.arange(0, BLOCK_P)
+            mask = (program < programs)[:, None] & (col < N)[None, :]
+            total += tl.load(
+                partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0
+            )
+        tl.store(sum_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def norm_sum_kernel(
+    partial_weight_ptr,  # [S, programs, N] float32, or None
+    partial_bias_ptr,    # [S, programs, N] float32, or None
+    dweight_ptr,         # [S, N] float32, or None
+    dbias_ptr,           # [S, N] float32, or None
+    programs,
+    N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Adds up what the programs added up; S * cdiv(N, BLOCK_C) programs."""
+    blocks = tl.cdiv(N, BLOCK_C)
+    model = (tl.program_id(0) // blocks).to(tl.int64)
+    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    _add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+    _add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
