@@ -178,7 +178,8 @@ def interpreted_cases():
         found += [Case(kind, shape, bias="f32", residual="f32") for shape in ((1, 1), (5, 7), (2, 300), (70, 8))]
         found += [
             Case(kind, (3, 40), "f16", weight="f32", bias="f16", residual="f32"),
-            Case(kind, (3, 40), "bf16", weight="f32", bias="bf16", residual="bf16"),
+            # the interpreter truncates to bfloat16, so that a sum with a residual is another one
+            Case(kind, (3, 40), "bf16", weight="f32", bias="bf16"),
         ]
     return found
 
