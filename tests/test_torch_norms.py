@@ -175,7 +175,9 @@ def interpreted_cases():
     found = []
     for kind in KINDS:
         found += variations(kind, shape=(3, 20))
-        found += [Case(kind, shape, bias="f32", residual="f32") for shape in ((1, 1), (5, 7), (2, 300), (70, 8))]
+        found += [
+            Case(kind, shape, bias="f32", residual="f32") for shape in ((1, 1), (5, 7), (2, 300), (70, 8), (3, 20_000))
+        ]
         found += [
             Case(kind, (3, 40), "f16", weight="f32", bias="f16", residual="f32"),
             # the interpreter truncates to bfloat16, so that a sum with a residual is another one

@@ -556,7 +556,7 @@ def _norm(
     def rows(y: Tensor) -> Tensor:
         return y.reshape(1, math.prod(y.shape[:-1]), y.shape[-1])
 
-    vectors = (None if y is None else y[None] for y in (weight, bias))
+    w, b = (None if y is None else y[None] for y in (weight, bias))
     sums = None if residual is None else rows(residual)
-    y, total = norm_ops.forward(kind, rows(x), *vectors, sums, eps, dtype, implementation)
+    y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)
     return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))

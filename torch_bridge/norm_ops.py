@@ -32,10 +32,10 @@ def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns:
         facts = operators.device_facts(device, dtype)
         if isinstance(facts, str):
             return facts
-    from torch_bridge import norms
+        from torch_bridge import norms
 
-    if columns > (widest := norms.widest(facts)):
-        return f"take at most {widest} columns, got {columns}: leave implementation out"
+        if columns > (widest := norms.widest(facts)):
+            return f"take at most {widest} columns, got {columns}: leave implementation out"
     return None
 
 
