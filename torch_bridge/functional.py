@@ -475,7 +475,7 @@ def rms_norm(
       weight: `[N]` or None for ones. Any dtype.
       bias: `[N]` or None for zeros. Any dtype.
       residual: in the shape of `x`, or None.
-      eps: inside the root; None for the machine epsilon of what it computes in, as PyTorch has it from 2.13 on.
+      eps: inside the root; None for the machine epsilon of what it computes in, as PyTorch 2.13 has it.
       implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
         operations that autograd sees: any derivative of any order), or None: the kernels where they can run,
         elsewhere PyTorch operations, as one operator. A name works or raises.

@@ -387,8 +387,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: as of `torch.nn.RMSNorm`; `eps=None` is the machine epsilon of float32 (float64 for float64), as PyTorch
-        has it from 2.13 on.
+      args: as of `torch.nn.RMSNorm`; `eps=None` is the machine epsilon of float32 (float64 for float64), as
+        PyTorch 2.13 has it.
       implementation: see `torch_bridge.functional.rms_norm`.
       kwargs: as of `torch.nn.RMSNorm`.
     """
