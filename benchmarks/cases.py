@@ -83,6 +83,17 @@ SWEEP = tuple(
 )
 VMAP: dict[Case, float] = {Case("gru", 8, 128, 128, models=16): 0.5, Case("gru", 8, 128, 128, models=64): 0.8}
 
+# Of those who use PyTorch: each with resets and without.
+TORCH = tuple(
+    dataclasses.replace(case, reset_rate=rate)
+    for case in (
+        Case("gru", 2048, 256, 128), Case("gru", 64, 128, 128), Case("gru", 512, 32, 1024), Case("gru", 4, 128, 128),
+        Case("lstm", 64, 128, 128),
+    )
+    for rate in (0.01, 0.0)
+)  # fmt: skip
+TORCH_STEP = Case("gru", 64, 1, 128, reset_rate=0.1)
+
 ACTING = Case("gru", 64, 1000, 128)  # T counts the iterations of a scan whose body makes one step
 ACTING_TARGET_US = 8.0
 DISPATCH_TARGET_US = 1.0
@@ -139,7 +150,7 @@ PPO_STEPS_AN_ENV = 8192
 
 def find(label: str) -> Case:
     """The case that prints as `label`."""
-    cases = {str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *VMAP, *COMPILE, *ACCURACY)}
+    cases = {str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)}
     if label not in cases:
         raise ValueError(f"no case {label!r}; there are {', '.join(cases)}")
     return cases[label]

@@ -51,6 +51,7 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False) -> First
         if cold:
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
             environment |= {"TRITON_CACHE_DIR": folder, "TORCH_EXTENSIONS_DIR": folder, "CUDA_CACHE_PATH": folder}
+            environment |= {"TORCHINDUCTOR_CACHE_DIR": folder}
         command = [
             sys.executable,
             "-m",

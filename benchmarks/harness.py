@@ -31,15 +31,30 @@ class Ready:
       run: enqueues one pass and returns its result.
       canonical: the result by the names of the oracle.
       compiled: what XLA made of it, for a JAX provider.
+      own_graphs: as of `TorchPass`.
     """
 
     run: Callable[[], Any]
     canonical: Callable[[Any], Any]
     compiled: Any = None
+    own_graphs: bool = False
+
+    @classmethod
+    def of(cls, built: TorchPass) -> Ready:
+        """A pass of PyTorch."""
+        return cls(built.run, built.canonical, own_graphs=built.own_graphs)
+
+    @classmethod
+    def forward(cls, built: TorchPass, case: Case) -> Ready:
+        """The forward pass of one step alone. Its outputs have one layout whether batch first or not, but for a 1."""
+        shape = (1, case.B, case.H)
+        return cls(built.forward, lambda ys: {"ys": ys.reshape(shape)}, own_graphs=built.own_graphs)
 
     def clock(self) -> timing.Clock:
         """The clock that suits the framework."""
-        return timing.torch_clock(self.run) if self.compiled is None else timing.jax_clock(self.run)
+        if self.compiled is None:
+            return timing.torch_clock(self.run, own_graphs=self.own_graphs)
+        return timing.jax_clock(self.run)
 
 
 class FirstCalls:
@@ -69,9 +84,12 @@ class FirstCalls:
 
 
 def prepare(
-    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls
+    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
 ) -> tuple[dict[str, Ready], dict[str, Row]]:
-    """Builds and compiles what can run; JAX's programs compile side by side. Rows say why the others cannot."""
+    """Builds and compiles what can run; JAX's programs compile side by side. Rows say why the others cannot.
+
+    With `step`, only the forward pass of PyTorch's providers, in a case of one step.
+    """
     ready: dict[str, Ready] = {}
     rows: dict[str, Row] = {}
     lowered: dict[str, tuple[Any, JaxPass]] = {}
@@ -87,7 +105,7 @@ def prepare(
             try:
                 built = provider.build(case, inputs)
                 if isinstance(built, TorchPass):
-                    ready[provider.name] = Ready(built.run, built.canonical)
+                    ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
                 else:
                     lowered[provider.name] = built.jitted.lower(*built.args), built
             except Exception as error:  # a provider that breaks is a row, not the end of the run
@@ -105,12 +123,20 @@ def prepare(
     return ready, rows
 
 
-def check(provider: Provider, ready: Ready, truth: Oracle) -> Row | tuple[str, float]:
-    """Runs one pass. Returns the largest error and of what, or the row that says why there is nothing to time."""
+def check(
+    provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None
+) -> Row | tuple[str, float]:
+    """Runs one pass. Returns the largest error and of what, or the row that says why there is nothing to time.
+
+    Checked are all outputs and gradients, or `names` alone.
+    """
     row = Row("", provider.name, ours=provider.ours)
     try:
+        for _ in range(2 if ready.own_graphs else 0):
+            ready.run()  # the first call warms up, the second records
         got = to_jax(ready.canonical(ready.run()))
-        errors = oracle.errors(got, truth.want(provider.dtype, provider.resets))
+        want = truth.want(provider.dtype, provider.resets)
+        errors = oracle.errors(got, want if names is None else {name: want[name] for name in names})
     except Exception as error:
         return failed(row, error)
     largest = {name: rms for name, (rms, _) in errors.items()}
@@ -126,11 +152,16 @@ def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
     """JAX arrays as they are, and tensors as JAX arrays that share their memory."""
     if all(isinstance(x, jax.Array) for x in arrays.values()):
         return arrays
+    synchronize()
+    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
+
+
+def synchronize() -> None:
+    """Waits for what PyTorch has left to the GPU, if there is one."""
     import torch
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    return {name: jax.dlpack.from_dlpack(x.detach().contiguous()) for name, x in arrays.items()}
 
 
 def time_case(
@@ -169,6 +200,54 @@ def time_case(
                 device, wall, scale=1e3, method=clocks[provider.name].method,
             )  # fmt: skip
     return [dataclasses.replace(rows[p.name], target=targets.get(p.name), note=note(p, case)) for p in providers]
+
+
+def time_steps(
+    case: Case,
+    providers: Sequence[Provider],
+    settings: Settings,
+    first_calls: FirstCalls,
+    progress: Callable[[str], None] = lambda _: None,
+) -> list[Row]:
+    """A row for every provider, all of PyTorch: microseconds until a call of one step returns, without gradients.
+
+    What the device takes for it is in the note, which says so where that is longer: then the device is what bounds.
+    """
+    inputs = Inputs(cases.make_inputs(case))
+    ready, rows = prepare(providers, case, inputs, first_calls, step=True)
+    if not ready:
+        return [rows[provider.name] for provider in providers]
+    import torch
+
+    truth = Oracle(case, inputs.jax)
+    host, device, errors = {}, {}, {}
+    with torch.no_grad():
+        for provider in (provider for provider in providers if provider.name in ready):
+            name, one = provider.name, ready[provider.name]
+            checked = check(provider, one, truth, names=("ys",))
+            if isinstance(checked, Row):
+                rows[name] = dataclasses.replace(checked, case=str(case))
+                continue
+            try:
+                device[f"{name}, device"] = one.clock()
+            except Exception as error:
+                rows[name] = failed(Row(str(case), name, ours=provider.ours), error)
+                continue
+            host[name], errors[name] = timing.host_clock(one.run, synchronize), checked
+        spreads = timing.interleave(host | device, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+    for provider in (provider for provider in providers if provider.name in host):
+        name = provider.name
+        (returned, wall), clock = spreads[name], device[f"{name}, device"]
+        notes = [note(provider, case)]
+        if clock.method == timing.REPLAYS:  # else the host may be what its clock waits for
+            seconds = spreads[f"{name}, device"][0].median
+            notes.append(f"device {1e6 * seconds:.3g} us" + (", which bounds" if seconds > returned.median else ""))
+        row = Row(
+            str(case), name, ours=provider.ours, unit="us", error=errors[name][1], error_of=errors[name][0],
+            note="; ".join(filter(None, notes)),
+        )  # fmt: skip
+        rows[name] = timed(row, returned, wall, scale=1e6, method=host[name].method)
+    return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
 
 
 def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:

@@ -22,7 +22,7 @@ from benchmarks import cases, oracle
 from jaxrnn import reference
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from numpy.typing import NDArray
 
@@ -89,10 +89,14 @@ class TorchPass:
     Attributes:
       run: enqueues the pass and returns its result.
       canonical: its result by the names, and in the layout, of the oracle.
+      forward: enqueues the forward pass alone and returns its outputs, in the layout that the provider has.
+      own_graphs: whether it replays CUDA graphs of its own, from the third call on.
     """
 
     run: Callable[[], Any]
     canonical: Callable[[Any], Tensors]
+    forward: Callable[[], Any]
+    own_graphs: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,33 +349,96 @@ def from_torch(case: Case, ys: Any, dxs: Any, gradients: Any, *, batch_first: bo
     return {"ys": ys.detach(), "dxs": dxs, "dw_ih": dw_ih.T, "dw_hh": dw_hh.T, **biases}
 
 
-def torch_module(case: Case, tensors: Tensors) -> Any:
-    """`torch.nn.GRU` or `LSTM` with the weights of the case."""
+def torch_module(case: Case, tensors: Tensors, kind: Any = None) -> Any:
+    """`torch.nn.GRU` or `LSTM`, or a `kind` with parameters of those names, with the weights of the case."""
     import torch
 
     configure_torch()
     xs, weights = tensors["xs"], torch_weights(case, tensors)
-    rnn = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[case.cell](case.H, case.H, device=xs.device, dtype=xs.dtype)
+    kind = getattr(torch.nn, case.cell.upper()) if kind is None else kind
+    rnn = kind(case.H, case.H, device=xs.device, dtype=xs.dtype)
     with torch.no_grad():
         for name, parameter in rnn.named_parameters():
             parameter.copy_(weights[name.replace("weight_", "w_").replace("bias_", "b_").removesuffix("_l0")])
     return rnn
 
 
-def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
-    """What cuDNN does for `torch.nn`, without resets: its fastest kernels take no other input."""
+def autograd_pass(
+    case: Case, forward: Callable[[], Any], xs: Any, parameters: Sequence[Any], ct_ys: Any, *,
+    batch_first: bool = False, own_graphs: bool = False,
+) -> TorchPass:  # fmt: skip
+    """The pass of `forward() -> ys`, of which `xs` and `parameters`, those of `torch_weights`, are leaves."""
     import torch
 
-    tensors = inputs.torch(dtype, False)
-    rnn, xs, ct_ys = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), tensors["ct_ys"]
-    state = (tensors["h0"][None], tensors["c0"][None]) if case.cell == "lstm" else tensors["h0"][None]
-    parameters = list(rnn.parameters())
-
     def run() -> Any:
-        ys, _ = rnn(xs, state)
+        ys = forward()
         return ys, *torch.autograd.grad(ys, [xs, *parameters], ct_ys)
 
-    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:]))
+    def canonical(result: Any) -> Tensors:
+        return from_torch(case, result[0], result[1], result[2:], batch_first=batch_first)
+
+    return TorchPass(run, canonical, forward, own_graphs)
+
+
+def torch_state(case: Case, tensors: Tensors) -> Any:
+    """What a module of one layer starts from."""
+    return (tensors["h0"][None], tensors["c0"][None]) if case.cell == "lstm" else tensors["h0"][None]
+
+
+def torch_bridge_pass(
+    case: Case, inputs: Inputs, *, compiler: Mapping[str, Any] | None = None, own_graphs: bool = False
+) -> TorchPass:
+    """This project's modules for PyTorch, given no resets where a case has none; `compiler` is for `torch.compile`."""
+    import torch
+
+    from torch_bridge import nn as ours
+
+    tensors = inputs.torch("f32", True)
+    rnn = torch_module(case, tensors, getattr(ours, case.cell.upper()))
+    xs = tensors["xs"].detach().requires_grad_()
+    state, resets = torch_state(case, tensors), tensors["resets"] if case.reset_rate else None
+    call = rnn
+    if compiler is not None:
+        torch.compiler.reset()  # other shapes, compiled before, would make those of this case dynamic
+        call = torch.compile(rnn, fullgraph=True, **compiler)
+
+    def forward() -> Any:
+        if own_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+        return call(xs, state, resets=resets)[0]
+
+    return autograd_pass(case, forward, xs, list(rnn.parameters()), tensors["ct_ys"], own_graphs=own_graphs)
+
+
+def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
+    """What cuDNN does for `torch.nn`, without resets: its fastest kernels take no other input."""
+    tensors = inputs.torch(dtype, False)
+    rnn, xs, state = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), torch_state(case, tensors)
+    return autograd_pass(case, lambda: rnn(xs, state)[0], xs, list(rnn.parameters()), tensors["ct_ys"])
+
+
+def torch_cell_pass(case: Case, inputs: Inputs) -> TorchPass:
+    """`torch.nn.GRUCell` or `LSTMCell` in a loop of Python, with the state masked at resets, as actors have it."""
+    import torch
+
+    tensors = inputs.torch("f32", True)
+    cell = torch_module(case, tensors, getattr(torch.nn, f"{case.cell.upper()}Cell"))
+    xs, resets = tensors["xs"].detach().requires_grad_(), tensors["resets"][..., None] if case.reset_rate else None
+
+    def masked(state: Any, t: int) -> Any:
+        return state if resets is None else state.masked_fill(resets[t], 0.0)
+
+    def forward() -> Any:
+        ys, h, c = [], tensors["h0"], tensors.get("c0")
+        for t in range(case.T):
+            if c is None:
+                h = cell(xs[t], masked(h, t))
+            else:
+                h, c = cell(xs[t], (masked(h, t), masked(c, t)))
+            ys.append(h)
+        return torch.stack(ys) if case.T > 1 else h[None]
+
+    return autograd_pass(case, forward, xs, list(cell.parameters()), tensors["ct_ys"])
 
 
 def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any], NDArray[Any]]:
@@ -415,15 +482,13 @@ def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> To
         for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]
     ]
     state = tuple(states) if case.cell == "lstm" else states[0]
-    ct_ys, parameters = tensors["ct_ys"], list(rnn.parameters())
 
-    def run() -> Any:
+    def forward() -> Any:
         data = xs.reshape(T * B, H).index_select(0, gather)
         packed, _ = rnn(PackedSequence(data, sizes), state)
-        ys = packed.data.index_select(0, scatter).reshape(T, B, H)
-        return ys, *torch.autograd.grad(ys, [xs, *parameters], ct_ys)
+        return packed.data.index_select(0, scatter).reshape(T, B, H)
 
-    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:]))
+    return autograd_pass(case, forward, xs, list(rnn.parameters()), tensors["ct_ys"])
 
 
 def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass:
@@ -444,11 +509,10 @@ def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass
     function = kernels.gru_triton if case.cell == "gru" else kernels.lstm_triton
     compute = torch.bfloat16 if bf16 else torch.float32
 
-    def run() -> Any:
-        ys = function(xs, *states, *weights.values(), resets, compute, input_precision="tf32")[0]
-        return ys, *torch.autograd.grad(ys, [xs, *weights.values()], ct_ys)
+    def forward() -> Any:
+        return function(xs, *states, *weights.values(), resets, compute, input_precision="tf32")[0]
 
-    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:], batch_first=True))
+    return autograd_pass(case, forward, xs, list(weights.values()), ct_ys, batch_first=True)
 
 
 def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
@@ -468,7 +532,7 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
         w = w.reshape(cases.GATES[case.cell], 1, H, *w.shape[1:])
         return torch.cat([w[2:], w[:2]]) if case.cell == "gru" else w
 
-    def run() -> Any:
+    def forward() -> Any:
         if case.cell == "gru":  # the biases: n's recurrent one, r's and z's, n's of the input
             xp = torch.nn.functional.linear(xs, w_ih)
             b_r_z = (b_ih + b_hh)[: 2 * H].reshape(2, 1, H)
@@ -480,10 +544,9 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
             xp, gates(w_hh), b, states, function=case.cell, dtype="float32",
             backend="cuda_fused" if case.cell == "lstm" else "cuda",
         )  # fmt: skip
-        ys = hs[0, :, :, 0]
-        return ys, *torch.autograd.grad(ys, [xs, *weights.values()], ct_ys)
+        return hs[0, :, :, 0]
 
-    return TorchPass(run, lambda result: from_torch(case, result[0], result[1], result[2:], batch_first=True))
+    return autograd_pass(case, forward, xs, list(weights.values()), ct_ys, batch_first=True)
 
 
 ALL = (
@@ -506,6 +569,19 @@ ALL = (
         "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,
         vmap=False,
     ),
+    Provider(
+        "torch_bridge", torch_bridge_pass, "this project's modules for PyTorch, eager", vmap=False,
+        needs=("torch", "triton"),
+    ),
+    Provider(
+        "torch_bridge-compiled", functools.partial(torch_bridge_pass, compiler={}),
+        "the same under torch.compile", vmap=False, needs=("torch", "triton"),
+    ),
+    Provider(
+        "torch_bridge-cudagraphs",
+        functools.partial(torch_bridge_pass, compiler={"mode": "reduce-overhead"}, own_graphs=True),
+        'the same under torch.compile(mode="reduce-overhead")', vmap=False, needs=("torch", "triton"),
+    ),
     Provider("torch-cudnn", torch_pass, "torch.nn, without resets", resets=False, vmap=False, needs=("torch",)),
     Provider(
         "torch-cudnn-bf16", functools.partial(torch_pass, dtype="bf16"), "torch.nn in bfloat16, without resets",
@@ -515,6 +591,9 @@ ALL = (
     Provider(
         "torch-cudnn-packed-bf16", functools.partial(torch_packed_pass, dtype="bf16"),
         "torch.nn in bfloat16, packed episodes", dtype="bf16", precision="bf16", vmap=False, needs=("torch",),
+    ),
+    Provider(
+        "torch-cell", torch_cell_pass, "torch.nn.GRUCell and LSTMCell in a loop", vmap=False, needs=("torch",),
     ),
     Provider(
         "torchrl", torchrl_pass, "TorchRL's Triton kernels, TF32", vmap=False, needs=("torch", "triton", "torchrl"),

@@ -15,11 +15,11 @@ import jax
 from benchmarks import cases, first_call, harness, norms, oracle, scans, timing
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
-from benchmarks.providers import ALL, Inputs
+from benchmarks.providers import ALL, PROVIDERS, Inputs
 from benchmarks.results import AccuracyRow, Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from benchmarks.cases import Case
     from benchmarks.providers import Provider
@@ -29,23 +29,28 @@ if TYPE_CHECKING:
     Suite = Callable[[Settings, Progress], Iterator[Row] | Iterator[AccuracyRow]]
 
 
+# Who takes part in most suites only if named: this project's own `lax.scan`, its modules for PyTorch, and a loop.
+IF_NAMED = ("jaxrnn-xla", "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell")
+
+
 def compared(settings: Settings) -> list[Provider]:
-    """Who takes part: all that `settings` choose, this project's own `lax.scan` only if it is named."""
-    return [p for p in settings.chosen(ALL) if p.name != "jaxrnn-xla" or p.name in settings.only]
+    """Who takes part: all that `settings` choose, some only if they are named."""
+    return [p for p in settings.chosen(ALL) if p.name not in IF_NAMED or p.name in settings.only]
 
 
 # Forward and backward.
 
 
 def passes(
-    chosen: Iterable[Case], targets: Callable[[Case], dict[str, float]], settings: Settings, progress: Progress
-) -> Iterator[Row]:
-    """Times a pass of every provider in every case."""
+    chosen: Iterable[Case], targets: Callable[[Case], dict[str, float]], settings: Settings, progress: Progress,
+    providers: Sequence[Provider] | None = None,
+) -> Iterator[Row]:  # fmt: skip
+    """Times a pass of every provider in every case: of `providers`, or of all that are `compared`."""
+    providers = compared(settings) if providers is None else providers
     first_calls = FirstCalls(settings.first_call_limit)
     for case in chosen:
         if settings.wants_case(str(case)):
             progress(str(case))
-            providers = compared(settings)
             yield from harness.time_case(case, providers, settings, first_calls, targets(case), progress)
             harness.release()
 
@@ -74,6 +79,35 @@ def sweep(settings: Settings, progress: Progress) -> Iterator[Row]:
 def vmap(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Many models at once, as agents trained on several seeds are."""
     return passes(cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}, settings, progress)
+
+
+# For those who use PyTorch.
+
+TORCH = (
+    "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torch-cudnn-packed", "torchrl",
+    "jaxrnn",
+)  # fmt: skip
+TORCH_STEP = (
+    "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell", "torch-cudnn", "torchrl",
+)  # fmt: skip
+
+
+def torch(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """This project's modules for PyTorch, eager and compiled, beside those there are, with resets and without."""
+    providers = settings.chosen([PROVIDERS[name] for name in TORCH])
+    for row in passes(cases.TORCH, lambda _: {}, settings, progress, providers):
+        yield dataclasses.replace(row, ours="torch_bridge")
+
+
+def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """What a call of one step costs the host, without gradients, as an actor makes it; in the notes, the device."""
+    case = cases.TORCH_STEP
+    label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
+    if settings.wants_case(label):
+        progress(label)
+        providers = settings.chosen([PROVIDERS[name] for name in TORCH_STEP])
+        for row in harness.time_steps(case, providers, settings, FirstCalls(settings.first_call_limit), progress):
+            yield dataclasses.replace(row, case=label, ours="torch_bridge")
 
 
 # Inside a scan.
@@ -340,6 +374,8 @@ SUITES: dict[str, Suite] = {
     "small": small,
     "sweep": sweep,
     "vmap": vmap,
+    "torch": torch,
+    "torch-step": torch_step,
     "acting": acting,
     "dispatch": dispatch,
     "memory": memory,

@@ -60,11 +60,17 @@ def jax_clock(run: Callable[[], Any]) -> Clock:
     return Clock(batch, lambda: batch(1), "jitted calls, enqueued")
 
 
-def torch_clock(run: Callable[[], Any]) -> Clock:
-    """CUDA events around replays of a CUDA graph; around eager calls where the program cannot be captured."""
+REPLAYS = "CUDA graph replays, CUDA events"
+
+
+def torch_clock(run: Callable[[], Any], *, own_graphs: bool = False) -> Clock:
+    """CUDA events around replays of a CUDA graph; around eager calls where the program cannot be captured.
+
+    Nor is what replays CUDA graphs of its own.
+    """
     import torch
 
-    replay, method = capture(run)
+    replay, method = (run, "eager calls, which replay its own CUDA graphs; CUDA events") if own_graphs else capture(run)
 
     def batch(calls: int) -> float:
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -104,7 +110,35 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
         return run, f"eager calls, CUDA events; not captured: {first_line(error)}"
     kept = graph, run  # what the graph works on lives as long as `run` does
 
-    return lambda: kept[0].replay(), "CUDA graph replays, CUDA events"
+    return lambda: kept[0].replay(), REPLAYS
+
+
+# Calls that a host clock enqueues before it waits for the device: their launches fit into the queue, some 1000, so that
+# the host never waits for a place there.
+ENQUEUED = 50
+
+
+def host_clock(run: Callable[[], Any], wait: Callable[[], None]) -> Clock:
+    """The host's own time: what a call takes to return, whatever it leaves to the device; `wait` waits for that."""
+
+    def batch(calls: int) -> float:
+        seconds = 0.0
+        for first in range(0, calls, ENQUEUED):
+            wait()
+            began = time.perf_counter()
+            for _ in range(first, min(first + ENQUEUED, calls)):
+                run()
+            seconds += time.perf_counter() - began
+        wait()
+        return seconds
+
+    def single() -> float:
+        began = time.perf_counter()
+        run()
+        wait()
+        return time.perf_counter() - began
+
+    return Clock(batch, single, f"calls until they return, {ENQUEUED} at a time")
 
 
 def interleave(

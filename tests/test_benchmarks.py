@@ -48,6 +48,9 @@ def test_every_suite_has_its_cases():
     assert Case("gru", 8, 1024, 256) in cases.SMALL
     assert {case.models for case in cases.VMAP} == {16, 64}
     assert any(case.T >= 4096 for case in cases.ACCURACY)
+    assert {case.cell for case in cases.TORCH} == {"gru", "lstm"} and cases.TORCH_STEP.T == 1
+    for shape in {dataclasses.replace(case, reset_rate=0.0) for case in cases.TORCH}:
+        assert dataclasses.replace(shape, reset_rate=0.01) in cases.TORCH and shape in cases.TORCH
     for axis in ("T", "H", "reset_rate"):
         assert len({getattr(case, axis) for case in cases.SWEEP}) >= 4
     assert cases.Agents(seeds=16, envs=64) in cases.PPO_AGENTS
@@ -64,7 +67,7 @@ def _suites():
 
 
 def test_a_case_is_found_by_what_it_prints():
-    for case in (*cases.HEADLINE, *cases.SWEEP, *cases.VMAP):
+    for case in (*cases.HEADLINE, *cases.SWEEP, *cases.VMAP, *cases.TORCH, cases.TORCH_STEP):
         assert cases.find(str(case)) == case
     with pytest.raises(ValueError, match="no case 'GRU 1,2,3'"):
         cases.find("GRU 1,2,3")
@@ -74,7 +77,14 @@ TINY = [Case("gru", 5, 4, 12, reset_rate=0.3), Case("lstm", 5, 4, 12, reset_rate
 ON_CPU = ["jaxrnn-xla", "flax", "hoisted-scan"]
 ON_CPU += [
     pytest.param(name, marks=pytest.mark.torch)
-    for name in ("torch-cudnn", "torch-cudnn-bf16", "torch-cudnn-packed", "torch-cudnn-packed-bf16")
+    for name in (
+        "torch-cudnn",
+        "torch-cudnn-bf16",
+        "torch-cudnn-packed",
+        "torch-cudnn-packed-bf16",
+        "torch_bridge",
+        "torch-cell",
+    )
 ]
 
 
@@ -98,7 +108,7 @@ def test_a_provider_passes_the_check(name, case):
 
 def ready(built):
     if isinstance(built, providers.TorchPass):
-        return harness.Ready(built.run, built.canonical)
+        return harness.Ready.of(built)
     return harness.Ready(lambda: built.jitted(*built.args), built.canonical)
 
 
@@ -122,6 +132,160 @@ def test_a_provider_that_is_wrong_is_not_timed():
     row = harness.check(flax, harness.Ready(without_resets, built.canonical), truth)
     assert isinstance(row, Row) and row.status == "wrong" and row.value is None
     assert row.error_of in row.reason
+
+
+@pytest.fixture
+def torch_on_the_cpu(monkeypatch):
+    """PyTorch's passes are timed by the host's clock, and compiled without Inductor. Yields the modes asked for."""
+    import torch
+
+    compile, modes = torch.compile, []
+
+    def without_inductor(module, *, fullgraph, mode=None):
+        assert fullgraph
+        modes.append(mode)
+        return compile(module, fullgraph=True, backend="aot_eager")
+
+    def clock(run, *, own_graphs=False):
+        return dataclasses.replace(timing.host_clock(run, lambda: None), method="" if own_graphs else timing.REPLAYS)
+
+    monkeypatch.setattr(torch, "compile", without_inductor)
+    monkeypatch.setattr(timing, "torch_clock", clock)
+    yield modes
+    torch.compiler.reset()
+
+
+INDUCTOR = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+
+
+@INDUCTOR
+@pytest.mark.torch
+def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, torch_on_the_cpu):
+    from benchmarks import suites
+
+    pair = TINY[0], dataclasses.replace(TINY[1], reset_rate=0.0)
+    monkeypatch.setattr(cases, "TORCH", pair)
+    settings = Settings(seconds=0.01, rounds=2, skip=("jaxrnn", "torchrl"))
+    rows = list(suites.torch(settings, lambda _: None))
+    names = ["torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torch-cudnn-packed"]
+    assert [(row.case, row.provider) for row in rows] == [(str(case), name) for case in pair for name in names]
+    for row in rows:
+        assert row.status == "measured" and row.ours == "torch_bridge" and row.unit == "ms" and row.value > 0, row
+        assert row.error < 2e-6 or jax.default_backend() == "gpu"
+    assert torch_on_the_cpu == [None, "reduce-overhead"] * 2
+    assert [row.note for row in rows] == ["", "", "", "without resets", "", *[""] * 5]
+    assert "torch_bridge" not in {provider.name for provider in suites.compared(Settings())}
+    assert "torch_bridge" in {provider.name for provider in suites.compared(Settings(only=("torch_bridge",)))}
+
+
+@INDUCTOR
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch's own first capture is of nothing
+@pytest.mark.gpu
+def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
+    """By replays of a CUDA graph, but for what replays its own."""
+    import torch
+
+    from benchmarks import suites
+
+    torch.cuda.set_device(0)  # JAX leaves current what it used last
+    settings = Settings(seconds=0.02, rounds=2, skip=("torchrl",))
+    monkeypatch.setattr(cases, "TORCH", (Case("gru", 64, 16, 64), Case("lstm", 64, 16, 64, reset_rate=0.0)))
+    rows = list(suites.torch(settings, lambda _: None))
+    assert {row.status for row in rows} == {"measured"}, rows
+    for row in rows:
+        if row.provider in ("torch_bridge", "torch-cudnn"):
+            assert row.method == timing.REPLAYS
+        assert ("its own CUDA graphs" in row.method) == (row.provider == "torch_bridge-cudagraphs")
+        assert 0.01 < row.value < 100 and row.error < TOLERANCE["tf32"]
+    rows = list(suites.torch_step(settings, lambda _: None))
+    assert {row.status for row in rows} == {"measured"}, rows
+    for row in rows:
+        assert 1 < row.value < 10_000 and row.wall > 1
+    assert {row.provider for row in rows if "device " in row.note} >= {"torch_bridge", "torch-cudnn"}
+
+
+@pytest.mark.torch
+def test_modules_for_pytorch_have_no_resets_in_a_case_without(monkeypatch):
+    from torch_bridge import functional
+
+    given, original = [], functional.run_layer
+
+    def run_layer(cell, xs, layer, **options):
+        given.extend(one.resets for one in layer)
+        return original(cell, xs, layer, **options)
+
+    monkeypatch.setattr(functional, "run_layer", run_layer)
+    for rate in (0.3, 0.0):
+        case = dataclasses.replace(TINY[0], reset_rate=rate)
+        providers.PROVIDERS["torch_bridge"].build(case, providers.Inputs(cases.make_inputs(case))).run()
+    assert given[0].any() and given[1:] == [None]
+
+
+@INDUCTOR
+@pytest.mark.torch
+def test_a_step_of_pytorch_has_the_hosts_time_and_the_devices(monkeypatch, torch_on_the_cpu):
+    import torch
+
+    from benchmarks import suites
+
+    graded = []
+    monkeypatch.setattr(cases, "TORCH_STEP", Case("gru", 5, 1, 12, reset_rate=0.5))
+    monkeypatch.setattr(harness, "synchronize", lambda: graded.append(torch.is_grad_enabled()))
+    fake = dataclasses.replace(providers.PROVIDERS["torchrl"], needs=("no_such_module",))
+    monkeypatch.setitem(providers.PROVIDERS, "torchrl", fake)
+    *rows, missing = suites.torch_step(Settings(seconds=0.01, rounds=2), lambda _: None)
+    assert [row.provider for row in [*rows, missing]] == list(suites.TORCH_STEP)
+    assert missing.status == "unavailable" and {row.unit for row in [*rows, missing]} == {"us"}
+    for row in rows:
+        assert row.case == "a GRU step, B=5, H=12" and row.status == "measured" and row.error_of == "ys"
+        assert 0.1 < row.low <= row.value <= row.high < 1e6 and row.wall > 0.1
+        assert ("device" in row.note) == (row.provider != "torch_bridge-cudagraphs")
+    assert rows[4].note.startswith("without resets; device ") and torch.is_grad_enabled()
+    assert len(graded) > 10 and not any(graded)
+
+
+@pytest.mark.torch
+def test_a_step_that_is_wrong_is_not_timed(monkeypatch, torch_on_the_cpu):
+    case, provider = Case("gru", 5, 1, 12, reset_rate=0.5), providers.PROVIDERS["torch_bridge"]
+
+    def build(case, inputs):
+        return provider.build(dataclasses.replace(case, reset_rate=0.0), inputs)
+
+    (row,) = harness.time_steps(case, [dataclasses.replace(provider, build=build)], Settings(), harness.FirstCalls(1.0))
+    assert row.status == "wrong" and row.value is None and row.reason.startswith("not timed: ys is off by")
+
+
+def test_what_replays_graphs_of_its_own_is_checked_as_it_is_timed():
+    inputs, truth = numbers_and_truth(TINY[0])
+    flax = providers.PROVIDERS["flax"]
+    built, calls = ready(flax.build(TINY[0], inputs)), []
+
+    def run():
+        """Wrong from the third call on."""
+        calls.append(None)
+        return jax.tree.map(lambda x: x * (1.0 if len(calls) < 3 else 2.0), built.run())
+
+    assert not isinstance(harness.check(flax, harness.Ready(run, built.canonical), truth), Row)
+    calls.clear()
+    row = harness.check(flax, harness.Ready(run, built.canonical, own_graphs=True), truth)
+    assert isinstance(row, Row) and row.status == "wrong" and len(calls) == 3
+
+
+def test_the_hosts_clock_leaves_out_what_it_waits_for(monkeypatch):
+    now, order = [0.0], []
+
+    def spend(name, seconds):
+        order.append(name)
+        now[0] += seconds
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    clock = timing.host_clock(lambda: spend("call", 0.25), lambda: spend("wait", 8.0))
+    calls = 2 * timing.ENQUEUED + 3
+    assert clock.batch(calls) == 0.25 * calls
+    n = timing.ENQUEUED + 1
+    assert [order[0], order[n], order[2 * n], order[-1]] == ["wait"] * 4
+    assert order.count("wait") == 4 and order.count("call") == calls
+    assert clock.single() == 8.25
 
 
 def test_errors_tell_nan_and_names_apart():

@@ -15,7 +15,7 @@ from triton.compiler import CompiledKernel
 
 from torch_bridge import launch
 from torch_bridge.config import Device, Direction
-from torch_bridge.kernels import norm
+from torch_bridge.kernels import norm, norm_staged
 
 Kind = Literal["rms", "layer"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -54,12 +54,23 @@ class Problem:
 
 @dataclass(frozen=True)
 class Tiling:
-    """Rows and columns of a program at a time, its warps, and programs of a model where each takes tiles in turn."""
+    """How programs go over rows.
+
+    Attributes:
+      block_r: rows of a program at a time.
+      block_n: columns of a program at a time; if that is less than a row, it goes over a row twice, in chunks.
+      num_warps: of a program.
+      programs: of a model, where each takes tiles of rows in turn.
+      side_by_side: programs that a multiprocessor is to have registers for.
+      staged: chunks wait in shared memory between the two times, see `torch_bridge.kernels.norm_staged`.
+    """
 
     block_r: int
     block_n: int
     num_warps: int
     programs: int = 0
+    side_by_side: int = 1
+    staged: bool = False
 
 
 class _Kernel(NamedTuple):
@@ -70,7 +81,13 @@ class _Kernel(NamedTuple):
     dtypes: tuple[tuple[str, str], ...]
     scalars: tuple[tuple[str, Any], ...]
     num_warps: int
+    registers: int
     grid: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is compiled for."""
+        return self.function, self.constants, self.dtypes, self.num_warps, self.registers
 
     def arguments(self) -> tuple[list[Any], list[tuple[int, str]]]:
         """In order, for a call to fill in addresses: at which index that of which array."""
@@ -107,19 +124,17 @@ def _clamp(n: int, low: int, high: int) -> int:
     return max(low, min(high, n))
 
 
+def _compiled(key: tuple[Any, ...], capability: int) -> CompiledKernel:
+    function, constants, dtypes, num_warps, registers = key
+    return launch.compile_kernel(
+        function, dict(constants), dict(dtypes), capability, gluon=function is norm_staged.norm_bwd_kernel,
+        num_warps=num_warps, maxnreg=registers,
+    )  # fmt: skip
+
+
 @functools.cache
-def _loaded(
-    function: Any, constants: tuple[tuple[str, Any], ...], dtypes: tuple[tuple[str, str], ...], num_warps: int,
-    capability: int, ordinal: int,
-) -> CompiledKernel:  # fmt: skip
-    return launch.load_kernel(_compiled(function, constants, dtypes, num_warps, capability), ordinal)
-
-
-def _compiled(
-    function: Any, constants: tuple[tuple[str, Any], ...], dtypes: tuple[tuple[str, str], ...], num_warps: int,
-    capability: int,
-) -> CompiledKernel:  # fmt: skip
-    return launch.compile_kernel(function, dict(constants), dict(dtypes), capability, num_warps=num_warps)
+def _loaded(key: tuple[Any, ...], capability: int, ordinal: int) -> CompiledKernel:
+    return launch.load_kernel(_compiled(key, capability), ordinal)
 
 
 class Launch:
@@ -146,7 +161,7 @@ class Launch:
         self.kernels: list[_Kernel] = []
         self._ready: dict[int, list[tuple[CompiledKernel, int, list[Any], list[tuple[int, str]]]]] = {}
 
-        def add(function: Any, grid: int, num_warps: int, **more: Any) -> None:
+        def add(function: Any, grid: int, num_warps: int, side_by_side: int = 1, **more: Any) -> None:
             names = [name for name in function.arg_names if name.endswith("_ptr")]
             given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
             values = constants | more | dict.fromkeys(set(names) - set(given))
@@ -157,40 +172,43 @@ class Launch:
                     tuple((name.removesuffix("_ptr"), dtype) for name, dtype in given.items()),
                     tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
                     num_warps,
+                    min(255, 65536 // (32 * num_warps * side_by_side)),
                     grid,
                 )
             )
 
         if problem.direction == "fwd":
-            add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps)
+            add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps, self.tiling.side_by_side)
             return
         sums = [name for name in ("weight", "bias") if f"d{name}" in dtypes]
-        kept = block_n >= columns
-        blocks = -(-columns // _COLUMNS)
-        adders = programs if kept else max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
+        kept, blocks, adders = self.tiling.staged or block_n >= columns, -(-columns // _COLUMNS), programs
+        function = norm_staged.norm_bwd_kernel if self.tiling.staged else norm.norm_bwd_kernel
         if not kept:
-            add(norm.norm_bwd_kernel, models * programs, self.tiling.num_warps)
+            adders = max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
+            add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)
         for name in sums:
             self.workspaces.append((f"partial_{name}", models * adders * columns, "float32", False))
             dtypes[f"partial_{name}"] = "float32"
         if kept:
-            add(norm.norm_bwd_kernel, models * programs, self.tiling.num_warps)
+            add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)
         elif sums:
             scalars |= {"tiles": -(-rows // 64), "programs": adders}
             add(norm.norm_columns_kernel, models * blocks * adders, 8, BLOCK_R=64, BLOCK_C=_COLUMNS)
         if sums:
-            add(norm.norm_sum_kernel, models * blocks, 4, BLOCK_P=32, BLOCK_C=_COLUMNS)
+            # of few columns more programs at once, or few multiprocessors would have something to do
+            block_c = 16 if columns <= 2048 else _COLUMNS
+            grid = len(sums) * models * -(-columns // block_c)
+            add(norm.norm_sum_kernel, grid, 8, BLOCK_P=4096 // block_c, BLOCK_C=block_c)
 
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
         self._ready[ordinal] = [
-            (_loaded(k.function, k.constants, k.dtypes, k.num_warps, self._capability, ordinal), k.grid, *k.arguments())
-            for k in self.kernels
+            (_loaded(k.key, self._capability, ordinal), k.grid, *k.arguments()) for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:
         """Compiles for the device that was given; needs no GPU."""
-        return [_compiled(k.function, k.constants, k.dtypes, k.num_warps, self._capability) for k in self.kernels]
+        return [_compiled(k.key, self._capability) for k in self.kernels]
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""

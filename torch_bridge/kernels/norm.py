@@ -63,11 +63,13 @@ def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
 
 
 @triton.jit
-def _centered(x, mean, col, N: tl.constexpr, CENTERED: tl.constexpr):
+def _centered(x, mean, col, N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr):
     """`x - mean` in float32, 0 past the end of a row; x itself of RMSNorm."""
     x = x.to(tl.float32)
     if CENTERED:
-        x = tl.where((col < N)[None, :], x - mean[:, None], 0.0)
+        x -= mean[:, None]
+        if N % BLOCK_N:
+            x = tl.where((col < N)[None, :], x, 0.0)
     return x
 
 
@@ -97,14 +99,14 @@ def norm_fwd_kernel(
     if BLOCK_N >= N:
         mask = mask_r[:, None] & (cols < N)[None, :]
         x = _load_sum(x_ptr, residual_ptr, total_ptr, start + cols[None, :], mask)
-        weight = _row_load(weight_ptr, cols, N)
-        bias = _row_load(bias_ptr, cols, N)
         if CENTERED:
             mean = tl.sum(x.to(tl.float32), 1) / N
-        centered = _centered(_again(x, OPAQUE), mean, cols, N, CENTERED)
+        centered = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED)
         rstd = tl.rsqrt(tl.sum(centered * centered, 1) / N + epsilon)
-        y = _centered(_again(x, OPAQUE), mean, cols, N, CENTERED) * rstd[:, None]
-        y = _shift(_scale(y, weight_ptr, weight), bias_ptr, bias)
+        y = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
+        # not before: registers that wait for the sum are for x alone
+        y = _scale(y, weight_ptr, _row_load(weight_ptr, cols, N))
+        y = _shift(y, bias_ptr, _row_load(bias_ptr, cols, N))
         tl.store(y_ptr + start + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
         squares = tl.zeros([BLOCK_R], tl.float32)  # of differences from the mean so far
@@ -115,7 +117,7 @@ def norm_fwd_kernel(
             if CENTERED:  # Chan, Golub, LeVeque 1983: the moments of two parts give those of both
                 count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
                 part = tl.sum(x, 1) / count
-                centered = _centered(x, part, col, N, CENTERED)
+                centered = _centered(x, part, col, N, BLOCK_N, CENTERED)
                 away = part - mean
                 mean += away * (count / (first + count))
                 squares += tl.sum(centered * centered, 1) + away * away * (count * first / (first + count))
@@ -127,7 +129,7 @@ def norm_fwd_kernel(
             col = first + cols
             mask = mask_r[:, None] & (col < N)[None, :]
             x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
-            y = _centered(x, mean, col, N, CENTERED) * rstd[:, None]
+            y = _centered(x, mean, col, N, BLOCK_N, CENTERED) * rstd[:, None]
             y = _scale(y, weight_ptr, _row_load(weight_ptr, col, N))
             y = _shift(y, bias_ptr, _row_load(bias_ptr, col, N))
             tl.store(y_ptr + start + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -195,7 +197,7 @@ def norm_bwd_kernel(
             next_dy = tl.load(dy_ptr + next_offs, mask=next_r[:, None] & mask_n, other=0.0)
             next_mean, next_rstd = _load_statistics(mean_ptr, rstd_ptr, next_row, next_r, CENTERED)
 
-            normalized = _centered(x, mean, cols, N, CENTERED) * rstd[:, None]
+            normalized = _centered(x, mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
             d = dy.to(tl.float32)
             if partial_weight_ptr is not None:
                 dweight += d * normalized
@@ -204,7 +206,7 @@ def norm_bwd_kernel(
             a = _scale(d, weight_ptr, weight)
             mean_a = tl.sum(a, 1) / N if CENTERED else rstd
             mean_ax = tl.sum(a * normalized, 1) / N
-            normalized = _centered(_again(x, OPAQUE), mean, cols, N, CENTERED) * rstd[:, None]
+            normalized = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
             a = _scale(_again(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
             offs = row[:, None] * N + cols[None, :]
             _store_dx(
@@ -231,7 +233,7 @@ def norm_bwd_kernel(
                 dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
                 a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
                 mean_a += tl.sum(a, 1)
-                mean_ax += tl.sum(a * _centered(x, mean, col, N, CENTERED), 1)
+                mean_ax += tl.sum(a * _centered(x, mean, col, N, BLOCK_N, CENTERED), 1)
             mean_a /= N
             mean_ax = mean_ax * rstd / N
             for first in range(0, N, BLOCK_N):
@@ -240,7 +242,7 @@ def norm_bwd_kernel(
                 x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
                 dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
                 a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
-                normalized = _centered(x, mean, col, N, CENTERED) * rstd[:, None]
+                normalized = _centered(x, mean, col, N, BLOCK_N, CENTERED) * rstd[:, None]
                 _store_dx(
                     dx_ptr, dtotal_ptr, start + col[None, :], mask, a, normalized, mean_a, mean_ax, rstd, CENTERED
                 )
@@ -273,7 +275,7 @@ def norm_columns_kernel(
         if partial_weight_ptr is not None:
             x = tl.load(x_ptr + offs, mask=mask, other=0.0)
             mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, nth < R, CENTERED)
-            dweight += dy * (_centered(x, mean, col, N, CENTERED) * rstd[:, None])
+            dweight += dy * (_centered(x, mean, col, N, BLOCK_C, CENTERED) * rstd[:, None])
         if partial_bias_ptr is not None:
             dbias += dy
         nth += programs.to(tl.int64) * BLOCK_R
@@ -286,15 +288,12 @@ def norm_columns_kernel(
 
 @triton.jit
 def _add_up(partial_ptr, sum_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    if partial_ptr is not None:
-        total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-        for first in range(0, programs, BLOCK_P):
-            program = first + tl.arange(0, BLOCK_P)
-            mask = (program < programs)[:, None] & (col < N)[None, :]
-            total += tl.load(
-                partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0
-            )
-        tl.store(sum_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
+    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        program = first + tl.arange(0, BLOCK_P)
+        mask = (program < programs)[:, None] & (col < N)[None, :]
+        total += tl.load(partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0)
+    tl.store(sum_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -306,9 +305,18 @@ def norm_sum_kernel(
     programs,
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what the programs added up; S * cdiv(N, BLOCK_C) programs."""
+    """Adds up what the programs added up; a program for each block of columns, of either, of a model."""
     blocks = tl.cdiv(N, BLOCK_C)
-    model = (tl.program_id(0) // blocks).to(tl.int64)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    _add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
-    _add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+    if partial_bias_ptr is None:
+        model = (tl.program_id(0) // blocks).to(tl.int64)
+        _add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+    elif partial_weight_ptr is None:
+        model = (tl.program_id(0) // blocks).to(tl.int64)
+        _add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+    else:
+        model = (tl.program_id(0) // blocks // 2).to(tl.int64)
+        if (tl.program_id(0) // blocks) % 2 == 0:
+            _add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+        else:
+            _add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
