@@ -68,10 +68,14 @@ def pytorchs(kind):
     def function(x, weight, bias, *, residual, eps):
         total = x if residual is None else x + residual
         columns = x.shape[-1:]
+        given = [y for y in (total, weight, bias) if y is not None]
+        wide = max((y.dtype for y in given), key=lambda dtype: dtype.itemsize)  # it takes no mix
+        normalized = total.to(wide)
+        weight, bias = (None if y is None else y.to(wide) for y in (weight, bias))
         if kind == "layer":
-            y = torch.nn.functional.layer_norm(total, columns, weight, bias, eps)
+            y = torch.nn.functional.layer_norm(normalized, columns, weight, bias, eps)
         else:
-            y = torch.nn.functional.rms_norm(total, columns, weight, eps)
+            y = torch.nn.functional.rms_norm(normalized, columns, weight, eps)
             y = y if bias is None else y + bias
         y = y.to(x.dtype)
         return y if residual is None else (y, total)
@@ -538,7 +542,6 @@ def gpu_cases():
 
 
 @gpu
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
 def test_kernels_are_as_good_as_pytorchs_own(case):
     inputs = make_inputs(case, DEVICE)
@@ -593,8 +596,9 @@ def test_arrays_at_any_address_and_not_contiguous(kind, dtype):
         return moved
 
     def strided(x):
-        wide = torch.empty((2, *x.shape), dtype=x.dtype, device=DEVICE).movedim(0, -1)
-        return wide[..., 0].copy_(x)
+        wide = torch.empty((*x.shape, 2), dtype=x.dtype, device=DEVICE)[..., 0].copy_(x)
+        assert not wide.is_contiguous()
+        return wide
 
     weights = [None if y is None else y.detach() for y in (module.weight, getattr(module, "bias", None))]
     eps = EPS
@@ -715,7 +719,7 @@ def test_autocast_is_that_of_pytorch(kind):
                 y = module(x)
             found.append((y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])))
         assert [y.dtype for y in found[1]] == [y.dtype for y in found[0]]
-        assert found[1][0].dtype == torch.float32
+        assert kind == "rms" or found[1][0].dtype == torch.float32
         close([y.float() for y in found[1]], [y.float() for y in found[0]], 1e-4 if given == torch.float32 else 2.0**-6)
 
 

@@ -13,11 +13,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+from torch.torch_version import TorchVersion
 
 from torch_bridge import loops, norm_ops, operators, ops
 from torch_bridge.ops import GRU, LSTM, Cell, Precision
 
 Implementation = Literal["triton", "torch"] | None
+
+# Whether PyTorch's own norm gives float32 under autocast on a GPU; on a CPU neither does.
+_AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= (2, 12)}
 
 
 def gru(
@@ -475,14 +479,14 @@ def rms_norm(
       weight: `[N]` or None for ones. Any dtype.
       bias: `[N]` or None for zeros. Any dtype.
       residual: in the shape of `x`, or None.
-      eps: inside the root; None for the machine epsilon of what it computes in, as PyTorch 2.13 has it.
+      eps: inside the root; None for the machine epsilon of what it computes in, as `torch.nn.functional.rms_norm`.
       implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
         operations that autograd sees: any derivative of any order), or None: the kernels where they can run,
         elsewhere PyTorch operations, as one operator. A name works or raises.
 
     Returns:
-      `y` in the shape and dtype of `x`; under autocast on a GPU in float32, as `torch.nn.functional.rms_norm`. With a
-      residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of that rounded sum.
+      `y` in the shape and dtype of `x`; under autocast on a GPU in float32 where `torch.nn.functional.rms_norm` is (from
+      PyTorch 2.12 on). With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of that rounded sum.
 
     Raises:
       ValueError: shapes or devices disagree, `x` is of no floating-point dtype, or no implementation has that name.
@@ -517,7 +521,7 @@ def layer_norm(
       implementation: as of `rms_norm`.
 
     Returns:
-      As `rms_norm`.
+      As `rms_norm`; under autocast on a GPU `y` is float32.
 
     Raises:
       ValueError: as `rms_norm`.
@@ -543,8 +547,7 @@ def _norm(
         if y is not None and y.device != x.device:
             raise ValueError(f"{name} is on {y.device} and x is on {x.device}: move one of them")
     device, dtype = x.device.type, x.dtype
-    # CPUs have no such rule
-    if device != "cpu" and dtype != torch.float64 and torch.is_autocast_enabled(device):
+    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and torch.is_autocast_enabled(device):
         dtype = torch.float32
     if eps is None:
         eps = torch.finfo(norm_ops.accumulation_dtype(x.dtype)).eps

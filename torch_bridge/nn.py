@@ -387,8 +387,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: as of `torch.nn.RMSNorm`; `eps=None` is the machine epsilon of float32 (float64 for float64), as
-        PyTorch 2.13 has it.
+      args: as of `torch.nn.RMSNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
       kwargs: as of `torch.nn.RMSNorm`.
     """
