@@ -21,7 +21,7 @@ from torch_bridge.ops import GRU, LSTM, Cell, Precision
 Implementation = Literal["triton", "torch"] | None
 
 # Whether PyTorch's own norm gives float32 under autocast on a GPU; on a CPU neither does.
-_AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= (2, 12)}
+_AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
 
 
 def gru(
@@ -485,8 +485,9 @@ def rms_norm(
         elsewhere PyTorch operations, as one operator. A name works or raises.
 
     Returns:
-      `y` in the shape and dtype of `x`; under autocast on a GPU in float32 where `torch.nn.functional.rms_norm` is (from
-      PyTorch 2.12 on). With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of that rounded sum.
+      `y` in the shape and dtype of `x`; under autocast on a GPU in float32 where `torch.nn.functional.rms_norm` is,
+      from PyTorch 2.12 on. With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of that
+      rounded sum.
 
     Raises:
       ValueError: shapes or devices disagree, `x` is of no floating-point dtype, or no implementation has that name.
