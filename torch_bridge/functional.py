@@ -486,8 +486,8 @@ def rms_norm(
 
     Returns:
       `y` in the shape and dtype of `x`; under autocast on a GPU in float32 where `torch.nn.functional.rms_norm` is,
-      from PyTorch 2.12 on. With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of that
-      rounded sum.
+      from PyTorch 2.12 on. With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of
+      that rounded sum.
 
     Raises:
       ValueError: shapes or devices disagree, `x` is of no floating-point dtype, or no implementation has that name.
