@@ -326,6 +326,40 @@ def test_a_second_derivative_raises_and_that_of_plain_operations_does_not(kind):
         torch.func.jvp(FUNCTIONS[kind], (x.detach(),), (x.detach(),))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.parametrize("requires_grad", [False, True])
+@every_kind
+def test_forward_mode_of_dual_tensors_raises_too(kind, requires_grad):
+    x = torch.randn(3, 5)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(requires_grad), x)
+        with pytest.raises(NotImplementedError, match='have no forward-mode derivative: pass implementation="torch"'):
+            FUNCTIONS[kind](dual)
+    FUNCTIONS[kind](x)
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@every_kind
+def test_what_watches_sees_the_operators(kind):
+    """A plain call goes past the dispatcher."""
+    x = torch.randn(3, 5).requires_grad_()
+    want = torch.autograd.grad(FUNCTIONS[kind](x).sin().sum(), x)
+    with Watching() as watching:
+        got = torch.autograd.grad(FUNCTIONS[kind](x).sin().sum(), x)
+    names = [name for name in watching.seen if name.startswith("torch_bridge")]
+    assert names == [f"torch_bridge.{kind}_norm.default", f"torch_bridge.{kind}_norm_backward.default"]
+    close(got, want, 0)
+
+
 @every_kind
 def test_gradcheck(kind):
     args = tuple(y[0] for y in arguments(torch.float64)[:4])

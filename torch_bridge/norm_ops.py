@@ -228,8 +228,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     """Registers the operators of a kind of norm, forward and backward, and returns them."""
     name = f"torch_bridge::{kind}_norm"
 
-    @torch.library.custom_op(name, mutates_args=())
-    @operators.without_autocast
+    @operators.define(name)
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
         dtype: torch.dtype, save: bool, implementation: str | None = None,
@@ -251,8 +250,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     ) -> tuple[Tensor, ...]:  # fmt: skip
         return operators.fake(_forward_outputs(kind, x, residual, dtype, save), x)
 
-    @torch.library.custom_op(f"{name}_backward", mutates_args=())
-    @operators.without_autocast
+    @operators.define(f"{name}_backward")
     def backward(
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
         weight_gradient: bool, bias_gradient: bool, implementation: str | None = None,

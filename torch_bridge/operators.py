@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from torch_bridge import config
 
@@ -118,6 +120,18 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def define(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an operator of this name of a function; autocast leaves its own operations alone."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function = without_autocast(function)
+        definition: Any = torch.library.custom_op(name, function, mutates_args=())
+        definition.function = function
+        return definition
+
+    return decorate
+
+
 def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
     """What an operator returns where there is nothing to return."""
     return like.new_empty((0,), dtype=dtype)
@@ -157,27 +171,37 @@ def inside(x: Tensor) -> list[Tensor]:
     return found
 
 
-# By operator, the function that stands for it under a transformation of `torch.func`.
-FUNCTIONS: dict[Any, type[torch.autograd.Function]] = {}
+class _Registered(NamedTuple):
+    """What stands for an operator where nothing but autograd needs to know of it.
+
+    Attributes:
+      transformed: calls the operator, with its gradient, for `torch.func`, which knows nothing of `register_autograd`.
+      function: computes what the operator does.
+      eager: the same with its gradient.
+    """
+
+    transformed: type[torch.autograd.Function]
+    function: Callable[..., Any]
+    eager: type[torch.autograd.Function]
+
+
+_REGISTERED: dict[Any, _Registered] = {}
 
 
 def register(
     definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
     vmap: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Gives an operator a fake, a gradient and a rule for vmap, and the former two to `torch.func`."""
+    """Gives an operator that `define` made a fake, a gradient and a rule for vmap, and `call` what it needs of them."""
     definition.register_fake(fake)
     definition.register_autograd(gradients, setup_context=setup)
     definition.register_vmap(vmap)
-    FUNCTIONS[op] = _differentiable(op, setup, gradients)
+    function = definition.function
+    _REGISTERED[op] = _Registered(_transformed(op, setup, gradients), function, _eager(function, setup, gradients))
 
 
-def _differentiable(
-    op: Any, setup: Callable[..., None], gradients: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """An operator and its gradient as `torch.func` can transform them: it knows nothing of `register_autograd`."""
-
-    class Differentiable(torch.autograd.Function):
+def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
+    class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
 
         @staticmethod
@@ -188,13 +212,48 @@ def _differentiable(
         backward = staticmethod(gradients)
         jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
 
-    return Differentiable
+    return Transformed
+
+
+def _eager(
+    function: Callable[..., Any], setup: Callable[..., None], gradients: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:  # a setup_context takes the host longer
+            output = function(*args)
+            setup(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradients)
+        jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
+
+    return Eager
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def call(op: Any, *args: Any) -> Any:
-    """Calls an operator; under a transformation of `torch.func`, the function that stands for it there."""
-    transformed = not torch.compiler.is_compiling() and any(isinstance(x, Tensor) and len(inside(x)) > 1 for x in args)
-    return FUNCTIONS[op].apply(*args) if transformed else op(*args)
+    """Calls an operator; under a transformation of `torch.func`, the function that stands for it there.
+
+    A plain call on plain tensors, which no compiler, mode or transformation watches, is of the function itself: going
+    through the dispatcher takes the host longer than a short kernel takes the device.
+    """
+    if torch.compiler.is_compiling():
+        return op(*args)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    registered = _REGISTERED[op]
+    if any(len(inside(x)) > 1 for x in tensors):
+        return registered.transformed.apply(*args)
+    if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
+        return op(*args)
+    if any(type(x) not in _PLAIN or x.is_meta for x in tensors):
+        return op(*args)
+    # in forward mode too, to say that there is none
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return registered.eager.apply(*args)
+    return registered.function(*args)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:

@@ -437,8 +437,7 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
 
 
-@torch.library.custom_op("torch_bridge::gru", mutates_args=())
-@operators.without_autocast
+@operators.define("torch_bridge::gru")
 def _gru_op(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
     precision: str, save: bool, implementation: str | None = None,
@@ -467,8 +466,7 @@ def _gru_fake(
     return operators.fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
 
 
-@torch.library.custom_op("torch_bridge::gru_backward", mutates_args=())
-@operators.without_autocast
+@operators.define("torch_bridge::gru_backward")
 def _gru_backward_op(
     w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
@@ -543,8 +541,7 @@ _register(
 )  # fmt: skip
 
 
-@torch.library.custom_op("torch_bridge::lstm", mutates_args=())
-@operators.without_autocast
+@operators.define("torch_bridge::lstm")
 def _lstm_op(
     xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
@@ -575,8 +572,7 @@ def _lstm_fake(
     return operators.fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
 
 
-@torch.library.custom_op("torch_bridge::lstm_backward", mutates_args=())
-@operators.without_autocast
+@operators.define("torch_bridge::lstm_backward")
 def _lstm_backward_op(
     w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
