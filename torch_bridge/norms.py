@@ -19,10 +19,14 @@ from torch_bridge.kernels import norm, norm_staged
 
 Kind = Literal["rms", "layer"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Bytes of a row that registers hold, forward; wider ones are read twice.
-_KEPT_FORWARD = 65536
-# Columns that registers hold backward, beside the float32 sums of the gradients; wider ones are read twice as well.
-_KEPT_BACKWARD = 8192
+# Columns that registers hold, forward; wider rows are read twice.
+_KEPT_FORWARD = 32768
+# The same backward, beside float32 sums of the gradients: by kind, and bytes of a number.
+_KEPT_BACKWARD = {("rms", 2): 8192, ("rms", 4): 8192, ("layer", 2): 8192, ("layer", 4): 4096}
+# Wider ones can wait in shared memory up to here.
+_STAGED = {"rms": 32768, "layer": 16384}
+# Bytes of a chunk of rows wider than those.
+_CHUNK = 16384
 # Columns of a program that sums up rows, or programs.
 _COLUMNS = 64
 
@@ -62,7 +66,7 @@ class Tiling:
       num_warps: of a program.
       programs: of a model, where each takes tiles of rows in turn.
       side_by_side: programs that a multiprocessor is to have registers for.
-      staged: chunks wait in shared memory between the two times, see `torch_bridge.kernels.norm_staged`.
+      stages: rows that wait in shared memory, see `torch_bridge.kernels.norm_staged`; 0: none do.
     """
 
     block_r: int
@@ -70,7 +74,7 @@ class Tiling:
     num_warps: int
     programs: int = 0
     side_by_side: int = 1
-    staged: bool = False
+    stages: int = 0
 
 
 class _Kernel(NamedTuple):
@@ -98,22 +102,58 @@ class _Kernel(NamedTuple):
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
-    """The tiling of the kernel that normalizes, or differentiates: thresholds are measured on an H200."""
+    """The tiling of the kernel that normalizes, or differentiates: every threshold was measured on an H200."""
     size = _BYTES[dict(problem.dtypes)["x"]]
+    return _forward_tiling(problem, size) if problem.direction == "fwd" else _backward_tiling(problem, size, device)
+
+
+def _forward_tiling(problem: Problem, size: int) -> Tiling:
     block_n = _power_of_2(problem.columns)
-    if problem.direction == "fwd":
-        # 64 bytes of each array a thread, and of narrow rows 128, so that the fewest warps wait
-        block_n = min(block_n, _KEPT_FORWARD // size // (2 if "residual" in dict(problem.dtypes) else 1))
-        block_r = _clamp(8192 // size // block_n, 1, 64)
-        per_thread = (128 if block_n * size <= 2048 else 64) // size
-        return Tiling(block_r, block_n, _clamp(block_r * block_n // per_thread // 32, 1, 32))
-    block_n = min(block_n, _KEPT_BACKWARD * 2 // size)
-    block_r = _clamp(2048 // block_n, 1, 64)
-    num_warps = _clamp(block_r * block_n // (16 if block_n <= 1024 else 8) // 32, 1, 16)
-    tiles = -(-problem.rows // block_r)
-    side_by_side = max(1, 16 // num_warps) if block_n <= 1024 else max(1, 32 // num_warps) if block_n <= 4096 else 1
-    programs = -(-device.multiprocessors * side_by_side // problem.models)
-    return Tiling(block_r, block_n, num_warps, max(1, min(tiles, programs)))
+    if block_n > _KEPT_FORWARD:
+        return Tiling(1, _CHUNK // size, 16)
+    block_r = _clamp(8192 // size // block_n, 1, 64)
+    elements = block_r * block_n
+    if block_n <= 1024:  # few warps, or there would be too few loads in each
+        return Tiling(block_r, block_n, _clamp(elements * size // 128 // 32, 1, 4))
+    num_warps = elements * size // 64 // 32 if block_n <= 4096 else block_n // 1024
+    # 64 to 80 registers a thread leave room for other programs, whose loads are in flight while this one adds up
+    side_by_side = {1024: 1, 2048: 1, 4096: 24 // num_warps}.get(block_n, 32 // num_warps)
+    if (problem.kind, block_n, size) == ("rms", 32768, 2) and "residual" not in dict(problem.dtypes):
+        num_warps, side_by_side = 8, 2  # 0.96 of a copy's bandwidth for 0.91
+    return Tiling(block_r, block_n, num_warps, side_by_side=side_by_side)
+
+
+def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
+    block_n, layer = _power_of_2(problem.columns), problem.kind == "layer"
+    kept = block_n <= _KEPT_BACKWARD[problem.kind, size]
+    if not kept and block_n <= _STAGED[problem.kind] and (stages := _stages(problem, device)):
+        num_warps = 16 if layer and block_n > 8192 else 32
+        programs = _programs(problem, problem.rows, device)
+        return Tiling(1, num_warps * 32 * 16 // size, num_warps, programs, stages=stages)
+    if not kept:
+        block_n = _CHUNK // size
+    block_r = _clamp(4096 // size // block_n, 1, 64) if block_n < 1024 else 1
+    if block_n < 1024:
+        num_warps, side_by_side = _clamp(block_r * block_n * size // 32 // 32, 1, 4), 4
+    else:
+        heavy = layer and size == 2 and block_n in (2048, 4096)
+        num_warps = _clamp(block_n * size // (32 if heavy else 16) // 32, 4, 16)
+        side_by_side = 1 if size * block_n >= 16384 else (16 if heavy else 32) // num_warps
+    programs = _programs(problem, -(-problem.rows // block_r), device, side_by_side)
+    return Tiling(block_r, block_n, num_warps, programs, side_by_side)
+
+
+def _stages(problem: Problem, device: Device) -> int:
+    """Rows of x and of dy that fit into shared memory, up to two; 0 where they cannot be copied 16 bytes at a time."""
+    sizes = [_BYTES[dict(problem.dtypes)[name]] for name in ("x", "dy")]
+    if device.interpreted or device.capability < 80 or any(problem.columns * size % 16 for size in sizes):
+        return 0
+    return min(2, (device.shared_memory - 4096) // (sum(sizes) * _power_of_2(problem.columns)))
+
+
+def _programs(problem: Problem, tiles: int, device: Device, side_by_side: int = 1) -> int:
+    """Of each model: as many as the device runs at once, and not more than there are tiles."""
+    return max(1, min(tiles, -(-device.multiprocessors * side_by_side // problem.models)))
 
 
 def _power_of_2(n: int) -> int:
@@ -155,7 +195,7 @@ class Launch:
         scalars = {"R": rows, "tiles": tiles, "programs": programs, "epsilon": problem.epsilon}
         constants = {
             "N": columns, "BLOCK_R": block_r, "BLOCK_N": block_n, "CENTERED": problem.kind == "layer",
-            "OPAQUE": not device.interpreted,
+            "OPAQUE": not device.interpreted, "STAGES": self.tiling.stages,
         }  # fmt: skip
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self.kernels: list[_Kernel] = []
@@ -181,8 +221,8 @@ class Launch:
             add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps, self.tiling.side_by_side)
             return
         sums = [name for name in ("weight", "bias") if f"d{name}" in dtypes]
-        kept, blocks, adders = self.tiling.staged or block_n >= columns, -(-columns // _COLUMNS), programs
-        function = norm_staged.norm_bwd_kernel if self.tiling.staged else norm.norm_bwd_kernel
+        kept, blocks, adders = bool(self.tiling.stages) or block_n >= columns, -(-columns // _COLUMNS), programs
+        function = norm_staged.norm_bwd_kernel if self.tiling.stages else norm.norm_bwd_kernel
         if not kept:
             adders = max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
             add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)

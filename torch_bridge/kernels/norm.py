@@ -149,10 +149,14 @@ def _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED: tl.constexpr):
 
 
 @triton.jit
-def _store_dx(dx_ptr, dtotal_ptr, offs, mask, a, normalized, mean_a, mean_ax, rstd, CENTERED: tl.constexpr):
+def _store_dx(
+    dx_ptr, dtotal_ptr, offs, mask, a, normalized, mean_a, mean_ax, rstd, N: tl.constexpr, CENTERED: tl.constexpr
+):
     dx = a - normalized * mean_ax[:, None]
     if CENTERED:
         dx -= mean_a[:, None]
+        if N == 1:  # what is left is a's rounding
+            dx *= 0.0
     dx *= rstd[:, None]
     if dtotal_ptr is not None:
         dx += tl.load(dtotal_ptr + offs, mask=mask, other=0.0).to(tl.float32)
@@ -210,7 +214,7 @@ def norm_bwd_kernel(
             a = _scale(_again(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
             offs = row[:, None] * N + cols[None, :]
             _store_dx(
-                dx_ptr, dtotal_ptr, offs, mask_r[:, None] & mask_n, a, normalized, mean_a, mean_ax, rstd, CENTERED
+                dx_ptr, dtotal_ptr, offs, mask_r[:, None] & mask_n, a, normalized, mean_a, mean_ax, rstd, N, CENTERED
             )
             x, dy, mean, rstd, nth, row, mask_r = next_x, next_dy, next_mean, next_rstd, next_nth, next_row, next_r
         at = (model * programs + program) * N + cols
@@ -244,7 +248,7 @@ def norm_bwd_kernel(
                 a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
                 normalized = _centered(x, mean, col, N, BLOCK_N, CENTERED) * rstd[:, None]
                 _store_dx(
-                    dx_ptr, dtotal_ptr, start + col[None, :], mask, a, normalized, mean_a, mean_ax, rstd, CENTERED
+                    dx_ptr, dtotal_ptr, start + col[None, :], mask, a, normalized, mean_a, mean_ax, rstd, N, CENTERED
                 )
             nth += programs.to(tl.int64) * BLOCK_R
 
