@@ -57,7 +57,7 @@ def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
     x = tl.load(x_ptr + offs, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs, x, mask=mask)
     return x
 
