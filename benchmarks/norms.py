@@ -9,6 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import importlib.util
 import multiprocessing
 import os
 import statistics
@@ -504,6 +505,8 @@ def norm(settings: Settings, progress: Progress, chosen: Sequence[NormCase] | No
     chosen = [case for case in (cases() if chosen is None else chosen) if settings.wants_case(str(case))]
     if not chosen:
         return
+    if importlib.util.find_spec("torch") is None:
+        raise SystemExit("the suite norm compares with a copy by PyTorch, and needs it: pip install '.[torch]'")
     import torch
 
     # without a copy there is nothing to compare with

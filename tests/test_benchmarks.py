@@ -777,10 +777,9 @@ NORM_CASES = [
 
 @pytest.mark.torch
 @pytest.mark.parametrize(("kind", "direction", "dtype"), NORM_CASES)
-def test_norms_are_checked_and_timed(kind, direction, dtype, monkeypatch):
+def test_norms_are_checked_and_timed(kind, direction, dtype):
     from benchmarks import norms
 
-    monkeypatch.setattr(norms, "through_jaxrnn", lambda case: norms.formula(case.kind))
     case = norms.NormCase(kind, direction, dtype, 40, 24)
     settings = Settings(rounds=2, skip=("torch-compile", "jaxrnn"))
     rows = list(norms.norm(settings, lambda _: None, [case]))
