@@ -9,6 +9,8 @@ from torch_calls import torch
 
 from torch_bridge import functional, nn, norm_ops
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of Inductor, when it is imported
+
 FUNCTIONS = {"rms": functional.rms_norm, "layer": functional.layer_norm}
 PEERS = {"rms": (torch.nn.RMSNorm, nn.RMSNorm), "layer": (torch.nn.LayerNorm, nn.LayerNorm)}
 DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -696,6 +698,7 @@ def test_a_cuda_graph_of_both_passes_replays_to_the_bit(kind):
 
 
 @gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 def test_a_capture_of_what_is_not_loaded_says_so():
     x = torch.randn(29, 43, device=DEVICE)
     torch.cuda.synchronize()
