@@ -7,9 +7,9 @@
     python -m benchmarks plot                                # the figures
     python -m benchmarks tune                                # times tilings, writes torch_bridge/tables/GPU.json
 
-Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo; with none named, all of
-them. Results go to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is stopped keeps what
-it has.
+Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm; with none named,
+all of them. Results go to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is stopped
+keeps what it has.
 `tune` writes the table that launches on this GPU take their tilings from; --rows "GRU fwd" --add tunes a part again.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SUITES = (
     "headline", "small", "sweep", "vmap", "torch", "torch-step", "acting", "dispatch", "memory", "compile", "accuracy",
-    "ppo",
+    "ppo", "norm",
 )  # fmt: skip
 VIEWS = ("show", "table", "plot")
 TUNE = "tune"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
 
-from benchmarks import cases, machine
+from benchmarks import cases, machine, norms
 from benchmarks.results import Report, Row
 
 if TYPE_CHECKING:
@@ -99,5 +99,47 @@ def small(report: Report) -> Figure:
     return figure
 
 
+NORM_STYLES = {
+    "torch_bridge": ("#0072b2", "torch_bridge", "-"),
+    "jaxrnn": ("#56b4e9", "jaxrnn in jit", "--"),
+    "torch-compile": ("#e69f00", "torch.compile", "-"),
+    "torch": ("#d55e00", "PyTorch", "-"),
+    "xla": ("#009e73", "XLA", "-"),
+}
+
+
+def norm(report: Report) -> Figure:
+    """Lines: the share of a copy's bandwidth against the length of rows, in bfloat16, of most rows of that length."""
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    values = _values(report)
+    panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
+    for i, (kind, title) in enumerate(norms.NAMES.items()):
+        for j, direction in enumerate(("fwd", "bwd")):
+            axes = panels[i][j]
+            axes.set_title(f"{title}, {'forward' if direction == 'fwd' else 'backward'}, bfloat16", fontsize=10)
+            axes.grid(alpha=0.25)
+            axes.spines[["top", "right"]].set_visible(False)
+            axes.axhline(1, color="0.6", linewidth=0.8)
+            chosen = [
+                case for case in norms.cases() if (case.kind, case.direction, case.dtype) == (kind, direction, "bf16")
+            ]
+            largest = {case.columns: case for case in sorted(chosen, key=lambda case: case.rows)}
+            for name, (color, legend, line) in NORM_STYLES.items():
+                points = sorted((n, values[str(c), name]) for n, c in largest.items() if (str(c), name) in values)
+                if points:
+                    axes.plot(
+                        *zip(*points, strict=True), color=color, label=legend, marker="o", markersize=4, linestyle=line
+                    )
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(sorted(largest), [str(n) for n in sorted(largest)], fontsize=7)
+            axes.set_ylim(0, 1.15)
+    panels[1][0].set_xlabel("length of a row")
+    panels[1][1].set_xlabel("length of a row")
+    figure.supylabel("bandwidth, of a device copy's", fontsize=10)
+    panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
+    figure.supxlabel(machine.line(report.machine), fontsize=6, color="0.4")
+    return figure
+
+
 # By suite.
-FIGURES = {"headline": headline, "small": small}
+FIGURES = {"headline": headline, "small": small, "norm": norm}

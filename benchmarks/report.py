@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import cases, machine
-from benchmarks.results import AccuracyRow, Row
+from benchmarks.results import LARGER_IS_BETTER, AccuracyRow, Row
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +45,7 @@ def advantage(row: Row, rows: Sequence[Row]) -> float | None:
     ours = next((r for r in rows if r.case == row.case and r.provider == row.ours), None)
     if ours is None or not ours.value or not row.value:
         return None
-    return ours.value / row.value if row.unit == "steps/s" else row.value / ours.value
+    return ours.value / row.value if row.unit in LARGER_IS_BETTER else row.value / ours.value
 
 
 def table(report: Report) -> Table:
@@ -87,7 +87,7 @@ def met(row: Row) -> bool | None:
     """Whether a row reaches its target; None if it has none, or no figure."""
     if row.target is None or row.value is None:
         return None
-    return row.value >= row.target if row.unit == "steps/s" else row.value <= row.target
+    return row.value >= row.target if row.unit in LARGER_IS_BETTER else row.value <= row.target
 
 
 def broken(row: Row | AccuracyRow) -> bool:

@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Status = Literal["measured", "unavailable", "unsupported", "unfinished", "skipped", "wrong", "failed"]
-Unit = Literal["ms", "us", "s", "GB", "steps/s"]
+Unit = Literal["ms", "us", "s", "GB", "steps/s", "of copy"]
+LARGER_IS_BETTER: tuple[Unit, ...] = ("steps/s", "of copy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Row:
       error_of: the output or gradient that has it.
       target: of this project, where there is one.
       note: anything a reader should know.
+      us: median microseconds of a call, where `value` is a share of a copy's bandwidth.
     """
 
     case: str
@@ -51,6 +53,7 @@ class Row:
     error_of: str = ""
     target: float | None = None
     note: str = ""
+    us: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from benchmarks import cases, first_call, harness, oracle, scans, timing
+from benchmarks import cases, first_call, harness, norms, oracle, scans, timing
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
@@ -367,7 +367,7 @@ def load_example() -> Any:
 
 
 # Names that `--only` and `--skip` take besides the providers'.
-OTHER_NAMES = ("jaxrnn-triton", "three trivial ops", "no recurrence")
+OTHER_NAMES = ("jaxrnn-triton", "three trivial ops", "no recurrence", *(provider.name for provider in norms.ALL))
 
 SUITES: dict[str, Suite] = {
     "headline": headline,
@@ -382,4 +382,5 @@ SUITES: dict[str, Suite] = {
     "compile": compile,
     "accuracy": accuracy,
     "ppo": ppo,
+    "norm": norms.norm,
 }

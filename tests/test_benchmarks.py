@@ -589,7 +589,7 @@ def test_results_that_are_not_there_are_asked_for(what, tmp_path):
         assert command.main([*what, "--out", str(tmp_path)]) == 0
 
 
-@pytest.mark.parametrize("what", ["headline", "tune"])
+@pytest.mark.parametrize("what", ["headline", "norm", "tune"])
 def test_without_a_gpu_measuring_says_so(what):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     result = subprocess.run(
@@ -747,3 +747,125 @@ def test_tilings_agree_and_are_timed_on_the_gpu(cell, kind, direction):
         problem = make_problem(cell, direction, kind, hidden, batch, steps=tune.STEPS)
         result = tune.measure(problem, launch.device(0), Settings(seconds=0.01, rounds=2))
         assert result.bad == {} and all(0.1 < us < 1000 for us in result.us.values())
+
+
+# Norms.
+
+
+def test_the_suite_norm_has_its_shapes():
+    from benchmarks import norms
+
+    shapes = [(8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768)]
+    chosen = norms.cases()
+    assert len({str(case) for case in chosen}) == len(chosen) == 2 * 2 * 2 * 16
+    for shape in shapes + [(rows, n) for rows in (8192, 524288) for n in (64, 128, 256, 512, 1024)]:
+        of_shape = [case for case in chosen if (case.rows, case.columns) == shape]
+        assert len({(case.kind, case.direction, case.dtype) for case in of_shape}) == len(of_shape) == 8
+    targets = {(c.direction, c.columns): c.target for c in chosen if c.target is not None and c.dtype == "bf16"}
+    assert targets == {("fwd", n): 0.92 for n in (2048, 4096, 8192, 32768)} | {("fwd", 512): 0.85} | {
+        ("bwd", n): 0.85 for n in (512, 2048, 4096, 8192, 32768)
+    }
+    assert all(c.target is None for c in chosen if c.dtype == "f32" or (c.rows, c.columns) not in shapes)
+    one = norms.NormCase("rms", "bwd", "bf16", 8192, 4096)
+    assert str(one) == "RMSNorm bwd bf16 8192x4096" and one.bytes == 3 * 2 * 8192 * 4096
+
+
+NORM_CASES = [
+    (kind, direction, dtype) for kind in ("rms", "layer") for direction in ("fwd", "bwd") for dtype in ("f32", "bf16")
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(("kind", "direction", "dtype"), NORM_CASES)
+def test_norms_are_checked_and_timed(kind, direction, dtype):
+    from benchmarks import norms
+
+    case = norms.NormCase(kind, direction, dtype, 40, 24)
+    settings = Settings(rounds=2, skip=("torch-compile", "jaxrnn"))
+    rows = list(norms.norm(settings, lambda _: None, [case]))
+    assert [row.provider for row in rows] == ["torch_bridge", "torch", "xla", "copy"]
+    for row in rows:
+        assert row.status == "measured", row.reason
+        assert row.unit == "of copy" and row.calls == 8 and row.us > 0 and row.case == str(case)
+        assert 0 < row.low <= row.value <= row.high
+    assert rows[-1].value == 1 and rows[-1].error is None
+    assert all(row.error < (1e-5 if dtype == "f32" else 1e-2) for row in rows[:-1])
+    assert list(norms.norm(Settings(rows=("no such",)), lambda _: None, [case])) == []
+
+
+@pytest.mark.torch
+def test_a_norm_that_is_wrong_or_missing_is_a_row():
+    import torch
+
+    from benchmarks import norms
+
+    case = norms.NormCase("layer", "bwd", "f32", 40, 24)
+
+    def wrong(case, arrays):
+        run = norms.build_eager(case, arrays)
+        return lambda: [x * 1.01 if i == 2 else x for i, x in enumerate(run())]
+
+    def broken(case, arrays):
+        raise RuntimeError("out of order\nsecond line")
+
+    def not_a_number(case, arrays):
+        return lambda: [torch.full_like(x, torch.nan) for x in norms.build_eager(case, arrays)()]
+
+    providers = [
+        norms.Provider("torch_bridge", build=wrong), norms.Provider("broken", build=broken),
+        norms.Provider("nan", build=not_a_number), norms.Provider("absent", unavailable=lambda: "not there"),
+        norms.Provider("xla", function=lambda case: None), norms.Provider("copy", build=norms.build_copy),
+    ]  # fmt: skip
+    arrays = norms.make_arrays(case, "cpu")
+    programs = {("xla", case): RuntimeError("does not compile")}
+    rows = norms.time_case(case, providers, arrays, norms.Truth(case, arrays), programs, norms.HostClock(), 3)
+    assert [row.status for row in rows] == ["wrong", "failed", "wrong", "unavailable", "failed", "measured"]
+    assert rows[0].error_of == "dbias" and "dbias is off by 0.01" in rows[0].reason and report.broken(rows[0])
+    assert rows[4].reason == "RuntimeError: does not compile" and rows[3].reason == "not there"
+    alone = norms.time_case(case, [norms.ALL[3]], arrays, norms.Truth(case, arrays), {}, norms.HostClock(), 3)
+    assert alone[0].status == "failed" and "no copy to compare with" in alone[0].reason
+
+
+@pytest.mark.torch
+def test_a_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
+    from benchmarks import norms
+
+    rows = []
+    for case in norms.cases():
+        for name, value in (("torch_bridge", 0.9), ("torch", 0.3)):
+            row = Row(str(case), name, ours="torch_bridge", unit="of copy", value=value, low=value, high=value)
+            rows.append(dataclasses.replace(row, target=case.target if name == "torch_bridge" else None, note="9 us"))
+    assert report.advantage(rows[1], rows) == pytest.approx(3.0)
+    verdicts = {row.target: report.met(row) for row in rows}
+    assert verdicts == {0.92: False, 0.85: True, None: None}
+    result = Report("norm", MACHINE, {}, rows)
+    assert Report.load(result.save(tmp_path)) == result
+    assert "0.920 missed" in printed(result) and "0.850 met" in printed(result) and "3.00x" in printed(result)
+    assert [image.name for image in plot.draw(tmp_path)] == ["norm.png"]
+
+
+@pytest.mark.compile_only
+def test_kernels_of_the_suite_norm_compile():
+    from benchmarks import norms
+    from torch_bridge.config import Device
+    from torch_bridge.norms import Launch
+
+    for kind in ("rms", "layer"):
+        problems = norms.problems(norms.NormCase(kind, "bwd", "bf16", 8192, 512))
+        assert [problem.direction for problem in problems] == ["fwd", "bwd"]
+        assert all(Launch(problem, Device()).compile() for problem in problems)
+
+
+@pytest.mark.gpu
+def test_norms_on_the_gpu_are_checked_and_timed():
+    from benchmarks import norms
+
+    settings = Settings(rounds=2)
+    for kind, direction in (("rms", "fwd"), ("layer", "bwd")):
+        for shape in ((4096, 2048), norms.RECURRENT[2]):
+            rows = list(norms.norm(settings, lambda _: None, [norms.NormCase(kind, direction, "bf16", *shape)]))
+            assert [row.provider for row in rows] == [provider.name for provider in norms.ALL]
+            for row in rows:
+                available = row.provider != "jaxrnn" or hasattr(norms.jaxrnn, "rms_norm")
+                assert row.status == ("measured" if available else "unavailable"), row.reason
+                assert not available or 1 < row.us < 1000

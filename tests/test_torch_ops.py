@@ -230,6 +230,11 @@ def test_forward_mode_raises_and_that_of_the_plain_loop_does_not(cell):
 
     with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
         torch.func.jvp(function, (xs,), (xs,))
+    with (
+        torch.autograd.forward_ad.dual_level(),
+        pytest.raises(NotImplementedError, match='pass implementation="torch"'),
+    ):
+        function(torch.autograd.forward_ad.make_dual(xs, xs))
     _, tangent = torch.func.jvp(lambda xs: function(xs, implementation="torch"), (xs,), (xs,))
     close((function(1.000001 * xs) - function(xs)) * 1e6, tangent)
 

@@ -1,6 +1,7 @@
-"""`gru` and `lstm` with episode resets, for PyTorch: functions of weights in the layout of `torch.nn`.
+"""`gru`, `lstm` with episode resets, `rms_norm` and `layer_norm`: functions of weights in the layout of `torch.nn`.
 
-They bring their arguments into the canonical form of `torch_bridge.ops`, without copies, and call the operators there.
+They bring their arguments into the canonical form of `torch_bridge.ops` and `norm_ops`, without copies, and call the
+operators there.
 """
 
 from __future__ import annotations
@@ -12,11 +13,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
+from torch.torch_version import TorchVersion
 
-from torch_bridge import loops, ops
+from torch_bridge import loops, norm_ops, operators, ops
 from torch_bridge.ops import GRU, LSTM, Cell, Precision
 
 Implementation = Literal["triton", "torch"] | None
+
+# Whether PyTorch's own norm gives float32 under autocast on a GPU; on a CPU neither does.
+_AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
 
 
 def gru(
@@ -378,7 +383,7 @@ def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[
 
 def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
     """The loop in operations that autograd sees."""
-    loop = ops.without_autocast(loops.gru if cell is GRU else loops.lstm)
+    loop = operators.without_autocast(loops.gru if cell is GRU else loops.lstm)
     results = loop(*arguments, order, False)._asdict()
     dtypes = {s: x.dtype for s, x in zip(cell.states, states, strict=True)}
     return {name: x.to(dtypes[name[0]]) for name, x in results.items() if x is not None}
@@ -448,3 +453,114 @@ def _outcome(one: Direction, hs: Tensor, cs: Tensor | None, last: tuple[Tensor, 
     dtype = default if one.states[0] is None else one.states[0].dtype
     hs, h_n = (linear(m.to(one.w_hr.dtype), one.w_hr).to(dtype) for m in (hs, last[0]))
     return Outcome(hs, cs, (h_n, *last[1:]))
+
+
+# Norms.
+
+
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float | None = None,
+    implementation: Implementation = None,
+) -> Any:
+    """Divides rows by their root mean square (Zhang and Sennrich, 2019), after adding a residual connection.
+
+        total = x + residual
+        y = total / sqrt(mean(total^2) + eps) * weight + bias
+
+    Computes in float32, or in float64 where `x` is.
+
+    Args:
+      x: `[..., N]`, floating point.
+      weight: `[N]` or None for ones. Any dtype.
+      bias: `[N]` or None for zeros. Any dtype.
+      residual: in the shape of `x`, or None.
+      eps: inside the root; None for the machine epsilon of what it computes in, as `torch.nn.functional.rms_norm`.
+      implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
+        operations that autograd sees: any derivative of any order), or None: the kernels where they can run,
+        elsewhere PyTorch operations, as one operator. A name works or raises.
+
+    Returns:
+      `y` in the shape and dtype of `x`; under autocast on a GPU in float32 where `torch.nn.functional.rms_norm` is,
+      from PyTorch 2.12 on. With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of
+      that rounded sum.
+
+    Raises:
+      ValueError: shapes or devices disagree, `x` is of no floating-point dtype, or no implementation has that name.
+      NotImplementedError: the named implementation cannot run this input; or a derivative of a gradient is asked for,
+        which the operators do not have: `implementation="torch"` does.
+    """
+    return _norm("rms", x, weight, bias, residual, eps, implementation)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Any:
+    """Brings rows to mean 0 and variance 1 (Ba, Kiros and Hinton, 2016), after adding a residual connection.
+
+        total = x + residual
+        y = (total - mean(total)) / sqrt(var(total) + eps) * weight + bias,  var(t) = mean((t - mean(t))^2)
+
+    Computes in float32, or in float64 where `x` is.
+
+    Args:
+      x: as of `rms_norm`.
+      weight: as of `rms_norm`.
+      bias: as of `rms_norm`.
+      residual: as of `rms_norm`.
+      eps: inside the root.
+      implementation: as of `rms_norm`.
+
+    Returns:
+      As `rms_norm`; under autocast on a GPU `y` is float32.
+
+    Raises:
+      ValueError: as `rms_norm`.
+      NotImplementedError: as `rms_norm`.
+    """
+    return _norm("layer", x, weight, bias, residual, eps, implementation)
+
+
+def _norm(
+    kind: norm_ops.Kind, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None,
+    eps: float | None, implementation: Implementation,
+) -> Any:  # fmt: skip
+    if x.ndim < 1 or not x.is_floating_point():
+        raise ValueError(f"x must be [..., N] of floating point, got {tuple(x.shape)} of {x.dtype}")
+    if implementation not in (None, "triton", "torch"):
+        raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
+    shapes = (("weight", weight, x.shape[-1:]), ("bias", bias, x.shape[-1:]), ("residual", residual, x.shape))
+    for name, y, shape in shapes:
+        if y is not None and y.shape != shape:
+            raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
+        if y is not None and not y.is_floating_point():
+            raise ValueError(f"{name} must be of floating point, got {y.dtype}: convert it")
+        if y is not None and y.device != x.device:
+            raise ValueError(f"{name} is on {y.device} and x is on {x.device}: move one of them")
+    device, dtype = x.device.type, x.dtype
+    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and torch.is_autocast_enabled(device):
+        dtype = torch.float32
+    if eps is None:
+        eps = torch.finfo(norm_ops.accumulation_dtype(x.dtype)).eps
+    if implementation == "torch":
+        normalize = operators.without_autocast(norm_ops.normalize)
+        results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)
+        return results.y if residual is None else (results.y, results.total)
+
+    def rows(y: Tensor) -> Tensor:
+        return y.reshape(1, math.prod(y.shape[:-1]), y.shape[-1])
+
+    w, b = (None if y is None else y[None] for y in (weight, bias))
+    sums = None if residual is None else rows(residual)
+    y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)
+    return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))

@@ -1,7 +1,8 @@
-"""`GRU` and `LSTM` in place of those of `torch.nn`, with episode resets.
+"""`GRU` and `LSTM` with episode resets, `RMSNorm` and `LayerNorm`, in place of those of `torch.nn`.
 
-Constructor, parameters, initial values, state dict, outputs and errors are those of `torch.nn`; `forward` takes
-`resets` and `reset_state` besides. `run_trajectories` takes what TorchRL's recurrent modules take.
+Constructor, parameters, initial values, state dict and outputs are those of `torch.nn`, and errors of the recurrent
+ones; `forward` takes `resets` and `reset_state`, or a `residual`, besides. `run_trajectories` takes what TorchRL's
+recurrent modules take.
 """
 
 from __future__ import annotations
@@ -380,3 +381,85 @@ def run_trajectories(
         last = [at_first(x) if _is_backward(rnn, i) else x for i, x in enumerate(every)]
         results.append(torch.stack(last, -2).masked_fill(~ends[..., None, None], 0))
     return ys, *results
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
+
+    Args:
+      args: as of `torch.nn.RMSNorm`.
+      implementation: see `torch_bridge.functional.rms_norm`.
+      kwargs: as of `torch.nn.RMSNorm`.
+    """
+
+    def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.implementation = implementation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Normalizes over the trailing axes.
+
+        Args:
+          x: `[*batch, *normalized_shape]`.
+          residual: in the shape of `x`, added to it before; or None.
+
+        Returns:
+          As `torch.nn.RMSNorm`; with a residual that and `x + residual`, of which it is the norm.
+
+        Raises:
+          ValueError: shapes disagree.
+          NotImplementedError: see `torch_bridge.functional.rms_norm`.
+        """
+        return _normalize(functional.rms_norm, self, x, residual, self.weight, None)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
+
+    Args:
+      args: as of `torch.nn.LayerNorm`.
+      implementation: see `torch_bridge.functional.rms_norm`.
+      kwargs: as of `torch.nn.LayerNorm`.
+    """
+
+    def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.implementation = implementation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """As of `RMSNorm`.
+
+        Args:
+          x: as there.
+          residual: as there.
+
+        Returns:
+          As there.
+
+        Raises:
+          ValueError: as there.
+          NotImplementedError: as there.
+        """
+        return _normalize(functional.layer_norm, self, x, residual, self.weight, self.bias)
+
+
+def _normalize(
+    norm: Any, module: RMSNorm | LayerNorm, x: Tensor, residual: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None,
+) -> Any:  # fmt: skip
+    shape = tuple(module.normalized_shape)
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"x must be [*batch, *normalized_shape] with {shape}, got {tuple(x.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"the residual must be {tuple(x.shape)}, as x, got {tuple(residual.shape)}")
+
+    def flat(y: Tensor | None) -> Any:
+        return y if y is None or len(shape) == 1 else y.flatten(-len(shape))
+
+    results = norm(
+        flat(x), flat(weight), flat(bias), residual=flat(residual), eps=module.eps,
+        implementation=module.implementation,
+    )  # fmt: skip
+    if len(shape) == 1:
+        return results
+    return results.reshape(x.shape) if residual is None else tuple(y.reshape(x.shape) for y in results)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import config, loops
+from torch_bridge import config, loops, operators
 
 if TYPE_CHECKING:
     from torch_bridge.launch import Launch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 Precision = Literal["tf32", "tf32x3"] | None
 
 _REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "both": "odd"}
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Dtypes of resets that the kernels do not read.
 _CONVERTED_RESETS = (torch.float64, torch.complex64, torch.complex128)
 # Up to this width TF32 would save nothing: the products are not what a step waits for.
@@ -68,37 +67,17 @@ LSTM = Cell(
 @functools.cache
 def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
     """Why the kernels cannot run there on weights of this dtype and width; None if they can."""
-    try:
-        from torch_bridge import launch
-    except ImportError:
-        return "need triton, which is not installed: pip install triton"
-    if dtype not in _KERNEL_DTYPES:
-        return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
-    if launch.interpreting():
-        if device.type != "cpu":
-            return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes tensors on the CPU alone"
-        if dtype == torch.bfloat16:
-            return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
-        facts = config.Device(interpreted=True)
-    elif device.type != "cuda" or torch.version.cuda is None:
-        return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
-    else:
-        facts = launch.device(_ordinal(device))
-        if facts.capability < 80:
-            return (
-                f"need compute capability 8.0 (Ampere) or newer, this GPU has {facts.capability / 10}: "
-                "leave implementation out"
-            )
+    facts = operators.device_facts(device, dtype)
+    if isinstance(facts, str):
+        return facts
+    if facts.interpreted and dtype == torch.bfloat16:
+        return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
     if hidden > config.widest(facts):
         return (
             f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} "
             f"multiprocessors can share ({config.widest(facts)}); leave implementation out"
         )
     return None
-
-
-def _ordinal(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _kernels(implementation: str | None, w_hh: Tensor) -> bool:
@@ -190,32 +169,12 @@ def _launch(
     reset_state: Any, order: str, precision: Any, ordinal: int | None,
 ) -> Launch:  # fmt: skip
     """The launch of a problem, compiled and loaded onto a device; in the interpreter where there is none."""
-    from torch_bridge.launch import Launch, device
+    from torch_bridge.launch import Launch
 
     problem = config.Problem(
         cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=_REVERSE[order], precision=precision
     )
-    if ordinal is None:
-        return Launch(problem, config.Device(interpreted=True))
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            "a kernel is not loaded yet, and a CUDA graph cannot record that: before the capture, call what it records "
-            f"once, with tensors of the same shapes and dtypes ({problem})"
-        )
-    launch = Launch(problem, device(ordinal))
-    launch.load(ordinal)
-    return launch
-
-
-@functools.cache
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _readable(x: Tensor) -> Tensor:
-    """`x` as the kernels read it: contiguous, and at a multiple of 16 bytes."""
-    x = x.contiguous()
-    return x if x.data_ptr() % 16 == 0 else x.clone()
+    return operators.load(Launch, problem, ordinal)
 
 
 def _run(
@@ -223,29 +182,17 @@ def _run(
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
-    tensors = {name: _readable(x) for name, x in arrays.items() if x is not None}
+    tensors = {name: operators.readable(x) for name, x in arrays.items() if x is not None}
     place = next(iter(tensors.values())).device
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
     tensors |= results
-    dtypes = tuple((name, _name(x.dtype)) for name, x in tensors.items())
-    ordinal = _ordinal(place) if place.type == "cuda" else None
+    dtypes = tuple((name, operators.dtype_name(x.dtype)) for name, x in tensors.items())
+    ordinal = operators.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
     if launch.config.variant == "plain":  # those in Gluon round when they load
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = _operand(tensors[weights], precision)
-    for name, length, dtype, zeroed in launch.workspaces:
-        make = torch.zeros if zeroed else torch.empty
-        tensors[name] = make(length, dtype=getattr(torch, dtype), device=place)
-    if ordinal is None:
-        launch.interpret(tensors)
-        return results
-    addresses = {name: x.data_ptr() for name, x in tensors.items()}
-    stream = torch.cuda.current_stream(ordinal).cuda_stream
-    if ordinal == torch.cuda.current_device():
-        launch(stream, ordinal, addresses)
-    else:
-        with torch.cuda.device(ordinal):
-            launch(stream, ordinal, addresses)
+    operators.run(launch, tensors, ordinal)
     return results
 
 
@@ -271,25 +218,6 @@ def _saved_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torc
         return loops.accumulation_dtype(w_hh.dtype)
     halves = w_hh.dtype == torch.bfloat16 or (w_hh.dtype == torch.float32 and precision == "tf32")
     return torch.float16 if halves and name != "keep" else torch.float32
-
-
-def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation whose own operations autocast leaves alone."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        device = args[0].device.type
-        if not torch.is_autocast_enabled(device):
-            return function(*args, **kwargs)
-        with torch.autocast(device, enabled=False):
-            return function(*args, **kwargs)
-
-    return run
-
-
-def _nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an operator returns where there is nothing to return."""
-    return like.new_empty((0,), dtype=dtype)
 
 
 def _forward_outputs(
@@ -334,7 +262,8 @@ def _forward_kernel(
             outputs[name] = (shape, dtypes[name[0]] if name in ("hs", "cs") else dtype)
     results = _run(cell, "fwd", sizes, arrays, outputs, order, precision, kind)
     return tuple(
-        results[name].to(dtype) if name in results else _nothing(xp, dtype) for name, (_, dtype) in returned.items()
+        results[name].to(dtype) if name in results else operators.nothing(xp, dtype)
+        for name, (_, dtype) in returned.items()
     )
 
 
@@ -346,12 +275,9 @@ def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Ten
     """What a loop gave, in the dtypes and the order that an operator returns it in."""
     found = results._asdict()
     return tuple(
-        _nothing(like, dtype) if shape == (0,) else found[name].to(dtype) for name, (shape, dtype) in returned.items()
+        operators.nothing(like, dtype) if shape == (0,) else found[name].to(dtype)
+        for name, (shape, dtype) in returned.items()
     )
-
-
-def _fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in returned.values())
 
 
 def _backward_outputs(
@@ -388,7 +314,9 @@ def _backward_kernel(
         arrays[f"d{s}_last"] = _zeros(w_hh, groups, batch, hidden) if d is None else d.float()
     outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
     results = _run(cell, "bwd", sizes, arrays, outputs, order, precision)
-    return tuple(results[name] if name in results else _nothing(w_hh, dtype) for name, (_, dtype) in returned.items())
+    return tuple(
+        results[name] if name in results else operators.nothing(w_hh, dtype) for name, (_, dtype) in returned.items()
+    )
 
 
 def _vmap(op: Any, groups: str) -> Callable[..., Any]:
@@ -490,46 +418,12 @@ def _over_steps(x: Tensor, like: Tensor) -> Tensor:
     return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
 
 
-def _no_forward_mode(*_: Any) -> Any:
-    raise NotImplementedError(
-        'the operators of torch_bridge have no forward-mode derivative: pass implementation="torch", which has one'
-    )
-
-
-def _inside(x: Tensor) -> list[Tensor]:
-    """`x`, and what it wraps where `torch.func` transforms a function: what each of the transformations sees."""
-    found = [x]
-    while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
-        found.append(inner)
-    return found
-
-
-def _call(op: Any, *args: Any) -> Any:
-    """Calls an operator; under a transformation of `torch.func`, the function that stands for it there."""
-    transformed = not torch.compiler.is_compiling() and any(isinstance(x, Tensor) and len(_inside(x)) > 1 for x in args)
-    return _FUNCTIONS[op].apply(*args) if transformed else op(*args)
-
-
-def _no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    ctx.set_materialize_grads(False)
-
-
-# The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
-# constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
-def _no_second_order(*_: Any) -> Any:
-    raise NotImplementedError(
-        'the gradient of torch_bridge has no derivative of its own: pass implementation="torch", which has'
-    )
-
-
 def _register(
     definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
     groups: str, flops: Callable[..., int],
 ) -> None:  # fmt: skip
     """What both directions of both cells have."""
-    definition.register_fake(fake)
-    definition.register_autograd(gradients, setup_context=setup)
-    definition.register_vmap(_vmap(op, groups))
+    operators.register(definition, op, fake, gradients, setup, _vmap(op, groups))
     register_flop_formula(op.overloadpacket)(flops)
 
 
@@ -543,8 +437,7 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
 
 
-@torch.library.custom_op("torch_bridge::gru", mutates_args=())
-@without_autocast
+@operators.define("torch_bridge::gru")
 def _gru_op(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
     precision: str, save: bool, implementation: str | None = None,
@@ -570,11 +463,10 @@ def _gru_fake(
     precision: str, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kernels = _kernels(implementation, w_hh)
-    return _fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
+    return operators.fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
 
 
-@torch.library.custom_op("torch_bridge::gru_backward", mutates_args=())
-@without_autocast
+@operators.define("torch_bridge::gru_backward")
 def _gru_backward_op(
     w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
@@ -600,7 +492,7 @@ def _gru_backward_fake(
     w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _fake(_backward_outputs(GRU, w_hh, keep, reset_gradients, resets), keep)
+    return operators.fake(_backward_outputs(GRU, w_hh, keep, reset_gradients, resets), keep)
 
 
 def _gru_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -619,11 +511,11 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
     w_hh, h0, resets, reset_h, hs, factors, keep, xp, b_hn = ctx.saved_tensors
     order, precision = ctx.options
     if not ctx.saves:
-        hs, _, factors, keep = _call(  # as they would have been saved
+        hs, _, factors, keep = operators.call(  # as they would have been saved
             gru_op, xp, w_hh, b_hn, h0, resets, reset_h, order, precision, True, ctx.implementation
         )  # fmt: skip
     needs = ctx.needs_input_grad
-    dxp, dhn, dh0, dreset_h = _call(
+    dxp, dhn, dh0, dreset_h = operators.call(
         gru_backward_op, w_hh, hs, factors, keep, resets, dhs, dh_last, order, precision, needs[5], ctx.implementation
     )
     dw_hh = db_hn = None
@@ -641,11 +533,15 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
 gru_op = torch.ops.torch_bridge.gru.default
 gru_backward_op = torch.ops.torch_bridge.gru_backward.default
 _register(_gru_op, gru_op, _gru_fake, _gru_gradients, _gru_setup, "xp", _forward_flops)
-_register(_gru_backward_op, gru_backward_op, _gru_backward_fake, _no_second_order, _no_setup, "keep", _backward_flops)
+# The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
+# constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
+_register(
+    _gru_backward_op, gru_backward_op, _gru_backward_fake, operators.no_second_order, operators.no_setup, "keep",
+    _backward_flops,
+)  # fmt: skip
 
 
-@torch.library.custom_op("torch_bridge::lstm", mutates_args=())
-@without_autocast
+@operators.define("torch_bridge::lstm")
 def _lstm_op(
     xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
@@ -673,11 +569,10 @@ def _lstm_fake(
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kernels = _kernels(implementation, w_hh)
-    return _fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
+    return operators.fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
 
 
-@torch.library.custom_op("torch_bridge::lstm_backward", mutates_args=())
-@without_autocast
+@operators.define("torch_bridge::lstm_backward")
 def _lstm_backward_op(
     w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
@@ -707,7 +602,7 @@ def _lstm_backward_fake(
     dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
     reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return _fake(_backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), keep)
+    return operators.fake(_backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), keep)
 
 
 def _lstm_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -729,12 +624,12 @@ def _lstm_gradients(
         return (None,) * 12
     w_hh, h0, c0, resets, reset_h, reset_c, hs, factors, through, keep, xp = ctx.saved_tensors
     if not ctx.saves:
-        hs, *_, factors, through, keep = _call(
+        hs, *_, factors, through, keep = operators.call(
             lstm_op, xp, w_hh, h0, c0, resets, reset_h, reset_c, order, precision, False, True, ctx.implementation
         )
     needs = ctx.needs_input_grad
     reset_gradients = resets is not None and (needs[5] or needs[6])
-    dxp, dh0, dc0, dreset_h, dreset_c = _call(
+    dxp, dh0, dc0, dreset_h, dreset_c = operators.call(
         lstm_backward_op, w_hh, hs, factors, through, keep, resets, dhs, dcs, dh_last, dc_last, order, precision,
         reset_gradients, ctx.implementation,
     )  # fmt: skip
@@ -753,35 +648,9 @@ lstm_op = torch.ops.torch_bridge.lstm.default
 lstm_backward_op = torch.ops.torch_bridge.lstm_backward.default
 _register(_lstm_op, lstm_op, _lstm_fake, _lstm_gradients, _lstm_setup, "xp", _forward_flops)
 _register(
-    _lstm_backward_op, lstm_backward_op, _lstm_backward_fake, _no_second_order, _no_setup, "keep", _backward_flops
-)
-
-
-def _differentiable(
-    op: Any, setup: Callable[..., None], gradients: Callable[..., Any]
-) -> type[torch.autograd.Function]:
-    """An operator and its gradient as `torch.func` can transform them: it knows nothing of `register_autograd`."""
-
-    class Differentiable(torch.autograd.Function):
-        generate_vmap_rule = True
-
-        @staticmethod
-        def forward(*args: Any) -> Any:
-            return op(*args)
-
-        setup_context = staticmethod(setup)
-        backward = staticmethod(gradients)
-        jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
-
-    return Differentiable
-
-
-_FUNCTIONS = {
-    gru_op: _differentiable(gru_op, _gru_setup, _gru_gradients),
-    gru_backward_op: _differentiable(gru_backward_op, _no_setup, _no_second_order),
-    lstm_op: _differentiable(lstm_op, _lstm_setup, _lstm_gradients),
-    lstm_backward_op: _differentiable(lstm_backward_op, _no_setup, _no_second_order),
-}
+    _lstm_backward_op, lstm_backward_op, _lstm_backward_fake, operators.no_second_order, operators.no_setup, "keep",
+    _backward_flops,
+)  # fmt: skip
 
 
 def forward(
@@ -802,8 +671,6 @@ def forward(
     """
     op = gru_op if cell is GRU else lstm_op
     options = (order, precision) if cell is GRU else (order, precision, cells)
-    tensors = [x for x in arguments if x is not None]
-    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in _inside(x)]
-    save = torch.is_grad_enabled() and any(x.requires_grad for x in seen)
-    call = op if len(seen) == len(tensors) else _FUNCTIONS[op].apply
-    return dict(zip(cell.returns, call(*arguments, *options, save, implementation), strict=True))
+    save = operators.wants_gradients([x for x in arguments if x is not None])
+    results = operators.call(op, *arguments, *options, save, implementation)
+    return dict(zip(cell.returns, results, strict=True))

@@ -57,9 +57,20 @@ def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
     x = tl.load(x_ptr + offs, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + offs, x, mask=mask)
     return x
+
+
+@triton.jit
+def _mean(total, N: tl.constexpr):
+    """`total / N`, rounded: as a product the compiler would fuse it with what follows, here and there differently."""
+    return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
+
+
+@triton.jit
+def _inverse_root(x):
+    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
 @triton.jit
@@ -100,9 +111,9 @@ def norm_fwd_kernel(
         mask = mask_r[:, None] & (cols < N)[None, :]
         x = _load_sum(x_ptr, residual_ptr, total_ptr, start + cols[None, :], mask)
         if CENTERED:
-            mean = tl.sum(x.to(tl.float32), 1) / N
+            mean = _mean(tl.sum(x.to(tl.float32), 1), N)
         centered = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED)
-        rstd = tl.rsqrt(tl.sum(centered * centered, 1) / N + epsilon)
+        rstd = _inverse_root(_mean(tl.sum(centered * centered, 1), N) + epsilon)
         y = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
         # not before: registers that wait for the sum are for x alone
         y = _scale(y, weight_ptr, _row_load(weight_ptr, cols, N))
@@ -123,7 +134,7 @@ def norm_fwd_kernel(
                 squares += tl.sum(centered * centered, 1) + away * away * (count * first / (first + count))
             else:
                 squares += tl.sum(x * x, 1)
-        rstd = tl.rsqrt(squares / N + epsilon)
+        rstd = _inverse_root(_mean(squares, N) + epsilon)
         read_ptr = x_ptr if residual_ptr is None else total_ptr  # a thread reads what it wrote itself
         for first in range(0, N, BLOCK_N):
             col = first + cols

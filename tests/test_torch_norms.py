@@ -1,0 +1,789 @@
+"""RMSNorm and LayerNorm of `torch_bridge`: on the CPU, in Triton's interpreter, and at the end on a GPU."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+from torch_calls import torch
+
+from torch_bridge import functional, nn, norm_ops
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of Inductor, when it is imported
+
+FUNCTIONS = {"rms": functional.rms_norm, "layer": functional.layer_norm}
+PEERS = {"rms": (torch.nn.RMSNorm, nn.RMSNorm), "layer": (torch.nn.LayerNorm, nn.LayerNorm)}
+DTYPES = {"f64": torch.float64, "f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+EPS = 1e-5
+KINDS = tuple(FUNCTIONS)
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    kind: str
+    shape: tuple = (5, 12)
+    dtype: str = "f32"
+    weight: str = "f32"  # its dtype, or empty for none
+    bias: str = ""
+    residual: str = ""
+
+    def __str__(self):
+        parts = {"weight": self.weight, "bias": self.bias, "residual": self.residual}
+        shape = "x".join(map(str, self.shape))
+        return "-".join([self.kind, shape, self.dtype, *(f"{name}_{dtype}" for name, dtype in parts.items() if dtype)])
+
+
+def make_inputs(case, device="cpu", seed=0):
+    """Leaves and cotangents by name, rounded to their dtypes."""
+    generator = torch.Generator().manual_seed(seed)
+    columns, inputs = case.shape[-1:], {}
+    for name, shape, dtype in (
+        ("x", case.shape, case.dtype), ("weight", columns, case.weight), ("bias", columns, case.bias),
+        ("residual", case.shape, case.residual), ("ct_y", case.shape, case.dtype),
+        ("ct_total", case.shape, case.residual),
+    ):  # fmt: skip
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
+        drawn = 1 + drawn / 4 if name == "weight" else drawn + 0.5 if name == "x" else drawn
+        if dtype:
+            if name == "ct_total":
+                dtype = max(dtype, case.dtype, key=["f16", "bf16", "f32", "f64"].index)
+            inputs[name] = drawn.to(DTYPES[dtype]).to(device)
+    return inputs
+
+
+def run(kind, inputs, function):
+    """Outputs and every gradient by name, in float64 on the CPU. `function` is called as those of `functional`."""
+    leaves = {name: x.clone().requires_grad_() for name, x in inputs.items() if not name.startswith("ct_")}
+    y = function(leaves["x"], leaves.get("weight"), leaves.get("bias"), residual=leaves.get("residual"), eps=EPS)
+    outputs = dict(zip(("y", "total"), y if isinstance(y, tuple) else (y,), strict=False))
+    cotangents = [inputs[f"ct_{name}"].to(x.dtype) for name, x in outputs.items()]
+    gradients = torch.autograd.grad(list(outputs.values()), list(leaves.values()), cotangents)
+    assert all(d.dtype == x.dtype for d, x in zip(gradients, leaves.values(), strict=True))
+    results = outputs | {f"d{name}": x for name, x in zip(leaves, gradients, strict=True)}
+    return {name: x.detach().double().cpu() for name, x in results.items()}
+
+
+def pytorchs(kind):
+    """The norm of PyTorch, called as ours."""
+
+    def function(x, weight, bias, *, residual, eps):
+        total = x if residual is None else x + residual
+        columns = x.shape[-1:]
+        given = [y for y in (total, weight, bias) if y is not None]
+        wide = max((y.dtype for y in given), key=lambda dtype: dtype.itemsize)  # it takes no mix
+        normalized = total.to(wide)
+        weight, bias = (None if y is None else y.to(wide) for y in (weight, bias))
+        if kind == "layer":
+            y = torch.nn.functional.layer_norm(normalized, columns, weight, bias, eps)
+        else:
+            y = torch.nn.functional.rms_norm(normalized, columns, weight, eps)
+            y = y if bias is None else y + bias
+        y = y.to(x.dtype)
+        return y if residual is None else (y, total)
+
+    return function
+
+
+def by_hand(kind, inputs):
+    """The same by formula in float64: of the total that is rounded, as it is stored."""
+    x = inputs["x"] if "residual" not in inputs else inputs["x"] + inputs["residual"]
+    total, dy, n = x.double(), inputs["ct_y"].double(), x.shape[-1]
+    mean = total.sum(-1, keepdim=True) / n if kind == "layer" else 0
+    rstd = 1 / ((total - mean).square().sum(-1, keepdim=True) / n + EPS).sqrt()
+    normalized = (total - mean) * rstd
+    weight = inputs["weight"].double() if "weight" in inputs else 1
+    scaled = dy * weight
+    dx = scaled - normalized * (scaled * normalized).sum(-1, keepdim=True) / n
+    if kind == "layer":
+        dx = dx - scaled.sum(-1, keepdim=True) / n
+    dx = dx * rstd + (inputs["ct_total"].double() if "residual" in inputs else 0)
+    bias = inputs["bias"].double() if "bias" in inputs else 0
+    results = {"y": normalized * weight + bias, "dx": dx}
+    if "weight" in inputs:
+        results["dweight"] = (dy * normalized).reshape(-1, n).sum(0)
+    if "bias" in inputs:
+        results["dbias"] = dy.reshape(-1, n).sum(0)
+    if "residual" in inputs:
+        results |= {"total": total, "dresidual": dx}
+    return Truth({name: x.cpu() for name, x in results.items()}, float((scaled * rstd).norm()))
+
+
+class Truth(dict):
+    """Arrays by name, and the size of what cancels in gradients of rows."""
+
+    def __init__(self, arrays, size):
+        super().__init__(arrays)
+        self.size = size
+
+    def error(self, arrays, name):
+        scale = max(float(self[name].norm()), self.size if name in ("dx", "dresidual") else 1e-30)
+        return float((arrays[name] - self[name]).norm()) / scale
+
+
+ROUNDING = {"f64": 2.0**-53, "f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
+
+
+def check(case, got, own, want):
+    """No error above twice PyTorch's own, beside the last bits of what an array is rounded to."""
+    assert got.keys() == want.keys() == own.keys()
+    dtypes = {"weight": case.weight, "bias": case.bias, "residual": case.residual, "total": case.residual}
+    for name in want:
+        dtype = dtypes.get(name.removeprefix("d"), case.dtype)
+        if name in ("total", "dresidual"):
+            dtype = max(dtype, case.dtype, key=["f16", "bf16", "f32", "f64"].index) if name == "total" else dtype
+        bound = 2 * want.error(own, name) + 2 * ROUNDING[dtype] + 4 * 2.0**-24 * (case.dtype != "f64")
+        assert got[name].isfinite().all(), name
+        assert want.error(got, name) <= bound, (name, want.error(got, name), bound)
+
+
+def variations(kind, **fixed):
+    """All that there can be beside the rows, and dtypes that differ."""
+    base = Case(kind, **fixed)
+    found = []
+    for weight, bias, residual in itertools.product((True, False), repeat=3):
+        given = {"weight": weight, "bias": bias, "residual": residual}
+        found.append(dataclasses.replace(base, **{name: base.dtype if on else "" for name, on in given.items()}))
+    return found
+
+
+def cases():
+    found = []
+    for kind in KINDS:
+        found += variations(kind)
+        found += variations(kind, dtype="f64")
+        for dtype in ("bf16", "f16"):
+            found += [
+                Case(kind, (4, 3, 40), dtype, weight=dtype, bias="f32", residual=dtype),
+                Case(kind, (4, 3, 40), dtype, weight="f32", residual="f32"),
+            ]
+        found += [Case(kind, shape) for shape in ((7,), (3, 1), (2, 3, 4, 5), (1, 1000))]
+    return found
+
+
+def implementation_of(kind, implementation):
+    def function(*args, **kwargs):
+        return FUNCTIONS[kind](*args, implementation=implementation, **kwargs)
+
+    return function
+
+
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_outputs_and_gradients_in_pytorchs_operations(case, implementation):
+    inputs = make_inputs(case)
+    got = run(case.kind, inputs, implementation_of(case.kind, implementation))
+    want = by_hand(case.kind, inputs)
+    check(case, got, want, want)
+
+
+def interpreted_cases():
+    found = []
+    for kind in KINDS:
+        found += variations(kind, shape=(3, 20))
+        found += [
+            Case(kind, shape, bias="f32", residual="f32") for shape in ((1, 1), (5, 7), (2, 300), (70, 8), (3, 20_000))
+        ]
+        found += [
+            Case(kind, (3, 40), "f16", weight="f32", bias="f16", residual="f32"),
+            # the interpreter truncates to bfloat16, so that a sum with a residual is another one
+            Case(kind, (3, 40), "bf16", weight="f32", bias="bf16"),
+        ]
+    return found
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", interpreted_cases(), ids=str)
+def test_kernels_match_the_formula(case):
+    inputs = make_inputs(case)
+    got = run(case.kind, inputs, implementation_of(case.kind, "triton"))
+    want = by_hand(case.kind, inputs)
+    check(case, got, want, want)
+
+
+@pytest.mark.interpret
+@every_kind
+def test_models_of_the_kernels_have_weights_of_their_own(kind):
+    xs, weights = torch.randn(3, 2, 4, 20), torch.randn(3, 20)
+    xs, weights = xs.requires_grad_(), weights.requires_grad_()
+    function = implementation_of(kind, "triton")
+    got = torch.vmap(function)(xs, weights)
+    want = torch.stack([FUNCTIONS[kind](x, w) for x, w in zip(xs, weights, strict=True)])
+    close(got, want)
+    ct = torch.randn_like(got)
+    close(torch.autograd.grad(got, (xs, weights), ct), torch.autograd.grad(want, (xs, weights), ct))
+
+
+@pytest.mark.interpret
+def test_kernels_that_cannot_run_say_why():
+    x = torch.randn(2, 5, dtype=torch.float64)
+    for kind, args in itertools.product(KINDS, ((x,), (x.float(), x[0]), (x.float(), None, x[0]))):
+        with pytest.raises(NotImplementedError, match=r"take float32, bfloat16 and float16, not torch\.float64"):
+            FUNCTIONS[kind](*args, implementation="triton")
+
+
+def close(got, want, tolerance=1e-5):
+    if isinstance(got, torch.Tensor):
+        got, want = (got,), (want,)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=tolerance, atol=tolerance)
+
+
+def arguments(of=torch.float32, models=2, rows=3, columns=5, **changes):
+    """Of the forward operators."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=of).requires_grad_()
+
+    tensors = {"x": normal(models, rows, columns), "weight": normal(models, columns), "bias": normal(models, columns)}
+    tensors |= {"residual": normal(models, rows, columns)}
+    options = {"epsilon": EPS, "dtype": of, "save": True, "implementation": None}
+    return tuple((tensors | options | changes).values())
+
+
+OPS = {"rms": norm_ops.rms_norm_op, "layer": norm_ops.layer_norm_op}
+BACKWARD_OPS = {"rms": norm_ops.rms_norm_backward_op, "layer": norm_ops.layer_norm_backward_op}
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"weight": None, "bias": None}, {"residual": None}, {"save": False}, {"dtype": torch.float16}],
+    ids=str,
+)  # fmt: skip
+@every_kind
+def test_opcheck(kind, changes):
+    torch.library.opcheck(OPS[kind], arguments(**changes))
+
+
+@pytest.mark.parametrize("weight_gradient", [True, False])
+@pytest.mark.parametrize("bias_gradient", [True, False])
+@every_kind
+def test_opcheck_of_the_gradient(kind, weight_gradient, bias_gradient):
+    x, weight, *_ = (y.detach() for y in arguments()[:4])
+    _, total, mean, rstd = OPS[kind](*arguments())
+    mean = mean if kind == "layer" else None
+    given = (torch.randn_like(x), total.detach(), torch.randn_like(x), weight, mean, rstd)
+    torch.library.opcheck(BACKWARD_OPS[kind], (*given, weight_gradient, bias_gradient))
+
+
+@every_kind
+def test_a_gradient_of_what_saved_nothing_computes_it_again(kind):
+    found = []
+    for save in (True, False):
+        args = arguments(save=save)
+        y, total, _, rstd = OPS[kind](*args)
+        assert rstd.shape == ((2, 3) if save else (0,))
+        found.append(torch.autograd.grad((y.sin() + total.cos()).sum(), args[:4]))
+    close(found[0], found[1], 0)
+
+
+@every_kind
+def test_nothing_is_saved_where_there_is_no_gradient(kind, monkeypatch):
+    saves, original = [], norm_ops.operators.call
+    monkeypatch.setattr(norm_ops.operators, "call", lambda op, *args: saves.append(args[6]) or original(op, *args))
+    x = torch.randn(2, 5)
+    FUNCTIONS[kind](x)
+    FUNCTIONS[kind](x.requires_grad_())
+    with torch.no_grad():
+        FUNCTIONS[kind](x)
+    torch.func.grad(lambda x: FUNCTIONS[kind](x).sum())(x.detach())
+    assert saves[:4] == [False, True, False, True]
+
+
+@every_kind
+def test_what_is_not_used_needs_no_gradient(kind):
+    """A loss of one output alone; and inputs of which some need no gradient."""
+    for part, chosen in itertools.product((0, 1), ((0,), (0, 3), (3,), (1, 2))):
+        found = []
+        for implementation in (None, "torch"):
+            args = [x[0].detach() for x in arguments()[:4]]
+            x, weight, bias, residual = (y.requires_grad_(i in chosen) for i, y in enumerate(args))
+            outputs = FUNCTIONS[kind](x, weight, bias, residual=residual, implementation=implementation)
+            if part == 1 and chosen == (1, 2):
+                continue
+            loss = (outputs[part] * torch.arange(15.0).reshape(3, 5)).sum()
+            found.append(torch.autograd.grad(loss, [args[i] for i in chosen]))
+        if found:
+            close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch's own forward mode
+@every_kind
+def test_a_second_derivative_raises_and_that_of_plain_operations_does_not(kind):
+    x, weight, bias, residual = (y[0] for y in arguments(torch.float64)[:4])
+    for leaf in (x, weight):
+        y, total = FUNCTIONS[kind](x, weight, bias, residual=residual)
+        (first,) = torch.autograd.grad((y**3 + total**3).sum(), leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+            torch.autograd.grad(first.sum(), x)
+    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+        torch.func.hessian(lambda x: FUNCTIONS[kind](x).sum())(x.detach())
+    plain = implementation_of(kind, "torch")
+    args = (x, weight, bias, residual)
+    assert torch.autograd.gradcheck(lambda x, w, b, r: plain(x, w, b, residual=r), args)
+    assert torch.autograd.gradgradcheck(lambda x, w, b, r: plain(x, w, b, residual=r), args)
+    _, tangent = torch.func.jvp(plain, (x.detach(),), (x.detach(),))
+    close((plain(1.000001 * x) - plain(x)) * 1e6, tangent)
+    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+        torch.func.jvp(FUNCTIONS[kind], (x.detach(),), (x.detach(),))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.parametrize("requires_grad", [False, True])
+@every_kind
+def test_forward_mode_of_dual_tensors_raises_too(kind, requires_grad):
+    x = torch.randn(3, 5)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(requires_grad), x)
+        with pytest.raises(NotImplementedError, match='have no forward-mode derivative: pass implementation="torch"'):
+            FUNCTIONS[kind](dual)
+    FUNCTIONS[kind](x)
+
+
+class Watching(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@every_kind
+def test_what_watches_sees_the_operators(kind):
+    """A plain call goes past the dispatcher."""
+    x = torch.randn(3, 5).requires_grad_()
+    want = torch.autograd.grad(FUNCTIONS[kind](x).sin().sum(), x)
+    with Watching() as watching:
+        got = torch.autograd.grad(FUNCTIONS[kind](x).sin().sum(), x)
+    names = [name for name in watching.seen if name.startswith("torch_bridge")]
+    assert names == [f"torch_bridge.{kind}_norm.default", f"torch_bridge.{kind}_norm_backward.default"]
+    close(got, want, 0)
+
+
+@every_kind
+def test_gradcheck(kind):
+    args = tuple(y[0] for y in arguments(torch.float64)[:4])
+    assert torch.autograd.gradcheck(lambda x, w, b, r: FUNCTIONS[kind](x, w, b, residual=r), args)
+
+
+AXES = {  # of x, weight, bias, residual
+    "all": (0, 0, 0, 0), "weights": (None, 0, 0, None), "rows": (0, None, None, 1), "one": (1, None, None, None),
+    "bias": (None, None, 0, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "backward through vmap", "vmap of vmap"])
+@pytest.mark.parametrize("axes", AXES)
+@every_kind
+def test_vmap_equals_a_loop_in_one_call(kind, axes, transform, monkeypatch):
+    """Batched weights become models, shared ones leave the new axis to the rows."""
+    in_dims, size, N = AXES[axes], 2, 5
+    torch.manual_seed(0)
+    shapes = ((3, N), (N,), (N,), (3, N))
+    args = [
+        torch.randn(shape) if axis is None else torch.randn(size, *shape).movedim(0, axis)
+        for shape, axis in zip(shapes, in_dims, strict=True)
+    ]
+
+    def one(x, weight, bias, residual):
+        y, total = FUNCTIONS[kind](x, weight, bias, residual=residual)
+        return (y * torch.linspace(-1, 1, 15).reshape(3, N)).sum() + total.cos().sum()
+
+    def pick(args, i):
+        return [x if axis is None else x.select(axis, i) for axis, x in zip(in_dims, args, strict=True)]
+
+    leaves = [x.clone().requires_grad_() for x in args]
+    want = torch.autograd.grad(sum(one(*pick(leaves, i)) for i in range(size)), leaves)
+    calls, original = [], norm_ops.normalize
+    monkeypatch.setattr(norm_ops, "normalize", lambda *a, **k: calls.append(a[0].shape) or original(*a, **k))
+    if transform == "backward through vmap":
+        leaves = [x.clone().requires_grad_() for x in args]
+        found = torch.autograd.grad(torch.vmap(one, in_dims)(*leaves).sum(), leaves)
+    elif transform == "grad of vmap":
+        found = torch.func.grad(lambda *a: torch.vmap(one, in_dims)(*a).sum(), (0, 1, 2, 3))(*args)
+    elif transform == "vmap of grad":
+        found = torch.vmap(torch.func.grad(one, (0, 1, 2, 3)), in_dims)(*args)
+        found = [x.sum(0) if a is None else x.movedim(0, a) for a, x in zip(in_dims, found, strict=True)]
+    else:
+        twice = [None if a is None else 0 for a in in_dims]
+        doubled = [x if a is None else torch.stack([x, x]) for a, x in zip(in_dims, args, strict=True)]
+        inner = torch.vmap(one, in_dims)
+        found = torch.func.grad(
+            lambda *a: torch.vmap(inner, tuple(twice))(*a).sum() / 2, (0, 1, 2, 3)
+        )(*doubled)  # fmt: skip
+        found = [x if a is None else x.sum(0) for a, x in zip(in_dims, found, strict=True)]
+    assert len(calls) == 1
+    models = {"all": True, "weights": True, "bias": True}.get(axes, False)
+    batch = size * (2 if transform == "vmap of vmap" else 1)
+    assert calls[0] == ((batch, 3, N) if models else (1, batch * 3, N))
+    close(found, want)
+
+
+MODULES = [
+    ("rms", (12,), {}), ("rms", ([3, 4],), {}), ("rms", (12,), {"elementwise_affine": False}), ("rms", (12, 1e-3), {}),
+    ("layer", (12,), {}), ("layer", ([3, 4],), {}), ("layer", (12,), {"elementwise_affine": False}),
+    ("layer", (12,), {"bias": False}), ("layer", ((3, 4), 1e-3), {"bias": False}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
+@pytest.mark.parametrize(("kind", "args", "options"), MODULES, ids=str)
+def test_modules_are_those_of_pytorch(kind, args, options, dtype):
+    torch.manual_seed(0)
+    plain, ours = (make(*args, **options, dtype=DTYPES[dtype]) for make in PEERS[kind])
+    assert isinstance(ours, PEERS[kind][0]) and repr(ours) == repr(plain)
+    assert [*ours.state_dict()] == [*plain.state_dict()]
+    for x, y in zip(ours.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+    with torch.no_grad():
+        for x in plain.parameters():
+            x.normal_()
+    ours.load_state_dict(plain.state_dict())
+    shape = (2, 5, 3, 4) if len(plain.normalized_shape) == 2 else (2, 5, 12)
+    x, residual = (torch.randn(shape, dtype=DTYPES[dtype]).requires_grad_() for _ in range(2))
+    bound = {"f64": 1e-13, "f32": 1e-5, "bf16": 2.0**-6}[dtype]
+    ct = torch.randn_like(x)
+    found, want = (torch.autograd.grad(m(x), [x, *m.parameters()], ct) for m in (ours, plain))
+    close(ours(x), plain(x), bound)
+    close(found, want, bound)
+    y, total = ours(x, residual)
+    torch.testing.assert_close(total, x + residual, rtol=0, atol=0)
+    close(y, plain(x + residual), bound)
+    close(torch.autograd.grad(y, [x, residual], ct), [torch.autograd.grad(plain(x + residual), x, ct)[0]] * 2, bound)
+
+
+@every_kind
+def test_a_module_on_the_meta_device_and_with_an_implementation(kind):
+    made = PEERS[kind][1](12, implementation="torch", device="meta")
+    assert made.implementation == "torch" and made.weight.is_meta
+    with pytest.raises(ValueError, match='implementation must be "triton", "torch" or None'):
+        PEERS[kind][1](12, implementation="cudnn")(torch.zeros(3, 12))
+
+
+def test_the_default_epsilon_is_that_of_what_is_computed_in():
+    """Where rows are small enough to tell."""
+    for dtype, eps in (("f64", 2.0**-52), ("f32", 2.0**-23), ("bf16", 2.0**-23), ("f16", 2.0**-23)):
+        x = torch.full((1, 8), 2.0**-12, dtype=DTYPES[dtype])
+        wanted = 2.0**-12 / math.sqrt(2.0**-24 + eps)
+        for y in (functional.rms_norm(x), nn.RMSNorm(8, dtype=DTYPES[dtype])(x)):
+            close(y.double(), torch.full((1, 8), wanted, dtype=torch.float64), 4 * ROUNDING[dtype])
+
+
+@every_kind
+def test_autocast_on_the_cpu_leaves_it_alone(kind):
+    plain, ours = (make(12) for make in PEERS[kind])
+    for given, cast in itertools.product((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        x = torch.randn(3, 12, dtype=given)
+        with torch.autocast("cpu", cast):
+            assert ours(x).dtype == plain.to(given)(x).dtype == given
+
+
+@pytest.fixture(autouse=True)
+def forget_compilations():
+    torch._dynamo.reset()
+
+
+@every_kind
+def test_a_compiled_call_is_one_graph_of_any_number_of_rows(kind):
+    module = PEERS[kind][1](12)
+
+    def call(x, residual):
+        y, total = module(x, residual)
+        return module(y.sin()) + total
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+    for rows in (5, 9, 3):
+        x, residual = (torch.randn(2, rows, 12).requires_grad_() for _ in range(2))
+        leaves, ct = [x, residual, *module.parameters()], torch.randn(2, rows, 12)
+        with torch.compiler.set_stance("default" if rows == 5 else "fail_on_recompile"):
+            got = compiled(x, residual)
+        want = call(x, residual)
+        close(got, want)
+        close(torch.autograd.grad(got, leaves, ct), torch.autograd.grad(want, leaves, ct))
+    with torch.no_grad():
+        close(compiled(x, residual), call(x, residual))
+
+
+@every_kind
+def test_a_fake_call_says_what_a_real_one_gives(kind):
+    for changes in ({}, {"residual": None}, {"dtype": torch.float64}):
+        args = arguments(torch.float16, **changes)
+        with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            fake = OPS[kind](*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in args))
+        assert [(x.shape, x.dtype) for x in fake] == [(x.shape, x.dtype) for x in OPS[kind](*args)]
+
+
+@every_kind
+def test_no_rows(kind):
+    for shape in ((0, 5), (3, 0, 5)):
+        x, residual = torch.randn(shape).requires_grad_(), torch.randn(shape).requires_grad_()
+        weight, bias = torch.ones(5).requires_grad_(), torch.ones(5).requires_grad_()
+        y, total = FUNCTIONS[kind](x, weight, bias, residual=residual)
+        assert y.shape == total.shape == shape
+        (y.sum() + total.sum()).backward()
+        assert x.grad.shape == shape and not weight.grad.any() and not bias.grad.any()
+
+
+WRONG = [
+    ({"x": torch.zeros(())}, r"x must be \[\.\.\., N\] of floating point, got \(\)"),
+    ({"x": torch.zeros(3, 5, dtype=torch.int32)}, r"of floating point, got \(3, 5\) of torch.int32"),
+    ({"weight": torch.zeros(6)}, r"weight must be \(5,\) for x \(3, 5\), got \(6,\)"),
+    ({"weight": torch.zeros(5, dtype=torch.int32)}, "weight must be of floating point, got torch.int32"),
+    ({"bias": torch.zeros(1)}, r"bias must be \(5,\)"),
+    ({"residual": torch.zeros(5)}, r"residual must be \(3, 5\)"),
+    ({"weight": torch.zeros(5, device="meta")}, "weight is on meta and x is on cpu"),
+    ({"implementation": "cudnn"}, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str([*w[0]]) + w[1][:16] for w in WRONG])
+@every_kind
+def test_wrong_arguments(kind, changes, message):
+    with pytest.raises(ValueError, match=message):
+        FUNCTIONS[kind](**({"x": torch.zeros(3, 5)} | changes))
+
+
+@every_kind
+def test_modules_and_operators_check_shapes(kind):
+    module = PEERS[kind][1]((3, 4))
+    with pytest.raises(ValueError, match=r"x must be \[\*batch, \*normalized_shape\] with \(3, 4\), got \(3, 5\)"):
+        module(torch.zeros(3, 5))
+    with pytest.raises(ValueError, match=r"the residual must be \(2, 3, 4\), as x, got \(3, 4\)"):
+        module(torch.zeros(2, 3, 4), torch.zeros(3, 4))
+    args = arguments()
+    for i, wrong in ((0, args[0][0]), (1, args[1][:1]), (3, args[3][:, 1:])):
+        with pytest.raises(ValueError, match="must be"):
+            OPS[kind](*args[:i], wrong, *args[i + 1 :])
+
+
+# On a GPU.
+
+gpu = pytest.mark.gpu
+DEVICE = "cuda"
+WIDTHS = (1, 7, 64, 100, 512, 1000, 2048, 5000, 8192, 16384, 32768, 50257)
+
+
+def gpu_cases():
+    """Every width in every dtype, with everything there can be and, in turn, with a part of it."""
+    parts = itertools.cycle([(True, False, False), (False, False, False), (True, True, True), (True, False, True)])
+    found = []
+    for kind, columns, dtype in itertools.product(KINDS, WIDTHS, ("f32", "bf16", "f16")):
+        full = Case(kind, (37, columns), dtype, weight=dtype, bias=dtype, residual=dtype)
+        weight, bias, residual = next(parts)
+        changes = {"weight": "f32" * weight, "bias": dtype * bias, "residual": "f32" * residual}
+        found += [full, dataclasses.replace(full, shape=(3, 50, columns), **changes)]
+    return found
+
+
+@gpu
+@pytest.mark.parametrize("case", gpu_cases(), ids=str)
+def test_kernels_are_as_good_as_pytorchs_own(case):
+    inputs = make_inputs(case, DEVICE)
+    got, again = (run(case.kind, inputs, implementation_of(case.kind, name)) for name in ("triton", None))
+    check(case, got, run(case.kind, inputs, pytorchs(case.kind)), by_hand(case.kind, inputs))
+    for name in got:  # and two runs give the same bits
+        torch.testing.assert_close(got[name], again[name], rtol=0, atol=0)
+
+
+@gpu
+@pytest.mark.parametrize("columns", [64, 512, 4096])
+@every_kind
+def test_many_rows_sum_up_well(kind, columns):
+    case = Case(kind, (70_001 if columns == 64 else 9001, columns), "bf16", weight="bf16", bias="bf16")
+    inputs = make_inputs(case, DEVICE)
+    got, again = (run(kind, inputs, implementation_of(kind, "triton")) for _ in range(2))
+    check(case, got, run(kind, inputs, pytorchs(kind)), by_hand(kind, inputs))
+    for name in got:
+        torch.testing.assert_close(got[name], again[name], rtol=0, atol=0)
+
+
+def module_and_inputs(kind, dtype=torch.float32, device=DEVICE, columns=100):
+    torch.manual_seed(0)
+    module = PEERS[kind][1](columns).to(device, dtype)
+    with torch.no_grad():
+        for x in module.parameters():
+            x.normal_()
+    return module, *(torch.randn(6, 7, columns).to(device, dtype).requires_grad_() for _ in range(2))
+
+
+def with_gradients(function, leaves, *args):
+    y, total = function(*args)
+    ct = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=y.dtype).reshape(y.shape)
+    return [x.detach() for x in (y, total, *torch.autograd.grad((y, total), leaves, (ct, ct.to(total.dtype))))]
+
+
+def assert_bits(got, want):
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_kind
+def test_arrays_at_any_address_and_not_contiguous(kind, dtype):
+    """Kernels read 16 bytes at a time."""
+    module, x, residual = module_and_inputs(kind, dtype)
+
+    def shifted(x):
+        moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x)
+        assert moved.is_contiguous() and moved.data_ptr() % 16
+        return moved
+
+    def strided(x):
+        wide = torch.empty((*x.shape, 2), dtype=x.dtype, device=DEVICE)[..., 0].copy_(x)
+        assert not wide.is_contiguous()
+        return wide
+
+    weights = [None if y is None else y.detach() for y in (module.weight, getattr(module, "bias", None))]
+    eps = EPS
+    results = []
+    for place in (torch.clone, shifted, strided):
+        leaves = [place(y.detach()).requires_grad_() for y in (x, residual, *(w for w in weights if w is not None))]
+
+        def call(x, residual, *weights):
+            return FUNCTIONS[kind](x, *weights, residual=residual, eps=eps, implementation="triton")
+
+        results.append(with_gradients(call, leaves, *leaves))
+    assert_bits(results[1], results[0])
+    assert_bits(results[2], results[0])
+    y = FUNCTIONS[kind](x.transpose(0, 1), *weights, eps=eps, implementation="triton")
+    assert_bits([y.transpose(0, 1)], [FUNCTIONS[kind](x, *weights, eps=eps, implementation="triton")])
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+@every_kind
+def test_compiled_modules_equal_eager_ones(kind, mode):
+    module, x, residual = module_and_inputs(kind)
+    leaves = [x, residual, *module.parameters()]
+    want = with_gradients(module, leaves, x, residual)
+    compiled = torch.compile(module, fullgraph=True, mode=mode)
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        got = [y.clone() for y in with_gradients(compiled, leaves, x, residual)]
+        assert_bits(got, want)
+
+
+@gpu
+@every_kind
+def test_a_cuda_graph_of_both_passes_replays_to_the_bit(kind):
+    module, x, residual = module_and_inputs(kind)
+    leaves = [x, residual, *module.parameters()]
+
+    def step():
+        return with_gradients(module, leaves, x, residual)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        with torch.no_grad():
+            x.normal_()
+            residual.normal_()
+        want = step()
+        for y in captured:
+            y.fill_(torch.nan)
+        graph.replay()
+        assert_bits(captured, want)
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+def test_a_capture_of_what_is_not_loaded_says_so():
+    x = torch.randn(29, 43, device=DEVICE)
+    torch.cuda.synchronize()
+    with (
+        pytest.raises(RuntimeError, match="a kernel is not loaded yet, and a CUDA graph cannot record that"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        functional.rms_norm(x)
+
+
+@gpu
+@every_kind
+def test_a_launch_is_on_the_current_stream(kind):
+    """What it reads is still being written when it is called, and its memory is taken again at once."""
+    module, x, residual = module_and_inputs(kind)
+    with torch.no_grad():
+        want = module(x, residual)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            late = torch.full_like(x, torch.nan)
+            for _ in range(5):
+                torch.cuda._sleep(20_000_000)
+                late.copy_(x)
+                got = module(late.clone(), residual)
+                late.fill_(torch.nan)
+                torch.full_like(x, torch.nan)
+        stream.synchronize()
+    assert_bits(got, want)
+
+
+@gpu
+@pytest.mark.several_gpus
+@every_kind
+def test_inputs_on_a_second_gpu_run_there(kind):
+    torch.cuda.set_device(0)  # JAX leaves current what it used last
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        module, x, residual = module_and_inputs(kind, device=device)
+        results.append(with_gradients(module, [x, residual, *module.parameters()], x, residual))
+        assert {y.device for y in results[-1]} == {torch.device(device)} and torch.cuda.current_device() == 0
+    assert_bits([y.cpu() for y in results[1]], [y.cpu() for y in results[0]])
+
+
+@gpu
+@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
+@every_kind
+def test_autocast_is_that_of_pytorch(kind):
+    for given, cast in itertools.product((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
+        plain, ours = (make(64).to(DEVICE) for make in PEERS[kind])
+        x = torch.randn(16, 64, device=DEVICE, dtype=given).requires_grad_()
+        found = []
+        for module in (plain, ours):
+            with torch.autocast(DEVICE, cast):
+                y = module(x)
+            found.append((y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])))
+        assert [y.dtype for y in found[1]] == [y.dtype for y in found[0]]
+        assert kind == "rms" or found[1][0].dtype == torch.float32
+        close([y.float() for y in found[1]], [y.float() for y in found[0]], 1e-4 if given == torch.float32 else 2.0**-6)
+
+
+@gpu
+@every_kind
+def test_an_ensemble_under_vmap_is_one_launch(kind, monkeypatch):
+    from torch_bridge import norms
+
+    modules = [PEERS[kind][1](100).to(DEVICE) for _ in range(3)]
+    x = torch.randn(6, 7, 100, device=DEVICE)
+    params, buffers = torch.func.stack_module_state(modules)
+    launches, original = [], norms.Launch.__call__
+    monkeypatch.setattr(norms.Launch, "__call__", lambda *args: launches.append(args) or original(*args))
+    got = torch.vmap(lambda *state: torch.func.functional_call(modules[0], state, (x,)))(params, buffers)
+    assert_bits(got, torch.stack([module(x) for module in modules]))
+    del launches[1:]
+    got.square().sum().backward()
+    assert [one[0].problem.models for one in launches] == [3, 3]
+    for i, module in enumerate(modules):
+        (want,) = torch.autograd.grad(module(x).square().sum(), module.weight)
+        close(params["weight"].grad[i], want, 1e-4)
+
+
+@gpu
+def test_float64_runs_without_kernels():
+    for kind in KINDS:
+        case = Case(kind, dtype="f64", weight="f64", residual="f64")
+        inputs = make_inputs(case, DEVICE)
+        want = by_hand(kind, inputs)
+        check(case, run(kind, inputs, implementation_of(kind, None)), want, want)

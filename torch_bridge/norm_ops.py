@@ -1,0 +1,344 @@
+"""RMSNorm and LayerNorm, with the sum of a residual connection before them, and their gradients, as PyTorch operators.
+
+The operators are `torch_bridge::rms_norm`, `torch_bridge::layer_norm` and, each its gradient, `rms_norm_backward` and
+`layer_norm_backward`. Sequences of rows are `[S, R, N]`, of S models which have weights and biases `[S, N]` of their
+own: `torch.vmap` over weights adds models, over inputs alone rows. Statistics are computed in float32 (float64 where
+the rows are), and saved as that. Every operator of a kind takes the same, so they are defined together.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bridge import operators
+
+Kind = Literal["rms", "layer"]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What statistics are computed and saved in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@functools.cache
+def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
+    """Why the kernels cannot run there on arrays of these dtypes and so many columns; None if they can."""
+    for dtype in dtypes:
+        facts = operators.device_facts(device, dtype)
+        if isinstance(facts, str):
+            return facts
+        from torch_bridge import norms
+
+        if columns > (widest := norms.widest(facts)):
+            return f"take at most {widest} columns, got {columns}: leave implementation out"
+    return None
+
+
+def _kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
+    """Whether an operator launches a kernel, or runs PyTorch operations.
+
+    Raises:
+      ValueError: no implementation has that name.
+      NotImplementedError: the kernels were asked for and cannot run.
+    """
+    if implementation not in (None, "triton", "torch"):
+        raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
+    given = [x for x in tensors if x is not None]
+    device = given[0].device
+    if implementation == "torch" or (implementation is None and device.type != "cuda"):
+        return False
+    dtypes = tuple(dict.fromkeys(x.dtype for x in given))
+    reason = _unsupported(device, dtypes, int(given[0].shape[-1]))
+    if reason is not None and implementation == "triton":
+        raise NotImplementedError(f"the Triton kernels {reason}")
+    return reason is None
+
+
+def _check(x: Tensor, **arrays: Tensor | None) -> None:
+    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, and are on one device."""
+    if x.ndim != 3:
+        raise ValueError(f"the rows must be [S, R, N], got {tuple(x.shape)}")
+    shapes: dict[str, tuple[int, ...]] = {"weight": (x.shape[0], x.shape[2]), "bias": (x.shape[0], x.shape[2])}
+    shapes |= {"mean": tuple(x.shape[:2]), "rstd": tuple(x.shape[:2])}
+    for name, y in arrays.items():
+        if y is not None and tuple(y.shape) != (shape := shapes.get(name, tuple(x.shape))):
+            raise ValueError(f"{name} must be {shape}, got {tuple(y.shape)}")
+        if y is not None and y.device != x.device:
+            raise ValueError(f"{name} is on {y.device} and the rows are on {x.device}: move one of them")
+
+
+# In PyTorch operations.
+
+
+class Normalized(NamedTuple):
+    """What a norm returns: `y [..., N]`, the `total` that it is of, `mean [...]` (of LayerNorm), `rstd [...]`."""
+
+    y: Tensor
+    total: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def _per_row(x: Tensor, like: Tensor) -> Tensor:
+    """`[S, N]` (or `[N]`) beside `[S, R, N]` (or `[..., N]`)."""
+    return x.to(like.dtype) if x.ndim == 1 else x.to(like.dtype).unsqueeze(-2)
+
+
+def normalize(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *, kind: Kind, epsilon: float,
+    dtype: torch.dtype,
+) -> Normalized:  # fmt: skip
+    """A norm in operations that autograd sees.
+
+    Args:
+      x: `[S, R, N]`, or `[..., N]` with a weight and a bias `[N]`.
+      weight: `[S, N]`, `[N]`, or None.
+      bias: the same.
+      residual: added to `x`, in its shape, or None.
+      kind: "rms" or "layer".
+      epsilon: added to the mean square, or the variance.
+      dtype: of `y`.
+    """
+    total = x if residual is None else x + residual
+    wide = total.to(accumulation_dtype(total.dtype))
+    mean = wide.mean(-1) if kind == "layer" else None
+    centred = wide if mean is None else wide - mean.unsqueeze(-1)
+    rstd = (centred.square().mean(-1) + epsilon).rsqrt()
+    y = centred * rstd.unsqueeze(-1)
+    if weight is not None:
+        y = y * _per_row(weight, y)
+    if bias is not None:
+        y = y + _per_row(bias, y)
+    return Normalized(y.to(dtype), total, mean, rstd)
+
+
+def _gradients_of_rows(
+    kind: Kind, dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of `x`, and, of every row, those of weight and bias."""
+    wide = rstd.dtype
+    dy, normalized, rstd = dy.to(wide), x.to(wide), rstd.unsqueeze(-1)
+    normalized = (normalized if mean is None else normalized - mean.unsqueeze(-1)) * rstd
+    scaled = dy if weight is None else dy * _per_row(weight, dy)
+    dx = scaled - normalized * (scaled * normalized).mean(-1, keepdim=True)
+    if kind == "layer":
+        dx = dx - scaled.mean(-1, keepdim=True)
+    dx = dx * rstd
+    if dtotal is not None:
+        dx = dx + dtotal.to(wide)
+    return dx.to(x.dtype), dy * normalized, dy
+
+
+# Launches.
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    kind: Kind, direction: Any, models: int, rows: int, columns: int, epsilon: float,
+    dtypes: tuple[tuple[str, str], ...], ordinal: int | None,
+) -> Any:  # fmt: skip
+    from torch_bridge import norms
+
+    problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
+    return operators.load(norms.Launch, problem, ordinal)
+
+
+def _run(
+    kind: Kind, direction: str, epsilon: float, arrays: dict[str, Tensor | None],
+    returned: dict[str, tuple[Any, torch.dtype]],
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Launches a kernel on the current stream of the tensors' device and returns its outputs."""
+    tensors = {name: operators.readable(x) for name, x in arrays.items() if x is not None}
+    x = tensors["x"]
+    results = {
+        name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in returned.items()
+    }  # fmt: skip
+    tensors |= {name: y for name, y in results.items() if returned[name][0] != (0,)}
+    dtypes = tuple((name, operators.dtype_name(y.dtype)) for name, y in tensors.items())
+    ordinal = operators.launch_ordinal(x.device)
+    operators.run(_launch(kind, direction, *map(int, x.shape), epsilon, dtypes, ordinal), tensors, ordinal)
+    return tuple(results.values())
+
+
+# Operators.
+
+
+def _forward_outputs(
+    kind: Kind, x: Tensor, residual: Tensor | None, dtype: torch.dtype, save: bool
+) -> dict[str, tuple[Any, torch.dtype]]:
+    """Shape and dtype of what the forward operator returns, by name; `(0,)` of what was not asked for."""
+    total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+    wide = accumulation_dtype(total)
+    return {
+        "y": (x.shape, dtype),
+        "total": ((0,) if residual is None else x.shape, total),
+        "mean": (x.shape[:2] if save and kind == "layer" else (0,), wide),
+        "rstd": (x.shape[:2] if save else (0,), wide),
+    }
+
+
+def _backward_outputs(
+    x: Tensor, rstd: Tensor, weight_gradient: bool, bias_gradient: bool
+) -> dict[str, tuple[Any, torch.dtype]]:
+    """The same of the backward operator."""
+    shape = (x.shape[0], x.shape[2])
+    return {
+        "dx": (x.shape, x.dtype),
+        "dweight": (shape if weight_gradient else (0,), rstd.dtype),
+        "dbias": (shape if bias_gradient else (0,), rstd.dtype),
+    }
+
+
+def _vmap(op: Any, per_model: tuple[str, ...], flags: tuple[str, ...] = ()) -> Callable[..., Any]:
+    """The rule of `torch.vmap` for `op`: batched weights become models, shared ones leave the new axis to the rows.
+
+    So that each model has its own, gradients of weights need models too: those that an argument in `flags` asks for.
+    """
+    names = [argument.name for argument in op._schema.arguments]
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
+        size, given = info.batch_size, list(zip(names, args, in_dims, strict=False))
+        new_models = any((name in per_model and dim is not None) or (name in flags and x) for name, x, dim in given)
+
+        def merge(name: str, x: Any, dim: int | None) -> Any:
+            if not isinstance(x, Tensor) or (name in per_model and not new_models):
+                return x
+            x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+            return x.flatten(0, 1) if new_models else x.transpose(0, 1).flatten(1, 2)
+
+        def split(x: Tensor) -> Tensor:
+            if new_models:
+                return x.unflatten(0, (size, -1))
+            return x.unflatten(1, (size, -1)).transpose(0, 1)
+
+        results = op(*(merge(*each) for each in given))
+        empty = [x.shape == (0,) for x in results]
+        out = tuple(x if e else split(x) for x, e in zip(results, empty, strict=True))
+        return out, tuple(None if e else 0 for e in empty)
+
+    return rule
+
+
+def _define(kind: Kind) -> tuple[Any, Any]:
+    """Registers the operators of a kind of norm, forward and backward, and returns them."""
+    name = f"torch_bridge::{kind}_norm"
+
+    @operators.define(name)
+    def forward(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
+        dtype: torch.dtype, save: bool, implementation: str | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        _check(x, weight=weight, bias=bias, residual=residual)
+        returned = _forward_outputs(kind, x, residual, dtype, save)
+        kernels = _kernels(implementation, x, weight, bias, residual)
+        if kernels and dtype != torch.float64 and x.numel() > 0:
+            arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+            return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
+        found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
+        return tuple(
+            operators.nothing(x, wanted) if shape == (0,) else found[key] for key, (shape, wanted) in returned.items()
+        )  # type: ignore[return-value]
+
+    def forward_fake(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
+        dtype: torch.dtype, save: bool, implementation: str | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return operators.fake(_forward_outputs(kind, x, residual, dtype, save), x)
+
+    @operators.define(f"{name}_backward")
+    def backward(
+        dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+        weight_gradient: bool, bias_gradient: bool, implementation: str | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        _check(x, dy=dy, dtotal=dtotal, weight=weight, mean=mean, rstd=rstd)
+        returned = _backward_outputs(x, rstd, weight_gradient, bias_gradient)
+        if _kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
+            arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
+            return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
+        dx, dweight, dbias = _gradients_of_rows(kind, dy, x, dtotal, weight, mean, rstd)
+        none = operators.nothing(x, rstd.dtype)
+        return dx, dweight.sum(1) if weight_gradient else none, dbias.sum(1) if bias_gradient else none.clone()
+
+    def backward_fake(
+        dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
+        weight_gradient: bool, bias_gradient: bool, implementation: str | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        return operators.fake(_backward_outputs(x, rstd, weight_gradient, bias_gradient), x)
+
+    forward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm").default
+    backward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm_backward").default
+
+    def setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        x, weight, bias, residual, ctx.epsilon, ctx.dtype, ctx.saves, ctx.implementation = inputs
+        _, total, mean, rstd = output
+        ctx.dtypes = [None if y is None else y.dtype for y in (x, weight, bias, residual)]
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(mean, rstd, *([total] if residual is None else []))
+        ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
+
+    def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        of_x, of_weight, of_bias, of_residual = ctx.dtypes
+        dtotal = dtotal if of_residual is not None else None
+        needs = ctx.needs_input_grad
+        dweight = dbias = None
+        if dy is None:
+            if dtotal is None:
+                return (None,) * 8
+            dx = dtotal
+        else:
+            if not ctx.saves:
+                _, _, mean, rstd = operators.call(
+                    forward_op, x, None, None, None, ctx.epsilon, ctx.dtype, True, ctx.implementation
+                )
+            dx, dweight, dbias = operators.call(
+                backward_op, dy, x, dtotal, weight, mean if kind == "layer" else None, rstd, needs[1], needs[2],
+                ctx.implementation,
+            )  # fmt: skip
+            dweight = dweight.to(of_weight) if needs[1] else None
+            dbias = dbias.to(of_bias) if needs[2] else None
+        dresidual = dx.to(of_residual) if needs[3] else None
+        return dx.to(of_x) if needs[0] else None, dweight, dbias, dresidual, None, None, None, None
+
+    operators.register(
+        forward, forward_op, forward_fake, gradients, setup, _vmap(forward_op, ("weight", "bias"))
+    )  # fmt: skip
+    operators.register(
+        backward, backward_op, backward_fake, operators.no_second_order, operators.no_setup,
+        _vmap(backward_op, ("weight",), ("weight_gradient", "bias_gradient")),
+    )  # fmt: skip
+    return forward_op, backward_op
+
+
+rms_norm_op, rms_norm_backward_op = _define("rms")
+layer_norm_op, layer_norm_backward_op = _define("layer")
+
+
+def forward(
+    kind: Kind, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
+    dtype: torch.dtype, implementation: str | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Calls the operator of a kind, saving what a gradient needs if there can be one.
+
+    Args:
+      kind: "rms" or "layer".
+      x: `[S, R, N]`.
+      weight: `[S, N]` or None.
+      bias: `[S, N]` or None.
+      residual: `[S, R, N]` or None.
+      epsilon: added to the mean square, or the variance.
+      dtype: of `y`.
+      implementation: "triton", "torch", or None for the fastest that works.
+
+    Returns:
+      `(y, x + residual)`; of no residual, nothing for the latter.
+    """
+    op = rms_norm_op if kind == "rms" else layer_norm_op
+    save = operators.wants_gradients([y for y in (x, weight, bias, residual) if y is not None])
+    y, total, _, _ = operators.call(op, x, weight, bias, residual, epsilon, dtype, save, implementation)
+    return y, total

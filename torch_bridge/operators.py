@@ -1,0 +1,262 @@
+"""What operators of different kinds share: where kernels can run, launches, autocast, autograd and `torch.func`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from torch_bridge import config
+
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+# Launches.
+
+
+def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | str:
+    """Facts about a device that kernels can run on, with arrays of this dtype; a string says why they cannot."""
+    try:
+        from torch_bridge import launch
+    except ImportError:
+        return "need triton, which is not installed: pip install triton"
+    if dtype not in _KERNEL_DTYPES:
+        return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
+    if launch.interpreting():
+        if device.type != "cpu":
+            return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes tensors on the CPU alone"
+        return config.Device(interpreted=True)
+    if device.type != "cuda" or torch.version.cuda is None:
+        return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
+    facts = launch.device(ordinal(device))
+    if facts.capability < 80:
+        return (
+            f"need compute capability 8.0 (Ampere) or newer, this GPU has {facts.capability / 10}: "
+            "leave implementation out"
+        )
+    return facts
+
+
+def ordinal(device: torch.device) -> int:
+    """The number of a CUDA device."""
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def launch_ordinal(device: torch.device) -> int | None:
+    """The same, and None of the CPU, where kernels are interpreted."""
+    return ordinal(device) if device.type == "cuda" else None
+
+
+@functools.cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype, as kernels have it."""
+    return str(dtype).removeprefix("torch.")
+
+
+def readable(x: Tensor) -> Tensor:
+    """`x` as the kernels read it: contiguous, and at a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def load(make: Callable[[Any, config.Device], Any], problem: Any, ordinal: int | None) -> Any:
+    """The launch of a problem, compiled and loaded onto a device; in the interpreter where there is none.
+
+    Raises:
+      RuntimeError: the current stream is being captured in a CUDA graph.
+    """
+    from torch_bridge import launch
+
+    if ordinal is None:
+        return make(problem, config.Device(interpreted=True))
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a kernel is not loaded yet, and a CUDA graph cannot record that: before the capture, call what it records "
+            f"once, with tensors of the same shapes and dtypes ({problem})"
+        )
+    made = make(problem, launch.device(ordinal))
+    made.load(ordinal)
+    return made
+
+
+def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None:
+    """Launches on the current stream of a device, with tensors by name, and workspaces of its own."""
+    tensors = dict(tensors)
+    place = next(iter(tensors.values())).device
+    for name, length, dtype, zeroed in launch.workspaces:
+        make = torch.zeros if zeroed else torch.empty
+        tensors[name] = make(length, dtype=getattr(torch, dtype), device=place)
+    if ordinal is None:
+        launch.interpret(tensors)
+        return
+    addresses = {name: x.data_ptr() for name, x in tensors.items()}
+    stream = torch.cuda.current_stream(ordinal).cuda_stream
+    if ordinal == torch.cuda.current_device():
+        launch(stream, ordinal, addresses)
+    else:
+        with torch.cuda.device(ordinal):
+            launch(stream, ordinal, addresses)
+
+
+# Implementations of operators.
+
+
+def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """An implementation whose own operations autocast leaves alone."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        device = args[0].device.type
+        if not torch.is_autocast_enabled(device):
+            return function(*args, **kwargs)
+        with torch.autocast(device, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def define(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """Makes an operator of this name of a function; autocast leaves its own operations alone."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        function = without_autocast(function)
+        definition: Any = torch.library.custom_op(name, function, mutates_args=())
+        definition.function = function
+        return definition
+
+    return decorate
+
+
+def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
+    """What an operator returns where there is nothing to return."""
+    return like.new_empty((0,), dtype=dtype)
+
+
+def fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Tensor, ...]:
+    """What a fake call of an operator returns, of shapes and dtypes by name."""
+    return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in returned.values())
+
+
+# Autograd and torch.func.
+
+
+def no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+    """Of an operator that has no gradient: nothing to save."""
+    ctx.set_materialize_grads(False)
+
+
+def no_second_order(*_: Any) -> Any:
+    """The gradient of an operator that is a gradient."""
+    raise NotImplementedError(
+        'the gradient of torch_bridge has no derivative of its own: pass implementation="torch", which has'
+    )
+
+
+def _no_forward_mode(*_: Any) -> Any:
+    raise NotImplementedError(
+        'the operators of torch_bridge have no forward-mode derivative: pass implementation="torch", which has one'
+    )
+
+
+def inside(x: Tensor) -> list[Tensor]:
+    """`x`, and what it wraps where `torch.func` transforms a function: what each of the transformations sees."""
+    found = [x]
+    while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
+        found.append(inner)
+    return found
+
+
+class _Registered(NamedTuple):
+    """What stands for an operator where nothing but autograd needs to know of it.
+
+    Attributes:
+      transformed: calls the operator, with its gradient, for `torch.func`, which knows nothing of `register_autograd`.
+      function: computes what the operator does.
+      eager: the same with its gradient.
+    """
+
+    transformed: type[torch.autograd.Function]
+    function: Callable[..., Any]
+    eager: type[torch.autograd.Function]
+
+
+_REGISTERED: dict[Any, _Registered] = {}
+
+
+def register(
+    definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
+    vmap: Callable[..., Any],
+) -> None:  # fmt: skip
+    """Gives an operator that `define` made a fake, a gradient and a rule for vmap, and `call` what it needs of them."""
+    definition.register_fake(fake)
+    definition.register_autograd(gradients, setup_context=setup)
+    definition.register_vmap(vmap)
+    function = definition.function
+    _REGISTERED[op] = _Registered(_transformed(op, setup, gradients), function, _eager(function, setup, gradients))
+
+
+def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
+    class Transformed(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(*args: Any) -> Any:
+            return op(*args)
+
+        setup_context = staticmethod(setup)
+        backward = staticmethod(gradients)
+        jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
+
+    return Transformed
+
+
+def _eager(
+    function: Callable[..., Any], setup: Callable[..., None], gradients: Callable[..., Any]
+) -> type[torch.autograd.Function]:
+    class Eager(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:  # a setup_context takes the host longer
+            output = function(*args)
+            setup(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradients)
+        jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
+
+    return Eager
+
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def call(op: Any, *args: Any) -> Any:
+    """Calls an operator; under a transformation of `torch.func`, the function that stands for it there.
+
+    A plain call on plain tensors, which no compiler, mode or transformation watches, is of the function itself: going
+    through the dispatcher takes the host longer than a short kernel takes the device.
+    """
+    if torch.compiler.is_compiling():
+        return op(*args)
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    registered = _REGISTERED[op]
+    if any(len(inside(x)) > 1 for x in tensors):
+        return registered.transformed.apply(*args)
+    if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
+        return op(*args)
+    if any(type(x) not in _PLAIN or x.is_meta for x in tensors):
+        return op(*args)
+    # in forward mode too, to say that there is none
+    if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return registered.eager.apply(*args)
+    return registered.function(*args)
+
+
+def wants_gradients(tensors: list[Tensor]) -> bool:
+    """Whether any of them may be asked for a gradient, by any transformation."""
+    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in inside(x)]
+    return torch.is_grad_enabled() and any(x.requires_grad for x in seen)
