@@ -554,3 +554,36 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     for got, of in ((w_hh, given[1]), (h0, states[0]), (got_resets, resets), (got_new, new)):
         assert got.data_ptr() == of.data_ptr() and got.is_contiguous()
     assert xp.is_contiguous() and xp.shape[:3] == got_resets.shape == ((B, T, 1) if batch_first else (1, T, B))
+
+
+@pytest.mark.parametrize("state", [None, "h", "bh", "tbh"])
+@pytest.mark.parametrize("batch_first", [False, True])
+@every_cell
+def test_a_single_eager_step_is_pytorchs_cell(cell, batch_first, state):
+    """An actor's call: no operator of ours is called, and it is what their loop gives, with every gradient."""
+    torch.manual_seed(0)
+    H, gates, count = 5, *{"gru": (3, 1), "lstm": (4, 2)}[cell]
+    outer = (4, 2, 1) if batch_first else (1, 4, 2)
+    draw = lambda *shape: torch.randn(shape).requires_grad_()  # noqa: E731
+    xs, resets = draw(*outer, 3), torch.rand(outer) < 0.5
+    weights = [draw(gates * H, 3), draw(gates * H, H), draw(gates * H), draw(gates * H)]
+    carry = tuple(draw(4, 2, H) for _ in range(count))
+    shape = {None: (), "h": (H,), "bh": (4, 2, H), "tbh": (*outer, H)}[state]
+    reset_state = tuple(draw(*shape) for _ in range(count)) if shape else None
+    leaves = [xs, *weights, *carry, *(reset_state or ())]
+
+    def run(implementation):
+        one = (lambda x: x) if cell == "lstm" else (lambda x: x and x[0])
+        results = getattr(functional, cell)(
+            xs, one(carry), *weights, resets=resets, reset_state=one(reset_state), batch_first=batch_first,
+            implementation=implementation, **({"return_cells": True} if cell == "lstm" else {}),
+        )  # fmt: skip
+        results = torch.utils._pytree.tree_leaves(results)
+        return [*results, *torch.autograd.grad(sum(x.sin().sum() for x in results), leaves)]
+
+    with torch.profiler.profile() as profile:
+        got = run(None)
+    assert not [event.name for event in profile.events() if "torch_bridge" in event.name]
+    assert any(f"{cell}_cell" in event.name for event in profile.events())
+    for x, y in zip(got, run("torch"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

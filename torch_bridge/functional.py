@@ -66,7 +66,8 @@ def gru(
         products are PyTorch's own, and go by its settings.
       implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
         operations that autograd sees: slow, any derivative of any order), or None: the kernels where they can run,
-        elsewhere the loop in PyTorch operations, as one operator. A name works or raises.
+        elsewhere the loop in PyTorch operations, as one operator; a single step of an eager call in float32 is
+        PyTorch's own cell, which takes the host less time. A name works or raises.
 
     Returns:
       `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last, in the dtype of `h0`. Between
@@ -389,6 +390,41 @@ def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Te
     return {name: x.to(dtypes[name[0]]) for name, x in results.items() if x is not None}
 
 
+def _is_one_cell(xs: Tensor, layer: Sequence[Direction]) -> bool:
+    """Whether one step is what PyTorch's own cell computes, which takes the host a fifth of a launch's time."""
+    one = layer[0]
+    alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
+    if not alone or xs.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(xs.device.type):
+        return False
+    given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
+    tensors = [x for x in given if x is not None]
+    if one.resets is not None:
+        return all(x.dtype == xs.dtype for x in tensors) and operators.plain([*tensors, one.resets])
+    return all(x.dtype == xs.dtype for x in tensors) and operators.plain(tensors)
+
+
+def _one_cell(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> Outcome:
+    """A layer of one step."""
+    hidden = one.w_hh.shape[-1]
+    states = []
+    starts = None if one.resets is None else (one.resets != 0).reshape(-1, 1)
+    for state, reset_state in zip(one.states, one.reset_states, strict=True):
+        h = xs.new_zeros(*layout.batch, hidden) if state is None else state
+        h = h.reshape(-1, hidden)
+        if starts is not None and reset_state is None:
+            h = h.masked_fill(starts, 0)
+        elif starts is not None and reset_state is not None:
+            new = layout.expand(reset_state, stepped=layout.stepped(reset_state))
+            h = torch.where(starts, new.reshape(-1, hidden), h)
+        states.append(h)
+    x, weights = xs.reshape(-1, xs.shape[-1]), (one.w_ih, one.w_hh, one.b_ih, one.b_hh)
+    found: Sequence[Tensor] = (
+        (torch.gru_cell(x, states[0], *weights),) if cell is GRU else torch.lstm_cell(x, states, *weights)
+    )
+    hs, *cs = (h.reshape(*layout.outer, hidden) for h in found)
+    return Outcome(hs, cs[0] if cs else None, tuple(h.reshape(*layout.batch, hidden) for h in found))
+
+
 def run_layer(
     cell: Cell,
     xs: Tensor,
@@ -421,6 +457,8 @@ def run_layer(
     layout = _Layout(xs, len(layer), batch_first)
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
+    if layout.sizes[1] == 1 and implementation is None and precision is None and _is_one_cell(xs, layer):
+        return [_one_cell(cell, xs, layer[0], layout)]
     xs, layer, default = _autocast(cell, xs, layer)
     given = layer
     xp, layer = _project(cell, xs, layer, reverse, layout.time)
