@@ -110,7 +110,9 @@ def cases() -> list[NormCase]:
 class DeviceClock:
     """Events on the stream of one call, after what clears L2 and gives the host time to enqueue the call."""
 
-    _AHEAD = 500_000  # cycles, about 0.3 ms
+    # Cycles to wait for the host: it takes PyTorch's autograd up to half a millisecond to enqueue a backward pass, and
+    # XLA almost none, in whose program the callbacks are.
+    _AHEAD, _AHEAD_INSIDE = 3_000_000, 300_000
     method = "CUDA events around each call, L2 cleared before"
 
     def __init__(self) -> None:
@@ -129,7 +131,7 @@ class DeviceClock:
         with torch.cuda.stream(stream):
             self._buffer.zero_()
             torch.sum(self._buffer, 0, out=self._sum)  # what is left in the cache needs no writing back
-            torch.cuda._sleep(self._AHEAD)
+            torch.cuda._sleep(self._AHEAD if context is None else self._AHEAD_INSIDE)
             self._events[0].record(stream)
 
     def end(self, context: Any = None) -> None:
