@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
     Kind = Literal["rms", "layer"]
 
-# Elements from which on a kernel is the fastest; below, XLA fuses a norm with what is around it.
-_LARGE = 2**20
+# Elements from which on a kernel is the fastest (H200: as fast forward, up to 1.6 times as fast backward); below, XLA
+# fuses a norm with what is around it.
+_LARGE = 2**22
 
 
 def preferred(rows: int, columns: int) -> bool:
@@ -56,7 +57,7 @@ def rms_norm(
         rounded to that dtype.
       epsilon: a number, not an array; added to the mean square, inside the root.
       implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`jax.numpy`), or None: "triton" for arrays
-        of 2^20 elements and more where it works, else "xla". Under `jax.vmap` the elements of one example count. A name
+        of 2^22 elements and more where it works, else "xla". Under `jax.vmap` the elements of one example count. A name
         works or raises.
 
     Computed in float32. float64 takes "xla" and is computed in float64.

@@ -607,8 +607,8 @@ def test_columns_of_an_explicit_mesh_must_be_whole(monkeypatch, platform):
 
 
 def test_kernels_are_preferred_for_large_arrays():
-    assert norms.preferred(1024, 1024) and not norms.preferred(1024, 1023)
-    assert norms.preferred(1, 2**20) and norms.preferred(2**20, 1)
+    assert norms.preferred(2048, 2048) and not norms.preferred(2048, 2047)
+    assert norms.preferred(1, 2**22) and norms.preferred(2**22, 1)
 
 
 @pytest.mark.interpret
