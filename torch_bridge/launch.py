@@ -55,7 +55,9 @@ def compile_kernel(
         else:
             signature[name] = SCALARS[name]
     source = (GluonASTSource if gluon else ASTSource)(kernel, signature, dict(constants), attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options}
+    )
 
 
 def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
@@ -113,7 +115,7 @@ class Specialization:
         return compile_kernel(
             self.kernel, self.constants(), dict(self.dtypes), self.capability, gluon=self.config.variant != "plain",
             num_warps=self.config.num_warps, num_stages=self.config.num_stages,
-            launch_cooperative_grid=self.cooperative, enable_fp_fusion=True,
+            launch_cooperative_grid=self.cooperative,
             # all there are: ptxas otherwise aims at several programs side by side and spills
             maxnreg=min(255, 65536 // (32 * self.config.num_warps)),
         )  # fmt: skip

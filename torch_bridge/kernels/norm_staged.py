@@ -9,6 +9,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+# renamed in Triton 3.9
+_async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
 
 @gluon.jit
 def _append(items, item):
@@ -25,7 +28,7 @@ def _load_vector(ptr, col, N: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _copy(buffer, ptr, col, in_range, N: gl.constexpr):
-    async_copy.async_copy_global_to_shared(buffer, ptr + col, mask=(col < N) & in_range)
+    _async_load(buffer, ptr + col, mask=(col < N) & in_range)
 
 
 @gluon.jit
