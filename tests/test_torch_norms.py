@@ -267,6 +267,18 @@ def test_opcheck_of_the_gradient(kind, weight_gradient, bias_gradient):
 
 
 @every_kind
+def test_results_are_contiguous_whatever_the_strides(kind):
+    """As the fake says, which compilers believe."""
+    x, weight, bias, residual = (y.detach().transpose(0, -1).contiguous().transpose(0, -1) for y in arguments()[:4])
+    torch.library.opcheck(OPS[kind], (x, weight, bias, residual, EPS, torch.float32, True))
+    *_, mean, rstd = OPS[kind](x, weight, bias, residual, EPS, torch.float32, True)
+    dy = torch.randn_like(x)
+    assert not any(y.is_contiguous() for y in (x, weight, residual, dy))
+    mean = mean if kind == "layer" else None
+    torch.library.opcheck(BACKWARD_OPS[kind], (dy, x, residual, weight, mean, rstd, True, True))
+
+
+@every_kind
 def test_a_gradient_of_what_saved_nothing_computes_it_again(kind):
     found = []
     for save in (True, False):
@@ -419,6 +431,17 @@ def test_vmap_equals_a_loop_in_one_call(kind, axes, transform, monkeypatch):
     batch = size * (2 if transform == "vmap of vmap" else 1)
     assert calls[0] == ((batch, 3, N) if models else (1, batch * 3, N))
     close(found, want)
+
+
+@every_kind
+def test_vmap_over_nothing(kind):
+    x, weight = torch.zeros(0, 3, 5), torch.ones(0, 5)
+    for w, axis in ((weight, 0), (torch.ones(5), None)):
+        in_dims = (axis, 0)
+        y, total = torch.vmap(lambda w, x: FUNCTIONS[kind](x, w, residual=x), in_dims)(w, x)
+        assert y.shape == total.shape == x.shape
+        dw = torch.vmap(torch.func.grad(lambda w, x: FUNCTIONS[kind](x, w).sum()), in_dims)(w, x)
+        assert dw.shape == weight.shape
 
 
 MODULES = [
