@@ -215,6 +215,16 @@ def test_models_of_the_kernels_have_weights_of_their_own(kind):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("columns", [40, 40_000])  # in one part, and in several
+@every_kind
+def test_numbers_whose_squares_overflow_become_zeros(kind, columns):
+    x = torch.randn(3, columns) * 1e25
+    x[1] += 1e27
+    for implementation in ("triton", "torch"):
+        close(FUNCTIONS[kind](x, implementation=implementation), torch.zeros_like(x), 0)
+
+
+@pytest.mark.interpret
 def test_kernels_that_cannot_run_say_why():
     x = torch.randn(2, 5, dtype=torch.float64)
     for kind, args in itertools.product(KINDS, ((x,), (x.float(), x[0]), (x.float(), None, x[0]))):
