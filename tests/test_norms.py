@@ -681,7 +681,7 @@ def test_what_the_kernels_cannot_take_is_said(implementation):
 def test_more_columns_than_the_kernels_take_are_refused(monkeypatch, implementation):
     import torch_bridge.norms
 
-    monkeypatch.setattr(torch_bridge.norms, "widest", lambda device: 4)
+    monkeypatch.setattr(torch_bridge.norms, "WIDEST", 4)
     with pytest.raises(NotImplementedError, match=r'takes up to 4 columns, got 5: pass implementation="xla"'):
         jaxrnn.layer_norm(X, implementation=implementation)
 
