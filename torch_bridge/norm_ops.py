@@ -216,11 +216,8 @@ def _vmap(op: Any, per_model: tuple[str, ...], flags: tuple[str, ...] = ()) -> C
                 return x.unflatten(0, (size, models))
             return x.unflatten(1, (size, rows)).transpose(0, 1)
 
-        at = names.index("x")
-        shape = list(args[at].shape)
-        if in_dims[at] is not None:
-            del shape[in_dims[at]]
-        models, rows = shape[:2]
+        x, dim = args[names.index("x")], in_dims[names.index("x")]
+        models, rows = [length for i, length in enumerate(x.shape) if i != dim][:2]
         results = op(*(merge(*each) for each in given))
         empty = [x.shape == (0,) for x in results]
         out = tuple(x if e else split(x) for x, e in zip(results, empty, strict=True))
