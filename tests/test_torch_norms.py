@@ -502,6 +502,8 @@ def test_the_default_epsilon_is_that_of_what_is_computed_in():
         wanted = 2.0**-12 / math.sqrt(2.0**-24 + eps)
         for y in (functional.rms_norm(x), nn.RMSNorm(8, dtype=DTYPES[dtype])(x)):
             close(y.double(), torch.full((1, 8), wanted, dtype=torch.float64), 4 * ROUNDING[dtype])
+    x, none = torch.full((1, 8), 2.0**-30), torch.zeros(1, 8, dtype=torch.float64)  # the sum is what counts
+    close(functional.rms_norm(x, residual=none)[0], torch.full((1, 8), 2.0**-30 / math.sqrt(2.0**-60 + 2.0**-52)))
 
 
 @every_kind
@@ -567,6 +569,7 @@ WRONG = [
     ({"bias": torch.zeros(1)}, r"bias must be \(5,\)"),
     ({"residual": torch.zeros(5)}, r"residual must be \(3, 5\)"),
     ({"weight": torch.zeros(5, device="meta")}, "weight is on meta and x is on cpu"),
+    ({"eps": torch.tensor(1e-5)}, "eps of (rms|layer)_norm must be a number, got Tensor"),
     ({"implementation": "cudnn"}, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
 ]
 
@@ -576,6 +579,11 @@ WRONG = [
 def test_wrong_arguments(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         FUNCTIONS[kind](**({"x": torch.zeros(3, 5)} | changes))
+
+
+def test_layer_norm_has_no_epsilon_by_itself():
+    with pytest.raises(ValueError, match="eps of layer_norm must be a number, got NoneType"):
+        functional.layer_norm(torch.zeros(3, 5), eps=None)
 
 
 @every_kind
