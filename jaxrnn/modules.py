@@ -58,7 +58,7 @@ NORMS = ("rms", "layer")
 def check_norm(module: Any, mask: Array | None, rank: int) -> None:
     """Raises NotImplementedError if one of Flax's attributes of a norm asks for more than the last axis by itself."""
     given = {name: getattr(module, name) for name in ("reduction_axes", "feature_axes")}
-    wrong = {name: axes for name, axes in given.items() if {axis % rank for axis in _axes(axes)} != {rank - 1}}
+    wrong = {name: axes for name, axes in given.items() if not _axes(axes) or {*_axes(axes)} - {-1, rank - 1}}
     given = {name: getattr(module, name) for name in ("axis_name", "axis_index_groups")} | {"mask": mask}
     wrong |= {name: value for name, value in given.items() if value is not None}
     if not getattr(module, "force_float32_reductions", True):

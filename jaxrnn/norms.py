@@ -200,8 +200,8 @@ def _xla(
     static: _Static, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """The norm in `jax.numpy`; compiled, so that an eager call finds what the one before has compiled."""
-    weights = [w for w in (weight, bias) if w is not None]
-    dtype = jnp.result_type(jnp.float32, static.dtype, x, *weights)
+    dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
+    dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # by no promotion: JAX may be told to refuse it
     total = x if residual is None else _sum(x, residual)
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor

@@ -146,6 +146,8 @@ NOT_OURS = [
     {"reduction_axes": (0,)},
     {"reduction_axes": (-2, -1)},
     {"feature_axes": 0},
+    {"feature_axes": 3},
+    {"feature_axes": ()},
     {"axis_name": "batch"},
     {"axis_index_groups": [[0]]},
 ]

@@ -252,6 +252,21 @@ def test_float64_is_computed_in_float64(kind):
             assert got[name].dtype == np.float64 and oracle.error(got[name], x) <= 1e-13, name
 
 
+@every_implementation
+@every_kind
+def test_dtypes_may_differ_where_jax_promotes_none(kind, implementation):
+    arguments = X.astype(jnp.bfloat16), W.astype(jnp.float16), W, X.astype(jnp.bfloat16)
+
+    def norm(x, weight, bias, residual):
+        return FUNCTIONS[kind](x, weight, bias, residual=residual, implementation=implementation)
+
+    with jax.numpy_dtype_promotion("strict"):
+        results, pull = jax.vjp(norm, *arguments)
+        gradients = pull(results)
+    assert [x.dtype for x in results] == [jnp.bfloat16] * 2
+    assert [x.dtype for x in gradients] == [x.dtype for x in arguments]
+
+
 @every_kind
 def test_xla_has_derivatives_of_every_kind(kind):
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 5)), jnp.float32)
@@ -666,7 +681,7 @@ def test_what_the_kernels_cannot_take_is_said(implementation):
 def test_more_columns_than_the_kernels_take_are_refused(monkeypatch, implementation):
     import torch_bridge.norms
 
-    monkeypatch.setattr(torch_bridge.norms, "widest", lambda device: 4)
+    monkeypatch.setattr(torch_bridge.norms, "WIDEST", 4)
     with pytest.raises(NotImplementedError, match=r'takes up to 4 columns, got 5: pass implementation="xla"'):
         jaxrnn.layer_norm(X, implementation=implementation)
 

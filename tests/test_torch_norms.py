@@ -215,6 +215,16 @@ def test_models_of_the_kernels_have_weights_of_their_own(kind):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("columns", [40, 40_000])  # in one part, and in several
+@every_kind
+def test_numbers_whose_squares_overflow_become_zeros(kind, columns):
+    x = torch.randn(3, columns) * 1e25
+    x[1] += 1e27
+    for implementation in ("triton", "torch"):
+        close(FUNCTIONS[kind](x, implementation=implementation), torch.zeros_like(x), 0)
+
+
+@pytest.mark.interpret
 def test_kernels_that_cannot_run_say_why():
     x = torch.randn(2, 5, dtype=torch.float64)
     for kind, args in itertools.product(KINDS, ((x,), (x.float(), x[0]), (x.float(), None, x[0]))):
@@ -264,6 +274,18 @@ def test_opcheck_of_the_gradient(kind, weight_gradient, bias_gradient):
     mean = mean if kind == "layer" else None
     given = (torch.randn_like(x), total.detach(), torch.randn_like(x), weight, mean, rstd)
     torch.library.opcheck(BACKWARD_OPS[kind], (*given, weight_gradient, bias_gradient))
+
+
+@every_kind
+def test_results_are_contiguous_whatever_the_strides(kind):
+    """As the fake says, which compilers believe."""
+    x, weight, bias, residual = (y.detach().transpose(0, -1).contiguous().transpose(0, -1) for y in arguments()[:4])
+    torch.library.opcheck(OPS[kind], (x, weight, bias, residual, EPS, torch.float32, True))
+    *_, mean, rstd = OPS[kind](x, weight, bias, residual, EPS, torch.float32, True)
+    dy = torch.randn_like(x)
+    assert not any(y.is_contiguous() for y in (x, weight, residual, dy))
+    mean = mean if kind == "layer" else None
+    torch.library.opcheck(BACKWARD_OPS[kind], (dy, x, residual, weight, mean, rstd, True, True))
 
 
 @every_kind
@@ -421,6 +443,17 @@ def test_vmap_equals_a_loop_in_one_call(kind, axes, transform, monkeypatch):
     close(found, want)
 
 
+@every_kind
+def test_vmap_over_nothing(kind):
+    x, weight = torch.zeros(0, 3, 5), torch.ones(0, 5)
+    for w, axis in ((weight, 0), (torch.ones(5), None)):
+        in_dims = (axis, 0)
+        y, total = torch.vmap(lambda w, x: FUNCTIONS[kind](x, w, residual=x), in_dims)(w, x)
+        assert y.shape == total.shape == x.shape
+        dw = torch.vmap(torch.func.grad(lambda w, x: FUNCTIONS[kind](x, w).sum()), in_dims)(w, x)
+        assert dw.shape == weight.shape
+
+
 MODULES = [
     ("rms", (12,), {}), ("rms", ([3, 4],), {}), ("rms", (12,), {"elementwise_affine": False}), ("rms", (12, 1e-3), {}),
     ("layer", (12,), {}), ("layer", ([3, 4],), {}), ("layer", (12,), {"elementwise_affine": False}),
@@ -469,6 +502,8 @@ def test_the_default_epsilon_is_that_of_what_is_computed_in():
         wanted = 2.0**-12 / math.sqrt(2.0**-24 + eps)
         for y in (functional.rms_norm(x), nn.RMSNorm(8, dtype=DTYPES[dtype])(x)):
             close(y.double(), torch.full((1, 8), wanted, dtype=torch.float64), 4 * ROUNDING[dtype])
+    x, none = torch.full((1, 8), 2.0**-30), torch.zeros(1, 8, dtype=torch.float64)  # the sum is what counts
+    close(functional.rms_norm(x, residual=none)[0], torch.full((1, 8), 2.0**-30 / math.sqrt(2.0**-60 + 2.0**-52)))
 
 
 @every_kind
@@ -534,6 +569,7 @@ WRONG = [
     ({"bias": torch.zeros(1)}, r"bias must be \(5,\)"),
     ({"residual": torch.zeros(5)}, r"residual must be \(3, 5\)"),
     ({"weight": torch.zeros(5, device="meta")}, "weight is on meta and x is on cpu"),
+    ({"eps": torch.tensor(1e-5)}, "eps of (rms|layer)_norm must be a number, got Tensor"),
     ({"implementation": "cudnn"}, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
 ]
 
@@ -543,6 +579,11 @@ WRONG = [
 def test_wrong_arguments(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         FUNCTIONS[kind](**({"x": torch.zeros(3, 5)} | changes))
+
+
+def test_layer_norm_has_no_epsilon_by_itself():
+    with pytest.raises(ValueError, match="eps of layer_norm must be a number, got NoneType"):
+        functional.layer_norm(torch.zeros(3, 5), eps=None)
 
 
 @every_kind

@@ -510,7 +510,7 @@ def rms_norm(
         total = x + residual
         y = total / sqrt(mean(total^2) + eps) * weight + bias
 
-    Computes in float32, or in float64 where `x` is.
+    Computes in float32, or in float64 where `total` is.
 
     Args:
       x: `[..., N]`, floating point.
@@ -528,7 +528,8 @@ def rms_norm(
       that rounded sum.
 
     Raises:
-      ValueError: shapes or devices disagree, `x` is of no floating-point dtype, or no implementation has that name.
+      ValueError: shapes or devices disagree, something is of no floating-point dtype, `eps` is no number, or no
+        implementation has that name.
       NotImplementedError: the named implementation cannot run this input; or a derivative of a gradient is asked for,
         which the operators do not have: `implementation="torch"` does.
     """
@@ -549,7 +550,7 @@ def layer_norm(
         total = x + residual
         y = (total - mean(total)) / sqrt(var(total) + eps) * weight + bias,  var(t) = mean((t - mean(t))^2)
 
-    Computes in float32, or in float64 where `x` is.
+    Computes in float32, or in float64 where `total` is.
 
     Args:
       x: as of `rms_norm`.
@@ -585,11 +586,14 @@ def _norm(
             raise ValueError(f"{name} must be of floating point, got {y.dtype}: convert it")
         if y is not None and y.device != x.device:
             raise ValueError(f"{name} is on {y.device} and x is on {x.device}: move one of them")
+    if isinstance(eps, Tensor) or (eps is None and kind == "layer"):
+        raise ValueError(f"eps of {kind}_norm must be a number, got {type(eps).__name__}: kernels are launched with it")
     device, dtype = x.device.type, x.dtype
     if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and torch.is_autocast_enabled(device):
         dtype = torch.float32
     if eps is None:
-        eps = torch.finfo(norm_ops.accumulation_dtype(x.dtype)).eps
+        total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
+        eps = torch.finfo(norm_ops.accumulation_dtype(total_dtype)).eps
     if implementation == "torch":
         normalize = operators.without_autocast(norm_ops.normalize)
         results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)

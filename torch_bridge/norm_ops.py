@@ -34,8 +34,8 @@ def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns:
             return facts
         from torch_bridge import norms
 
-        if columns > (widest := norms.widest(facts)):
-            return f"take at most {widest} columns, got {columns}: leave implementation out"
+        if columns > norms.WIDEST:
+            return f"take at most {norms.WIDEST} columns, got {columns}: leave implementation out"
     return None
 
 
@@ -213,9 +213,11 @@ def _vmap(op: Any, per_model: tuple[str, ...], flags: tuple[str, ...] = ()) -> C
 
         def split(x: Tensor) -> Tensor:
             if new_models:
-                return x.unflatten(0, (size, -1))
-            return x.unflatten(1, (size, -1)).transpose(0, 1)
+                return x.unflatten(0, (size, models))
+            return x.unflatten(1, (size, rows)).transpose(0, 1)
 
+        x, dim = args[names.index("x")], in_dims[names.index("x")]
+        models, rows = [length for i, length in enumerate(x.shape) if i != dim][:2]
         results = op(*(merge(*each) for each in given))
         empty = [x.shape == (0,) for x in results]
         out = tuple(x if e else split(x) for x, e in zip(results, empty, strict=True))
@@ -240,8 +242,10 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
         found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
+        # contiguous, as from a kernel, whatever the strides of x: compilers take the fake's word for it
         return tuple(
-            operators.nothing(x, wanted) if shape == (0,) else found[key] for key, (shape, wanted) in returned.items()
+            operators.nothing(x, wanted) if shape == (0,) else found[key].contiguous()
+            for key, (shape, wanted) in returned.items()
         )  # type: ignore[return-value]
 
     def forward_fake(
@@ -260,9 +264,12 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         if _kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
             return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
-        dx, dweight, dbias = _gradients_of_rows(kind, dy, x, dtotal, weight, mean, rstd)
-        none = operators.nothing(x, rstd.dtype)
-        return dx, dweight.sum(1) if weight_gradient else none, dbias.sum(1) if bias_gradient else none.clone()
+        dx, *per_row = _gradients_of_rows(kind, dy, x, dtotal, weight, mean, rstd)
+        dweight, dbias = (
+            rows.sum(1).contiguous() if wanted else operators.nothing(x, rstd.dtype)
+            for rows, wanted in zip(per_row, (weight_gradient, bias_gradient), strict=True)
+        )  # fmt: skip
+        return dx.contiguous(), dweight, dbias
 
     def backward_fake(
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,

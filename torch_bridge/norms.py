@@ -19,6 +19,8 @@ from torch_bridge.kernels import norm, norm_staged
 
 Kind = Literal["rms", "layer"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# The most columns that the kernels take: offsets in a row are 32 bits.
+WIDEST = 2**30
 # Columns that registers hold, forward; wider rows are read twice.
 _KEPT_FORWARD = 32768
 # The same backward, beside float32 sums of the gradients: by kind, and bytes of a number.
@@ -264,9 +266,3 @@ class Launch:
             for k in self.kernels:
                 arrays = {f"{name}_ptr": tensors[name] for name, _ in k.dtypes}
                 k.function[(k.grid,)](**arrays, **dict(k.constants), **dict(k.scalars))
-
-
-def widest(device: Device) -> int:
-    """The most columns that the kernels take: offsets in a row are 32 bits."""
-    del device
-    return 2**30

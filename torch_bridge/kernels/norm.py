@@ -131,7 +131,8 @@ def norm_fwd_kernel(
                 centered = _centered(x, part, col, N, BLOCK_N, CENTERED)
                 away = part - mean
                 mean += away * (count / (first + count))
-                squares += tl.sum(centered * centered, 1) + away * away * (count * first / (first + count))
+                # in this order: of a large mean the square is infinite, and the first part's must be nothing
+                squares += tl.sum(centered * centered, 1) + away * (away * (count * first / (first + count)))
             else:
                 squares += tl.sum(x * x, 1)
         rstd = _inverse_root(_mean(squares, N) + epsilon)
