@@ -258,9 +258,32 @@ def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDty
 
 
 def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
-    """vmap: batched weights become models, shared weights leave the new axis to the groups. Still one launch.
+    """vmap: one launch more of groups or models; on each device of an explicit mesh for its part of the new axis."""
+    run = functools.partial(_launch_batched, axes=axes, params=params)
+    mesh, over = _mapped_over(arrays, axes)
+    if over is None:
+        results = run(*arrays)
+    else:
+        specs = tuple(PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, over) for axis in axes)
+        results = on_each_device(run, mesh, specs, [PartitionSpec(over)] * len(params["outputs"]), tuple(arrays))
+    return results, [0] * len(results)
 
-    Either way the models there were stay side by side, so that of two directions each keeps the parity of its index.
+
+def _mapped_over(arrays: Sequence[Array], axes: Sequence[int | None]) -> tuple[Any, Any]:
+    """The explicit mesh, and its axes that the axis which `vmap` goes over is sharded over; None if it is whole."""
+    for x, axis in zip(arrays, axes, strict=True):
+        sharding = jax.typeof(x).sharding
+        spec = tuple(getattr(sharding, "spec", ()))
+        if axis is not None and axis < len(spec) and spec[axis] is not None:
+            return sharding.mesh, spec[axis]
+    return None, None
+
+
+def _launch_batched(*arrays: Array, axes: Sequence[int | None], params: dict[str, Any]) -> list[Array]:
+    """One launch of arrays with a further axis at `axes`; its results have it first.
+
+    Batched weights become models, shared weights leave the new axis to the groups. Either way the models there were
+    stay side by side, so that of two directions each keeps the parity of its index.
     """
     inputs = params["inputs"]
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
@@ -286,8 +309,8 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
         return x.reshape(size, groups, *x.shape[1:])
 
     merged = [merge(name, x, axis) for name, x, axis in zip(inputs, arrays, axes, strict=True)]
-    results = [split(x) for x in launch_p.bind(*merged, **params)]
-    return results, [0] * len(results)
+    # what a primitive without a rule for it returns varies over no axis
+    return [split(x) for x in vary_alike(launch_p.bind(*merged, **params), merged)]
 
 
 def _norm_axes(name: str, rank: int) -> tuple[str, ...]:
