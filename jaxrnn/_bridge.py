@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
 from jax.experimental.buffer_callback import buffer_callback
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import Primitive
@@ -173,6 +174,60 @@ def on_each_device(run: Callable[..., Any], mesh: Any, specs: Any, results: Any,
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
 
 
+def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
+    """`run(*arguments)`, of pytrees of arrays; has no derivative.
+
+    Under `vmap` over axes that are sharded over an explicit mesh, each device runs it for its part of them. JAX's rules
+    for what `run` is made of would need a mesh around the program, or compute everything on every device.
+
+    Raises:
+      NotImplementedError: such an axis, where another axis of the mesh is a `shard_map`'s.
+    """
+    arrays = jax.tree.leaves(arguments)
+    if not any(AxisType.Explicit in getattr(jax.typeof(x).sharding.mesh, "axis_types", ()) for x in arrays):
+        return run(*arguments)
+    return _on_each_device_of_vmap(run, None, [()] * len(arrays), ())(*arguments)
+
+
+def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tuple[Any, ...]], results: Any) -> Any:
+    """`run` on each device of `mesh`, if any; arguments and results begin with axes sharded as `specs` and `results`."""
+
+    @custom_vmap
+    def call(*arguments: Any) -> Any:
+        if mesh is None:
+            return run(*arguments)
+        in_specs = jax.tree.unflatten(jax.tree.structure(arguments), [PartitionSpec(*spec) for spec in specs])
+
+        def local(*arguments: Any) -> Any:
+            arguments = vary_alike(arguments)
+            return vary_alike(run(*arguments), arguments)
+
+        return on_each_device(local, mesh, in_specs, PartitionSpec(*results), arguments)
+
+    @call.def_vmap
+    def rule(_: int, batched: Any, *arguments: Any) -> Any:
+        batched = tuple(batched)
+        over, at = None, mesh
+        flags = jax.tree.leaves(batched)
+        for x, flag in zip(jax.tree.leaves(arguments), flags, strict=True):
+            sharding = jax.typeof(x).sharding
+            if flag and over is None and tuple(sharding.spec)[:1] not in ((), (None,)):
+                over, at = sharding.spec[0], sharding.mesh
+        if over is not None and AxisType.Manual in at.axis_types:
+            manual = [name for name, kind in zip(at.axis_names, at.axis_types, strict=True) if kind == AxisType.Manual]
+            raise NotImplementedError(
+                f"the Triton implementation cannot run under vmap over an axis that is sharded over {over!r} where "
+                f"{manual} of the mesh are taken already, by a shard_map or for a sharded batch: put all of it into one "
+                'jax.shard_map over both, or pass implementation="xla"'
+            )
+        in_axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
+        further = [(over, *spec) if flag else spec for spec, flag in zip(specs, flags, strict=True)]
+        outputs = _on_each_device_of_vmap(jax.vmap(run, in_axes), at, further, (over, *results))(*arguments)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return call
+
+
 def _primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
@@ -258,32 +313,9 @@ def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDty
 
 
 def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
-    """vmap: one launch more of groups or models; on each device of an explicit mesh for its part of the new axis."""
-    run = functools.partial(_launch_batched, axes=axes, params=params)
-    mesh, over = _mapped_over(arrays, axes)
-    if over is None:
-        results = run(*arrays)
-    else:
-        specs = tuple(PartitionSpec() if axis is None else PartitionSpec(*(None,) * axis, over) for axis in axes)
-        results = on_each_device(run, mesh, specs, [PartitionSpec(over)] * len(params["outputs"]), tuple(arrays))
-    return results, [0] * len(results)
+    """vmap: batched weights become models, shared weights leave the new axis to the groups. Still one launch.
 
-
-def _mapped_over(arrays: Sequence[Array], axes: Sequence[int | None]) -> tuple[Any, Any]:
-    """The explicit mesh, and its axes that the axis which `vmap` goes over is sharded over; None if it is whole."""
-    for x, axis in zip(arrays, axes, strict=True):
-        sharding = jax.typeof(x).sharding
-        spec = tuple(getattr(sharding, "spec", ()))
-        if axis is not None and axis < len(spec) and spec[axis] is not None:
-            return sharding.mesh, spec[axis]
-    return None, None
-
-
-def _launch_batched(*arrays: Array, axes: Sequence[int | None], params: dict[str, Any]) -> list[Array]:
-    """One launch of arrays with a further axis at `axes`; its results have it first.
-
-    Batched weights become models, shared weights leave the new axis to the groups. Either way the models there were
-    stay side by side, so that of two directions each keeps the parity of its index.
+    Either way the models there were stay side by side, so that of two directions each keeps the parity of its index.
     """
     inputs = params["inputs"]
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
@@ -309,8 +341,8 @@ def _launch_batched(*arrays: Array, axes: Sequence[int | None], params: dict[str
         return x.reshape(size, groups, *x.shape[1:])
 
     merged = [merge(name, x, axis) for name, x, axis in zip(inputs, arrays, axes, strict=True)]
-    # what a primitive without a rule for it returns varies over no axis
-    return [split(x) for x in vary_alike(launch_p.bind(*merged, **params), merged)]
+    results = [split(x) for x in launch_p.bind(*merged, **params)]
+    return results, [0] * len(results)
 
 
 def _norm_axes(name: str, rank: int) -> tuple[str, ...]:
