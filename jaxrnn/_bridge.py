@@ -167,11 +167,40 @@ def vary_alike(tree: Any, *others: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
+def _reshard(x: Array, sharding: NamedSharding) -> Array:
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
+    return reshard(x, sharding)
+
+
+def whole(tree: Any) -> Any:
+    """`tree`, all of each array on every device of an explicit mesh that it is sharded over."""
+
+    def gather(x: Array) -> Array:
+        sharding = jax.typeof(x).sharding
+        if all(axis is None for axis in sharding.spec):
+            return x
+        return _reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(gather, tree)
+
+
+# JAX would bring what `vmap` goes over to every device that the `shard_map` of the other axes runs on.
+_TWO_AXES = (
+    "the Triton implementation cannot run under vmap over an axis that is sharded over an explicit mesh where another "
+    "axis of the mesh is a shard_map's, or a batch axis is sharded over it: put all of it into one jax.shard_map over "
+    'both axes of the mesh, or pass implementation="xla"'
+)
+
+
 def on_each_device(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
     """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first."""
-    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
-    arguments = jax.tree.map(lambda x, spec: reshard(x, NamedSharding(mesh, spec)), arguments, specs)
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
+    arguments = jax.tree.map(lambda x, spec: _reshard(x, NamedSharding(mesh, spec)), arguments, specs)
+    try:
+        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
+    except ValueError as error:
+        if "vmapped away explicit mesh axis" not in str(error):  # JAX 0.8 says it by itself
+            raise
+        raise NotImplementedError(_TWO_AXES) from error
 
 
 def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
@@ -184,17 +213,19 @@ def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
       NotImplementedError: such an axis, where another axis of the mesh is a `shard_map`'s.
     """
     arrays = jax.tree.leaves(arguments)
-    if not any(AxisType.Explicit in getattr(jax.typeof(x).sharding.mesh, "axis_types", ()) for x in arrays):
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None:
         return run(*arguments)
-    return _on_each_device_of_vmap(run, None, [()] * len(arrays), ())(*arguments)
+    return _on_each_device_of_vmap(run, mesh, [()] * len(arrays), ())(*arguments)
 
 
 def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tuple[Any, ...]], results: Any) -> Any:
-    """`run` on each device of `mesh`, if any; arguments and results begin with axes sharded as `specs` and `results`."""
+    """`run` on each device of `mesh`; arguments and results begin with axes sharded as `specs` and `results`."""
 
     @custom_vmap
     def call(*arguments: Any) -> Any:
-        if mesh is None:
+        if AxisType.Manual in mesh.axis_types:
             return run(*arguments)
         in_specs = jax.tree.unflatten(jax.tree.structure(arguments), [PartitionSpec(*spec) for spec in specs])
 
@@ -206,23 +237,16 @@ def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tupl
 
     @call.def_vmap
     def rule(_: int, batched: Any, *arguments: Any) -> Any:
-        batched = tuple(batched)
-        over, at = None, mesh
+        batched = tuple(batched)  # JAX gives a list
         flags = jax.tree.leaves(batched)
-        for x, flag in zip(jax.tree.leaves(arguments), flags, strict=True):
-            sharding = jax.typeof(x).sharding
-            if flag and over is None and tuple(sharding.spec)[:1] not in ((), (None,)):
-                over, at = sharding.spec[0], sharding.mesh
-        if over is not None and AxisType.Manual in at.axis_types:
-            manual = [name for name, kind in zip(at.axis_names, at.axis_types, strict=True) if kind == AxisType.Manual]
-            raise NotImplementedError(
-                f"the Triton implementation cannot run under vmap over an axis that is sharded over {over!r} where "
-                f"{manual} of the mesh are taken already, by a shard_map or for a sharded batch: put all of it into one "
-                'jax.shard_map over both, or pass implementation="xla"'
-            )
+        mapped = [jax.typeof(x) for x, flag in zip(jax.tree.leaves(arguments), flags, strict=True) if flag]
+        leads = [x.sharding.spec[0] for x in mapped]
+        over = next((lead for lead in leads if lead is not None), None)
+        if over is not None and AxisType.Manual in mesh.axis_types:
+            raise NotImplementedError(_TWO_AXES)
         in_axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         further = [(over, *spec) if flag else spec for spec, flag in zip(specs, flags, strict=True)]
-        outputs = _on_each_device_of_vmap(jax.vmap(run, in_axes), at, further, (over, *results))(*arguments)
+        outputs = _on_each_device_of_vmap(jax.vmap(run, in_axes), mesh, further, (over, *results))(*arguments)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return call
@@ -786,8 +810,11 @@ def _register(kernels: _Kernels) -> None:
     """The rules of the two primitives of `kernels`."""
 
     def abstract(*avals: Any, slot: Any = None, of_devices: Any = None, **params: Any) -> list[jax.core.ShapedArray]:
-        types = kernels.types([aval.shape for aval in avals], params)
-        return [jax.core.ShapedArray(x.shape, x.dtype) for x in types]
+        mesh = avals[0].sharding.mesh
+        return [
+            jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))))
+            for x in kernels.types([aval.shape for aval in avals], params)
+        ]
 
     def run(*arrays: Array, **params: Any) -> list[Array]:
         with jax.disable_jit(False):  # a launch is compiled: to take it apart would end here again

@@ -523,7 +523,7 @@ def _run_triton(
     arguments = _bridge.reverse_mode_only((params, states, xs, resets, reset_states))
     batch = _batch_spec(xs, time_major)
     if not batch:
-        return run(*arguments)
+        return run(*_bridge.whole(arguments))
     whole, state = PartitionSpec(), PartitionSpec(*batch, None)
     sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
     by_rank = {1: whole, len(state): state, len(sequence): sequence}
