@@ -184,23 +184,36 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(gather, tree)
 
 
-# JAX would bring what `vmap` goes over to every device that the `shard_map` of the other axes runs on.
 _TWO_AXES = (
     "the Triton implementation cannot run under vmap over an axis that is sharded over an explicit mesh where another "
     "axis of the mesh is a shard_map's, or a batch axis is sharded over it: put all of it into one jax.shard_map over "
     'both axes of the mesh, or pass implementation="xla"'
 )
+# What goes into a `shard_map`: under `vmap` over a sharded axis, JAX would bring all of that to every device.
+enter_p = Primitive("jaxrnn_enter")
+
+
+def _batch_enter(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
+    if jax.typeof(arrays[0]).sharding.spec[axes[0]] is not None:
+        raise NotImplementedError(_TWO_AXES)
+    return enter_p.bind(*arrays), axes[0]
+
+
+enter_p.def_abstract_eval(lambda x: x)
+enter_p.def_impl(lambda x: x)
+batching.primitive_batchers[enter_p] = _batch_enter
+mlir.register_lowering(enter_p, lambda _, x: [x])
+ad.deflinear2(enter_p, lambda cotangent, _: [cotangent])
 
 
 def on_each_device(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
-    """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first."""
-    arguments = jax.tree.map(lambda x, spec: _reshard(x, NamedSharding(mesh, spec)), arguments, specs)
-    try:
-        return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
-    except ValueError as error:
-        if "vmapped away explicit mesh axis" not in str(error):  # JAX 0.8 says it by itself
-            raise
-        raise NotImplementedError(_TWO_AXES) from error
+    """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first.
+
+    Raises:
+      NotImplementedError: under `vmap` over an axis that is sharded.
+    """
+    arguments = jax.tree.map(lambda x, spec: _reshard(enter_p.bind(x), NamedSharding(mesh, spec)), arguments, specs)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
 
 
 def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
