@@ -523,7 +523,7 @@ def _run_triton(
     arguments = _bridge.reverse_mode_only((params, states, xs, resets, reset_states))
     batch = _batch_spec(xs, time_major)
     if not batch:
-        return run(*arguments)
+        return run(*_bridge.whole(arguments))
     whole, state = PartitionSpec(), PartitionSpec(*batch, None)
     sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
     by_rank = {1: whole, len(state): state, len(sequence): sequence}
@@ -692,6 +692,15 @@ def _forward(
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, keep: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
     """As `_recurrence`, and returns the arrays of all steps; with `keep`, what the backward pass needs too."""
+    run = functools.partial(_forward_on_device, static, keep)
+    return _bridge.on_each_device_of_vmap(run, params, states, xs, resets, reset_states, first, in_reverse)
+
+
+def _forward_on_device(
+    static: _Static, keep: bool, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """`_forward`, where no axis that devices share out is mapped."""
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
@@ -873,6 +882,14 @@ def _previous(
 
 
 def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    run = functools.partial(_backward_on_device, static)
+    dparams, dstates, dxs, dreset_states, dfirst = _bridge.on_each_device_of_vmap(run, residuals, cotangents)
+    _, _, _, resets, _, _, in_reverse, _ = residuals
+    return dparams, dstates, dxs, _no_gradient(resets), dreset_states, dfirst, _no_gradient(in_reverse)
+
+
+def _backward_on_device(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """The gradients of `_recurrence` to what has one, where no axis that devices share out is mapped."""
     params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
@@ -951,7 +968,7 @@ def _recurrence_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[A
             found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
         )
     dfirst = None if first is None else sums["first"]
-    return dparams, dstates, parts["xs"], _no_gradient(resets), dreset_states, dfirst, _no_gradient(in_reverse)
+    return dparams, dstates, parts["xs"], dreset_states, dfirst
 
 
 def _no_gradient(resets: Array | None) -> Any:

@@ -75,6 +75,12 @@ def place(mesh, specs, arguments):
     ]
 
 
+def compiled(function, arguments):
+    """The results of a jitted call, and the program that XLA made."""
+    program = jax.jit(function).lower(*arguments).compile()
+    return program(*arguments), program.as_text()
+
+
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
@@ -152,17 +158,176 @@ def test_one_of_two_reset_states_on_an_explicit_mesh():
     assert_close(jax.jit(functools.partial(gradients, "triton"))(*arguments), want)
 
 
+def test_a_sharded_carry_goes_to_where_whole_inputs_of_an_explicit_mesh_are():
+    arguments = make_arguments("gru")
+    mesh = make_mesh(AxisType.Explicit)
+    sharded = place(mesh, (P(), P("data"), P(), P(), P()), arguments)
+    got = jax.jit(with_gradients("gru", "triton"))(*sharded)
+    assert_close(got, jax.jit(with_gradients("gru", "xla"))(*arguments))
+    assert got[1][1].sharding.spec == P("data", None)
+
+
+# What `vmap` goes over, of parameters, carry, inputs, reset state and resets; what is not mapped is whole.
+MAPPED = {
+    "everything": (0, 0, 0, 0, 0),
+    "examples": (None, 0, 0, None, 0),
+    "carry": (None, 0, None, None, None),
+    "models-on-one-batch": (0, None, None, 0, None),
+}
+
+
+def make_mapped(cell, in_axes, sizes, batch=(2,)):
+    """Arguments with axes of these sizes in front of what is mapped."""
+    each = [make_arguments(cell, batch, seed) for seed in range(int(np.prod(sizes)))]
+    stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(*sizes, *x[0].shape), *each)
+    return [one if axis is None else many for one, many, axis in zip(each[0], stacked, in_axes, strict=True)]
+
+
+def total(cell, implementation, in_axes, **options):
+    """Gradients of a sum over what `vmap` goes over: to what is not mapped they add up."""
+    run = functools.partial(loss, cell, implementation, **options)
+    return jax.grad(lambda *args: jax.vmap(lambda *each: run(*each)[0], in_axes)(*args).sum(), range(4))
+
+
+@pytest.mark.parametrize(
+    ("cell", "mapped", "options"),
+    [
+        *(("gru", mapped, {}) for mapped in MAPPED),
+        *((cell, mapped, {}) for cell in ("lstm", "lstm-projected") for mapped in ("everything", "examples")),
+        ("gru", "examples", {"remat": True}), ("lstm", "everything", {"time_major": False, "reverse": True}),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else x,
+)  # fmt: skip
+def test_vmap_over_devices_of_an_explicit_mesh(monkeypatch, cell, mapped, options):
+    """What is mapped is sharded: each device has its examples, and the weights that go with them."""
+    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 2)
+    in_axes = MAPPED[mapped]
+    mesh = make_mesh(AxisType.Explicit)
+    arguments = make_mapped(cell, in_axes, (len(jax.devices()),))
+    if not options.get("time_major", True):
+        arguments[2], arguments[4] = arguments[2].swapaxes(1, 2), arguments[4].swapaxes(1, 2)
+    sharded = place(mesh, [P() if axis is None else P("data") for axis in in_axes], arguments)
+
+    each = lambda implementation: jax.vmap(with_gradients(cell, implementation, **options), in_axes)  # noqa: E731
+    got, text = compiled(each("triton"), sharded)
+    assert_close(got, jax.jit(each("xla"))(*arguments))
+    for x in jax.tree.leaves(got):
+        assert x.sharding.spec == P("data", *(None,) * (x.ndim - 1))
+    assert "all-gather" not in text
+
+    got, text = compiled(total(cell, "triton", in_axes, **options), sharded)
+    assert_close(got, jax.jit(total(cell, "xla", in_axes, **options))(*arguments))
+    for gradient, axis in zip(got, in_axes[:4], strict=True):
+        for x in jax.tree.leaves(gradient):
+            assert x.sharding.spec == P(axis if axis is None else "data", *(None,) * (x.ndim - 1))
+    assert "all-gather" not in text and (None not in in_axes[:4] or re.search(r" all-reduce(-start)?\(", text))
+
+
+@pytest.mark.parametrize(
+    ("models", "spec"),
+    [
+        *((models, P("data", "agents")) for models in ("outer", "inner", None)), ("inner", P("data")),
+        ("outer", P(None, "agents")),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nested_vmap_over_devices_of_an_explicit_mesh(models, spec):
+    """Weights are shared, or one for each index of one of the two axes, on the devices that have it."""
+    mesh = make_mesh(AxisType.Explicit, ("data", "agents"))
+    shape = tuple(mesh.shape.values())
+    kept = {"outer": ((0,), spec[:1]), "inner": ((1,), spec[1:]), None: ((), ())}[models]
+    own = (0, 0, 0, 0, 0)
+    outer, inner = (own if models == which else MAPPED["examples"] for which in ("outer", "inner"))
+    _, carry, xs, _, resets = make_mapped("gru", own, shape)
+    params, _, _, reset_state, _ = make_mapped("gru", own, tuple(shape[k] for k in kept[0]))
+    arguments = params, carry, xs, reset_state, resets
+    sharded = place(mesh, (P(*kept[1]), spec, spec, P(*kept[1]), spec), arguments)
+    each = lambda implementation: jax.vmap(jax.vmap(with_gradients("gru", implementation), inner), outer)  # noqa: E731
+    got, text = compiled(each("triton"), sharded)
+    assert_close(got, jax.jit(each("xla"))(*arguments))
+    lead = (*spec, None)[:2]
+    for x in jax.tree.leaves(got):
+        assert x.sharding.spec == P(*lead, *(None,) * (x.ndim - 2))
+    assert "all-gather" not in text
+
+
+def test_vmap_over_devices_of_an_explicit_mesh_with_arrays_made_inside():
+    mesh = make_mesh(AxisType.Explicit)
+    params, _, xs, *_ = make_mapped("gru", MAPPED["examples"], (len(jax.devices()),))
+
+    def run(implementation, params, x):
+        resets = jnp.zeros((T, 2), bool).at[2].set(True)
+        carry, state = jnp.zeros((2, H)), jnp.ones((H,))
+        return jaxrnn.gru(
+            params, carry, x, resets=resets, reset_state=state, precision="highest", implementation=implementation
+        )[1]
+
+    each = lambda implementation: jax.vmap(functools.partial(run, implementation), (None, 0))  # noqa: E731
+    sharded = place(mesh, (P(), P("data")), (params, xs))
+    want = jax.jit(each("xla"))(params, xs)
+    for call in (each("triton"), jax.jit(each("triton"))):
+        got = call(*sharded)
+        assert_close(got, want)
+        assert got.sharding.spec == P("data", None, None, None)
+
+
+def test_vmap_of_both_directions_over_devices_of_an_explicit_mesh():
+    mesh = make_mesh(AxisType.Explicit)
+    params, carry, xs, _, resets = make_mapped("gru", MAPPED["examples"], (len(jax.devices()),))
+
+    def both(implementation, params, carry, xs, resets):
+        other = jax.tree.map(lambda x: 0.5 - x, params)
+        pair = recurrent.bidirectional_gru(
+            (params, other), (carry, -carry), xs, resets=(resets, resets[::-1]), precision="highest",
+            implementation=implementation,
+        )  # fmt: skip
+        return jnp.sum(jnp.sin(pair[0][1]) * pair[1][1]), pair
+
+    def each(implementation):
+        run = jax.value_and_grad(functools.partial(both, implementation), range(3), has_aux=True)
+        return jax.vmap(run, (None, 0, 0, 0))
+
+    arguments = params, carry, xs, resets
+    got, text = compiled(each("triton"), place(mesh, (P(), P("data"), P("data"), P("data")), arguments))
+    assert_close(got, jax.jit(each("xla"))(*arguments))
+    for x in jax.tree.leaves(got):
+        assert x.sharding.spec == P("data", *(None,) * (x.ndim - 1))
+    assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("mapped", ["everything", "examples"])
+def test_vmap_over_whole_axes_of_an_explicit_mesh_keeps_batches_where_they_are(mapped):
+    mesh = make_mesh(AxisType.Explicit)
+    in_axes = MAPPED[mapped]
+    arguments = make_mapped("gru", in_axes, (3,), batch=(B,))
+    sharded = place(mesh, (P(), P(None, "data"), P(None, None, "data"), P(), P(None, None, "data")), arguments)
+    each = lambda implementation: jax.vmap(with_gradients("gru", implementation), in_axes)  # noqa: E731
+    got, text = compiled(each("triton"), sharded)
+    assert_close(got, jax.jit(each("xla"))(*arguments))
+    ((_, ys), (_, d_carry, d_xs, _)) = got
+    assert ys.sharding.spec == d_xs.sharding.spec == P(None, None, "data", None)
+    assert d_carry.sharding.spec == P(None, "data", None)
+    assert "all-gather" not in text
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_of_examples_that_devices_share_out_the_batch_must_be_whole(gradient):
+    """On an explicit mesh, the axis that `vmap` goes over may be sharded or a batch axis may, and not both."""
+    mesh = make_mesh(AxisType.Explicit, ("data", "agents"))
+    arguments = make_mapped("gru", MAPPED["examples"], (mesh.shape["data"],), batch=(B,))
+    state, sequence = P("data", "agents"), P("data", None, "agents")
+    sharded = place(mesh, (P(), state, sequence, P(), sequence), arguments)
+    run = with_gradients("gru", "triton") if gradient else functools.partial(loss, "gru", "triton")
+    with pytest.raises(NotImplementedError, match=r'under vmap.*one jax\.shard_map over both.*implementation="xla"'):
+        jax.jit(jax.vmap(run, MAPPED["examples"]))(*sharded)
+
+
 def test_sequences_of_an_explicit_mesh_must_be_whole():
     params, carry, xs, *_ = make_arguments("gru")
     xs = jax.device_put(xs.repeat(8, axis=0), NamedSharding(make_mesh(AxisType.Explicit), P("data")))
     with pytest.raises(NotImplementedError, match=r"whole sequences and features on a device.*jax\.reshard"):
         jaxrnn.gru(params, carry, xs, implementation="triton")
-
-
-def compiled(function, arguments):
-    """The results of a jitted call, and the program that XLA made."""
-    program = jax.jit(function).lower(*arguments).compile()
-    return program(*arguments), program.as_text()
 
 
 @pytest.mark.parametrize(
