@@ -37,6 +37,8 @@ TEST := $(VENV)/.installed-test-$(ACCEL)
 LATEST = $(VENV)-latest-$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PYTEST := -m pytest -n logical --maxprocesses $(WORKERS) $(ARGS)
 
+CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
+
 .PHONY: help demo test lint format types test-versions test-latest resolve clean
 .DEFAULT_GOAL := help
 
@@ -81,7 +83,7 @@ test-versions: $(VENV)-triton-$(TRITON_LOWEST)/.installed $(VENV)-triton-$(TRITO
 
 # Without PyTorch and Triton. Each Python has its own environment, and each run takes what is newest then.
 test-latest:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
+	@$(CHECK_PYTHON)
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 12) and print("Python 3.11 ends at JAX 0.10, which is what this run takes.", \
 		"For the newest name a newer one: make test-latest PYTHON=python3.12")'
 	$(PYTHON) -m venv $(LATEST)
@@ -97,7 +99,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
+	@$(CHECK_PYTHON)
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/pip install -q --upgrade pip
 

@@ -35,11 +35,12 @@ def _copy(buffer, ptr, col, in_range, N: gl.constexpr):
 def _terms(x_buffer, dy_buffer, weight_ptr, mean, rstd, col, within, N: gl.constexpr, BLOCK: gl.constexpr,
            CENTERED: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
     """dy, dy * weight, and x normalized, of a chunk."""
-    # what lies there past the end of a row, or past the last one, may be no number
-    x = gl.where((col < N) & within, x_buffer.load(LAYOUT).to(gl.float32), 0.0)
-    dy = gl.where((col < N) & within, dy_buffer.load(LAYOUT).to(gl.float32), 0.0)
+    x = x_buffer.load(LAYOUT).to(gl.float32)
     if CENTERED:
         x = x - mean
+    # what lies there past the end of a row, or past the last one, may be no number
+    x = gl.where((col < N) & within, x, 0.0)
+    dy = gl.where((col < N) & within, dy_buffer.load(LAYOUT).to(gl.float32), 0.0)
     if weight_ptr is None:
         a = dy
     else:
