@@ -380,42 +380,6 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
     return results, [0] * len(results)
 
 
-def _norm_axes(name: str, rank: int) -> tuple[str, ...]:
-    """The name of each axis of an array of `launch_norm`."""
-    if name in NORM_WEIGHTS + NORM_WEIGHT_GRADS:
-        return ("models", "columns")
-    last = () if name in NORM_STATISTICS else ("columns",)
-    return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
-
-
-def _bind_norm(arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-    """Binds `norm_p`, on each device of an explicit mesh for its part of what `vmap` went over."""
-    names, mesh = params["inputs"], None
-    shared: dict[str, Any] = {}
-    for name, x in zip(names, arrays, strict=True):
-        sharding = jax.typeof(x).sharding
-        for axis, at in zip(_norm_axes(name, x.ndim), getattr(sharding, "spec", ()), strict=False):
-            if at is not None and axis != "columns":
-                shared.setdefault(axis, at)
-                mesh = sharding.mesh
-    if mesh is None:
-        return norm_p.bind(*arrays, **params)
-
-    rank = arrays[names.index("x")].ndim
-    axes = [_norm_axes(output.name, rank - (output.name in NORM_STATISTICS)) for output in params["outputs"]]
-
-    def run(*arrays: Array) -> list[Array]:
-        results = vary_alike(norm_p.bind(*arrays, **params), arrays)
-        sums = [_mesh_axes(*(at for axis, at in shared.items() if axis not in each)) for each in axes]
-        return [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(results, sums, strict=True)]
-
-    specs = tuple(
-        PartitionSpec(*map(shared.get, _norm_axes(name, x.ndim))) for name, x in zip(names, arrays, strict=True)
-    )
-    results = [PartitionSpec(*map(shared.get, each)) for each in axes]
-    return on_each_device(run, mesh, specs, results, tuple(arrays))
-
-
 def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
     """vmap: the new axis joins the rows; where weights are batched, or their gradients sum over rows, the models."""
     names = (*params["inputs"], *(output.name for output in params["outputs"]))
@@ -433,7 +397,7 @@ def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: A
             x = jnp.moveaxis(x, axis, at)
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if new_models else x
 
-    results = _bind_norm(list(map(merge, params["inputs"], arrays, axes)), params)
+    results = norm_p.bind(*map(merge, params["inputs"], arrays, axes), **params)
     if new_models:
         # behind the new axis, if that comes first
         models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
@@ -622,7 +586,10 @@ class _Norms(_Kernels):
         return Launch(problem, device)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        return _norm_axes(name, rank)
+        if name in NORM_WEIGHTS + NORM_WEIGHT_GRADS:
+            return ("models", "columns")
+        last = () if name in NORM_STATISTICS else ("columns",)
+        return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
 
     def shared_out(self, axis: str) -> bool:
         return axis != "columns"

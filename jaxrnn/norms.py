@@ -275,8 +275,18 @@ def _forward(
     if keep:
         outputs += [_bridge.NormOutput(name, jnp.dtype(jnp.float32)) for name in _kept(static)]
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    results = _bridge.launch_norm(static.kind, "fwd", arrays, outputs, epsilon=static.epsilon)
-    return {"total": x} | results
+    return {"total": x} | _launch(static, "fwd", arrays, outputs)
+
+
+def _launch(
+    static: _Static, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NormOutput]
+) -> dict[str, Array]:
+    """Launches a kernel, under `vmap` over axes that devices share out on each for its part."""
+
+    def run(arrays: dict[str, Array | None]) -> dict[str, Array]:
+        return _bridge.launch_norm(static.kind, direction, arrays, outputs, epsilon=static.epsilon)
+
+    return _bridge.on_each_device_of_vmap(run, arrays)
 
 
 def _kept(static: _Static) -> tuple[str, ...]:
@@ -299,7 +309,7 @@ def _norm_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ..
     outputs = [_bridge.NormOutput("dx", total.dtype)]
     outputs += [_bridge.NormOutput(name, f32) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
     arrays = {"dy": dy, "x": total, "dtotal": dtotal if has_residual else None, "weight": weight} | statistics
-    results = _bridge.launch_norm(static.kind, "bwd", arrays, outputs, epsilon=static.epsilon)
+    results = _launch(static, "bwd", arrays, outputs)
     dx = results["dx"]
     dweight, dbias = (
         None if w is None else results[name].astype(w.dtype) for name, w in (("dweight", weight), ("dbias", bias))

@@ -608,6 +608,21 @@ def test_what_comes_in_whole_goes_to_where_x_is(kind, platform):
 
 
 @on_devices
+@every_kind
+def test_nested_vmap_over_devices_of_an_explicit_mesh(kind, platform):
+    mesh = make_mesh(AxisType.Explicit, ("data", "agents"))
+    xs = draw(*mesh.axis_sizes, 3, 16)
+    sharded = jax.device_put(xs, NamedSharding(mesh, P("data", "agents")))
+
+    def gradient(implementation):
+        norm = functools.partial(getattr(jaxrnn, f"{kind}_norm"), implementation=implementation)
+        return jax.jit(jax.grad(lambda xs: jnp.sin(jax.vmap(jax.vmap(norm))(xs)).sum()))
+
+    assert_close(gradient("triton")(sharded), gradient("xla")(xs))
+    assert "all-gather" not in gradient("triton").lower(sharded).compile().as_text()
+
+
+@on_devices
 def test_columns_of_an_explicit_mesh_must_be_whole(monkeypatch, platform):
     x = draw(4, 16)
     sharded = jax.device_put(x, NamedSharding(make_mesh(AxisType.Explicit), P(None, "data")))
