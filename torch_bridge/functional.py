@@ -593,7 +593,7 @@ def _norm(
         dtype = torch.float32
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        eps = torch.finfo(norm_ops.accumulation_dtype(total_dtype)).eps
+        eps = torch.finfo(operators.accumulation_dtype(total_dtype)).eps
     if implementation == "torch":
         normalize = operators.without_autocast(norm_ops.normalize)
         results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)

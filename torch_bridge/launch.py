@@ -41,8 +41,7 @@ def interpreting() -> bool:
 
 
 def compile_kernel(
-    kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, str], capability: int, *, gluon: bool = False,
-    **options: Any,
+    kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, str], capability: int, **options: Any
 ) -> CompiledKernel:  # fmt: skip
     """Compiles a kernel, given the values of its compile-time arguments and the dtypes of its arrays; needs no GPU."""
     signature, attributes = {}, {}
@@ -54,10 +53,15 @@ def compile_kernel(
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = SCALARS[name]
-    source = (GluonASTSource if gluon else ASTSource)(kernel, signature, dict(constants), attributes)
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, dict(constants), attributes)
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options}
     )
+
+
+def registers(num_warps: int, side_by_side: int = 1) -> int:
+    """Of each thread, where a multiprocessor is to have room for so many programs of so many warps."""
+    return min(255, 65536 // (32 * num_warps * side_by_side))
 
 
 def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
@@ -67,6 +71,23 @@ def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
     with torch.cuda.device(ordinal):
         compiled._init_handles()
     return compiled
+
+
+class Arguments:
+    """The arguments of a kernel, in its order, in which a call fills in addresses."""
+
+    def __init__(self, kernel: Any, values: Mapping[str, Any]):
+        self._values = [values.get(name) for name in kernel.arg_names]
+        self._pointers = [
+            (i, name.removesuffix("_ptr")) for i, name in enumerate(kernel.arg_names) if name not in values
+        ]
+
+    def run(self, compiled: CompiledKernel, grid: int, stream: int, addresses: Mapping[str, int]) -> None:
+        """Launches so many programs on a stream, given the address of every array by name."""
+        arguments = self._values.copy()
+        for i, name in self._pointers:
+            arguments[i] = addresses[name]
+        compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 @dataclass(frozen=True)
@@ -113,11 +134,10 @@ class Specialization:
     def compile(self) -> CompiledKernel:
         """Compiles for `capability`; needs no GPU."""
         return compile_kernel(
-            self.kernel, self.constants(), dict(self.dtypes), self.capability, gluon=self.config.variant != "plain",
-            num_warps=self.config.num_warps, num_stages=self.config.num_stages,
-            launch_cooperative_grid=self.cooperative,
+            self.kernel, self.constants(), dict(self.dtypes), self.capability, num_warps=self.config.num_warps,
+            num_stages=self.config.num_stages, launch_cooperative_grid=self.cooperative,
             # all there are: ptxas otherwise aims at several programs side by side and spills
-            maxnreg=min(255, 65536 // (32 * self.config.num_warps)),
+            maxnreg=registers(self.config.num_warps),
         )  # fmt: skip
 
 
@@ -166,14 +186,7 @@ class Launch:
             "items": problem.models * self.tiles, "t_begin": 0, "t_end": problem.steps,
         }  # fmt: skip
         self.grid = self.workers * self.config.splits
-        # arguments in the kernel's order; a call fills in the addresses
-        values = self.scalars | self.specialization.constants()
-        self._arguments = [values.get(name) for name in self.specialization.kernel.arg_names]
-        self._pointers = [
-            (i, name.removesuffix("_ptr"))
-            for i, name in enumerate(self.specialization.kernel.arg_names)
-            if name not in values
-        ]
+        self._arguments = Arguments(self.specialization.kernel, self.scalars | self.specialization.constants())
         self._compiled: dict[int, CompiledKernel] = {}
 
     def load(self, ordinal: int) -> None:
@@ -182,11 +195,7 @@ class Launch:
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""
-        compiled = self._compiled[ordinal]
-        arguments = self._arguments.copy()
-        for i, name in self._pointers:
-            arguments[i] = addresses[name]
-        compiled.run(self.grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        self._arguments.run(self._compiled[ordinal], self.grid, stream, addresses)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
         """Runs in Triton's interpreter on CPU tensors given by name.

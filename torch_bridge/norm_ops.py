@@ -20,11 +20,6 @@ from torch_bridge import operators
 Kind = Literal["rms", "layer"]
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What statistics are computed and saved in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 @functools.cache
 def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
     """Why the kernels cannot run there on arrays of these dtypes and so many columns; None if they can."""
@@ -105,7 +100,7 @@ def normalize(
       dtype: of `y`.
     """
     total = x if residual is None else x + residual
-    wide = total.to(accumulation_dtype(total.dtype))
+    wide = total.to(operators.accumulation_dtype(total.dtype))
     mean = wide.mean(-1) if kind == "layer" else None
     centred = wide if mean is None else wide - mean.unsqueeze(-1)
     rstd = (centred.square().mean(-1) + epsilon).rsqrt()
@@ -173,7 +168,7 @@ def _forward_outputs(
 ) -> dict[str, tuple[Any, torch.dtype]]:
     """Shape and dtype of what the forward operator returns, by name; `(0,)` of what was not asked for."""
     total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    wide = accumulation_dtype(total)
+    wide = operators.accumulation_dtype(total)
     return {
         "y": (x.shape, dtype),
         "total": ((0,) if residual is None else x.shape, total),

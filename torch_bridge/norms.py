@@ -95,12 +95,9 @@ class _Kernel(NamedTuple):
         """What it is compiled for."""
         return self.function, self.constants, self.dtypes, self.num_warps, self.registers
 
-    def arguments(self) -> tuple[list[Any], list[tuple[int, str]]]:
-        """In order, for a call to fill in addresses: at which index that of which array."""
-        values = dict(self.constants) | dict(self.scalars)
-        names = self.function.arg_names
-        pointers = [(i, name.removesuffix("_ptr")) for i, name in enumerate(names) if name not in values]
-        return [values.get(name) for name in names], pointers
+    def arguments(self) -> launch.Arguments:
+        """What it is called with."""
+        return launch.Arguments(self.function, dict(self.constants) | dict(self.scalars))
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
@@ -169,9 +166,8 @@ def _clamp(n: int, low: int, high: int) -> int:
 def _compiled(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     function, constants, dtypes, num_warps, registers = key
     return launch.compile_kernel(
-        function, dict(constants), dict(dtypes), capability, gluon=function is norm_staged.norm_bwd_kernel,
-        num_warps=num_warps, maxnreg=registers,
-    )  # fmt: skip
+        function, dict(constants), dict(dtypes), capability, num_warps=num_warps, maxnreg=registers
+    )
 
 
 @functools.cache
@@ -201,7 +197,7 @@ class Launch:
         }  # fmt: skip
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self.kernels: list[_Kernel] = []
-        self._ready: dict[int, list[tuple[CompiledKernel, int, list[Any], list[tuple[int, str]]]]] = {}
+        self._ready: dict[int, list[tuple[CompiledKernel, int, launch.Arguments]]] = {}
 
         def add(function: Any, grid: int, num_warps: int, side_by_side: int = 1, **more: Any) -> None:
             names = [name for name in function.arg_names if name.endswith("_ptr")]
@@ -214,7 +210,7 @@ class Launch:
                     tuple((name.removesuffix("_ptr"), dtype) for name, dtype in given.items()),
                     tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
                     num_warps,
-                    min(255, 65536 // (32 * num_warps * side_by_side)),
+                    launch.registers(num_warps, side_by_side),
                     grid,
                 )
             )
@@ -245,7 +241,7 @@ class Launch:
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
         self._ready[ordinal] = [
-            (_loaded(k.key, self._capability, ordinal), k.grid, *k.arguments()) for k in self.kernels
+            (_loaded(k.key, self._capability, ordinal), k.grid, k.arguments()) for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:
@@ -254,11 +250,8 @@ class Launch:
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""
-        for compiled, grid, values, pointers in self._ready[ordinal]:
-            arguments = values.copy()
-            for i, name in pointers:
-                arguments[i] = addresses[name]
-            compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+        for compiled, grid, arguments in self._ready[ordinal]:
+            arguments.run(compiled, grid, stream, addresses)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
         """Runs in Triton's interpreter on CPU tensors given by name."""

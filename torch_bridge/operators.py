@@ -58,6 +58,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What is computed and saved beside arrays of this dtype: states, gates, statistics."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def readable(x: Tensor) -> Tensor:
     """`x` as the kernels read it: contiguous, and at a multiple of 16 bytes."""
     x = x.contiguous()

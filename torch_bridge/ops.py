@@ -215,7 +215,7 @@ def _saved_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torc
     `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
     """
     if not kernels:
-        return loops.accumulation_dtype(w_hh.dtype)
+        return operators.accumulation_dtype(w_hh.dtype)
     halves = w_hh.dtype == torch.bfloat16 or (w_hh.dtype == torch.float32 and precision == "tf32")
     return torch.float16 if halves and name != "keep" else torch.float32
 
@@ -285,7 +285,7 @@ def _backward_outputs(
 ) -> dict[str, tuple[Any, torch.dtype]]:
     """The same of the backward operator."""
     groups, steps, batch, hidden = keep.shape
-    wide = loops.accumulation_dtype(w_hh.dtype)
+    wide = operators.accumulation_dtype(w_hh.dtype)
     outputs: dict[str, tuple[Any, torch.dtype]] = {"dxp": ((groups, steps, batch, cell.gates * hidden), w_hh.dtype)}
     if cell is GRU:
         outputs["dhn"] = ((groups, steps, batch, hidden), w_hh.dtype)
