@@ -60,16 +60,21 @@ def test_outputs_and_gradients_are_as_good_as_pytorchs_own(case):
     inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
     want = cases.stack([cases.run_oracle(case, x) for x in inputs])
     with tf32(case.precision is None):
-        got, again, own = (
+        got, again, chosen, chosen_again, own = (
             cases.stack([run(case, x, implementation, DEVICE) for x in inputs])
-            for implementation in ("triton", None, "torch")
+            for implementation in ("triton", "triton", None, None, "torch")
         )
-    if (case.dtype, case.precision) == ("f32", None):  # small products cuBLAS may leave in float32: no yardstick
-        cases.compare(got, want, lambda name: max(2 * oracle.error(own[name], want[name]), TF32))
-    else:
-        cases.check(case, got, own, want)
-    for name in got:
-        np.testing.assert_array_equal(got[name], again[name], err_msg=name)
+    for results in (got, chosen):
+        if (case.dtype, case.precision) == ("f32", None):  # small products cuBLAS may leave in float32: no yardstick
+            cases.compare(results, want, lambda name: max(2 * oracle.error(own[name], want[name]), TF32))
+        else:
+            cases.check(case, results, own, want)
+    same = [(got, again), (chosen, chosen_again)]
+    if case.T > 1:  # of one step, PyTorch's own cell is the default
+        same.append((got, chosen))
+    for one, other in same:
+        for name in got:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 def test_float64_runs_without_kernels():
