@@ -249,10 +249,10 @@ def _run_on_device(
     """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
     x, weight, bias, residual = _bridge.vary_alike((x, weight, bias, residual))
-    rows = x if x.ndim > 1 else x[None]
-    canonical = jax.tree.map(lambda array: array.reshape(1, *rows.shape), (x, residual))
+    lead = (0,) if x.ndim > 1 else (0, 1)  # one model and, of a vector, one row
+    canonical = jax.tree.map(lambda array: jnp.expand_dims(array, lead), (x, residual))
     y, total = _norm(static, *canonical, *jax.tree.map(lambda w: w[None], (weight, bias)))
-    return y.reshape(x.shape), total.reshape(x.shape)
+    return y.squeeze(lead), total.squeeze(lead)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -613,6 +613,18 @@ def _run_on_device(
     return (jnp.where(from_last, first, last), c), (hs, *cs)
 
 
+def _merge_axes(x: Array, start: int, count: int) -> Array:
+    """`count` axes of `x`, from `start` on, as one."""
+    if count == 0:
+        return jnp.expand_dims(x, start)
+    return x.reshape(*x.shape[:start], math.prod(x.shape[start : start + count]), *x.shape[start + count :])
+
+
+def _split_axis(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
+    """An axis of `x` as axes of `sizes`."""
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :]) if sizes else x.squeeze(axis)
+
+
 def _run_canonical(
     cell: cells.Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
@@ -624,19 +636,21 @@ def _run_canonical(
     """
     hidden, rank = states[0].shape[-1], states[0].ndim
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
-    steps = xs.shape[0] if time_major else xs.shape[-2]
-    groups, per_group = (1, math.prod(batch)) if time_major else (math.prod(batch), 1)
+    # the one group, or the one sequence of each, is an axis put in and taken out: a reshape would forget how an axis of
+    # size 1 that `vmap` goes over is sharded
+    one, one_stepped = (0, 0) if time_major else (1, 2)
 
-    def sequence(x: Array, *width: int) -> Array:
-        return x.reshape(groups, steps, per_group, *width)
+    def sequence(x: Array) -> Array:
+        return jnp.expand_dims(_merge_axes(x, int(time_major), len(batch)), one_stepped)
 
     def state(x: Array) -> Array:
-        return jnp.broadcast_to(x, (*batch, hidden)).reshape(groups, per_group, hidden)
+        x = jnp.broadcast_to(x, (*batch, x.shape[-1]))
+        return jnp.expand_dims(_merge_axes(x, 0, len(batch)), one)
 
     def stepped(x: Array) -> Array:
         if x.ndim <= rank:
             x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), 0 if time_major else -2)
-        return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)), hidden)
+        return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)))
 
     if resets is not None and resets.dtype.name not in KERNEL_RESETS:
         resets = resets != 0
@@ -663,13 +677,13 @@ def _run_canonical(
     )
     last, sequences = _recurrence(
         static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),
-        sequence(xs, xs.shape[-1]), None if resets is None else sequence(resets), canonical_reset_states,
-        None if first is None else first.reshape(groups, per_group, -1), in_reverse,
+        sequence(xs), None if resets is None else sequence(resets), canonical_reset_states,
+        None if first is None else state(first), in_reverse,
     )  # fmt: skip
     return (
-        tuple(x.reshape(given.shape).astype(given.dtype) for x, given in zip(last, states, strict=True)),
+        tuple(_split_axis(x.squeeze(one), 0, batch).astype(given.dtype) for x, given in zip(last, states, strict=True)),
         tuple(
-            sequences[name].reshape(*xs.shape[:-1], hidden).astype(given.dtype)
+            _split_axis(sequences[name].squeeze(one_stepped), int(time_major), batch).astype(given.dtype)
             for name, given in zip(cell.states, states, strict=True)
             if name in returned
         ),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from meshes import make_mesh
 
 import jaxrnn
 from jaxrnn import _bridge, recurrent
@@ -27,11 +28,6 @@ def platform(request):
 
 
 T, B, D, H = 5, 8, 3, 6
-
-
-def make_mesh(axis_type, axes=("data",)):
-    count = len(jax.devices())
-    return jax.make_mesh({1: (count,), 2: (count // 2, 2)}[len(axes)], axes, axis_types=(axis_type,) * len(axes))
 
 
 def make_arguments(cell, batch=(B,), seed=0):
@@ -232,9 +228,10 @@ def test_vmap_over_devices_of_an_explicit_mesh(monkeypatch, cell, mapped, option
     ],
     ids=str,
 )  # fmt: skip
-def test_nested_vmap_over_devices_of_an_explicit_mesh(models, spec):
+@pytest.mark.parametrize("last", [1, 2])
+def test_nested_vmap_over_devices_of_an_explicit_mesh(models, spec, last):
     """Weights are shared, or one for each index of one of the two axes, on the devices that have it."""
-    mesh = make_mesh(AxisType.Explicit, ("data", "agents"))
+    mesh = make_mesh(AxisType.Explicit, ("data", "agents"), last)
     shape = tuple(mesh.shape.values())
     kept = {"outer": ((0,), spec[:1]), "inner": ((1,), spec[1:]), None: ((), ())}[models]
     own = (0, 0, 0, 0, 0)
