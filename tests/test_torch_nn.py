@@ -7,7 +7,7 @@ import pickle
 import pytest
 from torch_calls import torch
 
-from torch_bridge import nn
+from torch_bridge import functional, nn
 
 T, B, D, H = 5, 4, 3, 6
 PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM}
@@ -174,6 +174,28 @@ def test_with_resets_every_episode_is_that_of_torch_nn(kind, options, shape, for
     elif ours.batch_first:
         ys = ys.transpose(0, 1)
     assert_same(with_gradients((ys, flat(last)), [*leaves, *ours.parameters()]), want)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@every_stack
+def test_outputs_share_no_memory(kind, options, steps):
+    """What is done in place to one changes no other, as with `torch.nn`."""
+    _, ours = pair(kind, **options)
+    with torch.no_grad():
+        shape = (B, steps, D) if options.get("batch_first") else (steps, B, D)
+        results = flat(ours(torch.randn(shape, dtype=torch.float64)))
+    places = [x.untyped_storage().data_ptr() for x in results]
+    assert len(set(places)) == len(places)
+
+
+@every_kind
+@pytest.mark.parametrize("steps", [1, 3])
+def test_outputs_of_functions_share_no_memory(kind, steps):
+    module = pair(kind)[0]
+    run = functional.gru if kind == "GRU" else functional.lstm
+    results = flat(run(torch.randn(steps, B, D, dtype=torch.float64), None, *module.all_weights[0]))
+    places = [x.untyped_storage().data_ptr() for x in results]
+    assert len(set(places)) == len(places)
 
 
 @every_kind
