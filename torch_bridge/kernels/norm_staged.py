@@ -1,8 +1,8 @@
 """The backward pass of `torch_bridge.kernels.norm` for wide rows, in Gluon: rows in shared memory, sums in registers.
 
-A program copies a row of x and of dy to shared memory, in chunks, and every thread reads what it copied itself. While
-it computes dx of one row it has the next one copied to where it has just read, so that memory never rests. The sums for
-weight and bias, float32, take the registers that the row left free.
+A program copies rows of x and of dy to shared memory, in chunks, as many ahead as fit there: where it has just read a
+chunk for the last time it has the next one copied to, so that memory never rests, also where a row fits but once. The
+sums for weight and bias, float32, take the registers that the row left free.
 """
 
 import triton.experimental.gluon.language as gl
@@ -19,97 +19,88 @@ def _append(items, item):
 
 
 @gluon.jit
-def _load_vector(ptr, col, N: gl.constexpr, BLOCK: gl.constexpr):
-    if N % BLOCK == 0:
-        return gl.load(ptr + col).to(gl.float32)
+def _load(ptr, chunk: gl.constexpr, cols, N: gl.constexpr, BLOCK: gl.constexpr, row=0):
+    """A chunk of a row, as a tuple of one; of an array that is not there as one of none."""
+    col = chunk * BLOCK + cols
+    if ptr is None:
+        return ()
+    elif N % BLOCK == 0:
+        return (gl.load(ptr + row * N + col),)
     else:
-        return gl.load(ptr + col, mask=col < N, other=0.0).to(gl.float32)
+        return (gl.load(ptr + row * N + col, mask=col < N, other=0.0),)
 
 
 @gluon.jit
-def _copy(buffer, ptr, col, in_range, N: gl.constexpr):
-    _async_load(buffer, ptr + col, mask=(col < N) & in_range)
-
-
-@gluon.jit
-def _terms(x_buffer, dy_buffer, weight_ptr, mean, rstd, col, within, N: gl.constexpr, BLOCK: gl.constexpr,
-           CENTERED: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """dy, dy * weight, and x normalized, of a chunk."""
-    x = x_buffer.load(LAYOUT).to(gl.float32)
-    if CENTERED:
-        x = x - mean
-    # what lies there past the end of a row, or past the last one, may be no number
-    x = gl.where((col < N) & within, x, 0.0)
-    dy = gl.where((col < N) & within, dy_buffer.load(LAYOUT).to(gl.float32), 0.0)
-    if weight_ptr is None:
-        a = dy
-    else:
-        a = dy * _load_vector(weight_ptr, col, N, BLOCK)
-    return dy, a, x * rstd
-
-
-@gluon.jit
-def _copy_row(xs, dys, x_ptr, dy_ptr, cols, in_range, N: gl.constexpr, BLOCK: gl.constexpr):
-    for c in gl.static_range(len(xs)):
-        _copy(xs[c], x_ptr, c * BLOCK + cols, in_range, N)
-        _copy(dys[c], dy_ptr, c * BLOCK + cols, in_range, N)
+def _copy_chunk(xs, dys, slot, x_ptr, dy_ptr, row, end, chunk: gl.constexpr, cols, N: gl.constexpr,
+                BLOCK: gl.constexpr):  # fmt: skip
+    col = chunk * BLOCK + cols
+    mask = (col < N) & (row < end)
+    _async_load(xs.index(slot), x_ptr + row * N + col, mask=mask)
+    _async_load(dys.index(slot), dy_ptr + row * N + col, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _differentiate_row(
-    xs, dys, dweight, dbias, x_ptr, dy_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, row, next_row, end,
-    cols, N: gl.constexpr, BLOCK: gl.constexpr, CENTERED: gl.constexpr, IN_PLACE: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """The dx of a row in `xs` and `dys`, and its part of the sums; with IN_PLACE the next row is copied there."""
-    within = row < end
-    rstd = gl.load(rstd_ptr + row, mask=within, other=0.0)
-    mean = rstd
+def _statistics(mean_ptr, rstd_ptr, row, CENTERED: gl.constexpr):
+    rstd = gl.load(rstd_ptr + row)
+    return gl.load(mean_ptr + row) if CENTERED else rstd, rstd
+
+
+@gluon.jit
+def _terms(xs, dys, slot, weights, mean, rstd, chunk: gl.constexpr, cols, N: gl.constexpr, BLOCK: gl.constexpr,
+           CENTERED: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
+    """dy, dy * weight, and x normalized, of a chunk."""
+    x = xs.index(slot).load(LAYOUT).to(gl.float32)
+    dy = dys.index(slot).load(LAYOUT).to(gl.float32)
     if CENTERED:
-        mean = gl.load(mean_ptr + row, mask=within, other=0.0)
-    sum_a = gl.zeros([BLOCK], gl.float32, LAYOUT)
-    sum_ax = gl.zeros([BLOCK], gl.float32, LAYOUT)
-    new_dweight = ()
-    new_dbias = ()
-    for c in gl.static_range(len(xs)):
-        col = c * BLOCK + cols
-        dy, a, normalized = _terms(xs[c], dys[c], weight_ptr, mean, rstd, col, within, N, BLOCK, CENTERED, LAYOUT)
-        sum_ax += a * normalized
-        if CENTERED:
-            sum_a += a
-        if len(dweight) > 0:
-            new_dweight = _append(new_dweight, dweight[c] + dy * normalized)
-        if len(dbias) > 0:
-            new_dbias = _append(new_dbias, dbias[c] + dy)
-    mean_ax = gl.sum(sum_ax, 0) / N
-    mean_a = gl.sum(sum_a, 0) / N if CENTERED else rstd
-    for c in gl.static_range(len(xs)):
-        col = c * BLOCK + cols
-        _, a, normalized = _terms(xs[c], dys[c], weight_ptr, mean, rstd, col, within, N, BLOCK, CENTERED, LAYOUT)
-        if IN_PLACE:
-            _copy(xs[c], x_ptr + next_row * N, col, next_row < end, N)
-            _copy(dys[c], dy_ptr + next_row * N, col, next_row < end, N)
-        dx = a - normalized * mean_ax
-        if CENTERED:
-            dx -= mean_a
-        dx *= rstd
-        if dtotal_ptr is not None:
-            dx += gl.load(dtotal_ptr + row * N + col, mask=(col < N) & within, other=0.0).to(gl.float32)
-        gl.store(dx_ptr + row * N + col, dx.to(dx_ptr.dtype.element_ty), mask=(col < N) & within)
-    if IN_PLACE:
-        async_copy.commit_group()
-    return new_dweight, new_dbias
+        x = x - mean
+    if N % BLOCK != 0:  # what lies there past the end of a row may be no number
+        within = chunk * BLOCK + cols < N
+        x = gl.where(within, x, 0.0)
+        dy = gl.where(within, dy, 0.0)
+    a = dy
+    if len(weights) > 0:
+        a = dy * weights[0].to(gl.float32)
+    return dy, a, x * rstd
+
+
+@gluon.jit
+def _add(sums, chunk: gl.constexpr, term):
+    """`sums`, if any, with `term` added to that of a chunk."""
+    added = ()
+    for c in gl.static_range(len(sums)):
+        added = _append(added, sums[c] + term if c == chunk else sums[c])
+    return added
+
+
+@gluon.jit
+def _mean(total, N: gl.constexpr):
+    return gl.sum(total, 0) / N
+
+
+@gluon.jit
+def _store_dx(dx_ptr, dtotals, row, a, normalized, rstd, mean_a, mean_ax, chunk: gl.constexpr, cols, N: gl.constexpr,
+              BLOCK: gl.constexpr, CENTERED: gl.constexpr):  # fmt: skip
+    col = chunk * BLOCK + cols
+    dx = a - normalized * mean_ax
+    if CENTERED:
+        dx -= mean_a
+    dx *= rstd
+    if len(dtotals) > 0:
+        dx += dtotals[0].to(gl.float32)
+    gl.store(dx_ptr + row * N + col, dx.to(dx_ptr.dtype.element_ty), mask=col < N)
 
 
 @gluon.jit(do_not_specialize=["R", "tiles", "programs"])
 def norm_bwd_kernel(
     dy_ptr, x_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_weight_ptr, partial_bias_ptr,
     R, tiles, programs, N: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, CENTERED: gl.constexpr,
-    OPAQUE: gl.constexpr, STAGES: gl.constexpr,
+    OPAQUE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.norm.norm_bwd_kernel`; BLOCK_R is 1 and BLOCK_N a chunk.
 
-    With two STAGES the next row comes to other buffers, from the start of a row on; with one as chunks become free.
+    SLOTS chunks of x and of dy wait in shared memory: those of the row that is computed, and those that follow. A turn
+    takes the dx of a chunk, has the next one copied in its place, and adds up the same chunk of the row after.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_N // (32 * gl.num_warps())], [32], [gl.num_warps()], [0])
     CHUNKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -121,48 +112,74 @@ def norm_bwd_kernel(
     cols = gl.arange(0, BLOCK_N, LAYOUT)
     end = (model + 1) * R
     row = model * R + program
-    xs = ()
-    dys = ()
-    other_xs = ()
-    other_dys = ()
+    first = 0
     dweight = ()
     dbias = ()
-    for _ in gl.static_range(CHUNKS):  # buffers of their own: between those of one the compiler would put barriers
-        xs = _append(xs, gl.allocate_shared_memory(x_ptr.dtype.element_ty, [BLOCK_N], FLAT))
-        dys = _append(dys, gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [BLOCK_N], FLAT))
-        if STAGES == 2:
-            other_xs = _append(other_xs, gl.allocate_shared_memory(x_ptr.dtype.element_ty, [BLOCK_N], FLAT))
-            other_dys = _append(other_dys, gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [BLOCK_N], FLAT))
+    for _ in gl.static_range(CHUNKS):
         if partial_weight_ptr is not None:
             dweight = _append(dweight, gl.zeros([BLOCK_N], gl.float32, LAYOUT))
         if partial_bias_ptr is not None:
             dbias = _append(dbias, gl.zeros([BLOCK_N], gl.float32, LAYOUT))
-    _copy_row(xs, dys, x_ptr + row * N, dy_ptr + row * N, cols, row < end, N, BLOCK_N)
-    for _ in range(program, tiles, programs * STAGES):
-        next_row = row + programs
-        if STAGES == 1:
-            async_copy.wait_group(0)
-            dweight, dbias = _differentiate_row(
-                xs, dys, dweight, dbias, x_ptr, dy_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, row,
-                next_row, end, cols, N, BLOCK_N, CENTERED, True, LAYOUT,
+    xs = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [SLOTS, BLOCK_N], FLAT)
+    dys = gl.allocate_shared_memory(dy_ptr.dtype.element_ty, [SLOTS, BLOCK_N], FLAT)
+    for s in gl.static_range(SLOTS):
+        _copy_chunk(xs, dys, s, x_ptr, dy_ptr, row + s // CHUNKS * programs, end, s % CHUNKS, cols, N, BLOCK_N)
+
+    mean, rstd = _statistics(mean_ptr, rstd_ptr, row, CENTERED)
+    weights = _load(weight_ptr, 0, cols, N, BLOCK_N)
+    sum_a = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
+    sum_ax = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
+    for c in gl.static_range(CHUNKS):
+        next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, N, BLOCK_N)
+        async_copy.wait_group(SLOTS - 1 - c)
+        dy, a, normalized = _terms(xs, dys, c, weights, mean, rstd, c, cols, N, BLOCK_N, CENTERED, LAYOUT)
+        sum_ax += a * normalized
+        sum_a += a
+        dweight = _add(dweight, c, dy * normalized)
+        dbias = _add(dbias, c, dy)
+        weights = next_weights
+    mean_ax = _mean(sum_ax, N)
+    mean_a = _mean(sum_a, N) if CENTERED else mean_ax
+
+    for _ in range(program, tiles - programs, programs):
+        next_mean, next_rstd = _statistics(mean_ptr, rstd_ptr, row + programs, CENTERED)
+        sum_a = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
+        sum_ax = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
+        for c in gl.static_range(CHUNKS):
+            # on their way while this chunk is computed
+            next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, N, BLOCK_N)
+            dtotals = _load(dtotal_ptr, c, cols, N, BLOCK_N, row)
+            slot = (first + c) % SLOTS
+            _, a, normalized = _terms(xs, dys, slot, weights, mean, rstd, c, cols, N, BLOCK_N, CENTERED, LAYOUT)
+            ahead = row + (c + SLOTS) // CHUNKS * programs
+            _copy_chunk(xs, dys, slot, x_ptr, dy_ptr, ahead, end, (c + SLOTS) % CHUNKS, cols, N, BLOCK_N)
+            _store_dx(
+                dx_ptr, dtotals, row, a, normalized, rstd, mean_a, mean_ax, c, cols, N, BLOCK_N, CENTERED
             )  # fmt: skip
-            row = next_row
-        else:
-            _copy_row(
-                other_xs, other_dys, x_ptr + next_row * N, dy_ptr + next_row * N, cols, next_row < end, N, BLOCK_N
-            )
-            async_copy.wait_group(1)
-            dweight, dbias = _differentiate_row(
-                xs, dys, dweight, dbias, x_ptr, dy_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, row,
-                next_row, end, cols, N, BLOCK_N, CENTERED, False, LAYOUT,
+            async_copy.wait_group(SLOTS - CHUNKS)
+            slot = (first + CHUNKS + c) % SLOTS
+            dy, a, normalized = _terms(
+                xs, dys, slot, weights, next_mean, next_rstd, c, cols, N, BLOCK_N, CENTERED, LAYOUT
             )  # fmt: skip
-            row = next_row + programs
-            _copy_row(xs, dys, x_ptr + row * N, dy_ptr + row * N, cols, row < end, N, BLOCK_N)
-            async_copy.wait_group(1)
-            dweight, dbias = _differentiate_row(
-                other_xs, other_dys, dweight, dbias, x_ptr, dy_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr,
-                next_row, row, end, cols, N, BLOCK_N, CENTERED, False, LAYOUT,
-            )  # fmt: skip
+            sum_ax += a * normalized
+            sum_a += a
+            dweight = _add(dweight, c, dy * normalized)
+            dbias = _add(dbias, c, dy)
+            weights = next_weights
+        mean_ax = _mean(sum_ax, N)
+        mean_a = _mean(sum_a, N) if CENTERED else mean_ax
+        mean = next_mean
+        rstd = next_rstd
+        first = (first + CHUNKS) % SLOTS
+        row += programs
+
+    for c in gl.static_range(CHUNKS):
+        next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, N, BLOCK_N)
+        dtotals = _load(dtotal_ptr, c, cols, N, BLOCK_N, row)
+        slot = (first + c) % SLOTS
+        _, a, normalized = _terms(xs, dys, slot, weights, mean, rstd, c, cols, N, BLOCK_N, CENTERED, LAYOUT)
+        _store_dx(dx_ptr, dtotals, row, a, normalized, rstd, mean_a, mean_ax, c, cols, N, BLOCK_N, CENTERED)
+        weights = next_weights
     async_copy.wait_group(0)
     at = (model * programs + program) * N
     for c in gl.static_range(CHUNKS):
