@@ -47,17 +47,30 @@ class Clock:
     method: str
 
 
-def jax_clock(run: Callable[[], Any]) -> Clock:
-    """Calls enqueued back to back, one synchronisation: dispatch overlaps, unless it is what takes longest."""
+def jax_clock(run: Callable[[], Any], turns: Callable[[], Any] | None = None, count: int = 1) -> Clock:
+    """Calls enqueued back to back, one synchronisation: dispatch overlaps, unless it is what takes longest.
+
+    Args:
+      run: one pass.
+      turns: `count` passes in one program, for passes that are shorter than their dispatch; None: `run`.
+      count: how many passes a call of `turns` makes.
+    """
+    turns = turns or run
 
     def batch(calls: int) -> float:
+        programs = -(-calls // count)
         began = time.perf_counter()
-        for _ in range(calls):
-            result = run()
+        for _ in range(programs):
+            result = turns()
         jax.block_until_ready(result)
+        return (time.perf_counter() - began) * calls / (programs * count)
+
+    def single() -> float:
+        began = time.perf_counter()
+        jax.block_until_ready(run())
         return time.perf_counter() - began
 
-    return Clock(batch, lambda: batch(1), "jitted calls, enqueued")
+    return Clock(batch, single, "jitted calls, enqueued" + (f", of {count} passes in a loop" if count > 1 else ""))
 
 
 REPLAYS = "CUDA graph replays, CUDA events"

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -269,6 +270,50 @@ def test_what_replays_graphs_of_its_own_is_checked_as_it_is_timed():
     calls.clear()
     row = harness.check(flax, harness.Ready(run, built.canonical, own_graphs=True), truth)
     assert isinstance(row, Row) and row.status == "wrong" and len(calls) == 3
+
+
+DOT = r" dot\(| custom-call\(.*matmul"
+
+
+@pytest.mark.parametrize("name", ["jaxrnn-xla", "flax", "hoisted-scan"])
+def test_passes_in_a_loop_do_everything_every_time(name):
+    """Not what XLA could move out of it, as input projections are without a loop through the weights."""
+    inputs, truth = numbers_and_truth(TINY[0])
+    provider = providers.PROVIDERS[name]
+    built = provider.build(TINY[0], inputs)
+    many = harness.compile_loop(built, 3)
+    checked = harness.check(provider, harness.Ready(many, built.canonical), truth)
+    assert not isinstance(checked, Row), checked.reason
+    once = built.jitted.lower(*built.args).compile().as_text()
+    before, entry = many.func.as_text().split("ENTRY ")
+    assert not re.search(DOT, entry) and "while(" in entry
+    assert len(re.findall(DOT, before)) >= len(re.findall(DOT, once)) > 1
+
+
+def test_a_loop_that_is_wrong_is_not_timed(monkeypatch):
+    monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
+    monkeypatch.setattr(harness, "_MOST_PASSES", 3)
+    inputs, truth = numbers_and_truth(TINY[0])
+    provider = providers.PROVIDERS["flax"]
+    prepared, _ = harness.prepare([provider], TINY[0], inputs, harness.FirstCalls(1.0))
+    one = prepared["flax"]
+    clock, *_ = harness.checked_clock(provider, one, truth)
+    assert clock.method == "jitted calls, enqueued, of 3 passes in a loop"
+    wrong = dataclasses.replace(one, loop=lambda _: lambda: jax.tree.map(lambda x: 2 * x, one.run()))
+    row = harness.checked_clock(provider, wrong, truth)
+    assert isinstance(row, Row) and row.status == "wrong"
+
+
+def test_a_clock_of_loops_counts_passes(monkeypatch):
+    now = [0.0]
+
+    def spend(seconds):
+        now[0] += seconds
+        return ()
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    clock = timing.jax_clock(lambda: spend(3.0), lambda: spend(8.0), 4)
+    assert clock.batch(6) == 12.0 and clock.batch(8) == 16.0 and clock.batch(1) == 2.0 and clock.single() == 3.0
 
 
 def test_the_hosts_clock_leaves_out_what_it_waits_for(monkeypatch):

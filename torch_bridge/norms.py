@@ -25,8 +25,8 @@ WIDEST = 2**30
 _KEPT_FORWARD = 32768
 # The same backward, beside float32 sums of the gradients: by kind, and bytes of a number.
 _KEPT_BACKWARD = {("rms", 2): 8192, ("rms", 4): 8192, ("layer", 2): 8192, ("layer", 4): 4096}
-# Wider ones can wait in shared memory while a program has no more sums than this, of gradients of weight and bias, and in
-# so many it has 32 warps.
+# Wider ones wait in shared memory, where a program has no more columns, or sums, than this; up to the second number it
+# has 32 warps.
 _STAGED, _STAGED_LIGHT = 32768, 16384
 # Bytes of a chunk of rows wider than those.
 _CHUNK = 16384
