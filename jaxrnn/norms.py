@@ -235,7 +235,7 @@ def _run_triton(
     arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
     spec = _spec(x)
     if all(axis is None for axis in spec):
-        return run(*arguments)
+        return run(*_bridge.whole(arguments))
     rows, whole = PartitionSpec(*spec), PartitionSpec()
     specs = tuple(
         None if array is None else to for array, to in zip(arguments, (rows, whole, whole, rows), strict=True)

@@ -1,6 +1,7 @@
 """Every shipped configuration compiles for Ampere, Hopper and Blackwell without a GPU, fits, and does not spill."""
 
 import dataclasses
+import itertools
 import pathlib
 import re
 import subprocess
@@ -19,22 +20,28 @@ pytestmark = pytest.mark.compile_only
 DEVICES = {"sm_80": Device(80, 108, 166_912), "sm_90": Device(90, 132, 232_448), "sm_100": Device(100, 148, 232_448)}
 
 
+HIDDEN = (
+    1, 24, 33, 64, 65, 100, 128, 134, 192, 256, 260, 300, 323, 384, 386, 448, 449, 512, 519, 576, 700, 771, 960, 1024,
+    1025, 2048, 4096,
+)  # fmt: skip
+BATCHES = (1, 16, 19, 32, 64, 100, 132, 256, 384, 512, 1024, 2048, 16384)
+
+
 def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[Problem, KernelConfig]]:
     """The tilings that the heuristic picks on a device, each with a problem it is picked for.
 
-    Of hidden sizes with the same tiling, one that the blocks divide and one that they do not stand for all; of reset
-    states the per-step ones, which take the most arrays, and none where a tiling is for the common problem.
+    Of hidden sizes with the same tiling, one that the blocks divide, one that they do not and an odd one stand for all;
+    of reset states the per-step ones, which take the most arrays, and none where a tiling is for the common problem.
     """
     picked = {}
-    for reset_state in ("stepped", "zeros"):
-        for hidden in (1, 24, 64, 100, 128, 192, 256, 300, 384, 448, 512, 576, 700, 1024):
-            for batch in (1, 16, 64, 256, 384, 512, 1024, 2048, 16384):
-                p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
-                c = config.heuristic(p, device)
-                # programs in Gluon have all that the others share with them in their code
-                splits = min(c.splits, 2) if c.variant == "plain" else c.splits
-                tiling = dataclasses.replace(c, splits=splits), hidden % c.block_k == 0
-                picked.setdefault(tiling, (p, c))
+    for reset_state, models, hidden, batch in itertools.product(("stepped", "zeros"), (1, 16), HIDDEN, BATCHES):
+        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
+        p = dataclasses.replace(p, models=models, groups=models)
+        c = config.heuristic(p, device)
+        # programs in Gluon have all that the others share with them in their code
+        splits = min(c.splits, 2) if c.variant == "plain" else c.splits
+        tiling = dataclasses.replace(c, splits=splits), hidden % c.block_k == 0, hidden % 4 == 0
+        picked.setdefault(tiling, (p, c))
     return list(picked.values())
 
 

@@ -604,6 +604,21 @@ def test_what_comes_in_whole_goes_to_where_x_is(kind, platform):
 
 
 @on_devices
+@pytest.mark.parametrize("sharded", ["weight", "residual"])
+@every_kind
+def test_what_is_sharded_goes_to_where_a_whole_x_is(kind, sharded, platform):
+    arguments = [draw(8, 16), draw(16, seed=1), draw(16, seed=2), draw(8, 16, seed=3)]
+    mesh = make_mesh(AxisType.Explicit)
+    specs = [P()] * 4
+    specs[1 if sharded == "weight" else 3] = P("data")
+    placed = [jax.device_put(x, NamedSharding(mesh, to)) for x, to in zip(arguments, specs, strict=True)]
+    got = jax.jit(with_gradients(kind, "triton"))(*placed)
+    assert_close(got, with_gradients(kind, "xla")(*arguments))
+    for gradient, to in zip(got[1], specs, strict=True):
+        assert gradient.sharding.is_equivalent_to(NamedSharding(mesh, to), gradient.ndim)
+
+
+@on_devices
 @pytest.mark.parametrize("last", [1, 2])
 @every_kind
 def test_nested_vmap_over_devices_of_an_explicit_mesh(kind, last, platform):

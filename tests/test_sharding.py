@@ -100,6 +100,22 @@ def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, rem
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_vmap_of_shard_map_shares_out_its_axis(cell, implementation):
+    """With `spmd_axis_name`: seeds over one axis of the mesh, and the batch of each over the other."""
+    mesh = make_mesh(AxisType.Auto, ("data", "seeds"))
+    arguments = make_mapped(cell, MAPPED["everything"], (mesh.shape["seeds"],), batch=(B,))
+    state, sequence = P("data"), P(None, "data")
+    inside = jax.shard_map(
+        functools.partial(loss, cell, implementation, axis="data"), mesh=mesh,
+        in_specs=(P(), state, sequence, P(), sequence), out_specs=(P(), sequence), check_vma=False,
+    )  # fmt: skip
+    got = jax.jit(jax.vmap(jax.value_and_grad(inside, range(4), has_aux=True), spmd_axis_name="seeds"))(*arguments)
+    assert_close(got, jax.jit(jax.vmap(with_gradients(cell, "xla")))(*arguments))
+    assert got[0][1].sharding.spec[0] == "seeds"
+
+
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_pmap(cell):
     count = len(jax.devices())

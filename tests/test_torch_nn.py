@@ -198,6 +198,40 @@ def test_outputs_of_functions_share_no_memory(kind, steps):
     assert len(set(places)) == len(places)
 
 
+@pytest.mark.parametrize("steps", [1, 3])
+@every_stack
+def test_last_states_can_be_changed_in_place(kind, options, steps):
+    _, ours = pair(kind, **options)
+    shape = (B, steps, D) if options.get("batch_first") else (steps, B, D)
+    ys, last = ours(torch.randn(shape, dtype=torch.float64))
+    want = [2 * x.detach() for x in flat(last)]
+    for x in flat(last):
+        x.mul_(2)
+    assert_same([x.detach() for x in flat(last)], want)
+    (ys.sum() + sum(x.sum() for x in flat(last))).backward()
+
+
+@every_kind
+@pytest.mark.parametrize("steps", [1, 3])
+def test_last_states_of_functions_can_be_changed_in_place(kind, steps):
+    module = pair(kind)[0]
+    run = functional.gru if kind == "GRU" else functional.lstm
+    ys, last = run(torch.randn(steps, B, D, dtype=torch.float64), None, *module.all_weights[0])
+    for x in flat(last):
+        x.mul_(2)
+    (ys.sum() + sum(x.sum() for x in flat(last))).backward()
+
+
+@every_kind
+@pytest.mark.parametrize("steps", [1, 3])
+def test_inputs_of_no_width(kind, steps):
+    run, gates = (functional.gru, 3) if kind == "GRU" else (functional.lstm, 4)
+    ys, _ = run(
+        torch.zeros(steps, B, 0), None, torch.zeros(gates * H, 0), torch.ones(gates * H, H), torch.ones(gates * H)
+    )
+    assert ys.shape == (steps, B, H) and ys.all()
+
+
 @every_kind
 def test_dropout_comes_between_layers_in_training_alone(kind):
     plain, ours = pair(kind, num_layers=2, dropout=0.5)

@@ -5,7 +5,7 @@ import itertools
 import math
 
 import pytest
-from torch_calls import torch
+from torch_calls import every_device, moved, torch
 
 from torch_bridge import functional, nn, norm_ops
 
@@ -260,17 +260,20 @@ BACKWARD_OPS = {"rms": norm_ops.rms_norm_backward_op, "layer": norm_ops.layer_no
     "changes", [{}, {"weight": None, "bias": None}, {"residual": None}, {"save": False}, {"dtype": torch.float16}],
     ids=str,
 )  # fmt: skip
+@every_device
 @every_kind
-def test_opcheck(kind, changes):
-    torch.library.opcheck(OPS[kind], arguments(**changes))
+def test_opcheck(kind, device, changes):
+    torch.library.opcheck(OPS[kind], moved(arguments(**changes), device))
 
 
 @pytest.mark.parametrize("weight_gradient", [True, False])
 @pytest.mark.parametrize("bias_gradient", [True, False])
+@every_device
 @every_kind
-def test_opcheck_of_the_gradient(kind, weight_gradient, bias_gradient):
-    x, weight, *_ = (y.detach() for y in arguments()[:4])
-    _, total, mean, rstd = OPS[kind](*arguments())
+def test_opcheck_of_the_gradient(kind, device, weight_gradient, bias_gradient):
+    given = moved(arguments(), device)
+    x, weight, *_ = (y.detach() for y in given[:4])
+    _, total, mean, rstd = OPS[kind](*given)
     mean = mean if kind == "layer" else None
     given = (torch.randn_like(x), total.detach(), torch.randn_like(x), weight, mean, rstd)
     torch.library.opcheck(BACKWARD_OPS[kind], (*given, weight_gradient, bias_gradient))
@@ -570,11 +573,15 @@ WRONG = [
     ({"residual": torch.zeros(5)}, r"residual must be \(3, 5\)"),
     ({"weight": torch.zeros(5, device="meta")}, "weight is on meta and x is on cpu"),
     ({"eps": torch.tensor(1e-5)}, "eps of (rms|layer)_norm must be a number, got Tensor"),
+    ({"eps": True}, "eps of (rms|layer)_norm must be a number, got bool"),
+    ({"eps": "1e-5"}, "eps of (rms|layer)_norm must be a number, got str"),
+    ({"eps": -1e-5}, "eps must be finite and not negative, got -1e-05"),
+    ({"eps": float("inf")}, "eps must be finite and not negative, got inf"),
     ({"implementation": "cudnn"}, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str([*w[0]]) + w[1][:16] for w in WRONG])
+@pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(w[0])[:32] + w[1][:16] for w in WRONG])
 @every_kind
 def test_wrong_arguments(kind, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -6,7 +6,7 @@ import cases
 import oracle
 import pytest
 from cases import Case
-from torch_calls import CELLS, every_cell, run, torch
+from torch_calls import CELLS, every_cell, every_device, moved, run, torch
 
 from torch_bridge import functional, loops, ops
 
@@ -96,11 +96,13 @@ def arguments(cell, dtype=torch.float32, seed=0, **changes):
     return (xp, w_hh, h0, c0, resets, normal(G, T, B, H), normal(G, T, B, H), *options.values())
 
 
-def backward_arguments(cell, **changes):
-    forward = arguments(cell, **changes)
+def backward_arguments(cell, device="cpu", **changes):
+    forward = moved(arguments(cell, **changes), device)
     results = dict(zip(cell_of(cell).returns, op_of(cell)(*forward), strict=True))
     saved = [results[name] for name, _ in cell_of(cell).saved]
-    given = [torch.randn_like(results["hs"]), None] + ([torch.randn(2 * S, B, H)] if cell == "gru" else [None, None])
+    given = [torch.randn_like(results["hs"]), None] + (
+        [torch.randn(2 * S, B, H, device=device)] if cell == "gru" else [None, None]
+    )
     given = given[:1] + given[2:] if cell == "gru" else given
     resets = forward[4]
     tensors = [x.detach() for x in (forward[1], results["hs"], *saved)]
@@ -116,16 +118,18 @@ def op_of(cell):
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "both"])
+@every_device
 @every_cell
-def test_opcheck(cell, order):
-    torch.library.opcheck(op_of(cell), arguments(cell, order=order))
+def test_opcheck(cell, device, order):
+    torch.library.opcheck(op_of(cell), moved(arguments(cell, order=order), device))
     backward = ops.gru_backward_op if cell == "gru" else ops.lstm_backward_op
-    torch.library.opcheck(backward, backward_arguments(cell, order=order))
+    torch.library.opcheck(backward, backward_arguments(cell, device, order=order))
 
 
+@every_device
 @every_cell
-def test_opcheck_where_nothing_is_saved(cell):
-    torch.library.opcheck(op_of(cell), arguments(cell, save=False))
+def test_opcheck_where_nothing_is_saved(cell, device):
+    torch.library.opcheck(op_of(cell), moved(arguments(cell, save=False), device))
 
 
 def close(got, want, bound=1e-5):
@@ -375,12 +379,13 @@ def counting(graphs):
 
 
 @every_cell
-def test_a_compiled_call_is_one_graph_of_any_length(cell):
+def test_a_compiled_call_is_one_graph_of_any_length_and_batch(cell):
     graphs = []
     compiled = torch.compile(lambda *args: loss(cell, *args), backend=counting(graphs), fullgraph=True, dynamic=True)
-    for steps in (7, 11, 5):
+    for steps, batch in ((7, B), (11, B), (5, 6), (9, 2)):
         args = weights(cell)
-        args = (torch.randn(steps, B, D), *args[1:3], torch.rand(steps, B) < 0.4, args[4])
+        states = tuple(torch.randn(batch, H) for _ in args[1])
+        args = (torch.randn(steps, batch, D), states, args[2], torch.rand(steps, batch) < 0.4, args[4])
         inputs = leaves(args)
         got, want = compiled(*args), loss(cell, *args)
         close(got, want)
@@ -430,19 +435,36 @@ def test_precision_follows_torch_and_compiled_code_does(cell, way, matmul):
 
 
 @every_cell
-def test_an_exported_program_runs_on_other_lengths(cell, tmp_path):
+def test_an_exported_program_runs_on_other_lengths_and_batches(cell, tmp_path):
+    program, other = exported(cell)
+    torch.export.save(program, tmp_path / "model.pt2")
+    close(torch.export.load(tmp_path / "model.pt2").module()(*other), call(cell, *other), 0)
+
+
+def exported(cell):
+    """A program for any length and batch, and arguments of others than it was made with."""
+
     class Model(torch.nn.Module):
         def forward(self, xs, states, weights, resets, reset_states):
             return call(cell, xs, states, weights, resets, reset_states)
 
-    args, steps = weights(cell), torch.export.Dim("steps", min=2, max=64)
+    args, (steps, batch) = weights(cell), (torch.export.Dim(name, min=2, max=64) for name in ("steps", "batch"))
     none = torch.utils._pytree.tree_map(lambda _: None, args)
-    shapes = ({0: steps}, *none[1:3], {0: steps}, none[4])
-    program = torch.export.export(Model(), args, dynamic_shapes=shapes)
-    torch.export.save(program, tmp_path / "model.pt2")
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    other = (torch.randn(9, B, D), *args[1:3], torch.rand(9, B) < 0.4, args[4])
-    close(loaded(*other), call(cell, *other), 0)
+    shapes = ({0: steps, 1: batch}, tuple({0: batch} for _ in args[1]), none[2], {0: steps, 1: batch}, none[4])
+    states = tuple(torch.randn(6, H) for _ in args[1])
+    other = (torch.randn(9, 6, D), states, args[2], torch.rand(9, 6) < 0.4, args[4])
+    return torch.export.export(Model(), args, dynamic_shapes=shapes), other
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
+)  # of Inductor
+@every_cell
+def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(cell, tmp_path):
+    with torch.no_grad():
+        program, other = exported(cell)
+        path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+        close(torch._inductor.aoti_load_package(path)(*other), call(cell, *other))
 
 
 @every_cell

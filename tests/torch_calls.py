@@ -11,6 +11,16 @@ from torch_bridge import functional  # noqa: E402  # needs torch
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 CELLS = ("gru", "lstm")
 every_cell = pytest.mark.parametrize("cell", CELLS)
+every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def moved(arguments, device):
+    """`arguments` with copies of their tensors on a device, which take gradients where those do."""
+
+    def move(x):
+        return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
+
+    return tuple(map(move, arguments))
 
 
 def tensor(x, dtype, device="cpu"):

@@ -380,8 +380,8 @@ def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     key = problem.cell, _kind(problem), problem.direction
     by_block = _RESIDENT_WARPS[key] | (_ELSEWHERE_WARPS.get(key, {}) if device.capability != 90 else {})
     warps = by_block.get(block, ())[0 if even else 1 :]
-    if not warps:
-        return []
+    if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.hidden % 4):
+        return []  # the latter spills
     small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
     large = dataclasses.replace(small, block_b=16, num_warps=8)
     if small.shared_memory(problem) > device.shared_memory:
@@ -424,6 +424,10 @@ _HOPPER_TILINGS = {
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
+# Of a hidden size that is no multiple of four, whose rows no loads of several numbers fit, so that addresses take the
+# registers; and how many of these do not spill.
+_UNEVEN_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
+_UNEVEN = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
 # Microseconds of a step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million products.
 # Fitted to 330 timings on an H200, triton 3.6, of B from 8 to 2048 and H from 128 to 1024. Of the tilings that
 # were timed, the cheapest by these figures was the fastest or within 26 % of it; those above were not all timed.
@@ -483,6 +487,16 @@ def _triton() -> tuple[int, ...]:
     return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2])) if names else (sys.maxsize,)
 
 
+def _rows_spill(problem: Problem, block_b: int, splits: int) -> bool:
+    """Whether the backward pass with sequences as rows has too few registers."""
+    gru, scaled = problem.cell == "gru", problem.operand_dtype == "float32"
+    return (
+        (gru and (block_b, splits) == (64, 16))
+        or (scaled and (block_b, splits) == (64, 20) and problem.hidden % 4 != 0)
+        or (gru and scaled and (block_b, splits) == (128, 32) and problem.hidden % 128 != 0 and not problem.common)
+    )
+
+
 def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
     """The same for states too wide for the ways above, and for many sequences."""
     splits = 4 * _cdiv(problem.hidden, 128)
@@ -497,8 +511,8 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
         return []  # spills
     ways: list[tuple[float, KernelConfig]] = []
     for block_b, num_warps, fixed, per_split in _HOPPER_ROWS[problem.cell, problem.direction]:
-        if (problem.cell, problem.direction, block_b, splits) == ("gru", "bwd", 64, 16):
-            continue  # spills
+        if problem.direction == "bwd" and _rows_spill(problem, block_b, splits):
+            continue
         config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="sm90_rows")
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
@@ -506,7 +520,7 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
 
 
 # For hidden sizes beyond what the tilings above can share.
-_WIDEST_TILING = (64, 16, 32, 8, 3)
+_WIDEST_TILING, _WIDEST_UNEVEN_TILING = (64, 16, 32, 8, 3), (64, 16, 16, 8, 2)
 
 
 def widest(device: Device) -> int:
@@ -521,11 +535,14 @@ def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelC
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
-    tilings = _TILINGS[key]
-    if problem.common and device.capability == 90:  # first: of two that cost the same, theirs has more stages
+    uneven = problem.hidden % 4 != 0
+    tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if uneven else _TILINGS[key]
+    if (
+        problem.common and not uneven and device.capability == 90
+    ):  # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
-        tilings = (_WIDEST_TILING,)
+        tilings = (_WIDEST_UNEVEN_TILING if uneven else _WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = _cdiv(problem.hidden, block_h)
         if not 1 < splits <= device.multiprocessors:

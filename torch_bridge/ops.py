@@ -274,10 +274,14 @@ def _readable_resets(resets: Tensor | None) -> Tensor | None:
 def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
     """What a loop gave, in the dtypes and the order that an operator returns it in."""
     found = results._asdict()
-    return tuple(
-        operators.nothing(like, dtype) if shape == (0,) else found[name].to(dtype)
-        for name, (shape, dtype) in returned.items()
-    )
+
+    def given(name: str, shape: Any, dtype: torch.dtype) -> Tensor:
+        if shape == (0,):
+            return operators.nothing(like, dtype)
+        x = found[name].to(dtype)
+        return x.clone() if x._is_view() else x  # autograd lets nobody change a view from inside of it in place
+
+    return tuple(given(name, *output) for name, output in returned.items())
 
 
 def _backward_outputs(
