@@ -336,9 +336,10 @@ def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
         KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="sm90")
         for block_b in (1, 2, 4, 8)
     ]
-    spilling = problem.direction == "bwd" and _kind(problem) == "tf32" and _triton() > (3, 7)
-    if problem.cell == "lstm" and 64 < problem.hidden < 128 and spilling and not problem.common:
-        tilings.pop()
+    if problem.cell == "lstm" and problem.direction == "bwd" and 64 < problem.hidden < 128 and not problem.common:
+        odd = problem.hidden % 4 != 0 and _triton() < (3, 7)
+        if odd if _kind(problem) == "16-bit" else _triton() > (3, 7):
+            tilings.pop()  # spills
     fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
     best = next(fast, tilings[-1])
     return [best, *(c for c in tilings if c != best)]

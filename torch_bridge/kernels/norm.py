@@ -2,7 +2,8 @@
 
 A program has whole rows, BLOCK_R of them, in registers and in the type they have in memory: they are read once, with
 all loads in flight before the first is used, and converted to float32 at each use. Where BLOCK_N is less than a row
-(wide rows, that registers cannot hold) it goes over the row in chunks, twice, the second time mostly from L2.
+(wide rows, that registers cannot hold) it goes over the row in chunks, twice, the second time mostly from L2: whole
+chunks without masks, then what is left of the row with one.
 
 With x^ = (x - mean) * rstd (of RMSNorm: x * rstd), y = x^ * weight + bias and a = dy * weight:
 
@@ -26,10 +27,12 @@ def _again(x, OPAQUE: tl.constexpr):
 
 
 @triton.jit
-def _row_load(ptr, col, N: tl.constexpr):
+def _row_load(ptr, col, N: tl.constexpr, WHOLE: tl.constexpr = False):
     """`[BLOCK_N]` of a vector, 0 past its end; 0 of none."""
     if ptr is None:
         return 0.0
+    elif WHOLE:
+        return tl.load(ptr + col)
     else:
         return tl.load(ptr + col, mask=col < N, other=0.0)
 
@@ -74,6 +77,65 @@ def _inverse_root(x):
 
 
 @triton.jit
+def _mask(mask_r, col, N: tl.constexpr, WHOLE: tl.constexpr):
+    """Which rows there are, and which columns if not the WHOLE chunk."""
+    if WHOLE:
+        return mask_r[:, None]
+    else:
+        return mask_r[:, None] & (col < N)[None, :]
+
+
+@triton.jit
+def _moments_of_chunk(
+    x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, first, cols,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The mean so far, and the squares of differences from it, of RMSNorm from 0, with a further chunk."""
+    col = first + cols
+    mask = _mask(mask_r, col, N, WHOLE)
+    x = _load_sum(x_ptr, residual_ptr, total_ptr, start + col[None, :], mask).to(tl.float32)
+    if CENTERED:  # Chan, Golub, LeVeque 1983: the moments of two parts give those of both
+        count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
+        part = tl.sum(x, 1) / count
+        centered = _centered(x, part, col, N, N if WHOLE else BLOCK_N, CENTERED)
+        away = part - mean
+        mean += away * (count / (first + count))
+        # in this order: of a large mean the square is infinite, and the first part's must be nothing
+        squares += tl.sum(centered * centered, 1) + away * (away * (count * first / (first + count)))
+    else:
+        squares += tl.sum(x * x, 1)
+    return mean, squares
+
+
+@triton.jit
+def _normalize_chunk(
+    read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    col = first + cols
+    mask = _mask(mask_r, col, N, WHOLE)
+    x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
+    y = _centered(x, mean, col, N, N if WHOLE else BLOCK_N, CENTERED) * rstd[:, None]
+    y = _scale(y, weight_ptr, _row_load(weight_ptr, col, N, WHOLE))
+    y = _shift(y, bias_ptr, _row_load(bias_ptr, col, N, WHOLE))
+    tl.store(y_ptr + start + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _terms_of_chunk(
+    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The product dy * weight, and x less its mean."""
+    col = first + cols
+    mask = _mask(mask_r, col, N, WHOLE)
+    x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
+    dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
+    a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N, WHOLE))
+    return a, _centered(x, mean, col, N, N if WHOLE else BLOCK_N, CENTERED)
+
+
+@triton.jit
 def _centered(x, mean, col, N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr):
     """`x - mean` in float32, 0 past the end of a row; x itself of RMSNorm."""
     x = x.to(tl.float32)
@@ -106,6 +168,7 @@ def norm_fwd_kernel(
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
     bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + model * N
     cols = tl.arange(0, BLOCK_N)
+    LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where a part of a chunk is
     mean = tl.zeros([BLOCK_R], tl.float32)
     if BLOCK_N >= N:
         mask = mask_r[:, None] & (cols < N)[None, :]
@@ -120,31 +183,27 @@ def norm_fwd_kernel(
         y = _shift(y, bias_ptr, _row_load(bias_ptr, cols, N))
         tl.store(y_ptr + start + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
     else:
-        squares = tl.zeros([BLOCK_R], tl.float32)  # of differences from the mean so far
-        for first in range(0, N, BLOCK_N):
-            col = first + cols
-            mask = mask_r[:, None] & (col < N)[None, :]
-            x = _load_sum(x_ptr, residual_ptr, total_ptr, start + col[None, :], mask).to(tl.float32)
-            if CENTERED:  # Chan, Golub, LeVeque 1983: the moments of two parts give those of both
-                count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
-                part = tl.sum(x, 1) / count
-                centered = _centered(x, part, col, N, BLOCK_N, CENTERED)
-                away = part - mean
-                mean += away * (count / (first + count))
-                # in this order: of a large mean the square is infinite, and the first part's must be nothing
-                squares += tl.sum(centered * centered, 1) + away * (away * (count * first / (first + count)))
-            else:
-                squares += tl.sum(x * x, 1)
+        squares = tl.zeros([BLOCK_R], tl.float32)
+        for first in range(0, LAST, BLOCK_N):
+            mean, squares = _moments_of_chunk(
+                x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, first, cols, N, BLOCK_N, CENTERED, True
+            )
+        if LAST < N:
+            mean, squares = _moments_of_chunk(
+                x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, LAST, cols, N, BLOCK_N, CENTERED, False
+            )
         rstd = _inverse_root(_mean(squares, N) + epsilon)
         read_ptr = x_ptr if residual_ptr is None else total_ptr  # a thread reads what it wrote itself
-        for first in range(0, N, BLOCK_N):
-            col = first + cols
-            mask = mask_r[:, None] & (col < N)[None, :]
-            x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
-            y = _centered(x, mean, col, N, BLOCK_N, CENTERED) * rstd[:, None]
-            y = _scale(y, weight_ptr, _row_load(weight_ptr, col, N))
-            y = _shift(y, bias_ptr, _row_load(bias_ptr, col, N))
-            tl.store(y_ptr + start + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
+        for first in range(0, LAST, BLOCK_N):
+            _normalize_chunk(
+                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols, N, BLOCK_N, CENTERED,
+                True,
+            )  # fmt: skip
+        if LAST < N:
+            _normalize_chunk(
+                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, LAST, cols, N, BLOCK_N, CENTERED,
+                False,
+            )  # fmt: skip
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=mask_r)
     if rstd_ptr is not None:
@@ -193,6 +252,7 @@ def norm_bwd_kernel(
     program = tl.program_id(0) % programs
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
     cols = tl.arange(0, BLOCK_N)
+    LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where a part of a chunk is
     nth = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     if BLOCK_N >= N:
         mask_n = (cols < N)[None, :]
@@ -242,26 +302,36 @@ def norm_bwd_kernel(
             mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED)
             mean_a = tl.zeros([BLOCK_R], tl.float32)
             mean_ax = tl.zeros([BLOCK_R], tl.float32)
-            for first in range(0, N, BLOCK_N):
-                col = first + cols
-                mask = mask_r[:, None] & (col < N)[None, :]
-                x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
-                dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
-                a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
+            for first in range(0, LAST, BLOCK_N):
+                a, centered = _terms_of_chunk(
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, True
+                )
                 mean_a += tl.sum(a, 1)
-                mean_ax += tl.sum(a * _centered(x, mean, col, N, BLOCK_N, CENTERED), 1)
+                mean_ax += tl.sum(a * centered, 1)
+            if LAST < N:
+                a, centered = _terms_of_chunk(
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, LAST, cols, N, BLOCK_N, CENTERED, False
+                )
+                mean_a += tl.sum(a, 1)
+                mean_ax += tl.sum(a * centered, 1)
             mean_a /= N
             mean_ax = mean_ax * rstd / N
-            for first in range(0, N, BLOCK_N):
-                col = first + cols
-                mask = mask_r[:, None] & (col < N)[None, :]
-                x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
-                dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
-                a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N))
-                normalized = _centered(x, mean, col, N, BLOCK_N, CENTERED) * rstd[:, None]
-                _store_dx(
-                    dx_ptr, dtotal_ptr, start + col[None, :], mask, a, normalized, mean_a, mean_ax, rstd, N, CENTERED
+            for first in range(0, LAST, BLOCK_N):
+                a, centered = _terms_of_chunk(
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, True
                 )
+                _store_dx(
+                    dx_ptr, dtotal_ptr, start + (first + cols)[None, :], mask_r[:, None], a, centered * rstd[:, None],
+                    mean_a, mean_ax, rstd, N, CENTERED,
+                )  # fmt: skip
+            if LAST < N:
+                a, centered = _terms_of_chunk(
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, LAST, cols, N, BLOCK_N, CENTERED, False
+                )
+                _store_dx(
+                    dx_ptr, dtotal_ptr, start + (LAST + cols)[None, :], _mask(mask_r, LAST + cols, N, False), a,
+                    centered * rstd[:, None], mean_a, mean_ax, rstd, N, CENTERED,
+                )  # fmt: skip
             nth += programs.to(tl.int64) * BLOCK_R
 
 
