@@ -372,8 +372,9 @@ def compile_program(case: NormCase, provider: Provider, clock: Clock) -> Any:
     """Compiled by XLA, from shapes alone."""
     assert provider.function is not None
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[case.dtype]
-    rows = jax.ShapeDtypeStruct((case.rows, case.columns), dtype)
-    parameters = [jax.ShapeDtypeStruct((case.columns,), dtype) for _ in case.parameters]
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where arrays made by PyTorch are, of several GPUs
+    rows = jax.ShapeDtypeStruct((case.rows, case.columns), dtype, sharding=place)
+    parameters = [jax.ShapeDtypeStruct((case.columns,), dtype, sharding=place) for _ in case.parameters]
     return jax.jit(program(case, provider.function(case), clock)).lower(rows, rows, *parameters).compile()
 
 

@@ -901,7 +901,31 @@ def test_kernels_of_the_suite_norm_compile():
         assert all(Launch(problem, Device()).compile() for problem in problems)
 
 
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda", marks=pytest.mark.several_gpus)],
+)
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_programs_of_the_suite_norm_take_arrays_of_pytorch(direction, place):
+    """With several devices too, of which these are on one."""
+    import torch
+
+    from benchmarks import norms
+
+    case = norms.NormCase("rms", direction, "f32", 6, 5)
+    provider = next(provider for provider in norms.ALL if provider.name == "xla")
+    clock = norms.HostClock()
+    shapes = {"x": (6, 5), "dy": (6, 5)} | dict.fromkeys(case.parameters, (5,))
+    arrays = {name: torch.ones(shape, device=place) for name, shape in shapes.items()}
+    programs = {(provider.name, case): norms.compile_program(case, provider, clock)}
+    assert len(jax.devices()) > 1
+    results = norms._call(case, provider, arrays, programs, clock)()
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(results))
+
+
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of Inductor, for whoever imports it first
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # Inductor would like them
 def test_norms_on_the_gpu_are_checked_and_timed():
     from benchmarks import norms
 
