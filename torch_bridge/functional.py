@@ -66,8 +66,8 @@ def gru(
         products are PyTorch's own, and go by its settings.
       implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
         operations that autograd sees: slow, any derivative of any order), or None: the kernels where they can run,
-        elsewhere the loop in PyTorch operations, as one operator; a single step of an eager call in float32 is
-        PyTorch's own cell, which takes the host less time. A name works or raises.
+        elsewhere the loop in PyTorch operations, as one operator; a single step of an eager call in float32 or
+        float64 is PyTorch's own cell, which takes the host less time. A name works or raises.
 
     Returns:
       `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last, in the dtype of `h0`. Between

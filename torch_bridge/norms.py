@@ -1,7 +1,7 @@
 """Launches of RMSNorm and LayerNorm over rows: which kernels a call takes, in which tiling, and their launch.
 
 As of a recurrence, a call allocates nothing, waits for nothing and tunes nothing. Backward it launches two kernels or,
-of rows too wide to keep in registers with their sums, three: see `torch_bridge.kernels.norm`.
+of rows that neither registers nor shared memory hold, three: see `torch_bridge.kernels.norm`.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
     block_r = _clamp(1024 // block_n, 1, 64)
     if block_n < 1024:
         num_warps, side_by_side = _clamp(block_r * block_n // 512, 1, 2), 8
+        if layer and size == 4 and block_n <= 256:  # 0.96 of a copy's bandwidth for 0.65
+            num_warps, side_by_side = _clamp(block_r * block_n // 256, 1, 4), 4
     else:
         heavy = layer and size == 2 and block_n in (2048, 4096)
         num_warps = _clamp(block_n * size // (32 if heavy else 16) // 32, 4, 16)
