@@ -538,9 +538,8 @@ def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelC
     key = problem.cell, kind, problem.direction
     uneven = problem.hidden % 4 != 0
     tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if uneven else _TILINGS[key]
-    if (
-        problem.common and not uneven and device.capability == 90
-    ):  # first: of two that cost the same, theirs has more stages
+    if problem.common and not uneven and device.capability == 90:
+        # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
         tilings = (_WIDEST_UNEVEN_TILING if uneven else _WIDEST_TILING,)
