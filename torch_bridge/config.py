@@ -336,10 +336,14 @@ def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
         KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="sm90")
         for block_b in (1, 2, 4, 8)
     ]
-    if problem.cell == "lstm" and problem.direction == "bwd" and 64 < problem.hidden < 128 and not problem.common:
-        odd = problem.hidden % 4 != 0 and _triton() < (3, 7)
-        if odd if _kind(problem) == "16-bit" else _triton() > (3, 7):
-            tilings.pop()  # spills
+    if problem.cell == "lstm" and 64 < problem.hidden < 128:
+        uneven, backward = problem.hidden % 4 != 0, problem.direction == "bwd"
+        if backward and not problem.common:
+            spills = uneven and _triton() < (3, 7) if _kind(problem) == "16-bit" else _triton() > (3, 7)
+        else:
+            spills = uneven and not backward and _kind(problem) == "16-bit" and _triton() > (3, 7)
+        if spills:
+            tilings.pop()
     fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
     best = next(fast, tilings[-1])
     return [best, *(c for c in tilings if c != best)]
@@ -489,12 +493,14 @@ def _triton() -> tuple[int, ...]:
 
 
 def _rows_spill(problem: Problem, block_b: int, splits: int) -> bool:
-    """Whether the backward pass with sequences as rows has too few registers."""
-    gru, scaled = problem.cell == "gru", problem.operand_dtype == "float32"
+    """Whether the kernel with sequences as rows has too few registers."""
+    gru, of_float32, uneven = problem.cell == "gru", problem.operand_dtype == "float32", problem.hidden % 4 != 0
+    if problem.direction == "fwd":
+        return not gru and of_float32 and uneven and splits == 8 and _triton() > (3, 7)
     return (
         (gru and (block_b, splits) == (64, 16))
-        or (scaled and (block_b, splits) == (64, 20) and problem.hidden % 4 != 0)
-        or (gru and scaled and (block_b, splits) == (128, 32) and problem.hidden % 128 != 0 and not problem.common)
+        or (of_float32 and uneven and (block_b, splits) == (64, 20))
+        or (gru and of_float32 and (block_b, splits) == (128, 32) and problem.hidden % 128 != 0 and not problem.common)
     )
 
 
@@ -512,7 +518,7 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
         return []  # spills
     ways: list[tuple[float, KernelConfig]] = []
     for block_b, num_warps, fixed, per_split in _HOPPER_ROWS[problem.cell, problem.direction]:
-        if problem.direction == "bwd" and _rows_spill(problem, block_b, splits):
+        if _rows_spill(problem, block_b, splits):
             continue
         config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="sm90_rows")
         if config.shared_memory(problem) <= device.shared_memory:
