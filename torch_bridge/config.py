@@ -79,6 +79,11 @@ class Problem:
         """Whether it has no reset state, no cell states of every step, and no gradients of these."""
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
 
+    @property
+    def uneven(self) -> bool:
+        """Whether no loads of several numbers fit its rows, so that addresses take registers."""
+        return self.hidden % 4 != 0
+
 
 @dataclass(frozen=True)
 class Device:
@@ -323,6 +328,16 @@ def _in_gluon(problem: Problem, device: Device) -> bool:
     return covered and device.capability == 90 and not device.interpreted
 
 
+def _eights_spill(problem: Problem) -> bool:
+    """Whether the kernel with all units in a program has too few registers for tiles of eight sequences."""
+    if problem.cell != "lstm" or not 64 < problem.hidden < 128:
+        return False
+    old, new, halves = _triton() < (3, 7), _triton() > (3, 7), _kind(problem) == "16-bit"
+    if problem.direction == "fwd":
+        return halves and problem.uneven and new
+    return not problem.common and (problem.uneven and old if halves else new)
+
+
 def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     """The kernels in Gluon, where they have one: weights in registers, in 16 bits, for a quarter of the time of a step.
 
@@ -336,14 +351,8 @@ def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
         KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="sm90")
         for block_b in (1, 2, 4, 8)
     ]
-    if problem.cell == "lstm" and 64 < problem.hidden < 128:
-        uneven, backward = problem.hidden % 4 != 0, problem.direction == "bwd"
-        if backward and not problem.common:
-            spills = uneven and _triton() < (3, 7) if _kind(problem) == "16-bit" else _triton() > (3, 7)
-        else:
-            spills = uneven and not backward and _kind(problem) == "16-bit" and _triton() > (3, 7)
-        if spills:
-            tilings.pop()
+    if _eights_spill(problem):
+        tilings.pop()
     fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
     best = next(fast, tilings[-1])
     return [best, *(c for c in tilings if c != best)]
@@ -385,7 +394,7 @@ def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     key = problem.cell, _kind(problem), problem.direction
     by_block = _RESIDENT_WARPS[key] | (_ELSEWHERE_WARPS.get(key, {}) if device.capability != 90 else {})
     warps = by_block.get(block, ())[0 if even else 1 :]
-    if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.hidden % 4):
+    if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.uneven):
         return []  # the latter spills
     small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
     large = dataclasses.replace(small, block_b=16, num_warps=8)
@@ -429,8 +438,7 @@ _HOPPER_TILINGS = {
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
-# Of a hidden size that is no multiple of four, whose rows no loads of several numbers fit, so that addresses take the
-# registers; and how many of these do not spill.
+# Of uneven problems; and how many of these do not spill.
 _UNEVEN_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
 _UNEVEN = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
 # Microseconds of a step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million products.
@@ -494,12 +502,12 @@ def _triton() -> tuple[int, ...]:
 
 def _rows_spill(problem: Problem, block_b: int, splits: int) -> bool:
     """Whether the kernel with sequences as rows has too few registers."""
-    gru, of_float32, uneven = problem.cell == "gru", problem.operand_dtype == "float32", problem.hidden % 4 != 0
+    gru, of_float32 = problem.cell == "gru", problem.operand_dtype == "float32"
     if problem.direction == "fwd":
-        return not gru and of_float32 and uneven and splits == 8 and _triton() > (3, 7)
+        return not gru and of_float32 and problem.uneven and splits == 8 and _triton() > (3, 7)
     return (
         (gru and (block_b, splits) == (64, 16))
-        or (of_float32 and uneven and (block_b, splits) == (64, 20))
+        or (of_float32 and problem.uneven and (block_b, splits) == (64, 20))
         or (gru and of_float32 and (block_b, splits) == (128, 32) and problem.hidden % 128 != 0 and not problem.common)
     )
 
@@ -527,7 +535,7 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
 
 
 # For hidden sizes beyond what the tilings above can share.
-_WIDEST_TILING, _WIDEST_UNEVEN_TILING = (64, 16, 32, 8, 3), (64, 16, 16, 8, 2)
+_WIDEST_TILING = (64, 16, 32, 8, 3)
 
 
 def widest(device: Device) -> int:
@@ -542,13 +550,12 @@ def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelC
     row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
-    uneven = problem.hidden % 4 != 0
-    tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if uneven else _TILINGS[key]
-    if problem.common and not uneven and device.capability == 90:
+    tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if problem.uneven else _TILINGS[key]
+    if problem.common and not problem.uneven and device.capability == 90:
         # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
-        tilings = (_WIDEST_UNEVEN_TILING if uneven else _WIDEST_TILING,)
+        tilings = (_UNEVEN_TILINGS[-1] if problem.uneven else _WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = _cdiv(problem.hidden, block_h)
         if not 1 < splits <= device.multiprocessors:

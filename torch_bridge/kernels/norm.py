@@ -234,6 +234,33 @@ def _store_dx(
     tl.store(dx_ptr + offs, dx.to(dx_ptr.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _add_chunk(
+    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, sum_a, sum_ax, first, cols,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The sums of a row so far, not times rstd, with a further chunk."""
+    a, centered = _terms_of_chunk(
+        x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, WHOLE
+    )
+    return sum_a + tl.sum(a, 1), sum_ax + tl.sum(a * centered, 1)
+
+
+@triton.jit
+def _differentiate_chunk(
+    x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first, cols,
+    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    a, centered = _terms_of_chunk(
+        x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, WHOLE
+    )
+    col = first + cols
+    _store_dx(
+        dx_ptr, dtotal_ptr, start + col[None, :], _mask(mask_r, col, N, WHOLE), a, centered * rstd[:, None], mean_a,
+        mean_ax, rstd, N, CENTERED,
+    )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["R", "tiles", "programs"])
 def norm_bwd_kernel(
     dy_ptr,              # [S, R, N]
@@ -303,34 +330,26 @@ def norm_bwd_kernel(
             mean_a = tl.zeros([BLOCK_R], tl.float32)
             mean_ax = tl.zeros([BLOCK_R], tl.float32)
             for first in range(0, LAST, BLOCK_N):
-                a, centered = _terms_of_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, True
-                )
-                mean_a += tl.sum(a, 1)
-                mean_ax += tl.sum(a * centered, 1)
+                mean_a, mean_ax = _add_chunk(
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, first, cols, N, BLOCK_N, CENTERED,
+                    True,
+                )  # fmt: skip
             if LAST < N:
-                a, centered = _terms_of_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, LAST, cols, N, BLOCK_N, CENTERED, False
-                )
-                mean_a += tl.sum(a, 1)
-                mean_ax += tl.sum(a * centered, 1)
+                mean_a, mean_ax = _add_chunk(
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, LAST, cols, N, BLOCK_N, CENTERED,
+                    False,
+                )  # fmt: skip
             mean_a /= N
             mean_ax = mean_ax * rstd / N
             for first in range(0, LAST, BLOCK_N):
-                a, centered = _terms_of_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, True
-                )
-                _store_dx(
-                    dx_ptr, dtotal_ptr, start + (first + cols)[None, :], mask_r[:, None], a, centered * rstd[:, None],
-                    mean_a, mean_ax, rstd, N, CENTERED,
+                _differentiate_chunk(
+                    x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first,
+                    cols, N, BLOCK_N, CENTERED, True,
                 )  # fmt: skip
             if LAST < N:
-                a, centered = _terms_of_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, LAST, cols, N, BLOCK_N, CENTERED, False
-                )
-                _store_dx(
-                    dx_ptr, dtotal_ptr, start + (LAST + cols)[None, :], _mask(mask_r, LAST + cols, N, False), a,
-                    centered * rstd[:, None], mean_a, mean_ax, rstd, N, CENTERED,
+                _differentiate_chunk(
+                    x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, LAST,
+                    cols, N, BLOCK_N, CENTERED, False,
                 )  # fmt: skip
             nth += programs.to(tl.int64) * BLOCK_R
 

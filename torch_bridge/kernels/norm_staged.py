@@ -74,6 +74,18 @@ def _add(sums, chunk: gl.constexpr, term):
 
 
 @gluon.jit
+def _add_chunk(
+    xs, dys, slot, weights, mean, rstd, sum_a, sum_ax, dweight, dbias, chunk: gl.constexpr, cols, N: gl.constexpr,
+    BLOCK: gl.constexpr, CENTERED: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The sums of a row so far, and those for weight and bias, with a further chunk."""
+    dy, a, normalized = _terms(xs, dys, slot, weights, mean, rstd, chunk, cols, N, BLOCK, CENTERED, LAYOUT)
+    sum_ax += a * normalized
+    sum_a += a
+    return sum_a, sum_ax, _add(dweight, chunk, dy * normalized), _add(dbias, chunk, dy)
+
+
+@gluon.jit
 def _mean(total, N: gl.constexpr):
     return gl.sum(total, 0) / N
 
@@ -132,11 +144,9 @@ def norm_bwd_kernel(
     for c in gl.static_range(CHUNKS):
         next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, N, BLOCK_N)
         async_copy.wait_group(SLOTS - 1 - c)
-        dy, a, normalized = _terms(xs, dys, c, weights, mean, rstd, c, cols, N, BLOCK_N, CENTERED, LAYOUT)
-        sum_ax += a * normalized
-        sum_a += a
-        dweight = _add(dweight, c, dy * normalized)
-        dbias = _add(dbias, c, dy)
+        sum_a, sum_ax, dweight, dbias = _add_chunk(
+            xs, dys, c, weights, mean, rstd, sum_a, sum_ax, dweight, dbias, c, cols, N, BLOCK_N, CENTERED, LAYOUT
+        )  # fmt: skip
         weights = next_weights
     mean_ax = _mean(sum_ax, N)
     mean_a = _mean(sum_a, N) if CENTERED else mean_ax
@@ -158,13 +168,10 @@ def norm_bwd_kernel(
             )  # fmt: skip
             async_copy.wait_group(SLOTS - CHUNKS)
             slot = (first + CHUNKS + c) % SLOTS
-            dy, a, normalized = _terms(
-                xs, dys, slot, weights, next_mean, next_rstd, c, cols, N, BLOCK_N, CENTERED, LAYOUT
+            sum_a, sum_ax, dweight, dbias = _add_chunk(
+                xs, dys, slot, weights, next_mean, next_rstd, sum_a, sum_ax, dweight, dbias, c, cols, N, BLOCK_N,
+                CENTERED, LAYOUT,
             )  # fmt: skip
-            sum_ax += a * normalized
-            sum_a += a
-            dweight = _add(dweight, c, dy * normalized)
-            dbias = _add(dbias, c, dy)
             weights = next_weights
         mean_ax = _mean(sum_ax, N)
         mean_a = _mean(sum_a, N) if CENTERED else mean_ax
