@@ -264,7 +264,7 @@ def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tenso
     return xs.to(dtype), layer, default
 
 
-def _stack(parts: Sequence[Tensor]) -> Tensor:
+def stack(parts: Sequence[Tensor]) -> Tensor:
     """As `torch.stack`, of one tensor without a copy."""
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
@@ -305,7 +305,7 @@ def _project(
             parts.append(_start_projected(xp, one, backward, time))
             states, reset_states = (None, *one.states[1:]), (None, *one.reset_states[1:])
             plain.append(one._replace(w_hh=one.w_hh @ one.w_hr, states=states, reset_states=reset_states))
-        return _stack(parts), plain
+        return stack(parts), plain
     biases = [_bias(cell, one) for one in layer]
     if len(layer) == 1:
         return linear(xs, layer[0].w_ih, biases[0])[None], layer
@@ -360,7 +360,7 @@ def _states(layout: _Layout, given: Sequence[Tensor | None], default: torch.dtyp
     """`[G, B, H]` the states that all directions start from."""
     dtype = next((x.dtype for x in given if x is not None), default)
     zeros = xs.new_zeros((*layout.batch, hidden), dtype=dtype) if any(x is None for x in given) else xs
-    return layout.state(_stack([zeros if x is None else x for x in given]))
+    return layout.state(stack([zeros if x is None else x for x in given]))
 
 
 def _resets(layout: _Layout, given: Sequence[Tensor | None], xs: Tensor) -> Tensor | None:
@@ -368,9 +368,9 @@ def _resets(layout: _Layout, given: Sequence[Tensor | None], xs: Tensor) -> Tens
     if all(x is None for x in given):
         return None
     if len(given) == 1:
-        return layout.sequence(_stack([x for x in given if x is not None]))
+        return layout.sequence(stack([x for x in given if x is not None]))
     never = xs.new_zeros(layout.outer, dtype=torch.bool)
-    return layout.sequence(_stack([never if x is None else x != 0 for x in given]))
+    return layout.sequence(stack([never if x is None else x != 0 for x in given]))
 
 
 def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[Tensor]) -> list[Tensor] | list[None]:
@@ -383,7 +383,7 @@ def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[
     for k, state in enumerate(states):
         parts = [one.reset_states[k] for one in layer]
         zeros = state.new_zeros(state.shape[-1:])
-        each = _stack([layout.expand(zeros if x is None else x.to(state.dtype), stepped) for x in parts])
+        each = stack([layout.expand(zeros if x is None else x.to(state.dtype), stepped) for x in parts])
         found.append(layout.sequence(each) if stepped else layout.state(each))
     return found
 
@@ -478,8 +478,8 @@ def run_layer(
     resets = _resets(layout, [one.resets for one in layer], xs)
     biases: list[Tensor] = []
     if cell is GRU:
-        biases = [_stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[2 * hidden :] for one in layer])]
-    arguments = (layout.sequence(xp), _stack([one.w_hh for one in layer]), *biases, *states, resets, *reset_states)
+        biases = [stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[2 * hidden :] for one in layer])]
+    arguments = (layout.sequence(xp), stack([one.w_hh for one in layer]), *biases, *states, resets, *reset_states)
 
     order = "both" if len(layer) == 2 else "reverse" if reverse else "forward"
     if implementation == "torch":

@@ -221,7 +221,7 @@ def _forward_batch(
         for i in range(states[0].shape[0])
     ]
     ys, outcomes = _run_stack(rnn, cell, xs, starts, rnn.batch_first, cells=False)
-    return ys, tuple(torch.stack(x) for x in zip(*(one.last for one in outcomes), strict=True))
+    return ys, tuple(functional.stack(x) for x in zip(*(one.last for one in outcomes), strict=True))
 
 
 def _check_resets(
