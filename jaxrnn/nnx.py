@@ -150,7 +150,8 @@ def packed_params(cell: Any) -> GRUParams | LSTMParams:
     w_ih, w_hh, b_i, b_h = packed(of_x, "kernel"), packed(of_h, "kernel"), packed(of_x, "bias"), packed(of_h, "bias")
     if not isinstance(cell, nnx.GRUCell):
         return LSTMParams(w_ih, w_hh, b_h, packed(["proj"], "kernel") if isinstance(cell, ProjectedLSTMCell) else None)
-    b_hn = cell.hn_bias[...] if hasattr(cell, "hn_bias") else jnp.zeros(cell.hidden_features, b_i.dtype)
+    hn_bias = getattr(cell, "hn_bias", None)
+    b_hn = jnp.zeros(cell.hidden_features, b_i.dtype) if hn_bias is None else hn_bias[...]
     if b_h is None:
         return GRUParams(w_ih, w_hh, b_i, b_hn)
     of_rz, of_n = jnp.split(b_h, [2 * cell.hidden_features])

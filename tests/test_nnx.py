@@ -157,6 +157,9 @@ def test_a_gru_with_a_recurrent_bias_of_n_uses_it(monkeypatch):
     np.testing.assert_array_equal(params.b_hn, cell.hn_bias[...])
     assert params.b_hn.any()
     assert_close(fused.RNN(cell, time_major=True)(xs, initial_carry=carry), jaxrnn.gru(params, carry, xs)[1])
+    without = jaxrnn.gru(params._replace(b_hn=jnp.zeros(H)), carry, xs)[1]
+    cell.hn_bias = None
+    assert_close(fused.RNN(cell, time_major=True)(xs, initial_carry=carry), without)
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -97,7 +97,7 @@ def _moments_of_chunk(
     if CENTERED:  # Chan, Golub, LeVeque 1983: the moments of two parts give those of both
         count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
         part = tl.sum(x, 1) / count
-        centered = _centered(x, part, col, N, N if WHOLE else BLOCK_N, CENTERED)
+        centered = _centered(x, part, col, N, WHOLE, CENTERED)
         away = part - mean
         mean += away * (count / (first + count))
         # in this order: of a large mean the square is infinite, and the first part's must be nothing
@@ -115,7 +115,7 @@ def _normalize_chunk(
     col = first + cols
     mask = _mask(mask_r, col, N, WHOLE)
     x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
-    y = _centered(x, mean, col, N, N if WHOLE else BLOCK_N, CENTERED) * rstd[:, None]
+    y = _centered(x, mean, col, N, WHOLE, CENTERED) * rstd[:, None]
     y = _scale(y, weight_ptr, _row_load(weight_ptr, col, N, WHOLE))
     y = _shift(y, bias_ptr, _row_load(bias_ptr, col, N, WHOLE))
     tl.store(y_ptr + start + col[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -132,16 +132,16 @@ def _terms_of_chunk(
     x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
     dy = tl.load(dy_ptr + start + col[None, :], mask=mask, other=0.0)
     a = _scale(dy.to(tl.float32), weight_ptr, _row_load(weight_ptr, col, N, WHOLE))
-    return a, _centered(x, mean, col, N, N if WHOLE else BLOCK_N, CENTERED)
+    return a, _centered(x, mean, col, N, WHOLE, CENTERED)
 
 
 @triton.jit
-def _centered(x, mean, col, N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr):
-    """`x - mean` in float32, 0 past the end of a row; x itself of RMSNorm."""
+def _centered(x, mean, col, N: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr):
+    """`x - mean` in float32, 0 past the end of a row if the columns are not WHOLE; x itself of RMSNorm."""
     x = x.to(tl.float32)
     if CENTERED:
         x -= mean[:, None]
-        if N % BLOCK_N:
+        if not WHOLE:
             x = tl.where((col < N)[None, :], x, 0.0)
     return x
 
@@ -175,9 +175,9 @@ def norm_fwd_kernel(
         x = _load_sum(x_ptr, residual_ptr, total_ptr, start + cols[None, :], mask)
         if CENTERED:
             mean = _mean(tl.sum(x.to(tl.float32), 1), N)
-        centered = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED)
+        centered = _centered(_again(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED)
         rstd = _inverse_root(_mean(tl.sum(centered * centered, 1), N) + epsilon)
-        y = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
+        y = _centered(_again(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
         # not before: registers that wait for the sum are for x alone
         y = _scale(y, weight_ptr, _row_load(weight_ptr, cols, N))
         y = _shift(y, bias_ptr, _row_load(bias_ptr, cols, N))
@@ -300,7 +300,7 @@ def norm_bwd_kernel(
             next_dy = tl.load(dy_ptr + next_offs, mask=next_r[:, None] & mask_n, other=0.0)
             next_mean, next_rstd = _load_statistics(mean_ptr, rstd_ptr, next_row, next_r, CENTERED)
 
-            normalized = _centered(x, mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
+            normalized = _centered(x, mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
             d = dy.to(tl.float32)
             if partial_weight_ptr is not None:
                 dweight += d * normalized
@@ -309,7 +309,7 @@ def norm_bwd_kernel(
             a = _scale(d, weight_ptr, weight)
             mean_a = tl.sum(a, 1) / N if CENTERED else rstd
             mean_ax = tl.sum(a * normalized, 1) / N
-            normalized = _centered(_again(x, OPAQUE), mean, cols, N, BLOCK_N, CENTERED) * rstd[:, None]
+            normalized = _centered(_again(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
             a = _scale(_again(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
             offs = row[:, None] * N + cols[None, :]
             _store_dx(
@@ -380,7 +380,7 @@ def norm_columns_kernel(
         if partial_weight_ptr is not None:
             x = tl.load(x_ptr + offs, mask=mask, other=0.0)
             mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, nth < R, CENTERED)
-            dweight += dy * (_centered(x, mean, col, N, BLOCK_C, CENTERED) * rstd[:, None])
+            dweight += dy * (_centered(x, mean, col, N, N % BLOCK_C == 0, CENTERED) * rstd[:, None])
         if partial_bias_ptr is not None:
             dbias += dy
         nth += programs.to(tl.int64) * BLOCK_R
