@@ -104,6 +104,11 @@ def cases() -> list[NormCase]:
     ]
 
 
+# Of several GPUs, the one that all of it runs on. It is named everywhere: JAX makes the one that it was started on last
+# the current one of PyTorch too.
+ORDINAL = 0
+
+
 # Clocks.
 
 
@@ -118,16 +123,23 @@ class DeviceClock:
     def __init__(self) -> None:
         import torch
 
-        cache = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-        self._buffer = torch.empty(cache, device="cuda")  # four times the cache
-        self._sum = torch.empty((), device="cuda")
+        cache = torch.cuda.get_device_properties(ORDINAL).L2_cache_size
+        self._buffer = torch.empty(cache, device=f"cuda:{ORDINAL}")  # four times the cache
+        self._sum = torch.empty((), device=f"cuda:{ORDINAL}")
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def _stream(self, context: Any) -> torch.cuda.Stream:
+        import torch
+
+        if context is None:
+            return torch.cuda.current_stream(ORDINAL)
+        return torch.cuda.ExternalStream(context.stream, ORDINAL)
 
     def begin(self, context: Any = None) -> None:
         """Clears L2 and starts the clock; `context` is that of a callback, None is PyTorch's current stream."""
         import torch
 
-        stream = torch.cuda.current_stream() if context is None else torch.cuda.ExternalStream(context.stream)
+        stream = self._stream(context)
         with torch.cuda.stream(stream):
             self._buffer.zero_()
             torch.sum(self._buffer, 0, out=self._sum)  # what is left in the cache needs no writing back
@@ -136,16 +148,13 @@ class DeviceClock:
 
     def end(self, context: Any = None) -> None:
         """Stops the clock."""
-        import torch
-
-        stream = torch.cuda.current_stream() if context is None else torch.cuda.ExternalStream(context.stream)
-        self._events[1].record(stream)
+        self._events[1].record(self._stream(context))
 
     def seconds(self) -> float:
         """Of the call between."""
         import torch
 
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(ORDINAL)
         return float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
@@ -372,7 +381,7 @@ def compile_program(case: NormCase, provider: Provider, clock: Clock) -> Any:
     """Compiled by XLA, from shapes alone."""
     assert provider.function is not None
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[case.dtype]
-    place = jax.sharding.SingleDeviceSharding(jax.devices()[0])  # where arrays made by PyTorch are, of several GPUs
+    place = jax.sharding.SingleDeviceSharding(jax.devices()[ORDINAL])
     rows = jax.ShapeDtypeStruct((case.rows, case.columns), dtype, sharding=place)
     parameters = [jax.ShapeDtypeStruct((case.columns,), dtype, sharding=place) for _ in case.parameters]
     return jax.jit(program(case, provider.function(case), clock)).lower(rows, rows, *parameters).compile()
@@ -405,7 +414,7 @@ def compile_kernels(chosen: Iterable[NormCase]) -> None:
     """Leaves kernels in Triton's cache on disk; what does not compile fails again where it is loaded."""
     from torch_bridge import launch
 
-    device = launch.device(0)
+    device = launch.device(ORDINAL)
     wanted = {(p.kind, p.direction, p.columns, p.dtypes): p for case in chosen for p in problems(case)}
     spawn = multiprocessing.get_context("spawn")
     workers = max(min(len(os.sched_getaffinity(0)), len(wanted)), 1)
@@ -474,11 +483,14 @@ def _call(
     case: NormCase, provider: Provider, arrays: Tensors, programs: dict[Any, Any], clock: Clock
 ) -> Callable[[], Any]:
     """One timed call."""
+    import torch
+
     if provider.build is None:
         compiled = programs[provider.name, case]
         if isinstance(compiled, Exception):
             raise compiled
-        given = [jax.dlpack.from_dlpack(arrays[name]) for name in ("x", "dy", *case.parameters)]
+        with torch.cuda.device_of(arrays["x"]):  # PyTorch hands out what is on its current device
+            given = [jax.dlpack.from_dlpack(arrays[name]) for name in ("x", "dy", *case.parameters)]
 
         def call() -> Any:
             results, token = compiled(*given)
@@ -514,10 +526,11 @@ def norm(settings: Settings, progress: Progress, chosen: Sequence[NormCase] | No
 
     # without a copy there is nothing to compare with
     providers = [provider for provider in ALL if settings.wants(provider.name) or provider.name == COPY]
-    place = "cuda" if torch.cuda.is_available() else "cpu"
-    clock: Clock = DeviceClock() if place == "cuda" else HostClock()
+    on_gpu = torch.cuda.is_available()
+    place = f"cuda:{ORDINAL}" if on_gpu else "cpu"
+    clock: Clock = DeviceClock() if on_gpu else HostClock()
     progress("compile")
-    if place == "cuda" and any(provider.name in (OURS, "jaxrnn") for provider in providers):
+    if on_gpu and any(provider.name in (OURS, "jaxrnn") for provider in providers):
         compile_kernels(chosen)
     programs: dict[Any, Any] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -537,5 +550,5 @@ def norm(settings: Settings, progress: Progress, chosen: Sequence[NormCase] | No
             arrays = make_arrays(case, place)
             truth, before = Truth(case, arrays), shape
         yield from time_case(case, providers, arrays, truth, programs, clock, 4 * settings.rounds, progress)
-        if place == "cuda":
+        if on_gpu:
             torch.cuda.empty_cache()

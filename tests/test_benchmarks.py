@@ -903,7 +903,7 @@ def test_kernels_of_the_suite_norm_compile():
 
 @pytest.mark.parametrize(
     "place",
-    [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda", marks=pytest.mark.several_gpus)],
+    [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda:0", marks=pytest.mark.several_gpus)],
 )
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_programs_of_the_suite_norm_take_arrays_of_pytorch(direction, place):
@@ -916,8 +916,6 @@ def test_programs_of_the_suite_norm_take_arrays_of_pytorch(direction, place):
     provider = next(provider for provider in norms.ALL if provider.name == "xla")
     clock = norms.HostClock()
     shapes = {"x": (6, 5), "dy": (6, 5)} | dict.fromkeys(case.parameters, (5,))
-    if place == "cuda":
-        torch.cuda.set_device(0)  # as a benchmark begins: JAX leaves the device current that it ran on last
     arrays = {name: torch.ones(shape, device=place) for name, shape in shapes.items()}
     programs = {(provider.name, case): norms.compile_program(case, provider, clock)}
     assert len(jax.devices()) > 1
