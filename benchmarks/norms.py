@@ -104,8 +104,8 @@ def cases() -> list[NormCase]:
     ]
 
 
-# Of several GPUs, the one that all of it runs on. It is named everywhere: JAX makes the one that it was started on last
-# the current one of PyTorch too.
+# Of several GPUs, the one that all of it runs on. It is named everywhere: JAX, as it starts, leaves the last GPU the
+# current one, for PyTorch too.
 ORDINAL = 0
 
 

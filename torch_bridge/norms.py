@@ -109,7 +109,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
 
 
 def _forward_tiling(problem: Problem, size: int) -> Tiling:
-    block_n, layer = _power_of_2(problem.columns), problem.kind == "layer"
+    block_n = _power_of_2(problem.columns)
     if block_n > _KEPT_FORWARD:
         return Tiling(1, _CHUNK // size, 16)
     if block_n <= 1024 and size == 2:  # a row is one warp's, whose sums need no barrier
@@ -120,11 +120,18 @@ def _forward_tiling(problem: Problem, size: int) -> Tiling:
         return Tiling(block_r, block_n, _clamp(elements * size // 128 // 32, 1, 4))
     num_warps = elements * size // 64 // 32 if block_n <= 4096 else block_n // 1024
     # 64 to 80 registers a thread leave room for other programs, whose loads are in flight while this one adds up
-    side_by_side = {2048: 1, 4096: (32 if layer and size == 2 else 24) // num_warps}.get(block_n, 32 // num_warps)
-    if block_n >= 8192 and size == 4:  # in 64 registers LayerNorm spills: of 8192 columns 0.97 of a copy's for 0.81
-        num_warps, side_by_side = {8192: (8, 1), 16384: (8, 2), 32768: (16, 1)}[block_n]
-    if (block_n, size) == (32768, 2) and "residual" not in dict(problem.dtypes):
-        num_warps, side_by_side = 8, 3  # RMSNorm 0.96 of a copy's bandwidth for 0.91, LayerNorm 0.82 for 0.72
+    side_by_side = {2048: 1, 4096: 24 // num_warps}.get(block_n, 32 // num_warps)
+    # other numbers of them where that is faster, in what share of a copy's bandwidth, and does not spill
+    halves = all(_BYTES[x] == 2 for name, x in problem.dtypes if name not in ("mean", "rstd"))
+    alone = halves and "residual" not in dict(problem.dtypes)
+    if (problem.kind, block_n, alone) == ("layer", 4096, True):  # 0.95 for 0.91
+        side_by_side = 8
+    if (block_n, size) in ((8192, 4), (16384, 4)):  # LayerNorm 0.96 for 0.81 and 1.0 for 0.84
+        num_warps, side_by_side = 8, block_n // 8192
+    if (problem.columns, size) == (32768, 4):  # LayerNorm 0.97 for 0.91
+        num_warps, side_by_side = 16, 1
+    if (problem.columns, alone) == (32768, True):  # RMSNorm 0.96 for 0.91, LayerNorm 0.86 for 0.72
+        num_warps, side_by_side = 8, 3
     return Tiling(block_r, block_n, num_warps, side_by_side=side_by_side)
 
 
