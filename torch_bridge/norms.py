@@ -23,6 +23,13 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 WIDEST = 2**30
 # Columns that registers hold, forward; wider rows are read twice.
 _KEPT_FORWARD = 32768
+# Forward, by bytes of a number and columns: rows, warps and side by side. 64 to 80 registers a thread leave room for
+# other programs, whose loads are in flight while this one adds up; in float32 LayerNorm would spill in so few (of 8192
+# columns 0.96 of a copy's bandwidth for 0.81, of 16384 1.0 for 0.84).
+_FORWARD = {
+    (2, 2048): (2, 4, 1), (2, 4096): (1, 4, 6), (2, 8192): (1, 8, 4), (2, 16384): (1, 16, 2), (2, 32768): (1, 32, 1),
+    (4, 2048): (1, 4, 1), (4, 4096): (1, 8, 3), (4, 8192): (1, 8, 1), (4, 16384): (1, 8, 2), (4, 32768): (1, 32, 1),
+}  # fmt: skip
 # The same backward, beside float32 sums of the gradients: by kind, and bytes of a number.
 _KEPT_BACKWARD = {("rms", 2): 8192, ("rms", 4): 8192, ("layer", 2): 8192, ("layer", 4): 4096}
 # Wider ones wait in shared memory, where a program has no more columns, or sums, than this; up to the second number it
@@ -114,22 +121,17 @@ def _forward_tiling(problem: Problem, size: int) -> Tiling:
         return Tiling(1, _CHUNK // size, 16)
     if block_n <= 1024 and size == 2:  # a row is one warp's, whose sums need no barrier
         return Tiling(_clamp(1024 // block_n, 2, 64), block_n, 1)
-    block_r = _clamp(8192 // size // block_n, 1, 64)
-    elements = block_r * block_n
     if block_n <= 1024:  # few warps, or there would be too few loads in each
-        return Tiling(block_r, block_n, _clamp(elements * size // 128 // 32, 1, 4))
-    num_warps = elements * size // 64 // 32 if block_n <= 4096 else block_n // 1024
-    # 64 to 80 registers a thread leave room for other programs, whose loads are in flight while this one adds up
-    side_by_side = {2048: 1, 4096: 24 // num_warps}.get(block_n, 32 // num_warps)
-    # other numbers of them where that is faster, in what share of a copy's bandwidth, and does not spill
+        block_r = _clamp(2048 // block_n, 1, 64)
+        return Tiling(block_r, block_n, max(block_r * block_n // 1024, 1))
+    block_r, num_warps, side_by_side = _FORWARD[size, block_n]
+    # faster of what wider weights, a residual or a mask would make spill, in shares of a copy's bandwidth
     halves = all(_BYTES[x] == 2 for name, x in problem.dtypes if name not in ("mean", "rstd"))
     alone = halves and "residual" not in dict(problem.dtypes)
     if (problem.kind, block_n, alone) == ("layer", 4096, True):  # 0.95 for 0.91
         side_by_side = 8
-    if (block_n, size) in ((8192, 4), (16384, 4)):  # LayerNorm 0.96 for 0.81 and 1.0 for 0.84
-        num_warps, side_by_side = 8, block_n // 8192
     if (problem.columns, size) == (32768, 4):  # LayerNorm 0.97 for 0.91
-        num_warps, side_by_side = 16, 1
+        num_warps = 16
     if (problem.columns, alone) == (32768, True):  # RMSNorm 0.96 for 0.91, LayerNorm 0.82 for 0.72
         num_warps, side_by_side = 8, 2
     return Tiling(block_r, block_n, num_warps, side_by_side=side_by_side)
