@@ -2,9 +2,10 @@
 
 `launch` binds one primitive for every cell and direction. Its arrays are canonical: weights `[S, ...]`, all others
 `[G, ...]` with G a multiple of S. `launch_norm` binds another, for norms: weights `[S, N]`, all others
-`[S, *rows, N]`. Batching adds groups, rows or models, never a launch. Lowering compiles the kernel and registers a
-callback that XLA calls with its own buffers and stream; XLA captures that call in its CUDA graphs. On a mesh that JAX
-manages a launch is lowered to a `custom_partitioning`, and each device's part when XLA has shared it out.
+`[S, *rows, N]`; and `launch_weight_grads` one for what the gradients of weights are sums of, `[S, G, T, B, ...]`.
+Batching adds groups, rows or models, never a launch. Lowering compiles the kernel and registers a callback that XLA
+calls with its own buffers and stream; XLA captures that call in its CUDA graphs. On a mesh that JAX manages a launch is
+lowered to a `custom_partitioning`, and each device's part when XLA has shared it out.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Output(NamedTuple):
     dtype: Any
 
 
-class NormOutput(NamedTuple):
-    """An array that a norm's launch writes; its shape follows from its name."""
+class NamedOutput(NamedTuple):
+    """An array that a launch writes, whose shape follows from its name."""
 
     name: str
     dtype: Any
@@ -272,6 +273,7 @@ def _primitive(name: str) -> Primitive:
 # A launch; and what a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
 launch_p, part_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_part")
 norm_p, norm_part_p = _primitive("jaxrnn_norm"), _primitive("jaxrnn_norm_part")
+weight_grads_p, weight_grads_part_p = _primitive("jaxrnn_weight_grads"), _primitive("jaxrnn_weight_grads_part")
 
 
 @functools.cache
@@ -303,7 +305,7 @@ def launch(
 
 
 def launch_norm(
-    kind: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NormOutput], *, epsilon: float
+    kind: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NamedOutput], *, epsilon: float
 ) -> dict[str, Array]:
     """Launches the kernel of a norm, "rms" or "layer": as `launch`, of the arrays that `torch_bridge.norms` names.
 
@@ -312,8 +314,47 @@ def launch_norm(
     return _bind(norm_p, arrays, outputs, kind=kind, direction=direction, epsilon=epsilon)
 
 
+def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
+    """Launches what adds up the gradients of all weights: as `launch`, of the arrays of `torch_bridge.weight_grads`.
+
+    Returns them in float32, by the names of `torch_bridge.weight_grads.Layout`, for each of S models.
+    """
+    from torch_bridge.weight_grads import Layout
+
+    output = NamedOutput("sums", jnp.dtype(jnp.float32))
+    sums = _bind(weight_grads_p, arrays, [output], reverse=reverse)["sums"]
+    inputs, hidden, gates = (arrays[name].shape[-1] for name in ("x", "hs", "dxp"))  # type: ignore[union-attr]
+    separate = arrays.get("dhn") is not None
+    at = Layout.of(inputs, hidden, gates, separate)
+    shapes = {"w_ih": (inputs, gates), "w_hh": (hidden, gates), "bias": (gates,)}
+    shapes |= {"b_hn": (hidden,)} if separate else {}
+    ends = (*at[1:], at.end)
+    return {
+        name: sums[:, start:end].reshape(-1, *shapes[name])
+        for name, start, end in zip(at._fields, at, ends, strict=True)
+        if name in shapes
+    }
+
+
+def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, separate: bool) -> bool:
+    """Whether `launch_weight_grads` works here, and is faster than XLA's products and sums.
+
+    Of inputs `[G, T, B, D]` and gradients `[G, T, B, gates]`; `separate`: and "dhn".
+    """
+    from torch_bridge import weight_grads
+    from torch_bridge.launch import interpreting
+
+    if interpreting():
+        return False
+    names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()))
+    dtypes = tuple((name, str(jnp.dtype(dtype))) for name in names)
+    groups, steps, batch, inputs = shape
+    problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, dtypes)
+    return weight_grads.pays(problem, _cuda_device()[0])
+
+
 def _bind(
-    primitive: Primitive, arrays: dict[str, Array | None], outputs: Sequence[Output | NormOutput], **params: Any
+    primitive: Primitive, arrays: dict[str, Array | None], outputs: Sequence[Output | NamedOutput], **params: Any
 ) -> dict[str, Array]:
     present = {name: x for name, x in arrays.items() if x is not None}
     results = primitive.bind(
@@ -403,6 +444,20 @@ def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: A
         models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
         results = [x.reshape(size, models, *x.shape[1:]) for x in results]
     return results, [0 if new_models else 1] * len(results)
+
+
+def _batch_weight_grads(
+    arrays: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[list[Array], list[int]]:
+    """vmap: every example has gradients of its own, so it is a model."""
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+
+    def merge(x: Array, axis: int | None) -> Array:
+        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
+
+    results = weight_grads_p.bind(*map(merge, arrays, axes), **params)
+    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0] * len(results)
 
 
 def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
@@ -613,6 +668,50 @@ class _Norms(_Kernels):
         return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
 
 
+class _WeightGrads(_Kernels):
+    """Of `launch_weight_grads`. What devices add up over sequences that they share out is added up over devices."""
+
+    whole, part, batch = weight_grads_p, weight_grads_part_p, staticmethod(_batch_weight_grads)
+
+    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        from torch_bridge.weight_grads import Layout
+
+        by_name = dict(zip(params["inputs"], shapes, strict=True))
+        inputs, hidden, gates = (by_name[name][-1] for name in ("x", "hs", "dxp"))
+        length = Layout.of(inputs, hidden, gates, "dhn" in by_name).end
+        return [jax.ShapeDtypeStruct((by_name["x"][0], length), output.dtype) for output in params["outputs"]]
+
+    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        from torch_bridge.weight_grads import Launch, Problem
+
+        by_name = dict(zip(params["inputs"], arrays, strict=True))
+        hidden, gates = (by_name[name].shape[-1] for name in ("hs", "dxp"))
+        models, groups, steps, batch, inputs = by_name["x"].shape
+        dtypes = _dtypes(arrays, params)
+        problem = Problem(models, groups, steps, batch, inputs, hidden, gates, dtypes, params["reverse"])
+        return Launch(problem, device)
+
+    def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
+        if name == "sums":
+            return ("models", "length")
+        if name == "reset":
+            return ("models", "groups", "steps", "batch")
+        return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
+
+    def shared_out(self, axis: str) -> bool:
+        return axis in SHARED_OUT
+
+    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return arrays
+
+    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return results
+
+    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        results: Sequence[Array] = weight_grads_part_p.bind(*arrays, slot=slot, **params)
+        return results
+
+
 def _call(
     kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
 ) -> Callable[..., list[Array]]:
@@ -813,3 +912,4 @@ def _register(kernels: _Kernels) -> None:
 
 _register(_Recurrences())
 _register(_Norms())
+_register(_WeightGrads())

@@ -269,17 +269,17 @@ def _forward(
     static: _Static, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, keep: bool
 ) -> dict[str, Array]:
     """As `_norm`, and returns by name what the backward pass needs, with `keep`."""
-    outputs = [_bridge.NormOutput("y", static.dtype)]
+    outputs = [_bridge.NamedOutput("y", static.dtype)]
     if residual is not None:
-        outputs.append(_bridge.NormOutput("total", x.dtype))
+        outputs.append(_bridge.NamedOutput("total", x.dtype))
     if keep:
-        outputs += [_bridge.NormOutput(name, jnp.dtype(jnp.float32)) for name in _kept(static)]
+        outputs += [_bridge.NamedOutput(name, jnp.dtype(jnp.float32)) for name in _kept(static)]
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     return {"total": x} | _launch(static, "fwd", arrays, outputs)
 
 
 def _launch(
-    static: _Static, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NormOutput]
+    static: _Static, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NamedOutput]
 ) -> dict[str, Array]:
     """Launches a kernel, under `vmap` over axes that devices share out on each for its part."""
 
@@ -306,8 +306,8 @@ def _norm_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ..
     total, statistics, weight, bias, has_residual = residuals
     dy, dtotal = cotangents
     f32 = jnp.dtype(jnp.float32)
-    outputs = [_bridge.NormOutput("dx", total.dtype)]
-    outputs += [_bridge.NormOutput(name, f32) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
+    outputs = [_bridge.NamedOutput("dx", total.dtype)]
+    outputs += [_bridge.NamedOutput(name, f32) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
     arrays = {"dy": dy, "x": total, "dtotal": dtotal if has_residual else None, "weight": weight} | statistics
     results = _launch(static, "bwd", arrays, outputs)
     dx = results["dx"]

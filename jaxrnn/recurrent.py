@@ -920,11 +920,8 @@ def _backward_on_device(static: _Static, residuals: Any, cotangents: Any) -> tup
     if reset_states:
         outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
 
-    def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
-        """`x^T @ y` over groups, steps and batch."""
-        return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=f32)
-
     stepped = reset_states if static.reset_state == "stepped" else None
+    fused = _fuses_weight_grads(static, xs, hidden)
 
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
         x, reset, new, factors, d_each = sequences
@@ -932,11 +929,11 @@ def _backward_on_device(static: _Static, residuals: Any, cotangents: Any) -> tup
         beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
         previous = {}
         for k, s in enumerate(cell.states):
-            if f"{s}s" in saved:
+            if f"{s}s" in saved and not fused:
                 before = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
                 previous[s] = _previous(static, factors[f"{s}s"], before, reset, new[k] if new else None, in_reverse)
-        h_prev = previous["h"].astype(operand_dtype)
         if static.remat:
+            h_prev = previous["h"].astype(operand_dtype)
             xp = _input_projection(static, params, x, first, beginnings)
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
@@ -955,16 +952,17 @@ def _backward_on_device(static: _Static, residuals: Any, cotangents: Any) -> tup
             precision=static.kernel_precision,
         )  # fmt: skip
 
-        dxp = results["dxp"]
+        dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
-        sums, parts = {"w_ih": contract(x.astype(operand_dtype), dxp), cell.bias: cells.bias_grad(dxp)}, {}
+        if fused:
+            sums = _fused_weight_grads(static, x, factors["hs"], states[0], reset, dxp, hidden_grads)
+        else:
+            sums = _weight_grads(static, x, previous["h"], dxp, hidden_grads)
+        parts = {}
         if first is not None:
             at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
             sums["first"] = functools.reduce(jnp.add, at_each)
-        hidden_grads = {name: results[name] for name in cell.hidden_grads}
-        recurrent = jax.lax.Precision.HIGHEST if hidden <= _FULL_PRECISION_WIDTH else static.precision
-        sums |= cell.recurrent_grads(functools.partial(contract, h_prev, precision=recurrent), dxp, hidden_grads)
         parts["xs"] = dx.astype(xs.dtype)
         for s, value in zip(cell.states, reset_states or (), strict=False):
             d = results[f"dreset_{s}"]
@@ -988,6 +986,46 @@ def _backward_on_device(static: _Static, residuals: Any, cotangents: Any) -> tup
         )
     dfirst = None if first is None else sums["first"]
     return dparams, dstates, parts["xs"], dreset_states, dfirst
+
+
+def _weight_grads(
+    static: _Static, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
+) -> dict[str, Array]:
+    """The gradients of weights and biases by field of the params, of the states before each step."""
+    cell, dtype = static.cell, static.operand_dtype
+
+    def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
+        """`x^T @ y` over groups, steps and batch."""
+        return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= _FULL_PRECISION_WIDTH else static.precision
+    contract_states = functools.partial(contract, h_prev.astype(dtype), precision=recurrent)
+    return {
+        "w_ih": contract(xs.astype(dtype), dxp), cell.bias: cells.bias_grad(dxp),
+        **cell.recurrent_grads(contract_states, dxp, hidden_grads),
+    }  # fmt: skip
+
+
+def _fuses_weight_grads(static: _Static, xs: Array, hidden: int) -> bool:
+    """Whether one launch adds up the gradients of weights and biases: if steps are all there, in one order."""
+    if static.remat or static.reset_state != "zeros" or static.reverse == "odd":
+        return False
+    if static.operand_dtype == jnp.float32 and static.kernel_precision != "tf32":
+        return False
+    gates, separate = static.cell.gates * hidden, bool(static.cell.hidden_grads)
+    return _bridge.weight_grads_pay(xs.shape, hidden, gates, static.operand_dtype, separate)
+
+
+def _fused_weight_grads(
+    static: _Static, xs: Array, hs: Array, h0: Array, resets: Array | None, dxp: Array, hidden_grads: dict[str, Array]
+) -> dict[str, Array]:
+    """As `_weight_grads`, of the states after each step."""
+    cell, dtype = static.cell, static.operand_dtype
+    arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
+    arrays |= {"reset": resets, "dxp": dxp} | hidden_grads
+    models = {name: None if x is None else x[None] for name, x in arrays.items()}
+    grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True)
+    return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}
 
 
 def _no_gradient(resets: Array | None) -> Any:

@@ -120,6 +120,28 @@ def test_norms_fit(target, kind, direction, dtype):
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_gradients_of_weights_fit_and_do_not_spill(cell, dtype):
+    from torch_bridge import weight_grads
+
+    bad, device = [], DEVICES["sm_90"]
+    gates, names = (3, ("x", "hs", "h0", "dxp", "dhn")) if cell == "gru" else (4, ("x", "hs", "h0", "dxp"))
+    for inputs, hidden, reset, reverse in (
+        (64, 64, "bool", False), (128, 128, "bool", False), (128, 128, None, True), (200, 192, "float32", True),
+        (256, 256, "bool", False),
+    ):  # fmt: skip
+        dtypes = [(name, dtype) for name in names] + ([("reset", reset)] if reset else [])
+        problem = weight_grads.Problem(1, 1, 64, 64, inputs, hidden, gates * hidden, tuple(dtypes), reverse)
+        assert weight_grads.supports(problem, device)
+        for compiled in weight_grads.Launch(problem, device).compile():
+            shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
+            narrow = compiled.asm["ptx"].count("cp.async.ca")  # copies of less than 16 bytes
+            if shared > device.shared_memory or local or narrow:
+                bad.append(f"{problem} {compiled.name}: {shared} bytes shared, {local} local, {narrow} narrow copies")
+    assert not bad, "\n".join(bad)
+
+
 def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) -> list[str]:
     """What does not keep within the shared memory that it is said to take, or spills."""
     from torch_bridge.launch import Launch

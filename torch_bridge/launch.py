@@ -10,7 +10,7 @@ import functools
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -28,7 +28,7 @@ POINTER_TYPES = {
 }  # fmt: skip
 SCALARS = {
     "T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32",
-    "R": "i64", "programs": "i32", "epsilon": "fp32",
+    "R": "i64", "programs": "i32", "epsilon": "fp32", "rows": "i32", "share": "i32",
 }  # fmt: skip
 
 # The interpreter patches triton.language for the whole process.
@@ -88,6 +88,95 @@ class Arguments:
         for i, name in self._pointers:
             arguments[i] = addresses[name]
         compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
+
+
+class KernelCall(NamedTuple):
+    """One kernel of those that `Calls` are made of, and what it is launched with."""
+
+    function: Any
+    constants: tuple[tuple[str, Any], ...]
+    dtypes: tuple[tuple[str, str], ...]
+    scalars: tuple[tuple[str, Any], ...]
+    num_warps: int
+    registers: int
+    grid: int
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What it is compiled for."""
+        return self.function, self.constants, self.dtypes, self.num_warps, self.registers
+
+    def arguments(self) -> Arguments:
+        """What it is called with."""
+        return Arguments(self.function, dict(self.constants) | dict(self.scalars))
+
+
+def _compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
+    function, constants, dtypes, num_warps, registers = key
+    return compile_kernel(function, dict(constants), dict(dtypes), capability, num_warps=num_warps, maxnreg=registers)
+
+
+@functools.cache
+def _loaded_call(key: tuple[Any, ...], capability: int, ordinal: int) -> CompiledKernel:
+    return load_kernel(_compile_call(key, capability), ordinal)
+
+
+class Calls:
+    """Kernels that run one after the other: `load` them for a device, then call them with addresses and a stream.
+
+    Attributes:
+      kernels: in their order; `add` appends one.
+      workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
+        at the same time.
+    """
+
+    def __init__(self, device: Device):
+        self.kernels: list[KernelCall] = []
+        self.workspaces: list[tuple[str, int, str, bool]] = []
+        self._capability = device.capability
+        self._ready: dict[int, list[tuple[CompiledKernel, int, Arguments]]] = {}
+
+    def add(
+        self, function: Any, grid: int, num_warps: int, dtypes: Mapping[str, str], constants: Mapping[str, Any],
+        scalars: Mapping[str, Any], side_by_side: int = 1,
+    ) -> None:  # fmt: skip
+        """Appends a kernel, with what it takes of these; its arrays that `dtypes` does not name are None."""
+        names = [name for name in function.arg_names if name.endswith("_ptr")]
+        given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
+        values = dict(constants) | dict.fromkeys(set(names) - set(given))
+        self.kernels.append(
+            KernelCall(
+                function,
+                tuple((name, values[name]) for name in function.arg_names if name in values),
+                tuple((name.removesuffix("_ptr"), dtype) for name, dtype in given.items()),
+                tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
+                num_warps,
+                registers(num_warps, side_by_side),
+                grid,
+            )
+        )
+
+    def load(self, ordinal: int) -> None:
+        """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
+        self._ready[ordinal] = [
+            (_loaded_call(k.key, self._capability, ordinal), k.grid, k.arguments()) for k in self.kernels
+        ]
+
+    def compile(self) -> list[CompiledKernel]:
+        """Compiles for the device that was given; needs no GPU."""
+        return [_compile_call(k.key, self._capability) for k in self.kernels]
+
+    def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
+        """Launches on a stream of a device, given the address of every array by name, workspaces included."""
+        for compiled, grid, arguments in self._ready[ordinal]:
+            arguments.run(compiled, grid, stream, addresses)
+
+    def interpret(self, tensors: Mapping[str, Any]) -> None:
+        """Runs in Triton's interpreter on CPU tensors given by name."""
+        with interpreter:
+            for k in self.kernels:
+                arrays = {f"{name}_ptr": tensors[name] for name, _ in k.dtypes}
+                k.function[(k.grid,)](**arrays, **dict(k.constants), **dict(k.scalars))
 
 
 @dataclass(frozen=True)

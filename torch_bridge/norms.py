@@ -6,12 +6,8 @@ of rows that neither registers nor shared memory hold, three: see `torch_bridge.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
-
-from triton.compiler import CompiledKernel
+from typing import Any, Literal
 
 from torch_bridge import launch
 from torch_bridge.config import Device, Direction
@@ -86,27 +82,6 @@ class Tiling:
     programs: int = 0
     side_by_side: int = 1
     slots: int = 0
-
-
-class _Kernel(NamedTuple):
-    """One kernel of a call, and what it is launched with."""
-
-    function: Any
-    constants: tuple[tuple[str, Any], ...]
-    dtypes: tuple[tuple[str, str], ...]
-    scalars: tuple[tuple[str, Any], ...]
-    num_warps: int
-    registers: int
-    grid: int
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What it is compiled for."""
-        return self.function, self.constants, self.dtypes, self.num_warps, self.registers
-
-    def arguments(self) -> launch.Arguments:
-        """What it is called with."""
-        return launch.Arguments(self.function, dict(self.constants) | dict(self.scalars))
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
@@ -185,30 +160,13 @@ def _clamp(n: int, low: int, high: int) -> int:
     return max(low, min(high, n))
 
 
-def _compiled(key: tuple[Any, ...], capability: int) -> CompiledKernel:
-    function, constants, dtypes, num_warps, registers = key
-    return launch.compile_kernel(
-        function, dict(constants), dict(dtypes), capability, num_warps=num_warps, maxnreg=registers
-    )
-
-
-@functools.cache
-def _loaded(key: tuple[Any, ...], capability: int, ordinal: int) -> CompiledKernel:
-    return launch.load_kernel(_compiled(key, capability), ordinal)
-
-
-class Launch:
-    """A problem with its tiling: `load` it for a device, then call it with addresses and a stream.
-
-    Attributes:
-      workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
-        at the same time.
-    """
+class Launch(launch.Calls):
+    """A problem with its tiling."""
 
     def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):
+        super().__init__(device)
         self.problem = problem
         self.tiling = tiling or choose(problem, device)
-        self._capability = device.capability
         models, rows, columns, dtypes = problem.models, problem.rows, problem.columns, dict(problem.dtypes)
         block_r, block_n, programs = self.tiling.block_r, self.tiling.block_n, self.tiling.programs
         tiles = -(-rows // block_r)
@@ -219,25 +177,9 @@ class Launch:
         }  # fmt: skip
         if slots := self.tiling.slots:
             constants["SLOTS"] = slots
-        self.workspaces: list[tuple[str, int, str, bool]] = []
-        self.kernels: list[_Kernel] = []
-        self._ready: dict[int, list[tuple[CompiledKernel, int, launch.Arguments]]] = {}
 
         def add(function: Any, grid: int, num_warps: int, side_by_side: int = 1, **more: Any) -> None:
-            names = [name for name in function.arg_names if name.endswith("_ptr")]
-            given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
-            values = constants | more | dict.fromkeys(set(names) - set(given))
-            self.kernels.append(
-                _Kernel(
-                    function,
-                    tuple((name, values[name]) for name in function.arg_names if name in values),
-                    tuple((name.removesuffix("_ptr"), dtype) for name, dtype in given.items()),
-                    tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
-                    num_warps,
-                    launch.registers(num_warps, side_by_side),
-                    grid,
-                )
-            )
+            self.add(function, grid, num_warps, dtypes, constants | more, scalars, side_by_side)
 
         if problem.direction == "fwd":
             add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps, self.tiling.side_by_side)
@@ -261,25 +203,3 @@ class Launch:
             block_c = 16 if columns <= 2048 else _COLUMNS
             grid = len(sums) * models * -(-columns // block_c)
             add(norm.norm_sum_kernel, grid, 8, BLOCK_P=4096 // block_c, BLOCK_C=block_c)
-
-    def load(self, ordinal: int) -> None:
-        """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
-        self._ready[ordinal] = [
-            (_loaded(k.key, self._capability, ordinal), k.grid, k.arguments()) for k in self.kernels
-        ]
-
-    def compile(self) -> list[CompiledKernel]:
-        """Compiles for the device that was given; needs no GPU."""
-        return [_compiled(k.key, self._capability) for k in self.kernels]
-
-    def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
-        """Launches on a stream of a device, given the address of every array by name, workspaces included."""
-        for compiled, grid, arguments in self._ready[ordinal]:
-            arguments.run(compiled, grid, stream, addresses)
-
-    def interpret(self, tensors: Mapping[str, Any]) -> None:
-        """Runs in Triton's interpreter on CPU tensors given by name."""
-        with launch.interpreter:
-            for k in self.kernels:
-                arrays = {f"{name}_ptr": tensors[name] for name, _ in k.dtypes}
-                k.function[(k.grid,)](**arrays, **dict(k.constants), **dict(k.scalars))

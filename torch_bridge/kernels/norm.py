@@ -16,6 +16,8 @@ The sums are taken in two stages of a fixed order: each program adds up its rows
 import triton
 import triton.language as tl
 
+from torch_bridge.kernels.sums import add_up
+
 
 @triton.jit
 def _again(x, OPAQUE: tl.constexpr):
@@ -391,16 +393,6 @@ def norm_columns_kernel(
         tl.store(partial_bias_ptr + at, tl.sum(dbias, 0), mask=col < N)
 
 
-@triton.jit
-def _add_up(partial_ptr, sum_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
-    for first in range(0, programs, BLOCK_P):
-        program = first + tl.arange(0, BLOCK_P)
-        mask = (program < programs)[:, None] & (col < N)[None, :]
-        total += tl.load(partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0)
-    tl.store(sum_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
-
-
 @triton.jit(do_not_specialize=["programs"])
 def norm_sum_kernel(
     partial_weight_ptr,  # [S, programs, N] float32, or None
@@ -415,13 +407,13 @@ def norm_sum_kernel(
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     if partial_bias_ptr is None:
         model = (tl.program_id(0) // blocks).to(tl.int64)
-        _add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+        add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
     elif partial_weight_ptr is None:
         model = (tl.program_id(0) // blocks).to(tl.int64)
-        _add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+        add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
     else:
         model = (tl.program_id(0) // blocks // 2).to(tl.int64)
         if (tl.program_id(0) // blocks) % 2 == 0:
-            _add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+            add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
         else:
-            _add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+            add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)

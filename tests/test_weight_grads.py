@@ -1,0 +1,238 @@
+"""The launch that adds up gradients of weights, against float64: no further away than twice XLA's products and sums."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxrnn
+from jaxrnn import _bridge
+
+pytestmark = pytest.mark.gpu
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Arrays `[S, G, T, B, ...]`."""
+
+    cell: str = "gru"
+    dtype: str = "float32"
+    S: int = 1
+    G: int = 1
+    T: int = 9
+    B: int = 33
+    D: int = 128
+    H: int = 128
+    resets: str | None = "bool"
+    reverse: bool = False
+
+    def __str__(self):
+        sizes = ",".join(str(n) for n in (self.S, self.G, self.T, self.B, self.D, self.H))
+        return f"{self.cell}-{self.dtype}-{sizes}-{self.resets}{'-reverse' if self.reverse else ''}"
+
+
+CASES = [
+    Case(cell, dtype, **options)
+    for cell in ("gru", "lstm")
+    for dtype in ("float32", "bfloat16", "float16")
+    for options in (
+        {},
+        {"T": 64, "B": 64, "reverse": True},
+        {"S": 3, "G": 5, "T": 17, "B": 3, "resets": "float32"},
+        {"G": 40, "T": 100, "B": 1, "resets": None},  # batch-major
+        {"G": 7, "T": 31, "B": 1, "reverse": True, "resets": "int32"},
+        {"D": 64, "H": 192, "T": 40},
+        {"D": 200, "H": 64, "S": 2},
+        {"D": 256, "H": 256, "T": 128, "B": 64},
+        {"T": 1, "B": 4100},
+        {"T": 4100, "B": 1},
+        {"T": 1, "B": 1},
+        {"S": 200, "T": 5, "B": 8},  # more models than a GPU runs at once
+    )
+]
+
+
+def make_arrays(case):
+    rng = np.random.default_rng(0)
+    lead, gates = (case.S, case.G, case.T, case.B), {"gru": 3, "lstm": 4}[case.cell]
+    shapes = {
+        "x": (*lead, case.D), "hs": (*lead, case.H), "h0": (case.S, case.G, case.B, case.H),
+        "dxp": (*lead, gates * case.H),
+    }  # fmt: skip
+    if case.cell == "gru":
+        shapes["dhn"] = (*lead, case.H)
+    arrays = {name: jnp.asarray(rng.normal(size=shape), case.dtype) for name, shape in shapes.items()}
+    if case.resets is not None:
+        arrays["reset"] = jnp.asarray(rng.random(lead) < 0.1, case.resets)
+    return arrays
+
+
+def previous(case, hs, h0, reset):
+    """The states before each step."""
+    first = h0[:, :, None]
+    parts = (hs[:, :, 1:], first) if case.reverse else (first, hs[:, :, :-1])
+    before = np.concatenate(parts, axis=2)
+    return before if reset is None else np.where((reset != 0)[..., None], 0, before)
+
+
+def grads(case, arrays, einsum):
+    """By `einsum`: in float64 NumPy's, or XLA's of the dtype at hand."""
+    h = previous(case, *(None if x is None else np.asarray(x) for x in map(arrays.get, ("hs", "h0", "reset"))))
+    x, dxp = arrays["x"], arrays["dxp"]
+    hidden_grads = dxp
+    if "dhn" in arrays:
+        hidden_grads = np.concatenate([np.asarray(dxp)[..., : -case.H], np.asarray(arrays["dhn"])], axis=-1)
+    ones = np.ones((*x.shape[:-1], 1), np.asarray(x).dtype)
+    found = {
+        "w_ih": einsum("sgtbx,sgtby->sxy", x, dxp),
+        "w_hh": einsum("sgtbx,sgtby->sxy", h, hidden_grads),
+        "bias": einsum("sgtbx,sgtby->sy", ones, dxp),
+    }
+    if "dhn" in arrays:
+        found["b_hn"] = einsum("sgtbx,sgtby->sy", ones, arrays["dhn"])
+    return found
+
+
+def xla_einsum(subscripts, x, y):
+    if subscripts.endswith("sy"):
+        return jnp.sum(y, axis=(1, 2, 3), dtype=jnp.float32)
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_match_float64(case):
+    arrays = make_arrays(case)
+    run = jax.jit(functools.partial(_bridge.launch_weight_grads, reverse=case.reverse))
+    got, again = run(arrays), run(arrays)
+    want = grads(case, {name: np.asarray(x, np.float64) for name, x in arrays.items()}, np.einsum)
+    xla = grads(case, arrays, xla_einsum)
+    assert got.keys() == want.keys()
+    for name in want:
+        assert got[name].shape == want[name].shape and got[name].dtype == jnp.float32
+        size = np.linalg.norm(want[name])
+        error, allowed = (np.linalg.norm(np.asarray(x[name], np.float64) - want[name]) / size for x in (got, xla))
+        # XLA may take float32 products where arrays are small; a sum of many numbers has the rounding of float32
+        floor = 4e-4 if case.dtype == "float32" and name.startswith("w_") else 2e-6
+        assert error <= max(2 * allowed, floor), (name, error, allowed)
+        np.testing.assert_array_equal(got[name], again[name], err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_no_number_stays_none(dtype):
+    """A NaN of every kind, and infinities, in what is summed; and none of a state that a reset cuts off."""
+    case = Case(dtype=dtype, T=64, B=64)
+    arrays = {name: np.array(x, np.float32) for name, x in make_arrays(case).items()}
+    clean = {**arrays, "reset": np.zeros_like(arrays["reset"])}
+    clean["reset"][0, 0, 5, 7] = 1
+
+    def run(**changes):
+        given = {k: jnp.asarray(x, bool if k == "reset" else dtype) for k, x in (clean | changes).items()}
+        return {k: np.asarray(x) for k, x in _bridge.launch_weight_grads(given, reverse=False).items()}
+
+    for bits in (0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000):
+        number = np.array(bits, np.uint32).view(np.float32)
+        x = clean["x"].copy()
+        x[0, 0, 3, 4, 5] = number
+        got = run(x=x)
+        assert not np.isfinite(got["w_ih"][0, 5]).any() and np.isfinite(np.delete(got["w_ih"], 5, axis=1)).all()
+        assert np.isfinite(got["w_hh"]).all()
+        dxp = clean["dxp"].copy()
+        dxp[0, 0, 3, 4, 6] = number
+        got = run(dxp=dxp)
+        assert not np.isfinite(got["w_ih"][0, :, 6]).any() and not np.isfinite(got["bias"][0, 6])
+        hs = clean["hs"].copy()
+        hs[0, 0, 4, 7] = number  # which the reset at step 5 cuts off
+        assert all(np.isfinite(x).all() for x in run(hs=hs).values())
+
+
+def make_layer(cell, dtype, T=128, B=256, D=128, H=128, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, dtype)  # noqa: E731
+    if cell == "gru":
+        params, carry = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(1, 3 * H)[0], draw(1, H)[0]), draw(B, H)
+    else:
+        params, carry = jaxrnn.LSTMParams(draw(D, 4 * H), draw(H, 4 * H), draw(1, 4 * H)[0]), (draw(B, H), draw(B, H))
+    return params, carry, draw(T, B, D), jnp.asarray(rng.random((T, B)) < 0.05)
+
+
+def loss(cell, implementation, params, carry, xs, resets, **options):
+    run = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}[cell]
+    _, ys = run(params, carry, xs, resets=resets, implementation=implementation, **options)
+    return jnp.sum(jnp.sin(ys.astype(jnp.float32)))
+
+
+def is_used(function, *arguments):
+    return "jaxrnn_weight_grads" in str(jax.make_jaxpr(function)(*arguments))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"time_major": False}], ids=str)
+def test_layers_take_it(cell, dtype, options):
+    """The gradients of a layer, by which every way to call it is known to reach the launch and to come back from it."""
+    params, carry, xs, resets = make_layer(cell, dtype)
+    if not options.get("time_major", True):
+        xs, resets = xs.swapaxes(0, 1), resets.T
+    found = {}
+    for implementation in ("triton", "xla"):
+        grad = jax.grad(functools.partial(loss, cell, implementation, **options))
+        assert is_used(grad, params, carry, xs, resets) == (implementation == "triton")
+        found[implementation] = jax.jit(grad)(params, carry, xs, resets)
+    compare(found["triton"], found["xla"], dtype)
+
+
+def compare(got, want, dtype="float32"):
+    for name, x, y in zip(want._fields, got, want, strict=True):
+        if y is not None:
+            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+            assert np.linalg.norm(x - y) <= (2e-2 if dtype == "bfloat16" else 2e-3) * np.linalg.norm(y), name
+
+
+@pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_under_vmap(cell, shared):
+    models = [make_layer(cell, "float32", seed=seed) for seed in range(3)]
+    axes = tuple(None if i in shared else 0 for i in range(4))
+    stacked = [
+        models[0][i] if i in shared else jax.tree.map(lambda *x: jnp.stack(x), *(m[i] for m in models))
+        for i in range(4)
+    ]
+    found = {}
+    for implementation in ("triton", "xla"):
+        grad = jax.vmap(jax.grad(functools.partial(loss, cell, implementation)), axes)
+        assert is_used(grad, *stacked) == (implementation == "triton")
+        found[implementation] = jax.jit(grad)(*stacked)
+    compare(found["triton"], found["xla"])
+
+
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_precise_products_are_not_its(precision):
+    params, carry, xs, resets = make_layer("gru", "float32")
+    assert is_used(jax.grad(functools.partial(loss, "gru", "triton")), params, carry, xs, resets)
+    grad = jax.grad(functools.partial(loss, "gru", "triton", precision=precision))
+    assert not is_used(grad, params, carry, xs, resets)
+
+
+@pytest.mark.several_gpus
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_on_two_devices(cell, axis_type):
+    """Each adds up its sequences; what they found is added up over devices."""
+    params, carry, xs, resets = make_layer(cell, "float32", B=512)
+    grad = jax.jit(jax.grad(functools.partial(loss, cell, "triton")))
+    want = grad(params, carry, xs, resets)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+        arguments = (
+            jax.tree.map(put, params), jax.tree.map(lambda x: put(x, "data"), carry), put(xs, None, "data"),
+            put(resets, None, "data"),
+        )  # fmt: skip
+        text = grad.lower(*arguments).compile().as_text()
+        got = grad(*arguments)
+    assert "all-gather" not in text and "all-reduce" in text
+    compare(jax.device_get(got), want)

@@ -1,0 +1,31 @@
+"""Sums over programs, each of which leaves its own.
+
+A kernel adds them up in the order of their indices, so that two runs give the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add_up(partial_ptr, sums_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
+    """Of a model, the columns `col` of `[S, programs, N]` added up to those of `[S, N]`."""
+    total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+    for first in range(0, programs, BLOCK_P):
+        program = first + tl.arange(0, BLOCK_P)
+        mask = (program < programs)[:, None] & (col < N)[None, :]
+        total += tl.load(partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0)
+    tl.store(sums_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
+
+
+@triton.jit(do_not_specialize=["programs"])
+def sum_kernel(
+    partial_ptr,  # [S, programs, N] float32
+    sums_ptr,     # [S, N] float32
+    programs,
+    N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Adds up what the programs of each model added up; a program for each block of columns of a model."""
+    blocks = tl.cdiv(N, BLOCK_C)
+    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    add_up(partial_ptr, sums_ptr, (tl.program_id(0) // blocks).to(tl.int64), col, programs, N, BLOCK_P, BLOCK_C)

@@ -1,0 +1,235 @@
+"""Gradients of all weights and biases of a recurrence, for Hopper in Gluon: one pass over what they are sums of.
+
+    dw_ih = x^T dxp,   dw_hh = h^T dhp,   db = sum(dxp),   db_hn = sum(dhn)
+
+over all steps and sequences of a model, where h is the state before a step and dhp is dxp, of a GRU with dhn in place
+of its last gate. A program has 128 columns of gates beside 128 inputs and 128 states, and a share of the rows: it reads
+its gate gradients once for both products and the sums, and the states before its steps from those after the steps
+before, zeros where an episode continues. What the programs of a model add up, `sums.sum_kernel` adds up.
+
+Products are wgmma's. Of 16 bits it reads both operands from shared memory, where they were copied. Of TF32 it needs the
+gate gradients along rows, and both operands rounded (it would cut them off, a bias): so those go through registers once
+more, and inputs and states come from there.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+
+from torch_bridge.kernels.common_sm90 import barrier
+
+# renamed in Triton 3.9
+_async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+
+@gluon.jit
+def _round(x):
+    """`x` such that what wgmma cuts off rounds it to TF32. What arithmetic gives for no number stays none."""
+    bits = gl.minimum(x.to(gl.int32, bitcast=True), 0x7FFFEFFF)
+    return (bits + 0x1000).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _load_continues(reset_ptr, row, end):
+    """Whether episodes go on at these rows."""
+    if reset_ptr is None:
+        return row < end
+    else:
+        return gl.load(reset_ptr + row, mask=row < end, other=0) == 0
+
+
+@gluon.jit
+def _copy(
+    buffers, slot, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B, cols,
+    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Has some rows of inputs, states before, and gate gradients copied to `slot`."""
+    xs, ps, gs, ns = buffers
+    live = (row < end)[:, None]
+    wide_row = row.to(gl.int64)[:, None]
+    unit = (first_unit + cols)[None, :]
+    gate = (first_gate + cols)[None, :]
+    at = row % (T * B)  # [T, B], of a group
+    if REVERSE:
+        first = at >= (T - 1) * B
+        before = wide_row + B
+        sequence = row // (T * B) * B + at - (T - 1) * B
+    else:
+        first = at < B
+        before = wide_row - B
+        sequence = row // (T * B) * B + at
+    state = gl.where(first[:, None], h0_ptr + sequence.to(gl.int64)[:, None] * H, hs_ptr + before * H)
+    state = gl.multiple_of(state, [16, 16])  # which the compiler forgets where one of two is selected
+    _async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
+    _async_load(ps.index(slot), state + unit, mask=live & (unit < H) & continues[:, None])
+    _async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
+    if dhn_ptr is not None:
+        _async_load(ns.index(slot), dhn_ptr + wide_row * H + (gate - (W - H)), mask=live & (gate < W))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _transpose(gs, slot, gt, LAYOUT: gl.constexpr):
+    """Brings gate gradients to `gt` along rows and rounded; returns them as they were."""
+    g = gs.index(slot).load(LAYOUT)
+    gt.store(_round(g).permute([1, 0]))
+    return g
+
+
+@gluon.jit
+def _store_tile(ptr, tile, first_row, first_col, ROWS: gl.constexpr, COLS: gl.constexpr, ACC: gl.constexpr):
+    row = (first_row + gl.arange(0, 128, gl.SliceLayout(1, ACC)))[:, None]
+    col = (first_col + gl.arange(0, 128, gl.SliceLayout(0, ACC)))[None, :]
+    gl.store(ptr + row * COLS + col, tile, mask=(row < ROWS) & (col < COLS))
+
+
+@gluon.jit
+def _add_up(
+    buffers, transposed, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end, first_unit,
+    first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr,
+):  # fmt: skip
+    """All of a program's share; with `dhn_ptr` of columns where the hidden products have gradients of their own."""
+    xs, ps, gs, ns = buffers
+    gt, nt = transposed
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = xs.dtype == gl.float32
+    SEPARATE: gl.constexpr = dhn_ptr is not None
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 8 if WIDE else 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
+    LOAD: gl.constexpr = gl.BlockedLayout(
+        [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
+    )  # fmt: skip
+    # how sums lie in registers: of TF32 as what is transposed, without bank conflicts
+    SUM: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if WIDE else LOAD
+    SUMMED: gl.constexpr = ROWS if WIDE else 2 * WARPS
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    cols = gl.arange(0, 128, gl.SliceLayout(0, LOAD))
+    product_x = gl.zeros([128, 128], gl.float32, ACC)
+    product_h = gl.zeros([128, 128], gl.float32, ACC)
+    sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
+    sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
+    for stage in gl.static_range(STAGES - 1):
+        row = start + stage * ROWS + rows
+        continues = _load_continues(reset_ptr, row, end)
+        _copy(
+            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B,
+            cols, D, H, W, REVERSE,
+        )  # fmt: skip
+    continues = _load_continues(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+    slot = 0
+    for at in range(start, end, ROWS):
+        async_copy.wait_group(STAGES - 2)
+        if not WIDE:
+            fence_async_shared()
+        barrier()  # what all threads copied is there, and all have read what lies where the next copies go
+        row = at + (STAGES - 1) * ROWS + rows
+        into = slot + STAGES - 1
+        into = gl.where(into >= STAGES, into - STAGES, into)
+        if WIDE:
+            sum_x += _transpose(gs, slot, gt, SUM)
+            if SEPARATE:
+                sum_h += _transpose(ns, slot, nt, SUM)
+            _copy(
+                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B,
+                cols, D, H, W, REVERSE,
+            )  # fmt: skip
+            continues = _load_continues(reset_ptr, row + ROWS, end)
+            fence_async_shared()
+            barrier()
+            x = _round(xs.index(slot).permute([1, 0]).load(OPERAND))
+            product_x = warpgroup_mma(x, gt.permute([1, 0]), product_x, is_async=True)
+            h = _round(ps.index(slot).permute([1, 0]).load(OPERAND))
+            product_h = warpgroup_mma(h, nt.permute([1, 0]), product_h, is_async=True)
+        else:
+            product_x = warpgroup_mma(xs.index(slot).permute([1, 0]), gs.index(slot), product_x, is_async=True)
+            product_h = warpgroup_mma(ps.index(slot).permute([1, 0]), ns.index(slot), product_h, is_async=True)
+            _copy(
+                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B,
+                cols, D, H, W, REVERSE,
+            )  # fmt: skip
+            continues = _load_continues(reset_ptr, row + ROWS, end)
+            for k in gl.static_range(ROWS // SUMMED):
+                sum_x += gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
+                if SEPARATE:
+                    sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
+        product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
+        slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
+    async_copy.wait_group(0)
+    _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
+    _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
+    if first_unit == 0:
+        gate = first_gate + gl.arange(0, 128, gl.SliceLayout(0, SUM))
+        sums_ptr = partial_ptr + (D + H) * W
+        gl.store(sums_ptr + gate, gl.sum(sum_x, 0), mask=gate < W)
+        if SEPARATE:
+            gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
+
+
+@gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
+def weight_grads_kernel(
+    x_ptr,        # [S, rows, D] inputs; rows are groups, steps and sequences, [G / S, T, B]
+    hs_ptr,       # [S, rows, H] states after each step
+    h0_ptr,       # [S, rows / T, H] states before the first step
+    reset_ptr,    # [S, rows] nonzero where an episode continues, or None
+    dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
+    dhn_ptr,      # [S, rows, H] of the last gate's hidden product, where it is another, or None
+    partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's share
+    rows,         # of a model
+    share,        # rows of a program, a multiple of ROWS
+    programs,     # of each tile of gates and units, of a model
+    T, B,
+    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr,
+):  # fmt: skip
+    TYPE: gl.constexpr = x_ptr.dtype.element_ty
+    WIDE: gl.constexpr = TYPE == gl.float32
+    SEPARATE: gl.constexpr = dhn_ptr is not None
+    # read transposed from registers, in pairs of adjacent rows (inputs and states) or in fours (gate gradients), or by
+    # wgmma, in either case without bank conflicts
+    UNITS: gl.constexpr = (
+        gl.SwizzledSharedLayout(8, 1, 4, [1, 0]) if WIDE else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
+    )
+    FOURS: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if WIDE else UNITS
+    unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
+    tiles: gl.constexpr = unit_tiles * ((W + 127) // 128)
+    tile = gl.program_id(0) % tiles
+    program = gl.program_id(0) // tiles
+    first_unit = tile % unit_tiles * 128
+    first_gate = tile // unit_tiles * 128
+    model = program // programs
+    start = model * rows + program % programs * share
+    end = gl.minimum(start + share, (model + 1) * rows)
+    TOTAL: gl.constexpr = (D + H + 1) * W + (H if SEPARATE else 0)
+    partial_ptr += program.to(gl.int64) * TOTAL
+    T = T.to(gl.int32)
+    B = B.to(gl.int32)
+    xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
+    ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
+    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], FOURS)
+    ns = gs
+    gt = gs
+    nt = gs
+    if WIDE:
+        gt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
+        nt = gt
+    if SEPARATE:
+        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], FOURS)
+        if WIDE:
+            nt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
+        if first_gate >= W - H:
+            _add_up(
+                (xs, ps, gs, ns), (gt, nt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start,
+                end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+            )  # fmt: skip
+        else:
+            _add_up(
+                (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start,
+                end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+            )  # fmt: skip
+    else:
+        _add_up(
+            (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end,
+            first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+        )  # fmt: skip
