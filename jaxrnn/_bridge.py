@@ -1,11 +1,12 @@
 """The one place where JAX reaches the Triton kernels: a primitive for a launch, its vmap rule, and its lowering.
 
 `launch` binds one primitive for every cell and direction. Its arrays are canonical: weights `[S, ...]`, all others
-`[G, ...]` with G a multiple of S. `launch_norm` binds another, for norms: weights `[S, N]`, all others
-`[S, *rows, N]`; and `launch_weight_grads` one for what the gradients of weights are sums of, `[S, G, T, B, ...]`.
-Batching adds groups, rows or models, never a launch. Lowering compiles the kernel and registers a callback that XLA
-calls with its own buffers and stream; XLA captures that call in its CUDA graphs. On a mesh that JAX manages a launch is
-lowered to a `custom_partitioning`, and each device's part when XLA has shared it out.
+`[G, ...]` with G a multiple of S. Others bind primitives of their own: `launch_norm` for norms and `launch_projection`
+for input projections, of weights `[S, ...]` and rows `[S, *rows, N]`, and `launch_weight_grads` for the gradients of
+weights, of what they are sums of, `[S, G, T, B, ...]`. Batching adds groups, rows or models, never a launch. Lowering
+compiles the kernel and registers a callback that XLA calls with its own buffers and stream; XLA captures that call in
+its CUDA graphs. On a mesh that JAX manages a launch is lowered to a `custom_partitioning`, and each device's part when
+XLA has shared it out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from torch_bridge.config import Reverse as Reverse
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
-NORM_WEIGHTS, NORM_WEIGHT_GRADS, NORM_STATISTICS = ("weight", "bias"), ("dweight", "dbias"), ("mean", "rstd")
+# Of what works on rows, arrays that rows share, and such as have one number for a row.
+ROW_WEIGHTS, ROW_WEIGHT_GRADS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("dweight", "dbias"), ("mean", "rstd")
 # The axes that devices may share out; time and features stay whole.
 SHARED_OUT = ("models", "groups", "batch")
 
@@ -273,6 +275,7 @@ def _primitive(name: str) -> Primitive:
 # A launch; and what a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
 launch_p, part_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_part")
 norm_p, norm_part_p = _primitive("jaxrnn_norm"), _primitive("jaxrnn_norm_part")
+projection_p, projection_part_p = _primitive("jaxrnn_projection"), _primitive("jaxrnn_projection_part")
 weight_grads_p, weight_grads_part_p = _primitive("jaxrnn_weight_grads"), _primitive("jaxrnn_weight_grads_part")
 
 
@@ -312,6 +315,26 @@ def launch_norm(
     Weights and their gradients are `[S, N]`, statistics `[S, *rows]`, all others `[S, *rows, N]`.
     """
     return _bind(norm_p, arrays, outputs, kind=kind, direction=direction, epsilon=epsilon)
+
+
+def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
+    """Launches an input projection, `x @ w_ih + bias`: x `[*rows, D]`, w_ih `[D, W]` of its dtype, bias `[W]` float32.
+
+    Returns it in `dtype`, float32 or float16, `[*rows, W]`.
+    """
+    arrays: dict[str, Array | None] = {"x": x[None], "w_ih_t": w_ih.T[None], "bias": bias[None]}
+    return _bind(projection_p, arrays, [NamedOutput("xp", jnp.dtype(dtype))])["xp"][0]
+
+
+def projection_pays(rows: int, inputs: int, gates: int, dtype: Any) -> bool:
+    """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum."""
+    from torch_bridge import projections
+    from torch_bridge.launch import interpreting
+
+    if interpreting():
+        return False
+    problem = projections.Problem(1, rows, inputs, gates, (("x", str(jnp.dtype(dtype))),))
+    return projections.pays(problem, _cuda_device()[0])
 
 
 def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
@@ -421,15 +444,17 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
     return results, [0] * len(results)
 
 
-def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
+def _batch_rows(
+    primitive: Primitive, arrays: Sequence[Array], axes: Sequence[int | None], **params: Any
+) -> tuple[list[Array], list[int]]:
     """vmap: the new axis joins the rows; where weights are batched, or their gradients sum over rows, the models."""
     names = (*params["inputs"], *(output.name for output in params["outputs"]))
     batched = {name for name, axis in zip(params["inputs"], axes, strict=True) if axis is not None}
-    new_models = bool(batched & {*NORM_WEIGHTS} or {*names} & {*NORM_WEIGHT_GRADS})
+    new_models = bool(batched & {*ROW_WEIGHTS} or {*names} & {*ROW_WEIGHT_GRADS})
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
 
     def merge(name: str, x: Array, axis: int | None) -> Array:
-        if name in NORM_WEIGHTS and not new_models:
+        if name in ROW_WEIGHTS and not new_models:
             return x
         at = 0 if new_models else 1  # after the models
         if axis is None:
@@ -438,7 +463,7 @@ def _batch_norm(arrays: Sequence[Array], axes: Sequence[int | None], **params: A
             x = jnp.moveaxis(x, axis, at)
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) if new_models else x
 
-    results = norm_p.bind(*map(merge, params["inputs"], arrays, axes), **params)
+    results = primitive.bind(*map(merge, params["inputs"], arrays, axes), **params)
     if new_models:
         # behind the new axis, if that comes first
         models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
@@ -614,17 +639,42 @@ class _Recurrences(_Kernels):
         return [x.reshape(models, -1, *x.shape[1:]) for x in results]
 
 
-class _Norms(_Kernels):
-    """Of `launch_norm`. A part has rows as one axis, `[S, R, N]`."""
+class _OfRows(_Kernels):
+    """Of what works on rows by themselves, `[S, *rows, N]`. A part has rows as one axis, `[S, R, N]`."""
 
-    whole, part, batch = norm_p, norm_part_p, staticmethod(_batch_norm)
+    def shared_out(self, axis: str) -> bool:
+        return axis not in ("columns", "gates")
+
+    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return arrays
+
+    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return results
+
+    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        types = self.types([x.shape for x in arrays], params)
+        rows = math.prod(dict(zip(params["inputs"], arrays, strict=True))["x"].shape[1:-1])
+
+        def flat(name: str, x: Array) -> Array:
+            if name in ROW_WEIGHTS:
+                return x
+            return x.reshape(x.shape[0], rows, *(() if name in ROW_STATISTICS else x.shape[-1:]))
+
+        results = self.part.bind(*map(flat, params["inputs"], arrays), slot=slot, **params)
+        return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
+
+
+class _Norms(_OfRows):
+    """Of `launch_norm`."""
+
+    whole, part, batch = norm_p, norm_part_p, staticmethod(functools.partial(_batch_rows, norm_p))
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
         like = dict(zip(params["inputs"], shapes, strict=True))["x"]  # [S, *rows, N]
         return [
             jax.ShapeDtypeStruct(
-                (like[0], like[-1]) if output.name in NORM_WEIGHT_GRADS
-                else like[:-1] if output.name in NORM_STATISTICS
+                (like[0], like[-1]) if output.name in ROW_WEIGHT_GRADS
+                else like[:-1] if output.name in ROW_STATISTICS
                 else like,
                 output.dtype,
             )
@@ -641,31 +691,35 @@ class _Norms(_Kernels):
         return Launch(problem, device)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        if name in NORM_WEIGHTS + NORM_WEIGHT_GRADS:
+        if name in ROW_WEIGHTS + ROW_WEIGHT_GRADS:
             return ("models", "columns")
-        last = () if name in NORM_STATISTICS else ("columns",)
+        last = () if name in ROW_STATISTICS else ("columns",)
         return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
 
-    def shared_out(self, axis: str) -> bool:
-        return axis != "columns"
 
-    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return arrays
+class _Projections(_OfRows):
+    """Of `launch_projection`."""
 
-    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return results
+    whole, part, batch = projection_p, projection_part_p, staticmethod(functools.partial(_batch_rows, projection_p))
 
-    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        types = self.types([x.shape for x in arrays], params)
-        rows = math.prod(dict(zip(params["inputs"], arrays, strict=True))["x"].shape[1:-1])
+    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        by_name = dict(zip(params["inputs"], shapes, strict=True))
+        shape = (*by_name["x"][:-1], by_name["bias"][-1])
+        return [jax.ShapeDtypeStruct(shape, output.dtype) for output in params["outputs"]]
 
-        def flat(name: str, x: Array) -> Array:
-            if name in NORM_WEIGHTS:
-                return x
-            return x.reshape(x.shape[0], rows, *(() if name in NORM_STATISTICS else x.shape[-1:]))
+    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        from torch_bridge.projections import Launch, Problem
 
-        results = norm_part_p.bind(*map(flat, params["inputs"], arrays), slot=slot, **params)
-        return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
+        by_name = dict(zip(params["inputs"], arrays, strict=True))
+        (models, rows, inputs), gates = by_name["x"].shape, by_name["bias"].shape[-1]
+        return Launch(Problem(models, rows, inputs, gates, _dtypes(arrays, params)), device)
+
+    def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
+        if name == "w_ih_t":
+            return ("models", "gates", "columns")
+        if name == "bias":
+            return ("models", "gates")
+        return ("models", *(f"rows_{k}" for k in range(1, rank - 1)), "columns" if name == "x" else "gates")
 
 
 class _WeightGrads(_Kernels):
@@ -912,4 +966,5 @@ def _register(kernels: _Kernels) -> None:
 
 _register(_Recurrences())
 _register(_Norms())
+_register(_Projections())
 _register(_WeightGrads())

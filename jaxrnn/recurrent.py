@@ -764,8 +764,16 @@ def _beginnings(static: _Static, in_reverse: Array | None, start: Any, size: int
 def _input_projection(
     static: _Static, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
 ) -> Array:
-    """`[G, T, B, gates * H]`, with `first` added at the step that the loop begins with."""
-    xp = cells.project(static.cell, params, xs, static.precision)
+    """`[G, T, B, gates * H]`, with `first` added at the step that the loop begins with.
+
+    In float32, or in float16 where kernels that read bfloat16 are faster so.
+    """
+    cell, dtype = static.cell, static.operand_dtype
+    inputs, gates = params.w_ih.shape
+    if first is None and not static.remat and _bridge.projection_pays(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+        bias = getattr(params, cell.bias).astype(jnp.float32)
+        return _bridge.launch_projection(xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float16)
+    xp = cells.project(cell, params, xs, static.precision)
     if first is not None:
         for at, begins in beginnings:  # written in place
             step = xp[:, at : at + 1] + jnp.where(begins, first, jnp.zeros_like(first))[:, None]

@@ -120,6 +120,33 @@ def test_norms_fit(target, kind, direction, dtype):
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_loops_that_read_projections_of_float16_fit_and_do_not_spill(cell):
+    device = DEVICES["sm_90"]
+    problems = []
+    for p, c in shipped(cell, "fwd", "bf16", device):
+        dtypes = dict(p.dtypes) | {"xp": "float16"}
+        problems.append((dataclasses.replace(p, dtypes=tuple(dtypes.items())), c))
+    bad = misfits(problems, device)
+    assert not bad, "\n".join(bad)
+
+
+@pytest.mark.parametrize("inputs", [32, 100, 128, 256, 300, 1024])
+def test_projections_fit_and_do_not_spill(inputs):
+    from torch_bridge import projections
+
+    device, bad = DEVICES["sm_90"], []
+    dtypes = {"x": "bfloat16", "w_ih_t": "bfloat16", "bias": "float32", "xp": "float16"}
+    for gates in (192, 300, 1024):
+        problem = projections.Problem(2, 8192, inputs, gates, tuple(dtypes.items()))
+        assert projections.pays(problem, device)
+        (compiled,) = projections.Launch(problem, device).compile()
+        shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
+        if shared > device.shared_memory or local:
+            bad.append(f"{problem}: {shared} bytes shared, {local} local")
+    assert not bad, "\n".join(bad)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_gradients_of_weights_fit_and_do_not_spill(cell, dtype):

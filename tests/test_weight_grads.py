@@ -123,7 +123,7 @@ def test_gradients_match_float64(case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_is_no_number_stays_none(dtype):
-    """A NaN of every kind, and infinities, in what is summed; and none of a state that a reset cuts off."""
+    """NaN and infinities, in what is summed; and none of a state that a reset cuts off."""
     case = Case(dtype=dtype, T=64, B=64)
     arrays = {name: np.array(x, np.float32) for name, x in make_arrays(case).items()}
     clean = {**arrays, "reset": np.zeros_like(arrays["reset"])}
@@ -133,7 +133,7 @@ def test_what_is_no_number_stays_none(dtype):
         given = {k: jnp.asarray(x, bool if k == "reset" else dtype) for k, x in (clean | changes).items()}
         return {k: np.asarray(x) for k, x in _bridge.launch_weight_grads(given, reverse=False).items()}
 
-    for bits in (0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800000, 0xFF800000):
+    for bits in (0x7FC00000, 0x7FFFFFFF, 0xFFC00000, 0x7F800000, 0xFF800000):  # what arithmetic gives
         number = np.array(bits, np.uint32).view(np.float32)
         x = clean["x"].copy()
         x[0, 0, 3, 4, 5] = number
@@ -149,7 +149,7 @@ def test_what_is_no_number_stays_none(dtype):
         assert all(np.isfinite(x).all() for x in run(hs=hs).values())
 
 
-def make_layer(cell, dtype, T=128, B=256, D=128, H=128, seed=0):
+def make_layer(cell, dtype, T=256, B=256, D=128, H=128, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, dtype)  # noqa: E731
     if cell == "gru":
@@ -162,11 +162,27 @@ def make_layer(cell, dtype, T=128, B=256, D=128, H=128, seed=0):
 def loss(cell, implementation, params, carry, xs, resets, **options):
     run = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}[cell]
     _, ys = run(params, carry, xs, resets=resets, implementation=implementation, **options)
-    return jnp.sum(jnp.sin(ys.astype(jnp.float32)))
+    return jnp.sum(jnp.sin(ys.astype(jnp.promote_types(ys.dtype, jnp.float32))))
 
 
 def is_used(function, *arguments):
     return "jaxrnn_weight_grads" in str(jax.make_jaxpr(function)(*arguments))
+
+
+def check(make_grad, arguments):
+    """Holds the gradients of weights to twice XLA's error, and that it is the launch that finds them."""
+    found = {}
+    for implementation in ("triton", "xla"):
+        grad = make_grad(implementation)
+        assert is_used(grad, *arguments) == (implementation == "triton")
+        found[implementation] = jax.device_get(jax.jit(grad)(*arguments))
+    widen = lambda x: np.asarray(x, np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else x  # noqa: E731
+    with jax.enable_x64(True):
+        want = jax.device_get(jax.jit(make_grad("xla"))(*jax.tree.map(widen, arguments)))
+    for name, got, xla, exact in zip(want._fields, found["triton"], found["xla"], want, strict=True):
+        if exact is not None:
+            error, allowed = (np.linalg.norm(np.asarray(x, np.float64) - exact) for x in (got, xla))
+            assert error <= 2 * allowed + 1e-6 * np.linalg.norm(exact), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -177,36 +193,27 @@ def test_layers_take_it(cell, dtype, options):
     params, carry, xs, resets = make_layer(cell, dtype)
     if not options.get("time_major", True):
         xs, resets = xs.swapaxes(0, 1), resets.T
-    found = {}
-    for implementation in ("triton", "xla"):
-        grad = jax.grad(functools.partial(loss, cell, implementation, **options))
-        assert is_used(grad, params, carry, xs, resets) == (implementation == "triton")
-        found[implementation] = jax.jit(grad)(params, carry, xs, resets)
-    compare(found["triton"], found["xla"], dtype)
 
+    def make_grad(implementation):
+        return jax.grad(functools.partial(loss, cell, implementation, **options))
 
-def compare(got, want, dtype="float32"):
-    for name, x, y in zip(want._fields, got, want, strict=True):
-        if y is not None:
-            x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-            assert np.linalg.norm(x - y) <= (2e-2 if dtype == "bfloat16" else 2e-3) * np.linalg.norm(y), name
+    check(make_grad, (params, carry, xs, resets))
 
 
 @pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_under_vmap(cell, shared):
-    models = [make_layer(cell, "float32", seed=seed) for seed in range(3)]
+    models = [make_layer(cell, "float32", T=128, seed=seed) for seed in range(3)]
     axes = tuple(None if i in shared else 0 for i in range(4))
     stacked = [
         models[0][i] if i in shared else jax.tree.map(lambda *x: jnp.stack(x), *(m[i] for m in models))
         for i in range(4)
     ]
-    found = {}
-    for implementation in ("triton", "xla"):
-        grad = jax.vmap(jax.grad(functools.partial(loss, cell, implementation)), axes)
-        assert is_used(grad, *stacked) == (implementation == "triton")
-        found[implementation] = jax.jit(grad)(*stacked)
-    compare(found["triton"], found["xla"])
+
+    def make_grad(implementation):
+        return jax.vmap(jax.grad(functools.partial(loss, cell, implementation)), axes)
+
+    check(make_grad, stacked)
 
 
 @pytest.mark.parametrize("precision", ["highest", "high"])
@@ -222,7 +229,7 @@ def test_precise_products_are_not_its(precision):
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_on_two_devices(cell, axis_type):
     """Each adds up its sequences; what they found is added up over devices."""
-    params, carry, xs, resets = make_layer(cell, "float32", B=512)
+    params, carry, xs, resets = make_layer(cell, "float32", B=512, T=128)
     grad = jax.jit(jax.grad(functools.partial(loss, cell, "triton")))
     want = grad(params, carry, xs, resets)
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=jax.devices()[:2])
@@ -235,4 +242,6 @@ def test_on_two_devices(cell, axis_type):
         text = grad.lower(*arguments).compile().as_text()
         got = grad(*arguments)
     assert "all-gather" not in text and "all-reduce" in text
-    compare(jax.device_get(got), want)
+    for name, x, y in zip(want._fields, jax.device_get(got), want, strict=True):
+        if y is not None:  # the same products, added up in another order
+            np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max(), err_msg=name)

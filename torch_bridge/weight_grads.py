@@ -106,8 +106,9 @@ def supports(problem: Problem, device: Device) -> bool:
 def pays(problem: Problem, device: Device) -> bool:
     """Whether it is faster than a library's products and sums: every threshold was measured on an H200."""
     narrow = min(problem.inputs, problem.hidden) < 64
+    wide = problem.dtype == "float32"
     # a library multiplies hidden states twice, by dxp and by dhn
-    fewest, widest = (8192, 256 if problem.dtype == "float32" else 128) if problem.separate else (32768, 128)
+    fewest, widest = (4096, 256 if wide else 128) if problem.separate else (32768 if wide else 65536, 128)
     fits = not narrow and max(problem.inputs, problem.hidden) <= widest and problem.rows >= fewest
     return fits and supports(problem, device)
 

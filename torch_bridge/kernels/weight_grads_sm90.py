@@ -5,7 +5,7 @@
 over all steps and sequences of a model, where h is the state before a step and dhp is dxp, of a GRU with dhn in place
 of its last gate. A program has 128 columns of gates beside 128 inputs and 128 states, and a share of the rows: it reads
 its gate gradients once for both products and the sums, and the states before its steps from those after the steps
-before, zeros where an episode continues. What the programs of a model add up, `sums.sum_kernel` adds up.
+before, zeros where an episode goes_on. What the programs of a model add up, `sums.sum_kernel` adds up.
 
 Products are wgmma's. Of 16 bits it reads both operands from shared memory, where they were copied. Of TF32 it needs the
 gate gradients along rows, and both operands rounded (it would cut them off, a bias): so those go through registers once
@@ -31,7 +31,7 @@ def _round(x):
 
 
 @gluon.jit
-def _load_continues(reset_ptr, row, end):
+def _load_goes_on(reset_ptr, row, end):
     """Whether episodes go on at these rows."""
     if reset_ptr is None:
         return row < end
@@ -41,7 +41,7 @@ def _load_continues(reset_ptr, row, end):
 
 @gluon.jit
 def _copy(
-    buffers, slot, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B, cols,
+    buffers, slot, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B, cols,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Has some rows of inputs, states before, and gate gradients copied to `slot`."""
@@ -62,7 +62,7 @@ def _copy(
     state = gl.where(first[:, None], h0_ptr + sequence.to(gl.int64)[:, None] * H, hs_ptr + before * H)
     state = gl.multiple_of(state, [16, 16])  # which the compiler forgets where one of two is selected
     _async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
-    _async_load(ps.index(slot), state + unit, mask=live & (unit < H) & continues[:, None])
+    _async_load(ps.index(slot), state + unit, mask=live & (unit < H) & goes_on[:, None])
     _async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
     if dhn_ptr is not None:
         _async_load(ns.index(slot), dhn_ptr + wide_row * H + (gate - (W - H)), mask=live & (gate < W))
@@ -112,12 +112,12 @@ def _add_up(
     sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
     for stage in gl.static_range(STAGES - 1):
         row = start + stage * ROWS + rows
-        continues = _load_continues(reset_ptr, row, end)
+        goes_on = _load_goes_on(reset_ptr, row, end)
         _copy(
-            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B,
+            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
             cols, D, H, W, REVERSE,
         )  # fmt: skip
-    continues = _load_continues(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+    goes_on = _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -132,10 +132,10 @@ def _add_up(
             if SEPARATE:
                 sum_h += _transpose(ns, slot, nt, SUM)
             _copy(
-                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B,
+                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
                 cols, D, H, W, REVERSE,
             )  # fmt: skip
-            continues = _load_continues(reset_ptr, row + ROWS, end)
+            goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
             fence_async_shared()
             barrier()
             x = _round(xs.index(slot).permute([1, 0]).load(OPERAND))
@@ -146,10 +146,10 @@ def _add_up(
             product_x = warpgroup_mma(xs.index(slot).permute([1, 0]), gs.index(slot), product_x, is_async=True)
             product_h = warpgroup_mma(ps.index(slot).permute([1, 0]), ns.index(slot), product_h, is_async=True)
             _copy(
-                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, continues, first_unit, first_gate, T, B,
+                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
                 cols, D, H, W, REVERSE,
             )  # fmt: skip
-            continues = _load_continues(reset_ptr, row + ROWS, end)
+            goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
             for k in gl.static_range(ROWS // SUMMED):
                 sum_x += gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
                 if SEPARATE:
@@ -172,7 +172,7 @@ def weight_grads_kernel(
     x_ptr,        # [S, rows, D] inputs; rows are groups, steps and sequences, [G / S, T, B]
     hs_ptr,       # [S, rows, H] states after each step
     h0_ptr,       # [S, rows / T, H] states before the first step
-    reset_ptr,    # [S, rows] nonzero where an episode continues, or None
+    reset_ptr,    # [S, rows] nonzero where an episode goes_on, or None
     dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
     dhn_ptr,      # [S, rows, H] of the last gate's hidden product, where it is another, or None
     partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's share

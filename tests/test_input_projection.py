@@ -1,0 +1,161 @@
+"""The launch of an input projection: against float64, under transformations, and where the loops read what it wrote."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jaxrnn
+from jaxrnn import _bridge
+
+interpreted_or_not = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float16", marks=pytest.mark.interpret),
+        pytest.param("bfloat16", marks=pytest.mark.gpu),
+    ],
+)
+
+
+def make(dtype, *lead, rows=(3, 70), D=40, W=72, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=(*lead, *shape)), dtype)  # noqa: E731
+    return draw(*rows, D), draw(D, W), draw(W).astype(jnp.float32)
+
+
+def float64(x, w, bias):
+    return np.asarray(x, np.float64) @ np.asarray(w, np.float64) + np.asarray(bias, np.float64)
+
+
+def check(got, want, dtype):
+    assert got.shape == want.shape and got.dtype == dtype
+    tolerance = {"float16": 6e-4, "float32": 1e-5}[dtype]
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+@interpreted_or_not
+@pytest.mark.parametrize("out", ["float16", "float32"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"rows": (1,), "D": 1, "W": 1}, {"rows": (2, 9, 7), "D": 128, "W": 384}, {"D": 300, "W": 520}],
+    ids=str,
+)
+def test_it_is_the_product_and_the_bias(dtype, out, sizes):
+    arguments = make(dtype, **sizes)
+    run = jax.jit(functools.partial(_bridge.launch_projection, dtype=out))
+    got = run(*arguments)
+    check(got, float64(*arguments), out)
+    np.testing.assert_array_equal(got, run(*arguments))
+
+
+@interpreted_or_not
+def test_beyond_float16_is_its_largest_and_no_number_stays_none(dtype):
+    x, w, bias = make(dtype, rows=(4,), D=2, W=3)
+    w = jnp.ones_like(w)
+    x = jnp.array([[6e4, 6e4], [-6e4, -6e4], [jnp.nan, 0], [jnp.inf, 0]], dtype)
+    got = np.asarray(_bridge.launch_projection(x, w, bias, jnp.float16))
+    assert (got[0] == 65504).all() and (got[1] == -65504).all() and (got[3] == 65504).all()
+    assert np.isnan(got[2]).all()
+
+
+@interpreted_or_not
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (1, 2, 0), (0, None, 0)], ids=str)
+def test_under_vmap(dtype, axes):
+    run = functools.partial(_bridge.launch_projection, dtype=jnp.float32)
+    arguments = [make(dtype, seed=seed) for seed in range(3)]
+    given = [
+        arguments[0][i] if axis is None else jnp.stack([a[i] for a in arguments], axis) for i, axis in enumerate(axes)
+    ]
+    want = [
+        float64(*(arguments[0][i] if axis is None else arguments[k][i] for i, axis in enumerate(axes)))
+        for k in range(3)
+    ]
+    check(jax.vmap(run, axes)(*given), np.stack(want), "float32")
+    # once more around it: what was batched is, and what was not
+    outer = jax.vmap(jax.vmap(run, axes), (0, None, 0))
+    given = [jnp.stack([x, 2 * x]) if i != 1 else x for i, x in enumerate(given)]
+    got = outer(*given)
+    for k, scale in enumerate((1, 2)):
+        scaled = [
+            float64(*(scale * np.asarray(x, np.float64) if i != 1 else x for i, x in enumerate(each)))
+            for each in (
+                [arguments[0][i] if axis is None else arguments[m][i] for i, axis in enumerate(axes)] for m in range(3)
+            )
+        ]
+        check(got[k], np.stack(scaled), "float32")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param("float16", marks=pytest.mark.interpret),
+        pytest.param("bfloat16", marks=pytest.mark.several_gpus),
+    ],
+)
+def test_rows_stay_shared_out(dtype):
+    """On a mesh that JAX manages every device projects its rows, and nothing is gathered."""
+    x, w, bias = make(dtype, rows=(5, 16))
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    sharded = NamedSharding(mesh, PartitionSpec(None, "data"))
+    with jax.set_mesh(mesh):
+        run = jax.jit(functools.partial(_bridge.launch_projection, dtype=jnp.float32))
+        whole = NamedSharding(mesh, PartitionSpec())
+        arguments = jax.device_put(x, sharded), *(jax.device_put(a, whole) for a in (w, bias))
+        text = run.lower(*arguments).compile().as_text()
+        got = run(*arguments)
+    assert "all-gather" not in text and got.sharding.is_equivalent_to(sharded, got.ndim)
+    check(got, float64(x, w, bias), "float32")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("hidden", [96, 128, 256, 512, 1024])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_loops_read_float16(cell, hidden):
+    """Of every kernel of a cell: outputs and gradients no further from float64 than twice XLA's."""
+    rng = np.random.default_rng(0)
+    T, B, D = 65, 128, 64
+    gates = {"gru": 3, "lstm": 4}[cell]
+    sizes = {"w_ih": (D, gates * hidden), "w_hh": (hidden, gates * hidden), "b": (gates * hidden,)}
+    sizes |= {"b_hn": (hidden,)} if cell == "gru" else {}
+    weights = [rng.normal(size=shape) / hidden**0.5 for shape in sizes.values()]
+    resets = rng.random((T, B)) < 0.05
+    arrays = weights, rng.normal(size=(T, B, D)), [rng.normal(size=(B, hidden)) for _ in range(gates - 2)]
+
+    def loss(arrays, implementation):
+        weights, xs, carry = arrays
+        if cell == "gru":
+            params = jaxrnn.GRUParams(*weights)
+            _, ys = jaxrnn.gru(params, carry[0], xs, resets=resets, implementation=implementation)
+        else:
+            params = jaxrnn.LSTMParams(*weights)
+            _, ys = jaxrnn.lstm(params, tuple(carry), xs, resets=resets, implementation=implementation)
+        return jnp.sum(jnp.sin(ys.astype(jnp.promote_types(ys.dtype, jnp.float32)))), ys
+
+    def run(dtype, implementation):
+        given = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, jnp.bfloat16), dtype), arrays)
+        grad = jax.grad(functools.partial(loss, implementation=implementation), has_aux=True)
+        assert ("jaxrnn_projection" in str(jax.make_jaxpr(grad)(given))) == (implementation == "triton")
+        grads, ys = jax.jit(grad)(given)
+        return [np.asarray(x, np.float64) for x in (ys, *jax.tree.leaves(grads))]
+
+    got, xla = (run("bfloat16", implementation) for implementation in ("triton", "xla"))
+    with jax.enable_x64(True):
+        want = run("float64", "xla")
+    for x, y, z in zip(got, xla, want, strict=True):
+        size = np.linalg.norm(z)
+        assert np.linalg.norm(x - z) <= 2 * np.linalg.norm(y - z) + 1e-6 * size
+
+
+@pytest.mark.gpu
+def test_remat_and_few_rows_take_xla():
+    params = jaxrnn.GRUParams(*(jnp.zeros(shape, jnp.bfloat16) for shape in ((64, 384), (128, 384), (384,), (128,))))
+
+    def used(steps, **options):
+        run = functools.partial(jaxrnn.gru, implementation="triton", **options)
+        xs, carry = jnp.zeros((steps, 64, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
+        return "jaxrnn_projection" in str(jax.make_jaxpr(run)(params, carry, xs))
+
+    assert used(128) and not used(64) and not used(128, remat=True)

@@ -1,0 +1,82 @@
+"""The launch of an input projection: which it takes, in which tiling; see `torch_bridge.kernels.projection`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch_bridge import launch
+from torch_bridge.config import Device
+from torch_bridge.kernels import projection
+
+# Widest inputs whose weights, for 128 columns, leave shared memory for three tiles of inputs.
+_KEPT = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Inputs `[models, rows, inputs]`, weights `[models, gates, inputs]`, biases `[models, gates]`.
+
+    Attributes:
+      models: sets of weights, each with rows of its own.
+      rows: of each model: groups, steps and sequences.
+      inputs: width of the inputs.
+      gates: width of the projection.
+      dtypes: `(name, dtype)` of x and w_ih_t, which are the same, of bias, float32, and of xp, float32 or float16.
+    """
+
+    models: int
+    rows: int
+    inputs: int
+    gates: int
+    dtypes: tuple[tuple[str, str], ...]
+
+
+class Tiling(NamedTuple):
+    """A tile's rows, columns and inputs at a time, warps, stages of loads.
+
+    And programs of a model and a block of columns, which keep its weights on chip; 0: a program has one tile.
+    """
+
+    rows: int
+    columns: int
+    inputs: int
+    warps: int
+    stages: int
+    programs: int = 0
+
+
+def pays(problem: Problem, device: Device) -> bool:
+    """Whether it is faster than a library's product and the pass for the bias: measured on an H200."""
+    hopper = device.capability == 90 and not device.interpreted
+    halves = dict(problem.dtypes)["x"] == "bfloat16"
+    return hopper and halves and problem.inputs >= 32 and problem.rows >= 8192
+
+
+def choose(problem: Problem, device: Device) -> Tiling:
+    """The tiling for a problem."""
+    if problem.inputs > _KEPT:
+        return Tiling(128, 256, 64, 8, 3)
+    blocks = -(-problem.gates // 128) * problem.models
+    at_once = max(1, (2 if problem.inputs <= 128 else 1) * device.multiprocessors // blocks)
+    inputs = max(16, 1 << (problem.inputs - 1).bit_length())
+    return Tiling(64, 128, inputs, 4, 3, min(at_once, -(-problem.rows // 64)))
+
+
+class Launch(launch.Calls):
+    """A problem with its tiling; writes `xp`."""
+
+    def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):
+        super().__init__(device)
+        self.problem = problem
+        self.tiling = tiling or choose(problem, device)
+        rows, columns, inputs, warps, stages, programs = self.tiling
+        constants = {
+            "D": problem.inputs, "W": problem.gates, "BLOCK_R": rows, "BLOCK_W": columns, "BLOCK_D": inputs,
+            "STAGES": stages,
+        }  # fmt: skip
+        tiles, blocks = -(-problem.rows // rows), -(-problem.gates // columns)
+        scalars = {"rows": problem.rows, "tiles": tiles, "programs": programs}
+        function = projection.projection_kernel if programs else projection.wide_projection_kernel
+        grid = problem.models * (programs or tiles) * blocks
+        self.add(function, grid, warps, dict(problem.dtypes), constants, scalars)
