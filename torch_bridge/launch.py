@@ -99,12 +99,13 @@ class KernelCall(NamedTuple):
     scalars: tuple[tuple[str, Any], ...]
     num_warps: int
     registers: int
+    early: bool
     grid: int
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What it is compiled for."""
-        return self.function, self.constants, self.dtypes, self.num_warps, self.registers
+        return self.function, self.constants, self.dtypes, self.num_warps, self.registers, self.early
 
     def arguments(self) -> Arguments:
         """What it is called with."""
@@ -112,8 +113,10 @@ class KernelCall(NamedTuple):
 
 
 def _compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
-    function, constants, dtypes, num_warps, registers = key
-    return compile_kernel(function, dict(constants), dict(dtypes), capability, num_warps=num_warps, maxnreg=registers)
+    function, constants, dtypes, num_warps, registers, early = key
+    return compile_kernel(
+        function, dict(constants), dict(dtypes), capability, num_warps=num_warps, maxnreg=registers, launch_pdl=early
+    )
 
 
 @functools.cache
@@ -128,9 +131,11 @@ class Calls:
       kernels: in their order; `add` appends one.
       workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
         at the same time.
+      early: whether the device can have a kernel begin before the one before it is over.
     """
 
     def __init__(self, device: Device):
+        self.early = device.capability >= 90 and not device.interpreted
         self.kernels: list[KernelCall] = []
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self._capability = device.capability
@@ -138,12 +143,15 @@ class Calls:
 
     def add(
         self, function: Any, grid: int, num_warps: int, dtypes: Mapping[str, str], constants: Mapping[str, Any],
-        scalars: Mapping[str, Any], side_by_side: int = 1,
+        scalars: Mapping[str, Any], side_by_side: int = 1, *, early: bool = False,
     ) -> None:  # fmt: skip
-        """Appends a kernel, with what it takes of these; its arrays that `dtypes` does not name are None."""
+        """Appends a kernel, with what it takes of these; its arrays that `dtypes` does not name are None.
+
+        With `early` it may begin before the one before it is over, and waits for that by itself.
+        """
         names = [name for name in function.arg_names if name.endswith("_ptr")]
         given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
-        values = dict(constants) | dict.fromkeys(set(names) - set(given))
+        values = {"EARLY": self.early, **constants, **dict.fromkeys(set(names) - set(given))}
         self.kernels.append(
             KernelCall(
                 function,
@@ -152,6 +160,7 @@ class Calls:
                 tuple((name, value) for name, value in scalars.items() if name in function.arg_names),
                 num_warps,
                 registers(num_warps, side_by_side),
+                early and self.early,
                 grid,
             )
         )

@@ -124,9 +124,13 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
     if not kept:
         block_n = _CHUNK // size
     block_r = _clamp(1024 // block_n, 1, 64)
-    if block_n < 1024:
+    if block_n <= 1024 and size == 2:  # 16 numbers a thread, and registers for as many threads as may be
+        num_warps = _clamp(block_n // 256, 1, 4)
+        block_r = _clamp(512 * num_warps // block_n, 1, 64)
+        side_by_side = (16 if layer else 20) // num_warps
+    elif block_n < 1024:
         num_warps, side_by_side = _clamp(block_r * block_n // 512, 1, 2), 8
-        if layer and size == 4 and block_n <= 256:  # 0.96 of a copy's bandwidth for 0.65
+        if layer and block_n <= 256:  # 0.96 of a copy's bandwidth for 0.65
             num_warps, side_by_side = _clamp(block_r * block_n // 256, 1, 4), 4
     else:
         heavy = layer and size == 2 and block_n in (2048, 4096)
@@ -148,8 +152,9 @@ def _slots(problem: Problem, chunk: int, device: Device) -> int:
 
 
 def _programs(problem: Problem, tiles: int, device: Device, side_by_side: int = 1) -> int:
-    """Of each model: as many as the device runs at once, and not more than there are tiles."""
-    return max(1, min(tiles, -(-device.multiprocessors * side_by_side // problem.models)))
+    """Of each model: as many as the device runs at once, or as few as take no more tiles in turn than those would."""
+    at_once = max(1, -(-device.multiprocessors * side_by_side // problem.models))
+    return -(-tiles // -(-tiles // at_once))
 
 
 def _power_of_2(n: int) -> int:
@@ -178,8 +183,10 @@ class Launch(launch.Calls):
         if slots := self.tiling.slots:
             constants["SLOTS"] = slots
 
-        def add(function: Any, grid: int, num_warps: int, side_by_side: int = 1, **more: Any) -> None:
-            self.add(function, grid, num_warps, dtypes, constants | more, scalars, side_by_side)
+        def add(
+            function: Any, grid: int, num_warps: int, side_by_side: int = 1, early: bool = False, **more: Any
+        ) -> None:
+            self.add(function, grid, num_warps, dtypes, constants | more, scalars, side_by_side, early=early)
 
         if problem.direction == "fwd":
             add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps, self.tiling.side_by_side)
@@ -200,6 +207,6 @@ class Launch(launch.Calls):
             add(norm.norm_columns_kernel, models * blocks * adders, 8, BLOCK_R=64, BLOCK_C=_COLUMNS)
         if sums:
             # of few columns more programs at once, or few multiprocessors would have something to do
-            block_c = 16 if columns <= 2048 else _COLUMNS
+            block_p, block_c, num_warps = (1024, 8, 16) if columns <= 2048 else (4096 // _COLUMNS, _COLUMNS, 8)
             grid = len(sums) * models * -(-columns // block_c)
-            add(norm.norm_sum_kernel, grid, 8, BLOCK_P=4096 // block_c, BLOCK_C=block_c)
+            add(norm.norm_sum_kernel, grid, num_warps, early=True, BLOCK_P=block_p, BLOCK_C=block_c)

@@ -16,7 +16,7 @@ The sums are taken in two stages of a fixed order: each program adds up its rows
 import triton
 import triton.language as tl
 
-from torch_bridge.kernels.sums import add_up
+from torch_bridge.kernels.sums import add_up, let_the_next_begin, wait_for_the_last
 
 
 @triton.jit
@@ -263,6 +263,12 @@ def _differentiate_chunk(
     )  # fmt: skip
 
 
+@triton.jit
+def _stream(ptrs, mask):
+    """What is read once, and leaves L2 to others."""
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
 @triton.jit(do_not_specialize=["R", "tiles", "programs"])
 def norm_bwd_kernel(
     dy_ptr,              # [S, R, N]
@@ -275,8 +281,10 @@ def norm_bwd_kernel(
     partial_bias_ptr,    # [S, programs, N] float32, or None
     R, tiles, programs,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every `programs`-th tile of BLOCK_R rows of a model, the next one's loads in flight; S * programs programs."""
+    let_the_next_begin(EARLY)
     model = (tl.program_id(0) // programs).to(tl.int64)
     program = tl.program_id(0) % programs
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
@@ -290,16 +298,16 @@ def norm_bwd_kernel(
         dbias = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
         mask_r = nth < R
         row = model * R + nth
-        x = tl.load(x_ptr + row[:, None] * N + cols[None, :], mask=mask_r[:, None] & mask_n, other=0.0)
-        dy = tl.load(dy_ptr + row[:, None] * N + cols[None, :], mask=mask_r[:, None] & mask_n, other=0.0)
+        x = _stream(x_ptr + row[:, None] * N + cols[None, :], mask_r[:, None] & mask_n)
+        dy = _stream(dy_ptr + row[:, None] * N + cols[None, :], mask_r[:, None] & mask_n)
         mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED)
         for _ in range(program, tiles, programs):
             next_nth = nth + programs.to(tl.int64) * BLOCK_R
             next_r = next_nth < R
             next_row = model * R + next_nth
             next_offs = next_row[:, None] * N + cols[None, :]
-            next_x = tl.load(x_ptr + next_offs, mask=next_r[:, None] & mask_n, other=0.0)
-            next_dy = tl.load(dy_ptr + next_offs, mask=next_r[:, None] & mask_n, other=0.0)
+            next_x = _stream(x_ptr + next_offs, next_r[:, None] & mask_n)
+            next_dy = _stream(dy_ptr + next_offs, next_r[:, None] & mask_n)
             next_mean, next_rstd = _load_statistics(mean_ptr, rstd_ptr, next_row, next_r, CENTERED)
 
             normalized = _centered(x, mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
@@ -364,9 +372,10 @@ def norm_columns_kernel(
     partial_weight_ptr,  # [S, programs, N] float32, or None
     partial_bias_ptr,    # [S, programs, N] float32, or None
     R, tiles, programs,
-    N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CENTERED: tl.constexpr,
+    N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The sums for rows too wide for `norm_bwd_kernel` to keep: BLOCK_C columns, every `programs`-th tile of rows."""
+    let_the_next_begin(EARLY)
     blocks = tl.cdiv(N, BLOCK_C)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     program = (tl.program_id(0) // blocks) % programs
@@ -400,9 +409,10 @@ def norm_sum_kernel(
     dweight_ptr,         # [S, N] float32, or None
     dbias_ptr,           # [S, N] float32, or None
     programs,
-    N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds up what the programs added up; a program for each block of columns, of either, of a model."""
+    wait_for_the_last(EARLY)
     blocks = tl.cdiv(N, BLOCK_C)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     if partial_bias_ptr is None:

@@ -8,6 +8,20 @@ import triton.language as tl
 
 
 @triton.jit
+def let_the_next_begin(EARLY: tl.constexpr):
+    """The kernel that adds up what this one leaves may come onto multiprocessors, where it waits."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_for_the_last(EARLY: tl.constexpr):
+    """Waits until the kernel before is over, and all that it wrote can be read."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def add_up(partial_ptr, sums_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
     """Of a model, the columns `col` of `[S, programs, N]` added up to those of `[S, N]`."""
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
@@ -23,9 +37,10 @@ def sum_kernel(
     partial_ptr,  # [S, programs, N] float32
     sums_ptr,     # [S, N] float32
     programs,
-    N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+    N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds up what the programs of each model added up; a program for each block of columns of a model."""
+    wait_for_the_last(EARLY)
     blocks = tl.cdiv(N, BLOCK_C)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     add_up(partial_ptr, sums_ptr, (tl.program_id(0) // blocks).to(tl.int64), col, programs, N, BLOCK_P, BLOCK_C)
