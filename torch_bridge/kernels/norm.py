@@ -264,9 +264,9 @@ def _differentiate_chunk(
 
 
 @triton.jit
-def _stream(ptrs, mask):
-    """What is read once, and leaves L2 to others."""
-    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first")
+def _load_tile(ptrs, mask, YIELD: tl.constexpr):
+    """Rows of x or dy. With YIELD they give way in L2 to what is written."""
+    return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first" if YIELD else "")
 
 
 @triton.jit(do_not_specialize=["R", "tiles", "programs"])
@@ -281,7 +281,7 @@ def norm_bwd_kernel(
     partial_bias_ptr,    # [S, programs, N] float32, or None
     R, tiles, programs,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
-    EARLY: tl.constexpr,
+    YIELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every `programs`-th tile of BLOCK_R rows of a model, the next one's loads in flight; S * programs programs."""
     let_the_next_begin(EARLY)
@@ -298,16 +298,16 @@ def norm_bwd_kernel(
         dbias = tl.zeros([BLOCK_R, BLOCK_N], tl.float32)
         mask_r = nth < R
         row = model * R + nth
-        x = _stream(x_ptr + row[:, None] * N + cols[None, :], mask_r[:, None] & mask_n)
-        dy = _stream(dy_ptr + row[:, None] * N + cols[None, :], mask_r[:, None] & mask_n)
+        x = _load_tile(x_ptr + row[:, None] * N + cols[None, :], mask_r[:, None] & mask_n, YIELD)
+        dy = _load_tile(dy_ptr + row[:, None] * N + cols[None, :], mask_r[:, None] & mask_n, YIELD)
         mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED)
         for _ in range(program, tiles, programs):
             next_nth = nth + programs.to(tl.int64) * BLOCK_R
             next_r = next_nth < R
             next_row = model * R + next_nth
             next_offs = next_row[:, None] * N + cols[None, :]
-            next_x = _stream(x_ptr + next_offs, next_r[:, None] & mask_n)
-            next_dy = _stream(dy_ptr + next_offs, next_r[:, None] & mask_n)
+            next_x = _load_tile(x_ptr + next_offs, next_r[:, None] & mask_n, YIELD)
+            next_dy = _load_tile(dy_ptr + next_offs, next_r[:, None] & mask_n, YIELD)
             next_mean, next_rstd = _load_statistics(mean_ptr, rstd_ptr, next_row, next_r, CENTERED)
 
             normalized = _centered(x, mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
