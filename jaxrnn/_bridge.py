@@ -474,15 +474,20 @@ def _batch_rows(
 def _batch_weight_grads(
     arrays: Sequence[Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Array], list[int]]:
-    """vmap: every example has gradients of its own, so it is a model."""
+    """vmap: every example has gradients of its own, so it is a model.
+
+    Inputs that models share are copied for each: less than what else there is of each, and than the launch saves.
+    """
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
 
     def merge(x: Array, axis: int | None) -> Array:
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
 
+    # behind the new axis, if that comes first
+    models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
     results = weight_grads_p.bind(*map(merge, arrays, axes), **params)
-    return [x.reshape(size, -1, *x.shape[1:]) for x in results], [0] * len(results)
+    return [x.reshape(size, models, *x.shape[1:]) for x in results], [0] * len(results)
 
 
 def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
@@ -585,15 +590,22 @@ class _Kernels:
 
     def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Operands of `whole` with every axis that may be shared out by itself."""
-        raise NotImplementedError
+        return arrays
 
     def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Results of `on_device`, as those of `whole`."""
-        raise NotImplementedError
+        return results
 
     def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Binds `part` on what `apart` returns, or a device's part of it."""
         raise NotImplementedError
+
+
+def _axes_of_sequences(name: str, rank: int) -> tuple[str, ...]:
+    """`[S, G, T, B, width]`, resets without a width, states without steps."""
+    if name == "reset":
+        return ("models", "groups", "steps", "batch")
+    return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
 
 
 class _Recurrences(_Kernels):
@@ -612,9 +624,7 @@ class _Recurrences(_Kernels):
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         if name in WEIGHTS:
             return ("models", *(f"{name}_{k}" for k in range(1, rank)))
-        if name == "reset":
-            return ("models", "groups", "steps", "batch")
-        return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
+        return _axes_of_sequences(name, rank)
 
     def shared_out(self, axis: str) -> bool:
         return axis in SHARED_OUT
@@ -644,12 +654,6 @@ class _OfRows(_Kernels):
 
     def shared_out(self, axis: str) -> bool:
         return axis not in ("columns", "gates")
-
-    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return arrays
-
-    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return results
 
     def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         types = self.types([x.shape for x in arrays], params)
@@ -746,20 +750,10 @@ class _WeightGrads(_Kernels):
         return Launch(problem, device)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        if name == "sums":
-            return ("models", "length")
-        if name == "reset":
-            return ("models", "groups", "steps", "batch")
-        return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
+        return ("models", "length") if name == "sums" else _axes_of_sequences(name, rank)
 
     def shared_out(self, axis: str) -> bool:
         return axis in SHARED_OUT
-
-    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return arrays
-
-    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        return results
 
     def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         results: Sequence[Array] = weight_grads_part_p.bind(*arrays, slot=slot, **params)

@@ -27,7 +27,7 @@ class Cell:
       save: (params, xp, h_prev @ w_hh, states before each step by name) -> the same in float32, recomputed.
       history: the states before each step that `save` needs.
       hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
-        None, or "dhn": of the last gate's hidden product, to which `b_hn` is added.
+        Empty, or "dhn": of the last gate's hidden product, to which `b_hn` is added.
       bias: the params field added to the input projection.
       hidden_biases: params -> arrays besides `w_hh` that the forward kernel takes, by name.
       recurrent_grads: (h_prev^T @ ..., dxp, hidden grads) -> gradients of the recurrent params by field.

@@ -196,3 +196,13 @@ def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
     given = dict(zip(launch.specialization.kernel.arg_names, kernel.arguments[9:], strict=True))
     assert given == {name: expected.get(name, expected.get(name.removesuffix("_ptr"))) for name in given}
     assert set(addresses) <= {name.removesuffix("_ptr") for name in given}
+
+
+@pytest.mark.torch
+def test_gradients_of_weights_under_vmap_over_nothing():
+    lead = (0, 1, 1, 2, 3)  # mapped, then models, groups, steps and batch
+    arrays = {"x": (*lead, 8), "hs": (*lead, 128), "h0": (0, 1, 1, 3, 128), "dxp": (*lead, 384), "dhn": (*lead, 128)}
+    run = jax.vmap(functools.partial(_bridge.launch_weight_grads, reverse=False))
+    got = jax.eval_shape(run, {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in arrays.items()})
+    shapes = {name: x.shape for name, x in got.items()}
+    assert shapes == {"w_ih": (0, 1, 8, 384), "w_hh": (0, 1, 128, 384), "bias": (0, 1, 384), "b_hn": (0, 1, 128)}

@@ -74,6 +74,10 @@ def test_under_vmap(dtype, axes):
         for k in range(3)
     ]
     check(jax.vmap(run, axes)(*given), np.stack(want), "float32")
+    none = jax.vmap(run, axes)(
+        *(x if axis is None else x.take(jnp.array([], int), axis) for x, axis in zip(given, axes, strict=True))
+    )
+    assert none.shape == (0, *want[0].shape)
     # once more around it: what was batched is, and what was not
     outer = jax.vmap(jax.vmap(run, axes), (0, None, 0))
     given = [jnp.stack([x, 2 * x]) if i != 1 else x for i, x in enumerate(given)]

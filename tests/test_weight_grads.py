@@ -144,6 +144,14 @@ def test_what_is_no_number_stays_none(dtype):
         dxp[0, 0, 3, 4, 6] = number
         got = run(dxp=dxp)
         assert not np.isfinite(got["w_ih"][0, :, 6]).any() and not np.isfinite(got["bias"][0, 6])
+        dhn = clean["dhn"].copy()
+        dhn[0, 0, 3, 4, 6] = number
+        got = run(dhn=dhn)
+        assert not np.isfinite(got["w_hh"][0, :, -case.H + 6]).any() and not np.isfinite(got["b_hn"][0, 6])
+        assert np.isfinite(got["w_ih"]).all()
+        h0 = clean["h0"].copy()
+        h0[0, 0, 4, 5] = number
+        assert not np.isfinite(run(h0=h0)["w_hh"][0, 5]).any()
         hs = clean["hs"].copy()
         hs[0, 0, 4, 7] = number  # which the reset at step 5 cuts off
         assert all(np.isfinite(x).all() for x in run(hs=hs).values())
@@ -216,12 +224,37 @@ def test_under_vmap(cell, shared):
     check(make_grad, stacked)
 
 
-@pytest.mark.parametrize("precision", ["highest", "high"])
-def test_precise_products_are_not_its(precision):
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "highest"}, {"precision": "high"}, {"remat": True}, {"reset_state": jnp.zeros(128)}],
+    ids=str,
+)
+def test_what_is_not_its(options):
+    """Precise products, and states before a step that are not those after the step before."""
+    layer = make_layer("gru", "float32")
+    assert is_used(jax.grad(functools.partial(loss, "gru", "triton")), *layer)
+    assert not is_used(jax.grad(functools.partial(loss, "gru", "triton", **options)), *layer)
+
+
+def test_both_directions_in_one_launch_take_xla():
     params, carry, xs, resets = make_layer("gru", "float32")
-    assert is_used(jax.grad(functools.partial(loss, "gru", "triton")), params, carry, xs, resets)
-    grad = jax.grad(functools.partial(loss, "gru", "triton", precision=precision))
-    assert not is_used(grad, params, carry, xs, resets)
+
+    def both(params):
+        run = functools.partial(jaxrnn.bidirectional_gru, implementation="triton")
+        (_, forward), (_, backward) = run((params, params), (carry, carry), xs, resets=(resets, resets))
+        return jnp.sum(forward + backward)
+
+    assert not is_used(jax.grad(both), params)
+
+
+def test_a_projected_state_takes_it():
+    params, (c, h), xs, resets = make_layer("lstm", "float32")
+    w_hr = jnp.asarray(np.random.default_rng(1).normal(size=(128, 64)) / 128**0.5, jnp.float32)
+    params = params._replace(w_hh=params.w_hh[:64], w_hr=w_hr)
+    check(
+        lambda implementation: jax.grad(functools.partial(loss, "lstm", implementation)),
+        (params, (c, h[:, :64]), xs, resets),
+    )
 
 
 @pytest.mark.several_gpus

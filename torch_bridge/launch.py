@@ -124,6 +124,17 @@ def _loaded_call(key: tuple[Any, ...], capability: int, ordinal: int) -> Compile
     return load_kernel(_compile_call(key, capability), ordinal)
 
 
+@functools.cache
+def _records_early_launches() -> bool:
+    """Whether CUDA graphs can have a kernel begin before the last one is over: with a driver of CUDA 12.3 or newer."""
+    import torch
+
+    if not torch.cuda.is_available():  # it is compiled here for another machine
+        return True
+    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in builds for CPUs
+    return version >= 12030
+
+
 class Calls:
     """Kernels that run one after the other: `load` them for a device, then call them with addresses and a stream.
 
@@ -131,11 +142,11 @@ class Calls:
       kernels: in their order; `add` appends one.
       workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
         at the same time.
-      early: whether the device can have a kernel begin before the one before it is over.
+      early: whether a kernel can begin before the one before it is over.
     """
 
     def __init__(self, device: Device):
-        self.early = device.capability >= 90 and not device.interpreted
+        self.early = device.capability >= 90 and not device.interpreted and _records_early_launches()
         self.kernels: list[KernelCall] = []
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self._capability = device.capability

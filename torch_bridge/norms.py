@@ -126,7 +126,7 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
     if not kept:
         block_n = _CHUNK // size
     block_r = _clamp(1024 // block_n, 1, 64)
-    if block_n <= 1024 and size == 2:  # 16 numbers a thread, and registers for as many threads as may be
+    if block_n <= 1024 and size == 2:  # 16 numbers a thread, 512 or 640 threads a multiprocessor
         num_warps = _clamp(block_n // 256, 1, 4)
         block_r = _clamp(512 * num_warps // block_n, 1, 64)
         side_by_side = (16 if layer or block_n <= 256 else 20) // num_warps
@@ -181,7 +181,7 @@ class Launch(launch.Calls):
         constants = {
             "N": columns, "BLOCK_R": block_r, "BLOCK_N": block_n, "CENTERED": problem.kind == "layer",
             "OPAQUE": not device.interpreted,
-            "YIELD": models * rows * columns * _BYTES[dtypes["x"]] <= _IN_CACHE,
+            "YIELD": block_n >= columns and models * rows * columns * _BYTES[dtypes["x"]] <= _IN_CACHE,
         }  # fmt: skip
         if slots := self.tiling.slots:
             constants["SLOTS"] = slots

@@ -50,7 +50,7 @@ def pays(problem: Problem, device: Device) -> bool:
     """Whether it is faster than a library's product and the pass for the bias: measured on an H200."""
     hopper = device.capability == 90 and not device.interpreted
     halves = dict(problem.dtypes)["x"] == "bfloat16"
-    return hopper and halves and problem.inputs >= 32 and problem.rows >= 8192
+    return hopper and halves and problem.inputs >= 32 and problem.gates >= 128 and problem.rows >= 8192
 
 
 def choose(problem: Problem, device: Device) -> Tiling:

@@ -12,9 +12,12 @@ kept by powers of two, exact to apply and to undo: one scale for the weights, on
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_bridge.kernels.common import time_order
 
+# renamed in Triton 3.9
+async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 # renamed in Triton 3.7
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 

@@ -9,8 +9,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-# renamed in Triton 3.9
-_async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+from torch_bridge.kernels.common_sm90 import async_load
 
 
 @gluon.jit
@@ -35,8 +34,8 @@ def _copy_chunk(xs, dys, slot, x_ptr, dy_ptr, row, end, chunk: gl.constexpr, col
                 BLOCK: gl.constexpr):  # fmt: skip
     col = chunk * BLOCK + cols
     mask = (col < N) & (row < end)
-    _async_load(xs.index(slot), x_ptr + row * N + col, mask=mask)
-    _async_load(dys.index(slot), dy_ptr + row * N + col, mask=mask)
+    async_load(xs.index(slot), x_ptr + row * N + col, mask=mask)
+    async_load(dys.index(slot), dy_ptr + row * N + col, mask=mask)
     async_copy.commit_group()
 
 
@@ -109,7 +108,7 @@ def norm_bwd_kernel(
     R, tiles, programs, N: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, CENTERED: gl.constexpr,
     OPAQUE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.norm.norm_bwd_kernel`; BLOCK_R is 1 and BLOCK_N a chunk.
+    """Arrays as of `torch_bridge.kernels.norm.norm_bwd_kernel`; BLOCK_R is 1 and BLOCK_N a chunk.
 
     SLOTS chunks of x and of dy wait in shared memory: those of the row that is computed, and those that follow. A turn
     takes the dx of a chunk, has the next one copied in its place, and adds up the same chunk of the row after.

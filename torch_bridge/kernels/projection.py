@@ -36,7 +36,7 @@ def projection_kernel(
     model = tl.program_id(0) // (blocks * programs)
     col = block * BLOCK_W + tl.arange(0, BLOCK_W)
     unit = tl.arange(0, BLOCK_D)
-    at = (model * W + col)[:, None] * D + unit[None, :]
+    at = (model * W + col).to(tl.int64)[:, None] * D + unit[None, :]
     w = tl.load(w_ih_t_ptr + at, mask=(col < W)[:, None] & (unit < D)[None, :], other=0.0).T
     bias = tl.load(bias_ptr + model * W + col, mask=col < W, other=0.0)
     first = model.to(tl.int64) * rows

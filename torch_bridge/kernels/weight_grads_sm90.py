@@ -5,7 +5,7 @@
 over all steps and sequences of a model, where h is the state before a step and dhp is dxp, of a GRU with dhn in place
 of its last gate. A program has 128 columns of gates beside 128 inputs and 128 states, and a share of the rows: it reads
 its gate gradients once for both products and the sums, and the states before its steps from those after the steps
-before, zeros where an episode goes_on. What the programs of a model add up, `sums.sum_kernel` adds up.
+before, zeros where an episode begins. What the programs of a model add up, `sums.sum_kernel` adds up.
 
 Products are wgmma's. Of 16 bits it reads both operands from shared memory, where they were copied. Of TF32 it needs the
 gate gradients along rows, and both operands rounded (it would cut them off, a bias): so those go through registers once
@@ -17,10 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common_sm90 import barrier
-
-# renamed in Triton 3.9
-_async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+from torch_bridge.kernels.common_sm90 import async_load, barrier
 
 
 @gluon.jit
@@ -61,11 +58,11 @@ def _copy(
         sequence = row // (T * B) * B + at
     state = gl.where(first[:, None], h0_ptr + sequence.to(gl.int64)[:, None] * H, hs_ptr + before * H)
     state = gl.multiple_of(state, [16, 16])  # which the compiler forgets where one of two is selected
-    _async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
-    _async_load(ps.index(slot), state + unit, mask=live & (unit < H) & goes_on[:, None])
-    _async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
+    async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
+    async_load(ps.index(slot), state + unit, mask=live & (unit < H) & goes_on[:, None])
+    async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
     if dhn_ptr is not None:
-        _async_load(ns.index(slot), dhn_ptr + wide_row * H + (gate - (W - H)), mask=live & (gate < W))
+        async_load(ns.index(slot), dhn_ptr + wide_row * H + (gate - (W - H)), mask=live & (gate < W))
     async_copy.commit_group()
 
 
@@ -169,10 +166,10 @@ def _add_up(
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
 def weight_grads_kernel(
-    x_ptr,        # [S, rows, D] inputs; rows are groups, steps and sequences, [G / S, T, B]
+    x_ptr,        # [S, rows, D] inputs; rows are groups, steps and sequences, [G, T, B]
     hs_ptr,       # [S, rows, H] states after each step
     h0_ptr,       # [S, rows / T, H] states before the first step
-    reset_ptr,    # [S, rows] nonzero where an episode goes_on, or None
+    reset_ptr,    # [S, rows] nonzero where an episode begins, or None
     dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
     dhn_ptr,      # [S, rows, H] of the last gate's hidden product, where it is another, or None
     partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's share
