@@ -122,12 +122,14 @@ def test_norms_fit(target, kind, direction, dtype):
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_loops_that_read_projections_of_float16_fit_and_do_not_spill(cell):
+    """Of each tile one tiling: a thread has half as much to hold as of float32, with which all are tried."""
     device = DEVICES["sm_90"]
-    problems = []
+    problems = {}
     for p, c in shipped(cell, "fwd", "bf16", device):
         dtypes = dict(p.dtypes) | {"xp": "float16"}
-        problems.append((dataclasses.replace(p, dtypes=tuple(dtypes.items())), c))
-    bad = misfits(problems, device)
+        problem = dataclasses.replace(p, dtypes=tuple(dtypes.items()))
+        problems[c.variant, c.block_h, c.block_b, c.num_warps] = problem, c
+    bad = misfits(problems.values(), device)
     assert not bad, "\n".join(bad)
 
 
