@@ -329,12 +329,9 @@ def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
 def projection_pays(rows: int, inputs: int, gates: int, dtype: Any) -> bool:
     """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum."""
     from torch_bridge import projections
-    from torch_bridge.launch import interpreting
 
-    if interpreting():
-        return False
     problem = projections.Problem(1, rows, inputs, gates, (("x", str(jnp.dtype(dtype))),))
-    return projections.pays(problem, _cuda_device()[0])
+    return projections.pays(problem, _device())
 
 
 def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
@@ -365,15 +362,12 @@ def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any
     Of inputs `[G, T, B, D]` and gradients `[G, T, B, gates]`; `separate`: and "dhn".
     """
     from torch_bridge import weight_grads
-    from torch_bridge.launch import interpreting
 
-    if interpreting():
-        return False
     names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()))
     dtypes = tuple((name, str(jnp.dtype(dtype))) for name in names)
     groups, steps, batch, inputs = shape
     problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, dtypes)
-    return weight_grads.pays(problem, _cuda_device()[0])
+    return weight_grads.pays(problem, _device())
 
 
 def _bind(
@@ -586,7 +580,7 @@ class _Kernels:
 
     def shared_out(self, axis: str) -> bool:
         """Whether devices may share out the axis of this name."""
-        raise NotImplementedError
+        return axis in SHARED_OUT
 
     def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Operands of `whole` with every axis that may be shared out by itself."""
@@ -598,7 +592,8 @@ class _Kernels:
 
     def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Binds `part` on what `apart` returns, or a device's part of it."""
-        raise NotImplementedError
+        results: Sequence[Array] = self.part.bind(*arrays, slot=slot, **params)
+        return results
 
 
 def _axes_of_sequences(name: str, rank: int) -> tuple[str, ...]:
@@ -625,9 +620,6 @@ class _Recurrences(_Kernels):
         if name in WEIGHTS:
             return ("models", *(f"{name}_{k}" for k in range(1, rank)))
         return _axes_of_sequences(name, rank)
-
-    def shared_out(self, axis: str) -> bool:
-        return axis in SHARED_OUT
 
     def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         models = _sizes(params["inputs"], [x.shape for x in arrays]).models
@@ -752,13 +744,6 @@ class _WeightGrads(_Kernels):
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         return ("models", "length") if name == "sums" else _axes_of_sequences(name, rank)
 
-    def shared_out(self, axis: str) -> bool:
-        return axis in SHARED_OUT
-
-    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        results: Sequence[Array] = weight_grads_part_p.bind(*arrays, slot=slot, **params)
-        return results
-
 
 def _call(
     kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
@@ -795,6 +780,13 @@ def _cuda_device() -> tuple[Any, Sequence[int]]:
 
     ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
     return device(ordinals[0]), ordinals
+
+
+def _device() -> Any:
+    """The device that a kernel is chosen for where launches are traced."""
+    from torch_bridge.launch import interpreting
+
+    return (_cpu_device if interpreting() else _cuda_device)()[0]
 
 
 def _cpu_device() -> tuple[Any, Sequence[int]]:

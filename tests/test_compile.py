@@ -7,6 +7,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -111,12 +112,9 @@ def test_norms_fit(target, kind, direction, dtype):
     limits = {tuple(wide.items()): LOCAL_BYTES_BESIDE_FLOAT32}  # of float32 rows the same as `alone`
     limits |= dict.fromkeys((tuple(dtypes.items()), tuple(alone.items())), LOCAL_BYTES)
     for n, (given, by_columns) in itertools.product(columns, limits.items()):
-        problem = norms.Problem(kind, direction, 2, 4096, n, 1e-6, given)
-        for compiled in norms.Launch(problem, DEVICES[target]).compile():
-            shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
-            limit = next(limit for widest, limit in by_columns.items() if n <= widest)
-            if shared > DEVICES[target].shared_memory or local > limit:
-                bad.append(f"N={n} {compiled.name}: {shared} bytes shared, {local} bytes local, of {given}")
+        launch = norms.Launch(norms.Problem(kind, direction, 2, 4096, n, 1e-6, given), DEVICES[target])
+        limit = next(limit for widest, limit in by_columns.items() if n <= widest)
+        bad += excesses(launch.problem, launch.compile(), DEVICES[target], limit)
     assert not bad, "\n".join(bad)
 
 
@@ -142,10 +140,7 @@ def test_projections_fit_and_do_not_spill(inputs):
     for gates in (192, 300, 1024):
         problem = projections.Problem(2, 8192, inputs, gates, tuple(dtypes.items()))
         assert projections.pays(problem, device)
-        (compiled,) = projections.Launch(problem, device).compile()
-        shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
-        if shared > device.shared_memory or local:
-            bad.append(f"{problem}: {shared} bytes shared, {local} local")
+        bad += excesses(problem, projections.Launch(problem, device).compile(), device)
     assert not bad, "\n".join(bad)
 
 
@@ -163,12 +158,21 @@ def test_gradients_of_weights_fit_and_do_not_spill(cell, dtype):
         dtypes = [(name, dtype) for name in names] + ([("reset", reset)] if reset else [])
         problem = weight_grads.Problem(1, 1, 64, 64, inputs, hidden, gates * hidden, tuple(dtypes), reverse)
         assert weight_grads.supports(problem, device)
-        for compiled in weight_grads.Launch(problem, device).compile():
-            shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
-            narrow = compiled.asm["ptx"].count("cp.async.ca")  # copies of less than 16 bytes
-            if shared > device.shared_memory or local or narrow:
-                bad.append(f"{problem} {compiled.name}: {shared} bytes shared, {local} local, {narrow} narrow copies")
+        kernels = weight_grads.Launch(problem, device).compile()
+        bad += excesses(problem, kernels, device)
+        narrow = sum(compiled.asm["ptx"].count("cp.async.ca") for compiled in kernels)
+        bad += [f"{problem}: {narrow} copies of less than 16 bytes"] if narrow else []
     assert not bad, "\n".join(bad)
+
+
+def excesses(problem: Any, kernels: Iterable[Any], device: Device, limit: int = 0) -> list[str]:
+    """What takes more shared memory than there is, or of each thread's more bytes of local memory than `limit`."""
+    bad = []
+    for compiled in kernels:
+        shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
+        if shared > device.shared_memory or local > limit:
+            bad.append(f"{problem} {compiled.name}: {shared} bytes shared, {local} bytes local")
+    return bad
 
 
 def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) -> list[str]:

@@ -20,9 +20,9 @@ interpreted_or_not = pytest.mark.parametrize(
 )
 
 
-def make(dtype, *lead, rows=(3, 70), D=40, W=72, seed=0):
+def make(dtype, rows=(3, 70), D=40, W=72, seed=0):
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=(*lead, *shape)), dtype)  # noqa: E731
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
     return draw(*rows, D), draw(D, W), draw(W).astype(jnp.float32)
 
 
@@ -65,14 +65,13 @@ def test_beyond_float16_is_its_largest_and_no_number_stays_none(dtype):
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (1, 2, 0), (0, None, 0)], ids=str)
 def test_under_vmap(dtype, axes):
     run = functools.partial(_bridge.launch_projection, dtype=jnp.float32)
-    arguments = [make(dtype, seed=seed) for seed in range(3)]
+    drawn = [make(dtype, seed=seed) for seed in range(3)]
+    models = [[drawn[0 if axis is None else k][i] for i, axis in enumerate(axes)] for k in range(3)]
     given = [
-        arguments[0][i] if axis is None else jnp.stack([a[i] for a in arguments], axis) for i, axis in enumerate(axes)
+        shared[0] if axis is None else jnp.stack(shared, axis)
+        for shared, axis in zip(zip(*models, strict=True), axes, strict=True)
     ]
-    want = [
-        float64(*(arguments[0][i] if axis is None else arguments[k][i] for i, axis in enumerate(axes)))
-        for k in range(3)
-    ]
+    want = [float64(*model) for model in models]
     check(jax.vmap(run, axes)(*given), np.stack(want), "float32")
     none = jax.vmap(run, axes)(
         *(x if axis is None else x.take(jnp.array([], int), axis) for x, axis in zip(given, axes, strict=True))
@@ -83,13 +82,7 @@ def test_under_vmap(dtype, axes):
     given = [jnp.stack([x, 2 * x]) if i != 1 else x for i, x in enumerate(given)]
     got = outer(*given)
     for k, scale in enumerate((1, 2)):
-        scaled = [
-            float64(*(scale * np.asarray(x, np.float64) if i != 1 else x for i, x in enumerate(each)))
-            for each in (
-                [arguments[0][i] if axis is None else arguments[m][i] for i, axis in enumerate(axes)] for m in range(3)
-            )
-        ]
-        check(got[k], np.stack(scaled), "float32")
+        check(got[k], np.stack([scale * float64(*model) for model in models]), "float32")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ The sums are taken in two stages of a fixed order: each program adds up its rows
 import triton
 import triton.language as tl
 
-from torch_bridge.kernels.sums import add_up, let_the_next_begin, wait_for_the_last
+from torch_bridge.kernels.sums import add_up, block_of_columns, let_the_next_begin, wait_for_the_last
 
 
 @triton.jit
@@ -413,17 +413,12 @@ def norm_sum_kernel(
 ):  # fmt: skip
     """Adds up what the programs added up; a program for each block of columns, of either, of a model."""
     wait_for_the_last(EARLY)
-    blocks = tl.cdiv(N, BLOCK_C)
-    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
+    col, nth = block_of_columns(N, BLOCK_C)
     if partial_bias_ptr is None:
-        model = (tl.program_id(0) // blocks).to(tl.int64)
-        add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+        add_up(partial_weight_ptr, dweight_ptr, nth, col, programs, N, BLOCK_P, BLOCK_C)
     elif partial_weight_ptr is None:
-        model = (tl.program_id(0) // blocks).to(tl.int64)
-        add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+        add_up(partial_bias_ptr, dbias_ptr, nth, col, programs, N, BLOCK_P, BLOCK_C)
+    elif nth % 2 == 0:
+        add_up(partial_weight_ptr, dweight_ptr, nth // 2, col, programs, N, BLOCK_P, BLOCK_C)
     else:
-        model = (tl.program_id(0) // blocks // 2).to(tl.int64)
-        if (tl.program_id(0) // blocks) % 2 == 0:
-            add_up(partial_weight_ptr, dweight_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
-        else:
-            add_up(partial_bias_ptr, dbias_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
+        add_up(partial_bias_ptr, dbias_ptr, nth // 2, col, programs, N, BLOCK_P, BLOCK_C)

@@ -24,12 +24,20 @@ def wait_for_the_last(EARLY: tl.constexpr):
 @triton.jit
 def add_up(partial_ptr, sums_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
     """Of a model, the columns `col` of `[S, programs, N]` added up to those of `[S, N]`."""
+    model = model.to(tl.int64)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for first in range(0, programs, BLOCK_P):
         program = first + tl.arange(0, BLOCK_P)
         mask = (program < programs)[:, None] & (col < N)[None, :]
         total += tl.load(partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0)
     tl.store(sums_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
+
+
+@triton.jit
+def block_of_columns(N: tl.constexpr, BLOCK_C: tl.constexpr):
+    """The columns of a program that adds up a block of N, and which N they are of."""
+    blocks = tl.cdiv(N, BLOCK_C)
+    return (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C), tl.program_id(0) // blocks
 
 
 @triton.jit(do_not_specialize=["programs"])
@@ -41,6 +49,5 @@ def sum_kernel(
 ):  # fmt: skip
     """Adds up what the programs of each model added up; a program for each block of columns of a model."""
     wait_for_the_last(EARLY)
-    blocks = tl.cdiv(N, BLOCK_C)
-    col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    add_up(partial_ptr, sums_ptr, (tl.program_id(0) // blocks).to(tl.int64), col, programs, N, BLOCK_P, BLOCK_C)
+    col, model = block_of_columns(N, BLOCK_C)
+    add_up(partial_ptr, sums_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
