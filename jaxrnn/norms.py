@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrnn import _bridge
+from jaxrnn import _bridge, sharding
 
 if TYPE_CHECKING:
     from jax import Array
@@ -235,12 +235,12 @@ def _run_triton(
     arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
     spec = _spec(x)
     if all(axis is None for axis in spec):
-        return run(*_bridge.whole(arguments))
+        return run(*sharding.whole(arguments))
     rows, whole = PartitionSpec(*spec), PartitionSpec()
     specs = tuple(
         None if array is None else to for array, to in zip(arguments, (rows, whole, whole, rows), strict=True)
     )
-    return _bridge.on_each_device(run, jax.typeof(x).sharding.mesh, specs, (rows, rows), arguments)
+    return sharding.on_each_device(run, jax.typeof(x).sharding.mesh, specs, (rows, rows), arguments)
 
 
 def _run_on_device(
@@ -248,7 +248,7 @@ def _run_on_device(
 ) -> tuple[Array, Array]:
     """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
-    x, weight, bias, residual = _bridge.vary_alike((x, weight, bias, residual))
+    x, weight, bias, residual = sharding.vary_alike((x, weight, bias, residual))
     lead = (0,) if x.ndim > 1 else (0, 1)  # one model and, of a vector, one row
     canonical = jax.tree.map(lambda array: jnp.expand_dims(array, lead), (x, residual))
     y, total = _norm(static, *canonical, *jax.tree.map(lambda w: w[None], (weight, bias)))
@@ -286,7 +286,7 @@ def _launch(
     def run(arrays: dict[str, Array | None]) -> dict[str, Array]:
         return _bridge.launch_norm(static.kind, direction, arrays, outputs, epsilon=static.epsilon)
 
-    return _bridge.on_each_device_of_vmap(run, arrays)
+    return sharding.on_each_device_of_vmap(run, arrays)
 
 
 def _kept(static: _Static) -> tuple[str, ...]:

@@ -30,7 +30,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 from test_transformations import launches
 
-from jaxrnn import recurrent
+import jaxrnn
+from jaxrnn import canonical, fused, recurrent
 from torch_bridge.config import Device, KernelConfig
 
 BOTH = {"gru": recurrent.bidirectional_gru, "lstm": recurrent.bidirectional_lstm}
@@ -118,8 +119,8 @@ def test_an_lstm_returns_cell_states_of_both(implementation, remat):
 @kernels_only
 @projected_too
 def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, monkeypatch):
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation, remat=True)
     assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
     assert min(launches(jax.grad(loss_of(call)), *args)) >= 2
@@ -128,9 +129,9 @@ def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, mo
 @kernels_only
 @every_cell
 def test_many_sequences_take_each_direction_by_itself(cell, implementation, monkeypatch):
-    monkeypatch.setattr(recurrent, "_FULL", B * H)
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
+    monkeypatch.setattr(canonical, "_FULL", B * H)
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation)
     assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
     assert launches(jax.grad(loss_of(call)), *args) == (2, 2)
@@ -289,7 +290,7 @@ def in_both(case, forward, backward, implementation):
         {k: x for k, x in each.items() if x is not None and k not in (*kept, "xs")}
         for each, kept in zip(named, fixed, strict=True)
     ]
-    params_type = recurrent.GRUParams if case.cell == "gru" else recurrent.LSTMParams
+    params_type = jaxrnn.GRUParams if case.cell == "gru" else jaxrnn.LSTMParams
 
     def tree_of(names, each):
         trees = tuple(each[name] for name in names)

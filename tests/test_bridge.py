@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 from jax.lax import Precision
 
-from jaxrnn import _bridge, recurrent
+from jaxrnn import _bridge, fused
 
 # (precision, of a hidden width up to 32, of a wider one)
 PRECISIONS = [
@@ -37,15 +37,15 @@ PRECISIONS = [
 @pytest.mark.parametrize(("precision", "narrow", "wide"), PRECISIONS, ids=lambda x: str(x).replace(" ", ""))
 def test_precision_of_the_kernels(precision, narrow, wide):
     for hidden, want in ((1, narrow), (32, narrow), (33, wide), (1024, wide)):
-        assert recurrent.kernel_precision(precision, hidden) == want
+        assert fused.kernel_precision(precision, hidden) == want
 
 
 def test_precision_left_out_is_the_default_of_jax():
     with jax.default_matmul_precision("float32"):
-        assert recurrent.kernel_precision(None, 64) == "tf32x3"
-        assert recurrent.kernel_precision("default", 64) == "tf32"
+        assert fused.kernel_precision(None, 64) == "tf32x3"
+        assert fused.kernel_precision("default", 64) == "tf32"
     with jax.default_matmul_precision("BF16_BF16_F32"):
-        assert recurrent.kernel_precision(None, 64) is None
+        assert fused.kernel_precision(None, 64) is None
 
 
 @functools.cache

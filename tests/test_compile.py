@@ -31,19 +31,25 @@ BATCHES = (1, 16, 19, 32, 64, 100, 132, 256, 384, 512, 1024, 2048, 16384)
 def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[Problem, KernelConfig]]:
     """The tilings that the heuristic picks on a device, each with a problem it is picked for.
 
-    Of hidden sizes with the same tiling, one that the blocks divide, one that they do not and an odd one stand for all;
-    of reset states the per-step ones, which take the most arrays, and none where a tiling is for the common problem.
+    Of hidden sizes with the same tiling, one that the blocks divide, one that they do not and an odd one stand for all,
+    and of numbers of programs that share the units the largest, of those that the blocks divide the smallest too; of
+    reset states the per-step ones, which take the most arrays, and none where a tiling is for the common problem.
     """
-    picked = {}
+    picked: dict[Any, dict[int, tuple[Problem, KernelConfig]]] = {}
     for reset_state, models, hidden, batch in itertools.product(("stepped", "zeros"), (1, 16), HIDDEN, BATCHES):
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
         p = dataclasses.replace(p, models=models, groups=models)
         c = config.heuristic(p, device)
         # programs in Gluon have all that the others share with them in their code
         splits = min(c.splits, 2) if c.variant == "plain" else c.splits
-        tiling = dataclasses.replace(c, splits=splits), hidden % c.block_k == 0, hidden % 4 == 0
-        picked.setdefault(tiling, (p, c))
-    return list(picked.values())
+        divided = hidden % c.block_k == 0
+        alike = picked.setdefault((dataclasses.replace(c, splits=1), divided, hidden % 4 == 0), {})
+        alike.setdefault(splits, (p, c))
+    return [
+        alike[splits]
+        for (_, divided, _), alike in picked.items()
+        for splits in {max(alike), min(alike) if divided else max(alike)}
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -108,7 +114,9 @@ def test_norms_fit(target, kind, direction, dtype):
     alone = {name: x for name, x in dtypes.items() if name not in ("residual", "total", "dtotal")}
     wide = alone | {name: "float32" for name in ("weight", "bias") if name in alone}
     bad = []
+    # elsewhere than on Hopper fewer: tilings are the same everywhere
     columns = (1, 64, 100, 512, 1000, 1024, 2048, 4096, 8192, 16384, 20001, 32767, 32768, 50257)
+    columns = columns if target == "sm_90" else (1, 100, 512, 1024, 4096, 16384, 32767, 50257)
     limits = {tuple(wide.items()): LOCAL_BYTES_BESIDE_FLOAT32}  # of float32 rows the same as `alone`
     limits |= dict.fromkeys((tuple(dtypes.items()), tuple(alone.items())), LOCAL_BYTES)
     for n, (given, by_columns) in itertools.product(columns, limits.items()):

@@ -129,12 +129,12 @@ def test_arrows_of_jaxrnn(module):
         forbidden += ["flax", "jaxrnn.linen", "jaxrnn.nnx"]
     else:
         forbidden += [{"jaxrnn.linen": "jaxrnn.nnx", "jaxrnn.nnx": "jaxrnn.linen"}[module]]
-    if module in ("jaxrnn.reference", "jaxrnn._bridge", "jaxrnn.norms"):
-        forbidden += ["jaxrnn.recurrent"]
-    if module in ("jaxrnn.reference", "jaxrnn._bridge", "jaxrnn.recurrent"):
-        forbidden += ["jaxrnn.norms"]
-    if module not in ("jaxrnn.recurrent", "jaxrnn.norms", "jaxrnn._bridge"):
-        forbidden += ["jaxrnn._bridge"]
+    # each imports those after it; `norms` the last two
+    front = [f"jaxrnn.{name}" for name in ("recurrent", "canonical", "fused", "_bridge", "sharding")]
+    if module in front:
+        forbidden += [*front[: front.index(module)], "jaxrnn.norms"]
+    else:
+        forbidden += {"jaxrnn.norms": front[:3], "jaxrnn.reference": front}.get(module, front[1:])
     if module == "jaxrnn.convert":
         assert {name for name in imports(module) if within(name, "jaxrnn")} <= PARAMS, (
             "convert needs the parameters alone"

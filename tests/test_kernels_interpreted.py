@@ -9,7 +9,7 @@ import oracle
 import pytest
 from cases import Case
 
-from jaxrnn import recurrent
+from jaxrnn import cells, fused
 from torch_bridge import config
 
 pytestmark = pytest.mark.interpret
@@ -82,10 +82,10 @@ def test_remat_in_chunks_of_time_changes_nothing(case, monkeypatch):
 
     whole = run(case)
     chunks = []
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 3)
-    in_chunks = recurrent._in_chunks
-    monkeypatch.setattr(recurrent, "_in_chunks", lambda *args, **kw: chunks.append(args[3]) or in_chunks(*args, **kw))
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
+    in_chunks = fused._in_chunks
+    monkeypatch.setattr(fused, "_in_chunks", lambda *args, **kw: chunks.append(args[3]) or in_chunks(*args, **kw))
     got = run(case)
     assert chunks == [3, 3]
     for name, x in whole.items():
@@ -97,7 +97,7 @@ def test_remat_in_chunks_of_time_changes_nothing(case, monkeypatch):
     ("steps", "most", "size"), [(16, 16, 16), (17, 16, 16), (24, 16, 12), (256, 23, 16), (31, 4, 4)]
 )
 def test_chunks_leave_no_rest_where_they_can(steps, most, size, monkeypatch):
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", most)
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", most)
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
     xs = jax.ShapeDtypeStruct((1, steps, 4, 8), np.float32)
-    assert recurrent._chunk_steps(recurrent.cells.GRU, xs, 8) == size
+    assert fused.chunk_steps(cells.GRU, xs, 8) == size

@@ -28,7 +28,7 @@ from calls import (
 from test_transformations import launches
 
 import jaxrnn
-from jaxrnn import projection, recurrent
+from jaxrnn import fused, projection
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
@@ -176,4 +176,4 @@ def test_recurrent_weights_are_multiplied_in_full():
     got = jax.jit(lambda *x: plain(*x, None, None).params.w_hh)(params, jnp.zeros((B, width)), jnp.zeros((T, B, D)))
     want = w_hr.astype(np.float64) @ w_hh
     assert np.linalg.norm(got - want) <= 2.0**-20 * np.linalg.norm(want)
-    assert recurrent.kernel_precision("default", hidden) == "tf32"
+    assert fused.kernel_precision("default", hidden) == "tf32"

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 import jaxrnn
-from jaxrnn import _bridge, recurrent
+from jaxrnn import _bridge, fused, recurrent
 
 
 @pytest.fixture(
@@ -81,8 +81,8 @@ def compiled(function, arguments):
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
 def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat):
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 1)  # `remat` in several chunks
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
     arguments = make_arguments(cell)
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
     state, sequence = P("data"), P(None, "data")
@@ -212,8 +212,8 @@ def total(cell, implementation, in_axes, **options):
 )  # fmt: skip
 def test_vmap_over_devices_of_an_explicit_mesh(monkeypatch, cell, mapped, options):
     """What is mapped is sharded: each device has its examples, and the weights that go with them."""
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 1)  # `remat` in several chunks
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
     in_axes = MAPPED[mapped]
     mesh = make_mesh(AxisType.Explicit)
     arguments = make_mapped(cell, in_axes, (len(jax.devices()),))
@@ -348,8 +348,8 @@ def test_sequences_of_an_explicit_mesh_must_be_whole():
     ids=["gru", "lstm-batch-major", "gru-remat"],
 )  # fmt: skip
 def test_batches_of_a_mesh_that_jax_manages_stay_where_they_are(monkeypatch, cell, options):
-    monkeypatch.setattr(recurrent, "_CHUNK_BYTES", 1)  # `remat` in several chunks
-    monkeypatch.setattr(recurrent, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+    monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
     params, carry, xs, reset_state, resets = make_arguments(cell)
     sequence = P(None, "data")
     if not options.get("time_major", True):

@@ -1,0 +1,147 @@
+"""What `gru`, `lstm` and both directions of them take: everything else is a ValueError, when the program is traced."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn.reference import GRUParams, LSTMParams
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
+    """Raises ValueError unless `gru` can take them."""
+    raise_unless_params(params, GRUParams, "gru")
+    hidden = check_carry("carry", carry)
+    check_sequence(xs, carry, time_major)
+    wide = 3 * hidden
+    check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
+    check_resets(resets, xs, time_major)
+    check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
+
+
+def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
+    """Raises ValueError unless `lstm` can take them."""
+    raise_unless_params(params, LSTMParams, "lstm")
+    c0, h0 = check_pair("carry", carry)
+    width = check_carry("carry[1]", h0)
+    hidden = check_carry("carry[0]", c0)
+    if c0.shape != h0.shape and (params.w_hr is None or c0.shape[:-1] != h0.shape[:-1]):
+        widths = "both [*batch, H]" if params.w_hr is None else "[*batch, H] and [*batch, P]"
+        raise ValueError(f"carry is (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
+    check_sequence(xs, h0, time_major)
+    shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
+    shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
+    check_params(params, shapes)
+    check_resets(resets, xs, time_major)
+    new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
+    for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
+        check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
+
+
+def pairs(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
+    """Two directions' `(params, carry, resets, reset state)`, of pairs of each."""
+    pairs = {"params": params, "carry": carry, "resets": resets, "reset_state": reset_state}
+    for name, pair in pairs.items():
+        if pair is None and name.startswith("reset"):
+            pairs[name] = (None, None)
+        elif type(pair) not in (tuple, list) or len(pair) != 2:
+            raise ValueError(f"{name} of both directions is a pair (forward, in reverse), got {type(pair).__name__}")
+    forward, backward = zip(*pairs.values(), strict=True)
+    return forward, backward
+
+
+def check_alike(directions: tuple[Any, Any]) -> None:
+    """Raises ValueError unless what two directions were given has the same shapes and dtypes."""
+    names = "params", "carry", "resets", "reset_state"
+    for name, *pair in zip(names, *directions, strict=True):
+        forward, backward = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", pair)
+        if forward != backward:
+            raise ValueError(
+                f"{name} of both directions must have the same shapes and dtypes, got {forward} and {backward}: "
+                "convert one, or call each direction by itself"
+            )
+
+
+def raise_unless_params(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
+    """Raises ValueError unless `params` is a `kind`."""
+    if not isinstance(params, kind):
+        raise ValueError(f"{function} takes {kind.__name__}({', '.join(kind._fields)}), got {type(params).__name__}")
+
+
+def check_pair(name: str, pair: Any) -> tuple[Array, Array]:
+    """Returns `pair` as `(c, h)`."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise ValueError(f"{name} of an LSTM is a pair (c, h), got {type(pair).__name__}")
+    return tuple(pair)
+
+
+def check_floating(name: str, x: Array) -> None:
+    """Raises ValueError unless `x` is a floating-point array."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+        raise ValueError(f"{name} must be floating point, got {jnp.result_type(x)}; convert it first")
+
+
+def check_carry(name: str, carry: Any) -> int:
+    """Returns the hidden width of `carry`."""
+    if isinstance(carry, (tuple, list)):
+        raise ValueError(f"{name} must be one array [*batch, H], got a {type(carry).__name__} of {len(carry)}")
+    if jnp.ndim(carry) < 1:
+        raise ValueError(f"{name} must be [*batch, H], got a scalar")
+    check_floating(name, carry)
+    return int(carry.shape[-1])
+
+
+def check_sequence(xs: Array, carry: Array, time_major: bool) -> None:
+    """Raises ValueError unless `xs` is a sequence whose batch axes are those of `carry`."""
+    check_floating("xs", xs)
+    expected = "[T, *batch, D]" if time_major else "[*batch, T, D]"
+    if xs.ndim < 2:
+        raise ValueError(f"xs must be {expected}, got {xs.shape}")
+    batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
+    if carry.shape[:-1] != batch:
+        raise ValueError(
+            f"carry must be [*batch, H] with batch axes {batch} as in xs {expected} = {xs.shape}, got {carry.shape}"
+        )
+
+
+def check_params(params: GRUParams | LSTMParams, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raises ValueError unless the weights have these shapes, which follow from xs and carry."""
+    for name, shape in shapes.items():
+        got = getattr(params, name)
+        check_floating(f"params.{name}", got)
+        if jnp.shape(got) != shape:
+            raise ValueError(
+                f"params.{name} must be {shape} for inputs of width {shapes['w_ih'][0]} and a carry of width "
+                f"{shapes['w_hh'][0]}, got {jnp.shape(got)}"
+            )
+
+
+def check_resets(resets: Array | None, xs: Array, time_major: bool) -> None:
+    """Raises ValueError unless `resets` has one entry a step and sequence."""
+    if resets is not None and jnp.shape(resets) != xs.shape[:-1]:
+        layout = "[T, *batch]" if time_major else "[*batch, T]"
+        raise ValueError(f"resets must be {layout} = {xs.shape[:-1]} as in xs {xs.shape}, got {jnp.shape(resets)}")
+
+
+def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array, xs: Array, time_major: bool) -> None:
+    """Raises ValueError unless `state` is None or has one of the shapes a reset state may have."""
+    if state is None:
+        return
+    if isinstance(state, (tuple, list)):
+        raise ValueError(f"{name} must be one array, got a {type(state).__name__} of {len(state)}")
+    if resets is None:
+        raise ValueError(f"{name} is given but resets is None: pass resets, or leave {name} out")
+    check_floating(name, state)
+    hidden = carry.shape[-1:]
+    shapes = (hidden, carry.shape, xs.shape[:-1] + hidden)
+    if jnp.shape(state) not in shapes:
+        layout = "[T, *batch, H]" if time_major else "[*batch, T, H]"
+        raise ValueError(
+            f"{name} must be [H] = {shapes[0]}, [*batch, H] = {shapes[1]} or {layout} = {shapes[2]}, "
+            f"got {jnp.shape(state)}"
+        )

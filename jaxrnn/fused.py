@@ -1,0 +1,412 @@
+"""The recurrence by the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
+
+Canonical are `[G, T, B, W]`, G groups of B sequences, time first inside a group. `jax.vmap` adds groups, or models if
+weights are batched. With `remat` both passes go through time in chunks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrnn import _bridge, cells, reference, sharding
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from jax import Array
+
+    from jaxrnn._bridge import Reverse
+
+# Up to this width XLA multiplies small batches in full float32: TF32 would be far from its accuracy.
+FULL_PRECISION_WIDTH = 32
+
+
+def kernel_precision(precision: Any, hidden: int) -> str | None:
+    """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
+    if precision is None:
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if isinstance(precision, tuple):
+        return kernel_precision(precision[0], hidden) if len(set(precision)) == 1 else None
+    try:
+        default = precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
+    except ValueError:
+        return None
+    return "tf32" if default and hidden > FULL_PRECISION_WIDTH else "tf32x3"
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What a recurrence is specialised on, besides shapes and dtypes."""
+
+    cell: cells.Cell
+    operand_dtype: Any
+    reset_state: str
+    reverse: Reverse
+    precision: Any
+    kernel_precision: str
+    remat: bool
+    returned: tuple[str, ...]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def recurrence(
+    static: Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
+    """Runs the recurrence on canonical arrays: returns the last states, and by name those of every step."""
+    last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=False)
+    return last, sequences
+
+
+def _forward(
+    static: Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, keep: bool,
+) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """As `recurrence`, and returns the arrays of all steps; with `keep`, what the backward pass needs too."""
+    run = functools.partial(_forward_on_device, static, keep)
+    return sharding.on_each_device_of_vmap(run, params, states, xs, resets, reset_states, first, in_reverse)
+
+
+def _forward_on_device(
+    static: Static, keep: bool, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """`_forward`, where no axis that devices share out is mapped."""
+    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
+    f32 = jnp.dtype(jnp.float32)
+    w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
+    weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
+    weights |= {name: b.astype(f32)[None] for name, b in cell.hidden_biases(params).items()}
+    outputs = [
+        _bridge.Output(f"{s}s", True, hidden, x.dtype)
+        for s, x in zip(cell.states, states, strict=True)
+        if s == "h" or s in static.returned or (keep and static.remat and s in cell.history)
+    ]
+    outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
+    if keep and not static.remat:
+        outputs += [
+            _bridge.Output(name, True, width * hidden, _saved_dtype(name, operand_dtype, static.kernel_precision))
+            for name, width in cell.saved
+        ]
+
+    stepped = reset_states if static.reset_state == "stepped" else None
+
+    def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
+        x, reset, new = sequences
+        beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
+        xp = _input_projection(static, params, x, first, beginnings)
+        arrays: dict[str, Array | None] = weights | {"xp": xp}
+        arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
+        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
+        results = _bridge.launch(
+            cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
+            precision=static.kernel_precision,
+        )  # fmt: skip
+        return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
+
+    size = chunk_steps(cell, xs, hidden) if keep and static.remat else steps
+    if size < steps:
+        states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
+    last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
+    return last, {s: results[f"{s}s"] for s in static.returned}, results
+
+
+def _beginnings(static: Static, in_reverse: Array | None, start: Any, size: int, steps: int) -> list[tuple[int, Any]]:
+    """Which of `size` steps from `start` on, of `steps`, the loop may begin with: `(index, whether it does)`."""
+    if in_reverse is not None:
+        return [(0, ~in_reverse), (size - 1, in_reverse)]
+    return [(size - 1, start + size == steps) if static.reverse else (0, start == 0)]
+
+
+def _input_projection(
+    static: Static, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
+) -> Array:
+    """`[G, T, B, gates * H]`, with `first` added at the step that the loop begins with.
+
+    In float32, or in float16 where kernels that read bfloat16 are faster so.
+    """
+    cell, dtype = static.cell, static.operand_dtype
+    inputs, gates = params.w_ih.shape
+    if first is None and not static.remat and _bridge.projection_pays(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+        bias = getattr(params, cell.bias).astype(jnp.float32)
+        return _bridge.launch_projection(xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float16)
+    xp = cells.project(cell, params, xs, static.precision)
+    if first is not None:
+        for at, begins in beginnings:  # written in place
+            step = xp[:, at : at + 1] + jnp.where(begins, first, jnp.zeros_like(first))[:, None]
+            xp = jax.lax.dynamic_update_slice_in_dim(xp, step, at, axis=1)
+    return xp
+
+
+# `remat` recomputes so many bytes at a time: a chunk then takes several times as long as its launches' 10 to 30 us, and
+# is small beside inputs and states that one would save memory for.
+_CHUNK_BYTES = 2**27
+# At least so many steps, also where sequences are many: to bring the weights on chip takes as long as a few.
+_CHUNK_STEPS = 16
+
+
+def chunk_steps(cell: cells.Cell, xs: Array | jax.ShapeDtypeStruct, hidden: int) -> int:
+    """Steps that `remat` takes at a time: all, or as many as it may, fewer by up to a half if that leaves no rest."""
+    groups, steps, batch = xs.shape[:3]
+    # xp, hp, what is saved, and the states before each step, in float32
+    step_bytes = 4 * groups * batch * hidden * (3 * cell.gates + len(cell.history))
+    most = max(_CHUNK_STEPS, _CHUNK_BYTES // step_bytes)
+    if most >= steps:
+        return steps
+    return next((size for size in range(most, most // 2, -1) if steps % size == 0), most)
+
+
+def _in_chunks(
+    run: Callable[[Any, Any, Any], tuple[Any, Any, Any]], carry: Any, sequences: Any, size: int, last_first: bool
+) -> tuple[Any, Any, Any]:
+    """Runs `run` on chunks of time of `sequences` `[G, T, ...]`, one after the other.
+
+    It takes the carry, a chunk and where it starts, and returns the carry, what to add up over all chunks, and what to
+    join along time.
+    """
+    steps = jax.tree.leaves(sequences)[0].shape[1]
+    if size == steps:
+        return run(carry, sequences, 0)
+    full, rest = divmod(steps, size)
+    # flat: where a batch of one lies among the axes is open, and XLA would copy what enters the loop to settle it
+    flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), sequences)
+
+    def part(start: Any, size: int) -> Any:
+        def of(x: Array, flat: Array) -> Array:
+            chunk = jax.lax.dynamic_slice_in_dim(flat, start, size, axis=1)
+            return chunk.reshape(x.shape[0], size, *x.shape[2:])
+
+        return jax.tree.map(of, sequences, flat)
+
+    _, sums, parts = jax.eval_shape(lambda carry: run(carry, part(0, size), 0), carry)
+    joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], steps, *x.shape[2:]), x.dtype), parts)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    everything = carry, *sharding.vary_alike((zeros, joined), sequences)
+
+    def chunk(everything: Any, start: Any, size: int) -> Any:
+        carry, sums, joined = everything
+        carry, terms, parts = run(carry, part(start, size), start)
+        # written in place: of scans' stacked outputs, more than one group would be transposed
+        joined = jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice_in_dim(x, p, start, axis=1), joined, parts)
+        return carry, jax.tree.map(jnp.add, sums, terms), joined
+
+    if rest:  # before the loop, whose arrays XLA would copy to write another part
+        everything = chunk(everything, full * size if last_first else 0, rest)
+    starts = jnp.arange(full) * size + (0 if last_first else rest)
+    everything, _ = jax.lax.scan(
+        lambda everything, start: (chunk(everything, start, size), None), everything, starts, reverse=last_first
+    )
+    return everything
+
+
+def _operand(w: Array, kernel_precision: str) -> Array:
+    """Weights as the kernels multiply them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
+    if w.dtype != jnp.float32 or kernel_precision != "tf32":
+        return w
+    return jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
+
+
+def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
+    """What the backward pass needs is saved in: float16 rounds no worse than the products of TF32 or bfloat16 do.
+
+    `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
+    """
+    products = "bfloat16" if operand_dtype == jnp.bfloat16 else kernel_precision
+    wide = name == "keep" or operand_dtype == jnp.float16 or products == "tf32x3"
+    return jnp.dtype(jnp.float32 if wide else jnp.float16)
+
+
+def _recurrence_fwd(
+    static: Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    last, sequences, results = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=True)
+    needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
+    saved = {name: results[name] for name in needed}
+    return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
+
+
+def _before(static: Static, history: Array, state: Array, start: Any, size: int) -> Array:
+    """`[G, B, H]` the state that the first of these steps started from, resets not applied."""
+    steps = history.shape[1]
+    if size == steps:
+        return state
+    at = start + size if static.reverse else start - 1
+    before = jax.lax.dynamic_index_in_dim(history, jnp.clip(at, 0, steps - 1), axis=1, keepdims=False)
+    return jnp.where((at < 0) | (at == steps), state, before)
+
+
+def _shifted(history: Array, state: Array, reverse: bool) -> Array:
+    """`history` one step later in the order of `reverse`, with `state` first.
+
+    Of padding XLA makes one pass at the speed of memory; of a concatenation one that takes 2.5 times as long (H200).
+    """
+    steps = history.shape[1]
+    low, high, first = (-1, 1, steps - 1) if reverse else (1, -1, 0)
+    zero = sharding.vary_alike(jnp.zeros((), history.dtype), history)
+    later = jax.lax.pad(history, zero, ((0, 0, 0), (low, high, 0), (0, 0, 0), (0, 0, 0)))
+    return jnp.where((jnp.arange(steps) == first)[:, None, None], state[:, None], later)
+
+
+def _previous(
+    static: Static, history: Array, state: Array, resets: Array | None, reset_state: Array | None,
+    in_reverse: Array | None,
+) -> Array:  # fmt: skip
+    """`[G, T, B, H]` the state that every step started from, resets applied; the first from `state`."""
+    if in_reverse is not None:
+        previous = jnp.where(in_reverse, _shifted(history, state, True), _shifted(history, state, False))
+    else:
+        previous = _shifted(history, state, static.reverse is True)
+    if resets is None:
+        return previous
+    new = jnp.zeros_like(previous)
+    if reset_state is not None:
+        new = reset_state if static.reset_state == "stepped" else reset_state[:, None]
+    return jnp.where((resets != 0)[..., None], new, previous)
+
+
+def _recurrence_bwd(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    run = functools.partial(_backward_on_device, static)
+    dparams, dstates, dxs, dreset_states, dfirst = sharding.on_each_device_of_vmap(run, residuals, cotangents)
+    _, _, _, resets, _, _, in_reverse, _ = residuals
+    return dparams, dstates, dxs, _no_gradient(resets), dreset_states, dfirst, _no_gradient(in_reverse)
+
+
+def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """The gradients of `recurrence` to what has one, where no axis that devices share out is mapped."""
+    params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
+    d_last, d_sequences = cotangents
+    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
+    f32 = jnp.dtype(jnp.float32)
+    w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
+    outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype)]
+    outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
+    outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
+    if reset_states:
+        outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
+
+    stepped = reset_states if static.reset_state == "stepped" else None
+    fused = _fuses_weight_grads(static, xs, hidden)
+
+    def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
+        x, reset, new, factors, d_each = sequences
+        new = new or reset_states
+        beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
+        previous = {}
+        for k, s in enumerate(cell.states):
+            if f"{s}s" in saved and not fused:
+                before = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
+                previous[s] = _previous(static, factors[f"{s}s"], before, reset, new[k] if new else None, in_reverse)
+        if static.remat:
+            h_prev = previous["h"].astype(operand_dtype)
+            xp = _input_projection(static, params, x, first, beginnings)
+            hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
+            factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
+            for name, value in factors.items():
+                dtype = _saved_dtype(name, operand_dtype, static.kernel_precision)
+                factors[name] = (
+                    value if dtype == f32 else jnp.clip(value, -65504.0, 65504.0).astype(dtype)
+                )  # as the kernel
+
+        arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
+        arrays |= {name: factors[name] for name, _ in cell.saved}
+        arrays |= {f"d{s}s": d for s, d in d_each.items()}
+        arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
+        results = _bridge.launch(
+            cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
+            precision=static.kernel_precision,
+        )  # fmt: skip
+
+        dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}
+        dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
+                        preferred_element_type=f32)  # fmt: skip
+        if fused:
+            sums = _fused_weight_grads(static, x, factors["hs"], states[0], reset, dxp, hidden_grads)
+        else:
+            sums = _weight_grads(static, x, previous["h"], dxp, hidden_grads)
+        parts = {}
+        if first is not None:
+            at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
+            sums["first"] = functools.reduce(jnp.add, at_each)
+        parts["xs"] = dx.astype(xs.dtype)
+        for s, value in zip(cell.states, reset_states or (), strict=False):
+            d = results[f"dreset_{s}"]
+            if static.reset_state == "stepped":
+                parts[f"reset_{s}"] = d.astype(value.dtype)
+            else:  # the kernel gives every step's gradient: few are not zero, and a sum would take it registers
+                sums[f"reset_{s}"] = d.sum(axis=1)
+        return tuple(results[f"d{s}0"] for s in cell.states), sums, parts
+
+    size = chunk_steps(cell, xs, hidden) if static.remat else steps
+    sequences = (xs, resets, stepped, saved, d_sequences)
+    d_first, sums, parts = _in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
+    weights = {name: w for name, w in params._asdict().items() if w is not None}
+    dparams = type(params)(**{name: sums[name].astype(w.dtype) for name, w in weights.items()})
+    dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
+    dreset_states = None
+    if reset_states:
+        found = sums | parts
+        dreset_states = tuple(
+            found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
+        )
+    dfirst = None if first is None else sums["first"]
+    return dparams, dstates, parts["xs"], dreset_states, dfirst
+
+
+def _weight_grads(
+    static: Static, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
+) -> dict[str, Array]:
+    """The gradients of weights and biases by field of the params, of the states before each step."""
+    cell, dtype = static.cell, static.operand_dtype
+
+    def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
+        """`x^T @ y` over groups, steps and batch."""
+        return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= FULL_PRECISION_WIDTH else static.precision
+    contract_states = functools.partial(contract, h_prev.astype(dtype), precision=recurrent)
+    return {
+        "w_ih": contract(xs.astype(dtype), dxp), cell.bias: cells.bias_grad(dxp),
+        **cell.recurrent_grads(contract_states, dxp, hidden_grads),
+    }  # fmt: skip
+
+
+def _fuses_weight_grads(static: Static, xs: Array, hidden: int) -> bool:
+    """Whether one launch adds up the gradients of weights and biases: if steps are all there, in one order."""
+    if static.remat or static.reset_state != "zeros" or static.reverse == "odd":
+        return False
+    if static.operand_dtype == jnp.float32 and static.kernel_precision != "tf32":
+        return False
+    gates, separate = static.cell.gates * hidden, bool(static.cell.hidden_grads)
+    return _bridge.weight_grads_pay(xs.shape, hidden, gates, static.operand_dtype, separate)
+
+
+def _fused_weight_grads(
+    static: Static, xs: Array, hs: Array, h0: Array, resets: Array | None, dxp: Array, hidden_grads: dict[str, Array]
+) -> dict[str, Array]:
+    """As `_weight_grads`, of the states after each step."""
+    cell, dtype = static.cell, static.operand_dtype
+    arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
+    arrays |= {"reset": resets, "dxp": dxp} | hidden_grads
+    models = {name: None if x is None else x[None] for name, x in arrays.items()}
+    grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True)
+    return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}
+
+
+def _no_gradient(resets: Array | None) -> Any:
+    if resets is None:
+        return None
+    if jnp.issubdtype(resets.dtype, jnp.floating):
+        return jnp.zeros_like(resets)
+    return np.zeros(resets.shape, jax.dtypes.float0)
+
+
+recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)

@@ -1,0 +1,134 @@
+"""Runs functions on each device of a mesh, where JAX would compute everything on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.custom_batching import custom_vmap
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def _varying_axes(x: Any) -> frozenset[str]:
+    """Axes of a mesh that `x` varies over inside `shard_map`; none elsewhere."""
+    aval = jax.typeof(x)
+    return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # renamed in JAX 0.10
+
+
+def vary_alike(tree: Any, *others: Any) -> Any:
+    """`tree`, each array varying over all axes that one of it or of `others` does: see `jax.lax.pcast`."""
+    axes = frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves((tree, *others))))
+
+    def vary(x: Array) -> Array:
+        missing = tuple(sorted(axes - _varying_axes(x)))
+        if not missing:
+            return x
+        if hasattr(jax.lax, "pcast"):
+            return jax.lax.pcast(x, missing, to="varying")
+        return jax.lax.pvary(x, missing)  # type: ignore[attr-defined]  # before JAX 0.9
+
+    return jax.tree.map(vary, tree)
+
+
+def _reshard(x: Array, sharding: NamedSharding) -> Array:
+    reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
+    return reshard(x, sharding)
+
+
+def whole(tree: Any) -> Any:
+    """`tree`, all of each array on every device of an explicit mesh that it is sharded over."""
+
+    def gather(x: Array) -> Array:
+        sharding = jax.typeof(x).sharding
+        if all(axis is None for axis in sharding.spec):
+            return x
+        return _reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+
+    return jax.tree.map(gather, tree)
+
+
+_TWO_AXES = (
+    "the Triton implementation cannot run under vmap over an axis that is sharded over an explicit mesh where another "
+    "axis of the mesh is a shard_map's, or a batch axis is sharded over it: put all of it into one jax.shard_map over "
+    'both axes of the mesh, or pass implementation="xla"'
+)
+# What goes into a `shard_map`: under `vmap` over a sharded axis, JAX would bring all of that to every device.
+enter_p = Primitive("jaxrnn_enter")
+
+
+def _batch_enter(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
+    if jax.typeof(arrays[0]).sharding.spec[axes[0]] is not None:
+        raise NotImplementedError(_TWO_AXES)
+    return enter_p.bind(*arrays), axes[0]
+
+
+enter_p.def_abstract_eval(lambda x: x)
+enter_p.def_impl(lambda x: x)
+batching.primitive_batchers[enter_p] = _batch_enter
+mlir.register_lowering(enter_p, lambda _, x: [x])
+ad.deflinear2(enter_p, lambda cotangent, _: [cotangent])
+
+
+def on_each_device(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
+    """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first.
+
+    Raises:
+      NotImplementedError: under `vmap` over an axis that is sharded.
+    """
+    arguments = jax.tree.map(lambda x, spec: _reshard(enter_p.bind(x), NamedSharding(mesh, spec)), arguments, specs)
+    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
+
+
+def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
+    """`run(*arguments)`, of pytrees of arrays; has no derivative.
+
+    Under `vmap` over axes that are sharded over an explicit mesh, each device runs it for its part of them. JAX's rules
+    for what `run` is made of would need a mesh around the program, or compute everything on every device.
+
+    Raises:
+      NotImplementedError: such an axis, where another axis of the mesh is a `shard_map`'s.
+    """
+    arrays = jax.tree.leaves(arguments)
+    meshes = [jax.typeof(x).sharding.mesh for x in arrays]
+    mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+    if mesh is None:
+        return run(*arguments)
+    return _on_each_device_of_vmap(run, mesh, [()] * len(arrays), ())(*arguments)
+
+
+def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tuple[Any, ...]], results: Any) -> Any:
+    """`run` on each device of `mesh`; arguments and results begin with axes sharded as `specs` and `results`."""
+
+    @custom_vmap
+    def call(*arguments: Any) -> Any:
+        if AxisType.Manual in mesh.axis_types:
+            return run(*arguments)
+        in_specs = jax.tree.unflatten(jax.tree.structure(arguments), [PartitionSpec(*spec) for spec in specs])
+
+        def local(*arguments: Any) -> Any:
+            arguments = vary_alike(arguments)
+            return vary_alike(run(*arguments), arguments)
+
+        return on_each_device(local, mesh, in_specs, PartitionSpec(*results), arguments)
+
+    @call.def_vmap
+    def rule(_: int, batched: Any, *arguments: Any) -> Any:
+        batched = tuple(batched)  # JAX gives a list
+        flags = jax.tree.leaves(batched)
+        mapped = [jax.typeof(x) for x, flag in zip(jax.tree.leaves(arguments), flags, strict=True) if flag]
+        leads = [x.sharding.spec[0] for x in mapped]
+        over = next((lead for lead in leads if lead is not None), None)
+        if over is not None and AxisType.Manual in mesh.axis_types:
+            raise NotImplementedError(_TWO_AXES)
+        in_axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
+        further = [(over, *spec) if flag else spec for spec, flag in zip(specs, flags, strict=True)]
+        outputs = _on_each_device_of_vmap(jax.vmap(run, in_axes), mesh, further, (over, *results))(*arguments)
+        return outputs, jax.tree.map(lambda _: True, outputs)
+
+    return call
