@@ -34,7 +34,9 @@ if TYPE_CHECKING:
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 # Of what works on rows, arrays that rows share, and such as have one number for a row.
-ROW_WEIGHTS, ROW_WEIGHT_GRADS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("dweight", "dbias"), ("mean", "rstd")
+ROW_WEIGHTS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("mean", "rstd")
+# What is a sum over rows, or over steps and sequences: it has an axis of models and no other such.
+WEIGHT_GRADS = ("dweight", "dbias", "sums")
 # The axes that devices may share out; time and features stay whole.
 SHARED_OUT = ("models", "groups", "batch")
 
@@ -95,12 +97,20 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
         )
     import torch
 
-    if not torch.cuda.is_available():
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return (
             f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the build of "
             'torch for your driver, or pass implementation="xla"'
         )
-    device = launch.device(jax.local_devices(backend="gpu")[0].local_hardware_id)
+    if reason := launch.driver_fails():
+        return f'cannot load kernels here ({reason}); mend that, or pass implementation="xla"'
+    device, *others = {launch.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
+    if others:
+        names = ", ".join(sorted(f"{d.name} ({d.multiprocessors} multiprocessors)" for d in (device, *others)))
+        return (
+            f"needs all GPUs of a process to be of one kind, got {names}: leave those out that you do not use, by "
+            'CUDA_VISIBLE_DEVICES, or pass implementation="xla"'
+        )
     if device.capability < 80:
         return (
             f"needs compute capability 8.0 (Ampere) or newer, this GPU has {device.capability / 10}: "
@@ -299,6 +309,7 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
         x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :] for x, axis in zip(arrays, axes, strict=True)
     ]
     models, groups = _sizes(inputs, shapes)[:2]
+    per_model = groups // max(models, 1)
 
     def merge(name: str, x: Array, axis: int | None) -> Array:
         if name in WEIGHTS and not new_models:
@@ -306,12 +317,12 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
         x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
         shape = (size * x.shape[1], *x.shape[2:])
         if not new_models:  # models stay the slowest axis: [size, models, ...] -> [models, size, ...]
-            x = x.reshape(size, models, groups // models, *x.shape[2:]).swapaxes(0, 1)
+            x = x.reshape(size, models, per_model, *x.shape[2:]).swapaxes(0, 1)
         return x.reshape(shape)
 
     def split(x: Array) -> Array:
         if not new_models:
-            x = x.reshape(models, size, groups // models, *x.shape[1:]).swapaxes(0, 1)
+            x = x.reshape(models, size, per_model, *x.shape[1:]).swapaxes(0, 1)
             return x.reshape(size, groups, *x.shape[3:])
         return x.reshape(size, groups, *x.shape[1:])
 
@@ -326,7 +337,7 @@ def _batch_rows(
     """vmap: the new axis joins the rows; where weights are batched, or their gradients sum over rows, the models."""
     names = (*params["inputs"], *(output.name for output in params["outputs"]))
     batched = {name for name, axis in zip(params["inputs"], axes, strict=True) if axis is not None}
-    new_models = bool(batched & {*ROW_WEIGHTS} or {*names} & {*ROW_WEIGHT_GRADS})
+    new_models = bool(batched & {*ROW_WEIGHTS} or {*names} & {*WEIGHT_GRADS})
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
 
     def merge(name: str, x: Array, axis: int | None) -> Array:
@@ -345,25 +356,6 @@ def _batch_rows(
         models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
         results = [x.reshape(size, models, *x.shape[1:]) for x in results]
     return results, [0 if new_models else 1] * len(results)
-
-
-def _batch_weight_grads(
-    arrays: Sequence[Array], axes: Sequence[int | None], **params: Any
-) -> tuple[list[Array], list[int]]:
-    """vmap: every example has gradients of its own, so it is a model.
-
-    Inputs that models share are copied for each: less than what else there is of each, and than the launch saves.
-    """
-    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
-
-    def merge(x: Array, axis: int | None) -> Array:
-        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
-        return x.reshape(x.shape[0] * x.shape[1], *x.shape[2:])
-
-    # behind the new axis, if that comes first
-    models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
-    results = weight_grads_p.bind(*map(merge, arrays, axes), **params)
-    return [x.reshape(size, models, *x.shape[1:]) for x in results], [0] * len(results)
 
 
 def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
@@ -551,7 +543,7 @@ class _Norms(_OfRows):
         like = dict(zip(params["inputs"], shapes, strict=True))["x"]  # [S, *rows, N]
         return [
             jax.ShapeDtypeStruct(
-                (like[0], like[-1]) if output.name in ROW_WEIGHT_GRADS
+                (like[0], like[-1]) if output.name in WEIGHT_GRADS
                 else like[:-1] if output.name in ROW_STATISTICS
                 else like,
                 output.dtype,
@@ -569,7 +561,7 @@ class _Norms(_OfRows):
         return Launch(problem, device)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        if name in ROW_WEIGHTS + ROW_WEIGHT_GRADS:
+        if name in ROW_WEIGHTS + WEIGHT_GRADS:
             return ("models", "columns")
         last = () if name in ROW_STATISTICS else ("columns",)
         return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
@@ -603,7 +595,8 @@ class _Projections(_OfRows):
 class _WeightGrads(_Kernels):
     """Of `launch_weight_grads`. What devices add up over sequences that they share out is added up over devices."""
 
-    whole, part, batch = weight_grads_p, weight_grads_part_p, staticmethod(_batch_weight_grads)
+    whole, part = weight_grads_p, weight_grads_part_p
+    batch = staticmethod(functools.partial(_batch_rows, weight_grads_p))
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
         from torch_bridge.weight_grads import Layout
@@ -765,6 +758,15 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
         shared = max(given, key=lambda each: _parts(mesh, *each.values()))
         if params.get("reverse") == "odd" and operands[0].shape[0] % (2 * _parts(mesh, shared.get("models"))):
             shared["models"] = None  # a model runs in reverse if its index is odd: on a device too
+        lengths = {
+            axis: length
+            for each, x in zip(axes, (*operands, *results), strict=True)
+            for axis, length in zip(each, x.shape, strict=True)
+        }
+        for axis in shared:
+            added_up = any(axis not in each for each in axes[len(inputs) :])
+            if added_up and lengths[axis] % _parts(mesh, shared[axis]):
+                shared[axis] = None  # XLA fills up the last part with anything, and a sum would count that
         shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, each))) for each in axes]
         # what is a sum over axes that are shared out
         sums = [_mesh_axes(*(at for axis, at in shared.items() if axis not in each)) for each in axes[len(inputs) :]]

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -237,27 +238,81 @@ def test_a_pair_is_no_reset_state_of_a_gru():
         jaxrnn.gru(**call, resets=resets, reset_state=state)
 
 
+def pretend_gpus(monkeypatch, *devices):
+    """Makes this process one that computes on such GPUs, as far as the choice of an implementation can see."""
+    import torch
+
+    from torch_bridge import launch
+
+    gpus = [types.SimpleNamespace(local_hardware_id=i) for i in range(len(devices))]
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "driver_fails", lambda: None)
+    monkeypatch.setattr(launch, "device", lambda ordinal: devices[ordinal])
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("capability", "text"), [(75, r"compute capability 8\.0 \(Ampere\) or newer, this GPU has 7\.5"), (80, None)]
 )
 def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
+    from jaxrnn import _bridge
+    from torch_bridge.config import Device
+
+    pretend_gpus(monkeypatch, *[Device(capability, 40, 65_536)] * 2)
+    reason = _bridge.unsupported([jnp.float32], 64)
+    assert reason is None if text is None else re.search(text + '.*implementation="xla"', reason)
+
+
+@pytest.mark.torch
+def test_gpus_of_two_kinds_are_refused_by_name(monkeypatch):
+    from jaxrnn import _bridge
+    from torch_bridge.config import Device
+
+    pretend_gpus(monkeypatch, Device(90, 132, name="H200"), Device(80, 108, name="A100"))
+    text = r"of one kind, got A100 \(108 multiprocessors\), H200 \(132 .*CUDA_VISIBLE_DEVICES.*implementation=\"xla\""
+    assert re.search(text, _bridge.unsupported([jnp.float32], 64))
+
+
+@pytest.mark.torch
+def test_a_torch_for_other_gpus_is_refused_by_name(monkeypatch):
     import torch
+
+    from jaxrnn import _bridge
+    from torch_bridge.config import Device
+
+    pretend_gpus(monkeypatch, Device())
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert re.search('needs a torch built for CUDA.*implementation="xla"', _bridge.unsupported([jnp.float32], 64))
+
+
+@pytest.mark.torch
+def test_where_no_kernel_can_be_loaded_it_says_so_once_and_xla_runs(monkeypatch):
+    import triton
 
     from jaxrnn import _bridge
     from torch_bridge import launch
     from torch_bridge.config import Device
 
-    class Gpu:
-        local_hardware_id = 0
+    class Driver:
+        @property
+        def active(self):
+            raise RuntimeError("Failed to find C compiler")
 
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch, "device", lambda ordinal: Device(capability, 40, 65_536))
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda backend: [Gpu()])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    reason = _bridge.unsupported([jnp.float32], 64)
-    assert reason is None if text is None else re.search(text + '.*implementation="xla"', reason)
+    loads = functools.cache(launch.driver_fails.__wrapped__)
+    pretend_gpus(monkeypatch, Device())
+    monkeypatch.setattr(launch, "driver_fails", loads)
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
+    text = "RuntimeError: Failed to find C compiler"
+    with pytest.warns(RuntimeWarning, match=text):
+        reason = _bridge.unsupported([jnp.float32], 64)
+    assert re.search(text + '.*implementation="xla"', reason)
+    assert jaxrnn.gru(**gru_call())[1].shape == (T, B, H)
+    with pytest.raises(NotImplementedError, match=text):
+        jaxrnn.gru(**gru_call(), implementation="triton")
 
 
 @pytest.mark.interpret

@@ -230,6 +230,17 @@ def test_vmap_over_nothing_gives_nothing(implementation):
     assert (last.shape, ys.shape) == ((0, B, H), (0, T, B, H))
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
+def test_vmap_over_no_models_and_some_inputs_gives_nothing(implementation):
+    T, B, D, H = 3, 2, 4, 5
+    params = jaxrnn.GRUParams(jnp.ones((0, D, 3 * H)), jnp.ones((0, H, 3 * H)), jnp.ones((0, 3 * H)), jnp.ones((0, H)))
+    loss = lambda params, x: jaxrnn.gru(params, jnp.zeros((B, H)), x, implementation=implementation)[1].sum()  # noqa: E731
+    run = jax.vmap(jax.vmap(jax.grad(loss, (0, 1)), (0, None)), (None, 0))
+    dparams, dxs = run(params, jnp.zeros((6, T, B, D)))
+    assert (dparams.w_ih.shape, dxs.shape) == ((6, 0, D, 3 * H), (6, 0, T, B, D))
+
+
 @kernels_only
 @every_cell
 def test_scan_around_equals_one_long_run(cell, implementation):

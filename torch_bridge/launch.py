@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -254,6 +255,21 @@ class Specialization:
 def _loaded(specialization: Specialization, ordinal: int) -> CompiledKernel:
     """Compiles and loads onto one device; at most once each."""
     return load_kernel(specialization.compile(), ordinal)
+
+
+@functools.cache
+def driver_fails() -> str | None:
+    """Why Triton can load no kernel in this process, None if it can: at first it compiles a C module for that.
+
+    Warns, since a GPU is there and where no implementation is named another one runs instead, slower.
+    """
+    try:
+        triton.runtime.driver.active.utils  # noqa: B018
+    except Exception as error:  # what is wrong with a compiler, its headers or the driver is of many kinds
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
 
 
 @functools.cache

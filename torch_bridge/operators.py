@@ -33,6 +33,8 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | st
         return config.Device(interpreted=True)
     if device.type != "cuda" or torch.version.cuda is None:
         return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
+    if reason := launch.driver_fails():
+        return f"cannot be loaded here ({reason}): mend that, or leave implementation out"
     facts = launch.device(ordinal(device))
     if facts.capability < 80:
         return (
@@ -64,8 +66,8 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` as the kernels read it: contiguous, and at a multiple of 16 bytes."""
-    x = x.contiguous()
+    """`x` as the kernels read it: contiguous, at a multiple of 16 bytes, and no view that is read with a minus."""
+    x = x.resolve_neg().contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 

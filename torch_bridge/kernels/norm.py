@@ -195,7 +195,10 @@ def norm_fwd_kernel(
                 x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, LAST, cols, N, BLOCK_N, CENTERED, False
             )
         rstd = _inverse_root(_mean(squares, N) + epsilon)
-        read_ptr = x_ptr if residual_ptr is None else total_ptr  # a thread reads what it wrote itself
+        read_ptr = x_ptr
+        if residual_ptr is not None:
+            read_ptr = total_ptr
+            tl.debug_barrier()  # which other threads may have written
         for first in range(0, LAST, BLOCK_N):
             _normalize_chunk(
                 read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols, N, BLOCK_N, CENTERED,
