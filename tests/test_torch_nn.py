@@ -279,12 +279,17 @@ def test_an_ensemble_is_one_call_under_vmap(kind):
     torch.testing.assert_close(params["weight_hh_l1_reverse"].grad, want)
 
 
+@pytest.mark.parametrize(
+    "options", [{"bidirectional": True}, {"batch_first": True}, {"batch_first": True, "bidirectional": True}], ids=str
+)
 @every_kind
-def test_a_compiled_module_is_one_graph(kind):
+def test_a_compiled_module_is_one_graph(kind, options):
     torch._dynamo.reset()
-    module = OURS[kind](D, H, 2, bidirectional=True, **({"proj_size": 2} if kind == "LSTM" else {}))
+    options |= {"proj_size": 2} if kind == "LSTM" and "bidirectional" in options else {}
+    module = OURS[kind](D, H, 2, **options)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    xs, resets = torch.randn(T, B, D).requires_grad_(), torch.rand(T, B) < 0.3
+    outer = (B, T) if "batch_first" in options else (T, B)
+    xs, resets = torch.randn(*outer, D).requires_grad_(), torch.rand(outer) < 0.3
     hx = [x.float().detach() for x in flat(states(module, B))]
     args = (xs, hx[0] if kind == "GRU" else tuple(hx))
     got, want = compiled(*args, resets=resets), module(*args, resets=resets)
@@ -325,8 +330,79 @@ def test_errors_are_those_of_torch_nn(kind, shape, state):
         hx = None if state is None else torch.zeros(state, dtype=torch.float64)
         with pytest.raises((ValueError, RuntimeError)) as error:
             module(torch.zeros(shape, dtype=torch.float64), hx if kind == "GRU" or hx is None else (hx, hx))
-        errors.append((error.type, "" if kind == "LSTM" and state is not None else str(error.value)))
+        errors.append((error.type, str(error.value)))
     assert errors[1] == errors[0]
+
+
+@every_kind
+def test_states_that_no_module_takes(kind):
+    module, xs, h = OURS[kind](D, H), torch.zeros(T, B, D), torch.zeros(1, B, H)
+    for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.float64):
+        hx = h.to(dtype)
+        with pytest.raises(ValueError, match=f"hx must be of torch.float32, as the input, or float32, got {dtype}"):
+            module(xs, hx if kind == "GRU" else (h, hx))
+    if kind == "LSTM":
+        for hx in (h, (h, h, h)):
+            with pytest.raises(ValueError, match=r"hx of an LSTM is a pair \(h, c\)"):
+                module(xs, hx)
+
+
+@every_kind
+def test_states_under_autocast_go_back_in(kind):
+    module, xs = OURS[kind](D, H), torch.randn(T, B, D)
+    with torch.autocast("cpu", torch.bfloat16):
+        ys, hx = module(xs)
+        again, _ = module(xs, hx)
+        state = flat(hx)[0]
+        direct, _ = functional.gru(xs, state[0], *module._flat_weights) if kind == "GRU" else (again, None)
+    assert again.dtype == direct.dtype == ys.dtype
+
+
+def test_a_state_that_a_reset_replaces_leaves_no_nan_behind_a_projection():
+    module, nan = nn.LSTM(D, H, proj_size=2), float("nan")
+    xs, resets = torch.randn(T, B, D), torch.zeros(T, B)
+    resets[0] = 1
+    states = torch.full((1, B, 2), nan), torch.full((1, B, H), nan)
+    each, stepped = torch.zeros(1, B, 2), torch.full((1, T, B, 2), nan)
+    each[:, 2], stepped[:, 0] = nan, 0
+    for hx, given, reset_state in (
+        (states, resets, None), (states, resets, (stepped, None)), (None, resets * (torch.arange(B) != 2), (each, None))
+    ):  # fmt: skip
+        module.zero_grad()
+        module(xs, hx, resets=given, reset_state=reset_state)[0].sum().backward()
+        assert not [name for name, p in module.named_parameters() if p.grad.isnan().any()]
+
+
+@pytest.mark.parametrize("options", STACKS[:5], ids=str)
+@every_kind
+def test_no_sequences(kind, options):
+    plain, ours = pair(kind, **options)
+    xs = torch.zeros((0, T, D) if options.get("batch_first") else (T, 0, D), dtype=torch.float64)
+    assert [x.shape for x in flat(ours(xs))] == [x.shape for x in flat(plain(xs))]
+
+
+@every_kind
+def test_meta_tensors_have_shapes(kind):
+    results = OURS[kind](D, H, 2, device="meta")(torch.empty(T, B, D, device="meta"))
+    assert [x.shape for x in flat(results)] == [x.shape for x in flat(OURS[kind](D, H, 2)(torch.zeros(T, B, D)))]
+
+
+@every_kind
+def test_parameters_of_another_dtype_in_a_functional_call(kind):
+    module, xs = OURS[kind](D, H), torch.randn(T, B, D)
+    narrow = {name: p.bfloat16() for name, p in module.named_parameters()}
+    assert torch.func.functional_call(module, narrow, (xs.bfloat16(),))[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match=r"dtype \(torch.float32\) does not match weight dtype \(torch.bfloat16\)"):
+        torch.func.functional_call(module, narrow, (xs,))
+    assert module(xs)[0].dtype == torch.float32
+
+
+@every_kind
+def test_options_that_no_module_has(kind):
+    with pytest.raises(ValueError, match='precision must be "tf32", "tf32x3" or None'):
+        OURS[kind](D, H, precision="high")
+    with pytest.raises(ValueError, match='implementation must be "triton", "torch" or None'):
+        OURS[kind](D, H, implementation="loop")
 
 
 @every_kind
@@ -343,6 +419,9 @@ BAD_RESETS = [
         {"resets": torch.zeros(T, B), "new": torch.zeros(B, H)},
         r"reset state of h must be \(1, 6\), \(1, 4, 6\) or \(1, 5, 4, 6\), got \(4, 6\)",
     ),
+    ({"resets": [0] * T}, "resets must be a tensor, got list"),
+    ({"resets": torch.zeros(T, B), "new": (torch.zeros(1, H),)}, "reset state of h must be a tensor, got tuple"),
+    ({"resets": torch.zeros(T, B), "new": torch.zeros(1, H).int()}, "must be of floating point, got torch.int32"),
 ]
 
 
@@ -355,6 +434,14 @@ def test_wrong_resets(kind, given, message):
         given["reset_state"] = new if kind == "GRU" else (new, None)
     with pytest.raises(ValueError, match=message):
         OURS[kind](D, H)(torch.zeros(T, B, D), **given)
+
+
+def test_wrong_resets_of_one_sequence():
+    module, xs = nn.GRU(D, H), torch.zeros(T, D)
+    with pytest.raises(ValueError, match=r"resets must be \(5,\), .*, got \(5, 4\)"):
+        module(xs, resets=torch.zeros(T, B))
+    with pytest.raises(ValueError, match=r"must be \(1, 6\) or \(1, 5, 6\), got \(1, 3\)"):
+        module(xs, resets=torch.zeros(T), reset_state=torch.zeros(1, 3))
 
 
 def test_packed_inputs_take_packed_resets():
@@ -431,3 +518,9 @@ def test_wrong_trajectories():
         ValueError, match=r"hidden states must be \[B, T, layers, H\] = \(4, 7, 2, 6\), got \(4, 7, 1, 6\)"
     ):
         nn.run_trajectories(module, xs, is_init, given[0][:, :, :1])
+    with pytest.raises(RuntimeError, match="Expected 3, got 2"):
+        nn.run_trajectories(module, xs[..., :2], is_init, *given)
+    with pytest.raises(ValueError, match="needs at least one step"):
+        nn.run_trajectories(module, xs[:, :0], is_init[:, :0], given[0][:, :0])
+    with pytest.raises(ValueError, match="a GRU's or an LSTM's, got RNN_TANH"):
+        nn.run_trajectories(torch.nn.RNN(D, H), xs, is_init, *given)

@@ -1,6 +1,7 @@
 """RMSNorm and LayerNorm of `torch_bridge`: on the CPU, in Triton's interpreter, and at the end on a GPU."""
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -455,6 +456,34 @@ def test_vmap_over_nothing(kind):
         assert y.shape == total.shape == x.shape
         dw = torch.vmap(torch.func.grad(lambda w, x: FUNCTIONS[kind](x, w).sum()), in_dims)(w, x)
         assert dw.shape == weight.shape
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@every_kind
+def test_gradients_of_leaves_add_up_by_themselves(kind, implementation, compiled):
+    torch._dynamo.reset()
+    run = functools.partial(FUNCTIONS[kind], implementation=implementation)
+    run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
+    x, residual = (torch.randn(6, 8).requires_grad_() for _ in range(2))
+    weight = torch.randn(6, 8)
+    (run(x, residual=residual)[0] * weight).sum().backward()
+    once = x.grad.clone()
+    (run(x, residual=residual)[0] * weight).sum().backward()
+    torch.testing.assert_close([x.grad, residual.grad], [2 * once] * 2)
+
+
+@pytest.mark.interpret
+@every_kind
+def test_a_view_that_is_read_with_a_minus(kind):
+    x = torch.randn(4, 8, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    close(FUNCTIONS[kind](x, implementation="triton"), FUNCTIONS[kind](x, implementation="torch"))
+
+
+@every_kind
+def test_meta_tensors_have_shapes(kind):
+    assert FUNCTIONS[kind](torch.empty(4, 8, device="meta")).shape == (4, 8)
 
 
 MODULES = [

@@ -126,6 +126,26 @@ def test_opcheck(cell, device, order):
     torch.library.opcheck(backward, backward_arguments(cell, device, order=order))
 
 
+@every_cell
+def test_opcheck_of_groups_of_one_sequence(cell):
+    """As of input with the batch first: what a loop gives has the strides that a fake call has."""
+    xp, w_hh, *others = arguments(cell)
+    biases, states = (others[:1], [others[1]]) if cell == "gru" else ([], others[:2])
+    one = [x[:1].detach().requires_grad_() for x in (w_hh, *biases)]
+    states = [x[:, :1].detach().requires_grad_() for x in states]
+    options = others[-4 if cell == "gru" else -5 :]
+    options = [x for x in options if not isinstance(x, torch.Tensor)]
+    empty = [None] * (2 if cell == "gru" else 3)
+    torch.library.opcheck(op_of(cell), (xp[:, :, :1].detach().requires_grad_(), *one, *states, *empty, *options))
+
+
+@every_cell
+def test_names_that_no_operator_knows(cell):
+    for changes in ({"order": "backward"}, {"precision": "high"}):
+        with pytest.raises(ValueError, match="order must be one of forward, reverse, both and precision one of"):
+            op_of(cell)(*arguments(cell, **changes))
+
+
 @every_device
 @every_cell
 def test_opcheck_where_nothing_is_saved(cell, device):

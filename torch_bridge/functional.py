@@ -157,6 +157,25 @@ def pair(name: str, given: Any) -> tuple[Any, Any]:
     return given[0], given[1]
 
 
+def check_implementation(name: Any) -> None:
+    """Raises ValueError unless there is one of this name."""
+    if name not in (None, "triton", "torch"):
+        raise ValueError(f'implementation must be "triton", "torch" or None, got {name!r}')
+
+
+def check_tensor(name: str, given: Any) -> None:
+    """Raises ValueError unless it is a tensor or None."""
+    if given is not None and not isinstance(given, Tensor):
+        raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
+
+
+def check_reset_state(state: str, given: Any) -> None:
+    """Raises ValueError unless what episodes start from is a tensor of floating point or None."""
+    check_tensor(f"the reset state of {state}", given)
+    if given is not None and not given.is_floating_point():
+        raise ValueError(f"the reset state of {state} must be of floating point, got {given.dtype}: convert it")
+
+
 class Direction(NamedTuple):
     """One direction of a layer: its weights, and what it starts from.
 
@@ -200,6 +219,8 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
     if xs.ndim < 2 or not xs.is_floating_point():
         raise ValueError(f"xs must be {layout} of floating point, got {tuple(xs.shape)} of {xs.dtype}")
+    if one.w_ih.ndim != 2:
+        raise ValueError(f"w_ih must be [{cell.gates} * H, D], got {tuple(one.w_ih.shape)}")
     time = xs.ndim - 2 if batch_first else 0
     batch, steps = (*xs.shape[:time], *xs.shape[time + 1 : -1]), tuple(xs.shape[:-1])
     wide = one.w_ih.shape[0]
@@ -212,15 +233,18 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
             continue
         if tuple(w.shape) != shape:
             raise ValueError(f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}")
-        if w.dtype != xs.dtype and not torch.is_autocast_enabled(xs.device.type):
+        if w.dtype != xs.dtype and not operators.autocasting(xs.device.type):
             raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
+    check_tensor("resets", one.resets)
     if one.resets is not None and tuple(one.resets.shape) != steps:
         raise ValueError(f"resets must be {steps} for xs {tuple(xs.shape)}, got {tuple(one.resets.shape)}")
     for s, w, x, state in zip(cell.states, (width, hidden), one.states, one.reset_states, strict=False):
         if x is not None and tuple(x.shape) != (*batch, w):
             raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")
-        if x is not None and x.dtype not in (xs.dtype, torch.float32, one.w_hh.dtype):
+        known = (xs.dtype, torch.float32, one.w_hh.dtype)
+        if x is not None and x.dtype not in known and not operators.autocasting(xs.device.type):
             raise ValueError(f"{s}0 must be of {xs.dtype}, as xs, or float32, got {x.dtype}: convert it")
+        check_reset_state(s, state)
         if state is None:
             continue
         if one.resets is None:
@@ -254,7 +278,7 @@ def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tenso
     Returns the dtype of states that are not given too.
     """
     device = xs.device.type
-    if not torch.is_autocast_enabled(device) or xs.dtype == torch.float64:
+    if not operators.autocasting(device) or xs.dtype == torch.float64:
         return xs, layer, xs.dtype
     dtype, default = torch.get_autocast_dtype(device), xs.dtype
     names = ["w_ih", "w_hh", "b_ih", "b_hh", "w_hr"]
@@ -280,13 +304,16 @@ def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Te
     No m need lead to a given h, but what h does to its first step, W_hh h, can be added to the inputs of that step.
     """
     h0, reset_h, starts = one.states[0], one.reset_states[0], None if one.resets is None else one.resets != 0
+    # states that no step sees are 0 before the product: the gradient of the weights would take a NaN of theirs
     if h0 is not None:
-        first, at = linear(h0.to(one.w_hh.dtype), one.w_hh), xp.shape[time] - 1 if reverse else 0
+        at = xp.shape[time] - 1 if reverse else 0
         if starts is not None:
-            first = first.masked_fill(starts.select(time, at)[..., None], 0)
+            h0 = h0.masked_fill(starts.select(time, at)[..., None], 0)
+        first = linear(h0.to(one.w_hh.dtype), one.w_hh)
         xp = torch.select_scatter(xp, xp.select(time, at) + first, time, at)
     if starts is not None and reset_h is not None:
-        first = linear(reset_h.to(one.w_hh.dtype), one.w_hh)
+        seen = starts if reset_h.ndim == xp.ndim else starts.any(time) if reset_h.ndim > 1 else starts.any()
+        first = linear(reset_h.masked_fill(~seen[..., None], 0).to(one.w_hh.dtype), one.w_hh)
         if 1 < first.ndim < xp.ndim:
             first = first.unsqueeze(time)
         xp = xp + first.expand_as(xp).masked_fill(~starts[..., None], 0)
@@ -309,10 +336,11 @@ def _project(
     biases = [_bias(cell, one) for one in layer]
     if len(layer) == 1:
         return linear(xs, layer[0].w_ih, biases[0])[None], layer
-    x, w = xs.reshape(1, -1, xs.shape[-1]).expand(len(layer), -1, -1), torch.stack([one.w_ih for one in layer]).mT
+    rows, w = math.prod(xs.shape[:-1]), torch.stack([one.w_ih for one in layer]).mT
+    x = xs.reshape(1, rows, xs.shape[-1]).expand(len(layer), rows, xs.shape[-1])
     given = [b for b in biases if b is not None]
     xp = torch.baddbmm(torch.stack(given)[:, None], x, w) if given else torch.bmm(x, w)
-    return xp.reshape(len(layer), *xs.shape[:-1], -1), layer
+    return xp.reshape(len(layer), *xs.shape[:-1], xp.shape[-1]), layer
 
 
 class _Layout:
@@ -400,7 +428,7 @@ def _is_one_cell(xs: Tensor, layer: Sequence[Direction]) -> bool:
     """Whether one step is what PyTorch's own cell computes, which takes the host less than half of a launch's time."""
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
-    if not alone or xs.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(xs.device.type):
+    if not alone or xs.dtype not in (torch.float32, torch.float64) or operators.autocasting(xs.device.type):
         return False
     given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
     tensors = [x for x in given if x is not None]
@@ -461,8 +489,7 @@ def run_layer(
       ValueError: there is no step, or no implementation or precision of that name.
       NotImplementedError: as `gru`.
     """
-    if implementation not in (None, "triton", "torch"):
-        raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
+    check_implementation(implementation)
     layout = _Layout(xs, len(layer), batch_first)
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
@@ -585,8 +612,7 @@ def _norm(
 ) -> Any:  # fmt: skip
     if x.ndim < 1 or not x.is_floating_point():
         raise ValueError(f"x must be [..., N] of floating point, got {tuple(x.shape)} of {x.dtype}")
-    if implementation not in (None, "triton", "torch"):
-        raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
+    check_implementation(implementation)
     shapes = (("weight", weight, x.shape[-1:]), ("bias", bias, x.shape[-1:]), ("residual", residual, x.shape))
     for name, y, shape in shapes:
         if y is not None and y.shape != shape:
@@ -600,7 +626,7 @@ def _norm(
     if eps is not None and not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")
     device, dtype = x.device.type, x.dtype
-    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and torch.is_autocast_enabled(device):
+    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and operators.autocasting(device):
         dtype = torch.float32
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
@@ -613,6 +639,8 @@ def _norm(
     def rows(y: Tensor) -> Tensor:
         return y.reshape(1, math.prod(y.shape[:-1]), y.shape[-1])
 
+    if residual is not None and residual.is_leaf and residual.requires_grad:
+        residual = residual.mul(1)  # its gradient is x's too: leaves that keep it would add to each other's
     w, b = (None if y is None else y[None] for y in (weight, bias))
     sums = None if residual is None else rows(residual)
     y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)

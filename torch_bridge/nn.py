@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from torch_bridge import functional, ops
+from torch_bridge import functional, operators, ops
 from torch_bridge.functional import Direction, Implementation, Outcome
 from torch_bridge.ops import Cell, Precision
 
@@ -27,7 +27,20 @@ class _Stack(torch.nn.RNNBase):
         self, *args: Any, precision: Precision = None, implementation: Implementation = None, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        functional.check_implementation(implementation)
+        if precision is not None:
+            ops.kernel_precision(precision, self.hidden_size)  # raises if there is no such
         self.precision, self.implementation = precision, implementation
+
+    def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
+        """As `torch.nn` does, of the weights that `torch.func.functional_call` put in place too."""
+        flat: Any = self._flat_weights[0]
+        dtype, before = self.weight_ih_l0.dtype, flat.dtype
+        if dtype != before:
+            if input.dtype != dtype and not operators.autocasting(input.device.type):
+                raise ValueError(f"RNN input dtype ({input.dtype}) does not match weight dtype ({dtype}): convert one")
+            input = torch.empty_like(input, dtype=before, device="meta")
+        super().check_input(input, batch_sizes)
 
     def flatten_parameters(self) -> None:
         """Does nothing: only cuDNN needs the weights side by side in memory."""
@@ -95,6 +108,7 @@ class LSTM(_Stack):
 
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]  # as torch.nn has it
+    permute_hidden = torch.nn.LSTM.permute_hidden  # type: ignore[assignment]
 
     def forward(
         self,
@@ -120,6 +134,8 @@ class LSTM(_Stack):
           RuntimeError: as `torch.nn.LSTM`.
           NotImplementedError: as `GRU`.
         """
+        if hx is not None:
+            hx = functional.pair("hx", hx)
         ys, (h_n, c_n) = _forward(self, ops.LSTM, input, hx, resets, functional.pair("reset_state", reset_state))
         return ys, (h_n, c_n)
 
@@ -179,13 +195,17 @@ def _forward(
         return _forward_packed(rnn, cell, input, hx, resets, reset_states)
     if input.dim() not in (2, 3):
         raise ValueError(f"{rnn.mode}: Expected input to be 2D or 3D, got {input.dim()}D instead")
-    for x in hx or ():
-        if x.dim() != input.dim():
-            kind = "batched 3-D" if input.dim() == 3 else "unbatched 2-D"
-            raise RuntimeError(f"For {kind} input, hx should also be {input.dim()}-D but got {x.dim()}-D tensor")
+    if hx is not None and any(x.dim() != input.dim() for x in hx):
+        kind, ranks = "batched 3-D" if input.dim() == 3 else "unbatched 2-D", [f"{x.dim()}-D" for x in hx]
+        if cell is ops.GRU:
+            raise RuntimeError(f"For {kind} input, hx should also be {input.dim()}-D but got {ranks[0]} tensor")
+        raise RuntimeError(
+            f"For {kind} input, hx and cx should also be {input.dim()}-D but got ({', '.join(ranks)}) tensors"
+        )
     if input.dim() == 3:
         return _forward_batch(rnn, cell, input, hx, resets, reset_states)
     axis = 0 if rnn.batch_first else 1
+    _check_resets(rnn, cell, tuple(input.shape[:1]), (), resets, reset_states)
     ys, last = _forward_batch(
         rnn, cell, input.unsqueeze(axis), hx and tuple(x.unsqueeze(1) for x in hx),
         None if resets is None else resets.unsqueeze(axis),
@@ -200,6 +220,10 @@ def _checked_states(rnn: Any, cell: Cell, input: Tensor, hx: Any, batch: int, ba
         count = rnn.num_layers * _directions(rnn)
         hx = tuple(input.new_zeros((count, batch, width)) for width in _widths(rnn, cell))
     rnn.check_forward_args(input, hx if cell is ops.LSTM else hx[0], batch_sizes)
+    known = (input.dtype, torch.float32, rnn.weight_ih_l0.dtype)
+    bad = [x.dtype for x in hx if x.dtype not in known]
+    if bad and not operators.autocasting(input.device.type):
+        raise ValueError(f"hx must be of {input.dtype}, as the input, or float32, got {bad[0]}: convert it")
     return hx
 
 
@@ -210,7 +234,7 @@ def _forward_batch(
     states = _checked_states(rnn, cell, xs, hx, xs.shape[1 - time], None)
     if xs.shape[time] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
-    _check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1 - time], resets, reset_states)
+    _check_resets(rnn, cell, tuple(xs.shape[:2]), (xs.shape[1 - time],), resets, reset_states)
     backward = None if resets is None or not rnn.bidirectional else _begins_backward(resets, time)
     starts = [
         _Start(
@@ -225,21 +249,23 @@ def _forward_batch(
 
 
 def _check_resets(
-    rnn: Any, cell: Cell, outer: tuple[int, ...], batch: int, resets: Tensor | None, reset_states: Sequence[Any]
+    rnn: Any, cell: Cell, outer: tuple[int, ...], batch: tuple[int, ...], resets: Any, reset_states: Sequence[Any]
 ) -> None:
-    """Raises ValueError unless they have shapes that `forward` takes."""
+    """Raises ValueError unless they are tensors of shapes that `forward` takes."""
+    functional.check_tensor("resets", resets)
     if resets is not None and tuple(resets.shape) != outer:
         raise ValueError(f"resets must be {outer}, the time and batch axes of the input, got {tuple(resets.shape)}")
     count = rnn.num_layers * _directions(rnn)
     for name, width, x in zip(cell.states, _widths(rnn, cell), reset_states, strict=True):
+        functional.check_reset_state(name, x)
         if x is None:
             continue
         if resets is None:
             raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
-        shapes = (count, width), (count, batch, width), (count, *outer, width)
-        if all(tuple(x.shape) != shape for shape in shapes):
-            one, each, every = shapes
-            raise ValueError(f"the reset state of {name} must be {one}, {each} or {every}, got {tuple(x.shape)}")
+        shapes = dict.fromkeys(((count, width), (count, *batch, width), (count, *outer, width)))
+        if tuple(x.shape) not in shapes:
+            known = " or ".join((", ".join(map(str, list(shapes)[:-1])), str(list(shapes)[-1])))
+            raise ValueError(f"the reset state of {name} must be {known}, got {tuple(x.shape)}")
 
 
 def _begins_backward(resets: Tensor, time: int, last: Tensor | None = None) -> Tensor:
@@ -279,7 +305,7 @@ def _forward_packed(
     if resets is not None:
         resets, _ = pad_packed_sequence(PackedSequence((resets.data != 0).to(torch.uint8), batch_sizes))
     reset_states = tuple(map(sort, reset_states))
-    _check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1], resets, reset_states)
+    _check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1:2], resets, reset_states)
     starts = []
     for i in range(states[0].shape[0]):
         first = tuple(sort(x)[i] for x in states)
@@ -336,9 +362,12 @@ def run_trajectories(
       `hidden`, the state after the last step of each trajectory, at that step, and zeros at the others.
 
     Raises:
-      ValueError: shapes disagree.
+      ValueError: shapes disagree, there is no step, or the weights are of another kind.
+      RuntimeError: as `torch.nn`, of the width of the input.
     """
-    kind = {"GRU": ops.GRU, "LSTM": ops.LSTM}[rnn.mode]
+    kind = {"GRU": ops.GRU, "LSTM": ops.LSTM}.get(rnn.mode)
+    if kind is None:
+        raise ValueError(f"the weights must be a GRU's or an LSTM's, got {rnn.mode}")
     given = (hidden,) if cell is None else (hidden, cell)
     if len(given) != len(kind.states):
         raise ValueError(
@@ -357,6 +386,9 @@ def run_trajectories(
             raise ValueError(
                 f"hidden states must be [B, T, layers, H] = {(*outer, count, width)}, got {tuple(x.shape)}"
             )
+    if outer[1] == 0:
+        raise ValueError(f"a rollout needs at least one step, and input {tuple(input.shape)} has none")
+    rnn.check_input(input, None)
     is_init = is_init != 0
     step = torch.arange(outer[1], device=input.device).expand(outer)
     first = step.masked_fill(~is_init, 0).cummax(1).values  # of the trajectory that a step is of
@@ -426,11 +458,11 @@ class LayerNorm(torch.nn.LayerNorm):
         super().__init__(*args, **kwargs)
         self.implementation = implementation
 
-    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """As of `RMSNorm`.
 
         Args:
-          x: as there.
+          input: as x there.
           residual: as there.
 
         Returns:
@@ -440,7 +472,7 @@ class LayerNorm(torch.nn.LayerNorm):
           ValueError: as there.
           NotImplementedError: as there.
         """
-        return _normalize(functional.layer_norm, self, x, residual, self.weight, self.bias)
+        return _normalize(functional.layer_norm, self, input, residual, self.weight, self.bias)
 
 
 def _normalize(

@@ -65,6 +65,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def autocasting(device: str) -> bool:
+    """Whether autocast is on for devices of this type; never where there is no such thing, as of meta tensors."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 def readable(x: Tensor) -> Tensor:
     """`x` as the kernels read it: contiguous, at a multiple of 16 bytes, and no view that is read with a minus."""
     x = x.resolve_neg().contiguous()
@@ -119,7 +124,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device.type
-        if not torch.is_autocast_enabled(device):
+        if not autocasting(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 Precision = Literal["tf32", "tf32x3"] | None
 
 _REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "both": "odd"}
+_PRECISIONS = ("tf32", "tf32x3")
 # Dtypes of resets that the kernels do not read.
 _CONVERTED_RESETS = (torch.float64, torch.complex64, torch.complex128)
 # Up to this width TF32 would save nothing: the products are not what a step waits for.
@@ -118,7 +119,7 @@ def kernel_precision(precision: Precision, hidden: int) -> str:
     """
     if precision is None:
         return "tf32" if _matmul_precision() == "tf32" and hidden > _FULL_PRECISION_WIDTH else "tf32x3"
-    if precision not in ("tf32", "tf32x3"):
+    if precision not in _PRECISIONS:
         raise ValueError(
             f'precision must be "tf32", "tf32x3" or None (as torch.backends.cuda.matmul), got {precision!r}'
         )
@@ -144,9 +145,19 @@ def _check(
     sequences: dict[str, Tensor | None],
     states: dict[str, Tensor | None],
     weights: dict[str, Tensor],
+    order: str,
+    precision: str,
 ) -> None:
-    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, or no elements at all."""
+    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, or no elements at all.
+
+    And unless order and precision have such names.
+    """
     models, groups, steps, batch, hidden = sizes
+    if order not in _REVERSE or precision not in _PRECISIONS:
+        raise ValueError(
+            f"order must be one of {', '.join(_REVERSE)} and precision one of {', '.join(_PRECISIONS)}, got {order!r} "
+            f"and {precision!r}"
+        )
     if models < 1 or groups % models:
         raise ValueError(f"the groups of the sequences, {groups}, must be a multiple of the models, {models}")
     widths = {"xp": gates * hidden, "factors": 4 * hidden}
@@ -278,7 +289,7 @@ def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Ten
     def given(name: str, shape: Any, dtype: torch.dtype) -> Tensor:
         if shape == (0,):
             return operators.nothing(like, dtype)
-        x = found[name].to(dtype)
+        x = found[name].to(dtype).contiguous()  # as a fake call has it
         return x.clone() if x._is_view() else x  # autograd lets nobody change a view from inside of it in place
 
     return tuple(given(name, *output) for name, output in returned.items())
@@ -451,7 +462,7 @@ def _gru_op(
     fixed = reset_h if stepped is None else None
     _check(
         sizes, 3, {"xp": xp, "resets": resets, "reset_h": stepped}, {"h0": h0, "reset_h": fixed},
-        {"w_hh": w_hh, "b_hn": b_hn},
+        {"w_hh": w_hh, "b_hn": b_hn}, order, precision,
     )  # fmt: skip
     returned = _forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision)
     resets = _readable_resets(resets)
@@ -478,7 +489,7 @@ def _gru_backward_op(
     sizes, kernels = _sizes(keep, w_hh), _kernels(implementation, w_hh)
     _check(
         sizes, 3, {"factors": factors, "keep": keep, "resets": resets, "dhs": dhs}, {"dh_last": dh_last},
-        {"w_hh": w_hh},
+        {"w_hh": w_hh}, order, precision,
     )  # fmt: skip
     returned, resets = _backward_outputs(GRU, w_hh, keep, reset_gradients, resets), _readable_resets(resets)
     if kernels and keep.numel() > 0:
@@ -557,7 +568,7 @@ def _lstm_op(
     reset_states: dict[str, Tensor | None] = {"reset_h": reset_h, "reset_c": reset_c}
     _check(
         sizes, 4, {"xp": xp, "resets": resets, **(reset_states if stepped else {})},
-        {"h0": h0, "c0": c0, **({} if stepped else reset_states)}, {"w_hh": w_hh},
+        {"h0": h0, "c0": c0, **({} if stepped else reset_states)}, {"w_hh": w_hh}, order, precision,
     )  # fmt: skip
     returned = _forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision)
     resets = _readable_resets(resets)
@@ -586,7 +597,7 @@ def _lstm_backward_op(
     saved = {"factors": factors, "through": through, "keep": keep}
     _check(
         sizes, 4, {**saved, "resets": resets, "dhs": dhs, "dcs": dcs}, {"dh_last": dh_last, "dc_last": dc_last},
-        {"w_hh": w_hh},
+        {"w_hh": w_hh}, order, precision,
     )  # fmt: skip
     returned, resets = _backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), _readable_resets(resets)
     if kernels and keep.numel() > 0:
