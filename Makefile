@@ -51,7 +51,7 @@ help:
 	@echo "make test-versions  run the interpreted and compile-only tests on triton $(TRITON_LOWEST) and $(TRITON_NEWEST)"
 	@echo "make test-latest    run the tests that need no torch on the newest JAX and Flax for PYTHON=$(PYTHON), 3.12 or newer"
 	@echo "make resolve        ask pip whether the CUDA extras resolve in one environment"
-	@echo "make clean          remove the virtual environments and caches"
+	@echo "make clean          remove $(VENV) and those beside it, dist and caches; outputs stays"
 	@echo "this machine: ACCEL=$(ACCEL)"
 
 demo: $(DEMO)
@@ -95,7 +95,7 @@ resolve: $(VENV)/bin/pip
 	$(VENV)/bin/python tests/resolve_extras.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-latest-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist outputs
+	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-latest-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:
