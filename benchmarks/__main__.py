@@ -3,6 +3,7 @@
     python -m benchmarks headline small                      # measure; needs an NVIDIA GPU
     python -m benchmarks small --only jaxrnn,flax --rows "GRU 8,"
     python -m benchmarks show headline                       # the tables again, from the last results
+    python -m benchmarks show --out FOLDER headline          # from results elsewhere
     python -m benchmarks table                               # the README's table
     python -m benchmarks plot                                # the figures
     python -m benchmarks tune                                # times tilings, writes torch_bridge/tables/GPU.json
@@ -37,6 +38,8 @@ SUITES = (
 VIEWS = ("show", "table", "plot")
 TUNE = "tune"
 TUNE_SECONDS = 0.05
+# The options that each takes; measuring takes all of them.
+TAKEN = {**dict.fromkeys(VIEWS, ("out",)), TUNE: ("out", "rows", "add", "seconds", "rounds", "commit")}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -48,31 +51,47 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add = parser.add_argument
     add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot, tune")
     add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU, of tune torch_bridge/tables)")
-    add("--only", type=_names, default=(), metavar="A,B", help="measure only these providers")
-    add("--skip", type=_names, default=(), metavar="A,B", help="do not measure these providers")
-    add("--rows", action="append", default=[], metavar="TEXT", help="only cases with this in their name; repeatable")
-    add("--add", action="store_true", help="keep the results that are there of other cases, same machine and commit")
+    # None, as the default of all of them, is an option that was not given.
+    add("--only", type=_names, metavar="A,B", help="measure only these providers")
+    add("--skip", type=_names, metavar="A,B", help="do not measure these providers")
+    add("--rows", action="append", metavar="TEXT", help="only cases with this in their name; repeatable")
+    kept = "keep the results that are there of other cases, same machine and commit"
+    add("--add", action="store_const", const=True, help=kept)
     seconds = f"of each provider in each row (default: {Settings.seconds}), of each tiling (default: {TUNE_SECONDS})"
     add("--seconds", type=float, help=seconds)
-    add("--rounds", type=int, default=Settings.rounds, help="turns that each provider takes (default: %(default)s)")
+    add("--rounds", type=int, help=f"turns that each provider takes (default: {Settings.rounds})")
     add(
-        "--first-call-limit", type=float, default=Settings.first_call_limit, metavar="SECONDS",
-        help="for a first call that may take minutes (default: %(default)s)",
+        "--first-call-limit", type=float, metavar="SECONDS",
+        help=f"for a first call that may take minutes (default: {Settings.first_call_limit})",
     )  # fmt: skip
-    add("--commit", default=os.environ.get("JAXRNN_COMMIT"), help="of the code (default: JAXRNN_COMMIT, or ask git)")
-    options = parser.parse_args(arguments)
+    add("--commit", help="of the code (default: JAXRNN_COMMIT, or ask git)")
+    options = parser.parse_intermixed_args(arguments)
     special = (*VIEWS, TUNE)
     options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in special else None
     if options.view in ("table", "plot", TUNE) and options.commands:
         parser.error(f"{options.view} takes no suites{'; --rows chooses' if options.view == TUNE else ''}")
+    given = [name for name, value in vars(options).items() if name not in ("commands", "view") and value is not None]
+    if ignored := [name for name in given if name not in TAKEN.get(options.view, given)]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
+        taken = ", ".join(f"--{name}" for name in TAKEN[options.view])
+        parser.error(f"{options.view} has no use for {flags}: of the options it takes {taken}")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(special)}")
-    if options.seconds is None:
-        options.seconds = TUNE_SECONDS if options.view == TUNE else Settings.seconds
-    options.settings = Settings(
-        options.seconds, options.rounds, options.first_call_limit, options.only, options.skip, tuple(options.rows)
-    )
+    if named := (*(options.only or ()), *(options.skip or ())):
+        from benchmarks.providers import PROVIDERS
+        from benchmarks.suites import OTHER_NAMES
+
+        known = dict.fromkeys((*PROVIDERS, *OTHER_NAMES))
+        if unknown := [name for name in named if name not in known]:
+            parser.error(f"no provider {', '.join(unknown)}; there are {', '.join(known)}")
+    settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings) if f.name in given}
+    defaults = {"seconds": TUNE_SECONDS} if options.view == TUNE else {}
+    try:
+        options.settings = Settings(**defaults | settings | {"rows": tuple(options.rows or ())})
+    except ValueError as error:
+        parser.error(str(error))
+    options.commit = options.commit or os.environ.get("JAXRNN_COMMIT")
     return options
 
 
@@ -121,7 +140,6 @@ def measure(options: argparse.Namespace) -> int:
     from tqdm import tqdm  # type: ignore[import-untyped]
 
     from benchmarks import machine, report, suites
-    from benchmarks.providers import PROVIDERS
     from benchmarks.results import Report
 
     if jax.default_backend() != "gpu":
@@ -129,9 +147,6 @@ def measure(options: argparse.Namespace) -> int:
             f'the suites time an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
             "that has one, with jaxrnn[bench,cuda13] installed; show, table and plot work everywhere"
         )
-    named = {*options.settings.only, *options.settings.skip}
-    if unknown := named - {*PROVIDERS, *suites.OTHER_NAMES}:
-        raise SystemExit(f"no provider {', '.join(unknown)}; there are {', '.join(PROVIDERS)}")
     here = machine.describe(options.commit)
     folder = RESULTS / machine.slug(here) if options.out is None else options.out
     console, bad = report.console(), 0
@@ -173,5 +188,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if measure(options) else 0
 
 
+def run() -> int:
+    """As `main`; nobody need read to the end."""
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        return 1
+    return status
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

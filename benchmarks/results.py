@@ -124,7 +124,17 @@ class Report:
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Reads what `save` wrote."""
-        report = json.loads(path.read_text())
-        kind = AccuracyRow if report["suite"] == "accuracy" else Row
-        return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})
+        """Reads what `save` wrote.
+
+        Raises:
+          SystemExit: it is damaged.
+        """
+        try:
+            report = json.loads(path.read_text())
+            kind = AccuracyRow if report["suite"] == "accuracy" else Row
+            return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})
+        except (KeyError, TypeError, ValueError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise SystemExit(
+                f"{path} does not hold a suite's results ({reason}): measure again, or remove it"
+            ) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,13 @@ class Settings:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("seconds", "first_call_limit"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
+        if self.rounds < 1:
+            raise ValueError(f"rounds must be at least 1, got {self.rounds}")
 
     def wants(self, provider: str) -> bool:
         """Whether to measure the provider of this name."""

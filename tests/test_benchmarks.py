@@ -614,9 +614,47 @@ def test_the_command_line():
     tune = command.parse_arguments(["tune", "--rows", "GRU fwd"])
     assert tune.view == "tune" and tune.settings == Settings(seconds=0.05, rows=("GRU fwd",))
     assert command.parse_arguments(["tune", "--seconds", "0.3"]).settings.seconds == 0.3
-    for bad in (["no-such-suite"], ["tune", "small"], ["plot", "small"], ["table", "headline"]):
-        with pytest.raises(SystemExit):
-            command.parse_arguments(bad)
+    assert tune.commit is None and command.parse_arguments(["small", "--commit", "abc"]).commit == "abc"
+
+
+def test_options_stand_where_they_like(tmp_path):
+    for arguments in (["show", "--out", "x", "headline"], ["--out", "x", "show", "headline"]):
+        options = command.parse_arguments(arguments)
+        assert (options.view, options.suites, options.out) == ("show", ["headline"], Path("x"))
+    options = command.parse_arguments(["small", "--rows", "a", "acting", "--rows", "b"])
+    assert options.suites == ["small", "acting"] and options.settings.rows == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("no-such-suite", "no suite no-such-suite; there are headline"),
+        ("show no-such-suite", "no suite no-such-suite; there are headline"),
+        ("tune small", "tune takes no suites; --rows chooses"),
+        ("plot small", "plot takes no suites"),
+        ("table headline", "table takes no suites"),
+        ("show torch-step --rows zzz", "show has no use for --rows: of the options it takes --out"),
+        ("--rounds -3 show", "show has no use for --rounds"),
+        ("table --only flax --add", "table has no use for --only, --add"),
+        ("plot --commit abc", "plot has no use for --commit"),
+        ("tune --skip flax --first-call-limit 9", "tune has no use for --skip, --first-call-limit"),
+        ("--rounds 0", "rounds must be at least 1, got 0"),
+        ("tune --rounds -3", "rounds must be at least 1, got -3"),
+        ("--seconds -1", "seconds must be above 0 and finite, got -1.0"),
+        ("--first-call-limit nan", "first_call_limit must be above 0 and finite, got nan"),
+        ("--only flax,nope", "no provider nope; there are jaxrnn"),
+        ("norm --skip nope", "no provider nope; there are jaxrnn"),
+    ],
+)
+def test_a_command_line_that_cannot_be_meant_is_refused(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        command.parse_arguments(arguments.split())
+    assert error.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_names_that_some_suites_alone_have_can_be_chosen():
+    for name in (*providers.PROVIDERS, "jaxrnn-triton", "torch"):
+        assert command.parse_arguments(["--only", name]).settings.only == (name,)
 
 
 @pytest.mark.parametrize("name", [name for name in command.SUITES if name != "ppo"])
@@ -632,6 +670,31 @@ def test_results_that_are_not_there_are_asked_for(what, tmp_path):
     headline().save(tmp_path)
     if what[0] != "show":
         assert command.main([*what, "--out", str(tmp_path)]) == 0
+
+
+@pytest.mark.parametrize("text", ["{", "{}", "[]", '{"suite": "headline", "rows": [1]}', "\xff"])
+def test_results_that_are_damaged_are_named(text, tmp_path):
+    path = tmp_path / "headline.json"
+    path.write_text(text, encoding="latin-1")
+    for what in ("show", "table", "plot"):
+        with pytest.raises(SystemExit, match=f"^{re.escape(str(path))} does not hold a suite's results"):
+            command.main([what, "--out", str(tmp_path)])
+    with pytest.raises(SystemExit, match=re.escape(str(path))):
+        headline().others(tmp_path)
+
+
+@pytest.mark.parametrize("what", ["table", "show"])
+def test_nobody_need_read_to_the_end(what, tmp_path):
+    headline().save(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks", what, "--out", str(tmp_path)],
+        cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (1, "")
 
 
 @pytest.mark.parametrize("what", ["headline", "norm", "tune"])
