@@ -59,6 +59,8 @@ class Config:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.symbols < 2:
             raise ValueError(f"symbols must be at least 2, got {self.symbols}")
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite, got {self.lr}")
         if self.updates % self.updates_per_call:
             raise ValueError(
                 f"updates must be a multiple of updates_per_call = {self.updates_per_call}, got {self.updates}"
@@ -261,7 +263,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     namespace = parser.parse_args(arguments)
     try:
         namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
-    except ValueError as error:
+        if namespace.implementation == "triton":
+            jax.eval_shape(make_train(namespace.config).init, jnp.arange(1))  # raises where the kernels cannot run
+    except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     return namespace
 

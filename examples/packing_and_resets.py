@@ -140,6 +140,15 @@ def run_kernel(implementation: str | None, params: Any, carry: Array, xs: Array,
     return jaxrnn.gru(weights, carry, xs, resets=resets, implementation=implementation)
 
 
+def try_kernel(config: Config) -> None:
+    """Traces it. Raises NotImplementedError where the implementation that was asked for cannot run."""
+    rollout = make_rollout(config, config.mean_lengths[0], 0)
+    params = nn.GRUCell(config.hidden).init(jax.random.key(0), rollout.carry, rollout.xs[0])["params"]
+    with jax.default_matmul_precision(config.precision):
+        run = functools.partial(run_kernel, config.implementation)
+        jax.eval_shape(run, params, rollout.carry, rollout.xs, rollout.resets)
+
+
 # What they cost.
 
 
@@ -305,7 +314,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     fields = {field.name: getattr(namespace, field.name) for field in dataclasses.fields(Config)}
     try:
         namespace.config = Config(**(fields | {"mean_lengths": tuple(namespace.mean_lengths)}))
-    except ValueError as error:
+        if namespace.implementation == "triton":
+            try_kernel(namespace.config)
+    except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     return namespace
 

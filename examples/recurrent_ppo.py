@@ -223,6 +223,8 @@ class Config:
             raise ValueError(
                 f"num_envs must be a multiple of {devices}{self.minibatches} minibatches, got {self.num_envs}"
             )
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite, got {self.lr}")
 
     @property
     def steps_per_update(self) -> int:
@@ -649,19 +651,31 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--num-seeds", type=int, default=Config.num_seeds, help="agents trained at once (default: %(default)s)")
     add("--num-devices", type=int, default=Config.num_devices, help="that share an agent's environments (default: 1)")
     add("--seed", type=int, default=Config.seed, help="the first agent's; the others count on (default: %(default)s)")
-    add("--total-steps", type=int, default=Config.total_steps, help="env steps of an agent (default: %(default)s)")
+    steps = "env steps of an agent, rounded up to whole updates, and those to equal calls (default: %(default)s)"
+    add("--total-steps", type=int, default=Config.total_steps, help=steps)
     add("--rollout-steps", type=int, default=Config.rollout_steps, help="T of an update (default: %(default)s)")
     add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
     add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
     add("--anneal-lr", action="store_true", help="lower it to zero over the run")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
+    if namespace.compare:
+        namespace.implementations = ["flax", "xla", *(["triton"] if jax.default_backend() == "gpu" else [])]
+    elif namespace.implementation == "none":
+        if not namespace.control:
+            parser.error("--implementation none trains the control alone, which --no-control leaves out: give one")
+        namespace.implementations = ["none"]
+    else:
+        namespace.implementations = [namespace.implementation, *(["none"] if namespace.control else [])]
     fields = {field.name for field in dataclasses.fields(Config)}
     try:
         namespace.config = Config(**{name: value for name, value in vars(namespace).items() if name in fields})
         if namespace.config.num_devices > 1:
             make_mesh(namespace.config.num_devices)
-    except ValueError as error:
+        if "triton" in namespace.implementations:
+            ppo = PPO(dataclasses.replace(namespace.config, implementation="triton"))
+            jax.eval_shape(ppo.init, 0)  # raises where the kernels cannot run
+    except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     return namespace
 
@@ -669,13 +683,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     config = options.config
-    if options.compare:
-        implementations = ["flax", "xla", *(["triton"] if jax.default_backend() == "gpu" else [])]
-    else:
-        implementations = [config.implementation]
-        if options.control and config.implementation != "none":
-            implementations.append("none")
-    results = [train(dataclasses.replace(config, implementation=name)) for name in implementations]
+    results = [train(dataclasses.replace(config, implementation=name)) for name in options.implementations]
 
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"recurrent_ppo_{config.env}{'_compare' if options.compare else ''}"

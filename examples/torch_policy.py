@@ -17,6 +17,7 @@ Needs `pip install jaxrnn[torch,examples]`.
 import argparse
 import dataclasses
 import json
+import math
 import platform
 import time
 from collections.abc import Callable, Sequence
@@ -57,6 +58,10 @@ class Config:
             raise ValueError(f"symbols must be at least 2, got {self.symbols}")
         if self.cell not in ("gru", "lstm"):
             raise ValueError(f'cell must be "gru" or "lstm", got {self.cell!r}')
+        if not 0 < self.lr < math.inf:
+            raise ValueError(f"lr must be above 0 and finite, got {self.lr}")
+        if not math.isfinite(self.entropy):
+            raise ValueError(f"entropy must be finite, got {self.entropy}")
 
 
 class Data(NamedTuple):
@@ -244,14 +249,30 @@ def flops_table(flops: dict[str, int]) -> Table:
     return table
 
 
+def unusable(device: str) -> str | None:
+    """Why PyTorch cannot compute on `device`, in a sentence; None if it can."""
+    try:
+        torch.zeros(1, device=device).item()
+    except (AssertionError, ImportError, RuntimeError) as error:
+        return str(error).split("\n")[0].split(". ")[0]
+    return None
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    for field in dataclasses.fields(Config):
-        default = field.default
-        if field.name == "device":
-            default = "cuda" if torch.cuda.is_available() else "cpu"
-        add(f"--{field.name.replace('_', '-')}", type=type(default), default=default, help="default: %(default)s")
+    add("--cell", choices=["gru", "lstm"], default=Config.cell, help="default: %(default)s")
+    add("--updates", type=int, default=Config.updates, help="of each policy (default: %(default)s)")
+    add("--symbols", type=int, default=Config.symbols, help="to tell apart (default: %(default)s)")
+    add("--steps", type=int, default=Config.steps, help="T of an update (default: %(default)s)")
+    add("--batch", type=int, default=Config.batch, help="environments of an update (default: %(default)s)")
+    add("--hidden", type=int, default=Config.hidden, help="width of the recurrence (default: %(default)s)")
+    add("--mean-length", type=int, default=Config.mean_length, help="of episodes, in steps (default: %(default)s)")
+    add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
+    add("--entropy", type=float, default=Config.entropy, help="weight of the entropy bonus (default: %(default)s)")
+    add("--seed", type=int, default=Config.seed, help="of weights, episodes and actions (default: %(default)s)")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", default=device, help="that PyTorch computes on (default here: %(default)s)")
     add("--compile", action="store_true", help="train a compiled policy too")
     add("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
     add("--out", type=Path, default=Path("outputs"), help="folder for the JSON (default: %(default)s)")
@@ -260,6 +281,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
     except ValueError as error:
         parser.error(str(error))
+    if reason := unusable(namespace.device):
+        parser.error(f"PyTorch cannot compute on device {namespace.device!r}: {reason}")
+    if namespace.compile and namespace.backend not in torch.compiler.list_backends(exclude_tags=()):
+        known = ", ".join(torch.compiler.list_backends())
+        parser.error(f"torch.compile has no backend {namespace.backend!r} here; there are {known}")
     return namespace
 
 

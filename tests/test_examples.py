@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -155,6 +157,8 @@ def test_triton_trains_many_seeds_as_xla_does():
         (many_seeds, ["--seeds", "0"], "seeds must be at least 1, got 0"),
         (many_seeds, ["--symbols", "1"], "symbols must be at least 2, got 1"),
         (many_seeds, ["--updates", "15"], "updates must be a multiple of updates_per_call = 10, got 15"),
+        (many_seeds, ["--lr", "nan"], "lr must be above 0 and finite, got nan"),
+        (many_seeds, ["--lr", "-1"], "lr must be above 0 and finite, got -1.0"),
     ],
 )
 def test_bad_arguments_end_with_a_message_and_a_nonzero_status(module, arguments, message, capsys):
@@ -162,3 +166,13 @@ def test_bad_arguments_end_with_a_message_and_a_nonzero_status(module, arguments
         module.main(arguments)
     assert error.value.code != 0
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("module", [packing_and_resets, many_seeds])
+def test_triton_where_it_cannot_run_ends_with_the_packages_error(module, tmp_path):
+    command = [sys.executable, module.__file__, "--implementation", "triton", "--out", str(tmp_path)]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 2
+    assert "error: the Triton implementation needs" in run.stderr and "Traceback" not in run.stderr
+    assert not list(tmp_path.iterdir())

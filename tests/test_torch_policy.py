@@ -81,7 +81,13 @@ def test_it_learns_eager_and_compiled(tmp_path, capsys, monkeypatch):
     [
         (["--batch", "0"], "batch must be at least 1, got 0"),
         (["--symbols", "1"], "symbols must be at least 2, got 1"),
-        (["--cell", "rnn"], 'cell must be "gru" or "lstm", got \'rnn\''),
+        (["--cell", "rnn"], "invalid choice: 'rnn'"),
+        (["--lr", "-1"], "lr must be above 0 and finite, got -1.0"),
+        (["--lr", "nan"], "lr must be above 0 and finite, got nan"),
+        (["--entropy", "inf"], "entropy must be finite, got inf"),
+        (["--device", "foo"], "PyTorch cannot compute on device 'foo': "),
+        (["--device", "cuda:64"], "PyTorch cannot compute on device 'cuda:64': "),
+        (["--device", "cpu", "--compile", "--backend", "nope"], "torch.compile has no backend 'nope' here; there are "),
     ],
 )
 def test_bad_arguments_end_with_a_message_and_a_nonzero_status(arguments, message, capsys):
