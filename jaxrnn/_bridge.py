@@ -72,7 +72,7 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
     if missing:
         return (
             f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            'pip install "jaxrnn[torch]", or pass implementation="xla"'
+            "pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
         )
     if bad := [str(dtype) for dtype in dtypes if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16)]:
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
@@ -149,7 +149,7 @@ def preferred(steps: int) -> bool:
 
     One step alone XLA does faster: 13.7 us an iteration of a scan against 19.9 us (H200, B=64, H=128).
     """
-    return steps > 1 and on_gpu()
+    return isinstance(steps, int) and steps > 1 and on_gpu()  # it is not, under `jax.export` with symbolic dimensions
 
 
 def on_gpu() -> bool:

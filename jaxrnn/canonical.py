@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrnn import _bridge, cells, fused, projection, sharding
+from jaxrnn import _bridge, cells, fused, projection, reference, sharding
 
 if TYPE_CHECKING:
     from jax import Array
@@ -43,13 +43,27 @@ def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
     return batch if any(axis is not None for axis in batch) else ()
 
 
-def run(
+def run_kernels(
     cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, reverse: Reverse,
     time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...],
 ) -> Any:  # fmt: skip
-    """As `_run_on_device`, on each device of an explicit mesh for its part of the batch.
+    """Runs a recurrence by the kernels, on each device of an explicit mesh for its part of the batch.
 
-    With `reverse` "odd" as `_run_both_on_device`.
+    Args:
+      cell: an entry of the cell table.
+      params: as of `gru` or `lstm`; a pair, forward and in reverse, with `reverse` "odd".
+      states: what it starts from, in the order of `cell.states`, the hidden state first; or a pair of such.
+      xs: as of `gru`.
+      resets: as of `gru`, or a pair.
+      reset_states: for each state as of `gru`, or a pair.
+      reverse: as of `gru`; "odd" runs both directions.
+      time_major: as of `gru`.
+      precision: as of `gru`.
+      remat: as of `gru`.
+      returned: the states of which to return every step.
+
+    Returns:
+      The last states, and those of every step that `returned` names, each in the dtype of its first; or a pair of that.
     """
     options = {"time_major": time_major, "precision": precision, "remat": remat, "returned": returned}
     if reverse == "odd":
@@ -60,11 +74,11 @@ def run(
     batch = _batch_spec(xs, time_major)
     if not batch:
         return on_device(*sharding.whole(arguments))
-    whole, state = PartitionSpec(), PartitionSpec(*batch, None)
+    everywhere, state = PartitionSpec(), PartitionSpec(*batch, None)
     sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
-    by_rank = {1: whole, len(state): state, len(sequence): sequence}
+    by_rank = {1: everywhere, len(state): state, len(sequence): sequence}
     specs = (
-        jax.tree.map(lambda _: whole, params),
+        jax.tree.map(lambda _: everywhere, params),
         jax.tree.map(lambda _: state, states),
         sequence,
         jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), resets),
@@ -77,7 +91,7 @@ def run(
 
 # States from which on one direction by itself fills a GPU, and to bring both side by side costs more than a launch
 # saves. H200: one launch takes 0.6 to 0.8 of the time of two up to 256 sequences of 128 units, and 1.2 of it at 2048.
-_FULL = 2**18
+_FILLS_A_GPU = 2**18
 
 
 def _run_both_on_device(
@@ -89,7 +103,7 @@ def _run_both_on_device(
     steps = xs.shape[0] if time_major else xs.shape[-2]
     both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
     in_chunks = remat and fused.chunk_steps(cell, both, hidden) < steps  # which go through time in one order
-    if in_chunks or math.prod(states[0][-1].shape) >= _FULL:
+    if in_chunks or math.prod(states[0][-1].shape) >= _FILLS_A_GPU:
         forward, backward = (
             _run_on_device(cell, None, *each[:2], xs, *each[2:], reverse=reverse, remat=remat, **options)
             for reverse, each in zip((False, True), zip(params, states, resets, reset_states, strict=True), strict=True)
@@ -113,11 +127,9 @@ def _run_on_device(
     resets: Array | None, reset_states: tuple[Array | None, ...], *, reverse: Reverse, time_major: bool, precision: Any,
     remat: bool, returned: tuple[str, ...],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """Runs the kernels, for an LSTM with a projection too.
+    """As `run_kernels`, all of it here, for an LSTM with a projection too.
 
     With `reverse` "odd" it is under a `jax.vmap` over two directions, and `in_reverse` says which one this is.
-
-    Returns the last states, and of the states named in `returned` those of every step.
     """
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
     params, states, xs, resets, reset_states = sharding.vary_alike((params, states, xs, resets, reset_states))
@@ -189,7 +201,7 @@ def _run_canonical(
         return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)))
 
     if resets is not None and resets.dtype.name not in KERNEL_RESETS:
-        resets = resets != 0
+        resets = reference.is_reset(resets)
     # the kernels carry float32; they read and write states in it, or in bfloat16 where all of it is bfloat16
     dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]
     kind, canonical_reset_states = "zeros", None

@@ -1,4 +1,4 @@
-"""What `gru`, `lstm` and both directions of them take: everything else is a ValueError, when the program is traced."""
+"""What `gru`, `lstm` and both directions of them take: all else is a ValueError, when the program is traced."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrnn.reference import GRUParams, LSTMParams
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
     """Raises ValueError unless `gru` can take them."""
-    raise_unless_params(params, GRUParams, "gru")
+    check_kind(params, GRUParams, "gru")
     hidden = check_carry("carry", carry)
     check_sequence(xs, carry, time_major)
     wide = 3 * hidden
@@ -26,7 +27,7 @@ def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any,
 
 def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
     """Raises ValueError unless `lstm` can take them."""
-    raise_unless_params(params, LSTMParams, "lstm")
+    check_kind(params, LSTMParams, "lstm")
     c0, h0 = check_pair("carry", carry)
     width = check_carry("carry[1]", h0)
     hidden = check_carry("carry[0]", c0)
@@ -67,7 +68,25 @@ def check_alike(directions: tuple[Any, Any]) -> None:
             )
 
 
-def raise_unless_params(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
+def check_flags(**flags: Any) -> list[bool]:
+    """Returns what must be known when the program is traced, as booleans."""
+    for name, flag in flags.items():
+        if isinstance(flag, jax.core.Tracer):
+            raise ValueError(f"{name} must be known when the program is traced: make it a static argument of jax.jit")
+        if not isinstance(flag, (bool, np.bool_)) and not (isinstance(flag, (int, np.integer)) and flag in (0, 1)):
+            raise ValueError(f"{name} must be True or False, got {flag!r}")
+    return [bool(flag) for flag in flags.values()]
+
+
+def check_array(name: str, x: Any) -> None:
+    """Raises ValueError unless `x` is an array, of JAX or NumPy, of numbers."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}: jnp.asarray makes one")
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        raise ValueError(f"{name} must be an array of numbers, got one of {x.dtype}")
+
+
+def check_kind(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
     """Raises ValueError unless `params` is a `kind`."""
     if not isinstance(params, kind):
         raise ValueError(f"{function} takes {kind.__name__}({', '.join(kind._fields)}), got {type(params).__name__}")
@@ -82,6 +101,7 @@ def check_pair(name: str, pair: Any) -> tuple[Array, Array]:
 
 def check_floating(name: str, x: Array) -> None:
     """Raises ValueError unless `x` is a floating-point array."""
+    check_array(name, x)
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise ValueError(f"{name} must be floating point, got {jnp.result_type(x)}; convert it first")
 
@@ -90,6 +110,7 @@ def check_carry(name: str, carry: Any) -> int:
     """Returns the hidden width of `carry`."""
     if isinstance(carry, (tuple, list)):
         raise ValueError(f"{name} must be one array [*batch, H], got a {type(carry).__name__} of {len(carry)}")
+    check_array(name, carry)
     if jnp.ndim(carry) < 1:
         raise ValueError(f"{name} must be [*batch, H], got a scalar")
     check_floating(name, carry)
@@ -123,7 +144,10 @@ def check_params(params: GRUParams | LSTMParams, shapes: dict[str, tuple[int, ..
 
 def check_resets(resets: Array | None, xs: Array, time_major: bool) -> None:
     """Raises ValueError unless `resets` has one entry a step and sequence."""
-    if resets is not None and jnp.shape(resets) != xs.shape[:-1]:
+    if resets is None:
+        return
+    check_array("resets", resets)
+    if jnp.shape(resets) != xs.shape[:-1]:
         layout = "[T, *batch]" if time_major else "[*batch, T]"
         raise ValueError(f"resets must be {layout} = {xs.shape[:-1]} as in xs {xs.shape}, got {jnp.shape(resets)}")
 

@@ -140,7 +140,7 @@ def from_linen(tree: Any) -> Params:
     Raises:
       ValueError: these are not the parameters of such a cell.
     """
-    if isinstance(tree, Mapping) and set(tree) == {"params"}:
+    if isinstance(tree, Mapping) and "params" in tree:  # of all variables of a module
         tree = tree["params"]
     for order in (GRU_GATES, LSTM_GATES):
         if _keys(tree) == set(_dense_names(order)):

@@ -270,7 +270,7 @@ def _previous(
     new = jnp.zeros_like(previous)
     if reset_state is not None:
         new = reset_state if static.reset_state == "stepped" else reset_state[:, None]
-    return jnp.where((resets != 0)[..., None], new, previous)
+    return jnp.where(reference.is_reset(resets)[..., None], new, previous)
 
 
 def _recurrence_bwd(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxrnn import norms
 from jaxrnn.recurrent import bidirectional_gru, bidirectional_lstm, gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams, expand_resets
+from jaxrnn.reference import GRUParams, LSTMParams, expand_resets, is_reset
 
 if TYPE_CHECKING:
     from jax import Array
@@ -37,6 +38,25 @@ def run(
         return carry, ys, ys if return_carries else None
     carry, outputs = lstm(params, carry, xs, return_cells=return_carries, **options)
     return carry, *hidden_and_carries(outputs)
+
+
+SIGMOIDS = (jax.nn.sigmoid, jax.lax.logistic)
+TANHS = (jax.nn.tanh, jax.lax.tanh)
+
+
+def is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
+    """Whether an activation is one of these, or the copy that `copy.deepcopy` of a module makes of one."""
+    if any(function is one for one in known):
+        return True
+    jitted: Any = type(jax.nn.sigmoid)  # functions are copied as themselves, these are not
+    return type(function) is jitted and any(type(one) is jitted and _compute_alike(function, one) for one in known)
+
+
+@functools.lru_cache(maxsize=256)
+def _compute_alike(function: Callable[..., Array], other: Callable[..., Array]) -> bool:
+    x = np.concatenate([np.linspace(-20, 20, 401), [-1e4, 1e4, np.inf, -np.inf]]).astype(np.float32)
+    with jax.ensure_compile_time_eval():
+        return np.array_equal(function(x), other(x))
 
 
 def hidden_and_carries(outputs: Any) -> tuple[Array, Carry | None]:
@@ -118,7 +138,8 @@ def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Ar
     if carries.shape[time_axis] == 0:
         return initial
     index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
-    last = jnp.take_along_axis(carries, jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis), axis=time_axis)
+    at = jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis)
+    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")  # as `nn.RNN` does with lengths beyond the end
     return jnp.where(index == 0, initial, last.squeeze(time_axis))
 
 
@@ -172,8 +193,12 @@ def over_time(
 
 def check_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> None:
     """Raises ValueError unless there is one length for each sequence, or none at all."""
-    if seq_lengths is not None and jnp.shape(seq_lengths) != batch:
+    if seq_lengths is None:
+        return
+    if jnp.shape(seq_lengths) != batch:
         raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
+    if not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
+        raise ValueError(f"seq_lengths must be whole numbers of steps, got {jnp.result_type(seq_lengths)}")
 
 
 def resetting(
@@ -311,7 +336,7 @@ def both_directions(
         ]  # fmt: skip
     if any(one is not None for one in resets):
         no_resets = jnp.zeros(xs.shape[:-1], bool)
-        options["resets"] = tuple(no_resets if one is None else one != 0 for one in resets)
+        options["resets"] = tuple(no_resets if one is None else is_reset(one) for one in resets)
     if any(one is not None for one in reset_carries):
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x)[-1:], jnp.result_type(x)), carry)
         given = [new if one is None else one for one, new in zip(reset_carries, zeros, strict=True)]
@@ -348,7 +373,7 @@ def begins_backward(resets: Array, seq_lengths: Array | None, time_axis: int) ->
 
     That of a sequence's last episode is not among them: there the loop itself begins.
     """
-    next_begins = jnp.roll(resets != 0, -1, axis=time_axis)
+    next_begins = jnp.roll(is_reset(resets), -1, axis=time_axis)
     return next_begins & ~is_last_step(seq_lengths, resets.shape, time_axis)
 
 
@@ -362,7 +387,7 @@ def start_at_end(
     at_end = is_last_step(seq_lengths, xs.shape[:-1], time_axis)
     if resets is None:
         return at_end, carry
-    resets = resets != 0
+    resets = is_reset(resets)
 
     def of_every_step(initial: Array, new: Array) -> Array:
         if jnp.ndim(new) == initial.ndim:

@@ -134,8 +134,6 @@ LAYERS: dict[type, tuple[list[str], list[str]]] = {
     OptimizedLSTMCell: (["dense_i"], ["dense_h"]),
     ProjectedLSTMCell: (["dense_i"], ["dense_h"]),
 }
-SIGMOIDS = (jax.nn.sigmoid, jax.lax.logistic)
-TANHS = (jnp.tanh, jax.lax.tanh)
 KERNEL_INIT, RECURRENT_KERNEL_INIT = nnx.initializers.lecun_normal(), nnx.initializers.orthogonal()
 
 
@@ -173,7 +171,7 @@ def reason_to_scan(cell: Any) -> str | None:
     """Why `cell` can only run step by step, under `nnx.scan`; None if it can run as `jaxrnn.gru` or `jaxrnn.lstm`."""
     if type(cell) not in LAYERS:
         return f"a {type(cell).__name__}; GRUCell, LSTMCell and OptimizedLSTMCell, here or in flax.nnx, can be fused"
-    if cell.gate_fn not in SIGMOIDS or cell.activation_fn not in TANHS:
+    if not (modules.is_one_of(cell.gate_fn, modules.SIGMOIDS) and modules.is_one_of(cell.activation_fn, modules.TANHS)):
         return "a cell with another gate_fn than sigmoid or another activation_fn than tanh"
     if getattr(cell, "promote_dtype", dtypes.promote_dtype) is not dtypes.promote_dtype:
         return "a cell with its own promote_dtype"

@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrnn import _bridge, sharding
+from jaxrnn.checks import check_floating
 
 if TYPE_CHECKING:
     from jax import Array
@@ -33,7 +34,7 @@ _LARGE = 2**22
 
 def preferred(rows: int, columns: int) -> bool:
     """Whether the Triton implementation, where it can run, is the fastest for an array of this size."""
-    return rows * columns >= _LARGE
+    return isinstance(rows * columns, int) and rows * columns >= _LARGE  # not so under `jax.export` of symbolic ones
 
 
 def rms_norm(
@@ -134,8 +135,8 @@ def _check(kind: Kind, x: Any, weight: Any, bias: Any, residual: Any, epsilon: A
     """Raises ValueError unless the norm can take them."""
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     for name, array in arrays.items():
-        if array is not None and not jnp.issubdtype(jnp.result_type(array), jnp.floating):
-            raise ValueError(f"{name} must be floating point, got {jnp.result_type(array)}; convert it first")
+        if array is not None or name == "x":
+            check_floating(name, array)
     shape = jnp.shape(x)
     if not shape:
         raise ValueError("x must be [*rows, N], got a scalar")
@@ -205,10 +206,11 @@ def _xla(
     total = x if residual is None else _sum(x, residual)
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor
+    # all axes said: JAX may be told to refuse to put them in
     if weight is not None:
-        y = y * weight.astype(dtype)
+        y = y * jax.lax.expand_dims(weight.astype(dtype), range(y.ndim - 1))
     if bias is not None:
-        y = y + bias.astype(dtype)
+        y = y + jax.lax.expand_dims(bias.astype(dtype), range(y.ndim - 1))
     return y.astype(static.dtype), total
 
 

@@ -73,7 +73,7 @@ def without_projection(
     """
     w_ih, w_hh, b = params[:3]
     w_hr = cast("Array", params.w_hr)
-    (hidden, width), operand_dtype = w_hr.shape, jnp.result_type(xs, w_ih)
+    (hidden, width), operand_dtype = w_hr.shape, jnp.result_type(xs, w_ih, w_hh)
     recurrent = product(w_hr.astype(jnp.float32), w_hh.astype(jnp.float32), jax.lax.Precision.HIGHEST)
 
     # selects, no products: a NaN in h0 ends where an episode starts

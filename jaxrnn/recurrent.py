@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jaxrnn import _bridge, canonical, cells, fused, reference
-from jaxrnn.checks import check_alike, check_gru, check_lstm, pairs
+from jaxrnn import _bridge, canonical, cells, fused, reference, sharding
+from jaxrnn.checks import check_alike, check_flags, check_gru, check_lstm, pairs
 from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
@@ -72,10 +72,11 @@ def gru(
       NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
         or second derivative; the message says which limit was hit.
     """
+    reverse, time_major, remat = check_flags(reverse=reverse, time_major=time_major, remat=remat)
     check_gru(params, carry, xs, resets, reset_state, time_major)
     params, carry, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
-    if use_triton(implementation, precision, time_major, carry, xs, params):
-        (h,), (hs,) = canonical.run(
+    if _use_triton(implementation, precision, time_major, carry, xs, params):
+        (h,), (hs,) = canonical.run_kernels(
             cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat, ("h",)
         )
         return h, hs
@@ -134,11 +135,14 @@ def lstm(
       NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
         or second derivative; the message says which limit was hit.
     """
+    reverse, time_major, remat, return_cells = check_flags(
+        reverse=reverse, time_major=time_major, remat=remat, return_cells=return_cells
+    )
     check_lstm(params, carry, xs, resets, reset_state, time_major)
     params, (c0, h0), xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
-    if use_triton(implementation, precision, time_major, c0, xs, params, h0):
+    if _use_triton(implementation, precision, time_major, c0, xs, params, h0):
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
-        (h, c), sequences = canonical.run(
+        (h, c), sequences = canonical.run_kernels(
             cells.LSTM, params, (h0, c0), xs, resets, (reset_h, reset_c), reverse, time_major, precision, remat,
             ("h", "c") if return_cells else ("h",),
         )  # fmt: skip
@@ -190,14 +194,15 @@ def bidirectional_gru(
       ValueError: as `gru`, or a pair's two have not the same shapes and dtypes.
       NotImplementedError: as `gru`.
     """
+    time_major, remat = check_flags(time_major=time_major, remat=remat)
     directions = pairs(params, carry, resets, reset_state)
     for params_, carry_, resets_, state in directions:
         check_gru(params_, carry_, xs, resets_, state, time_major)
     check_alike(directions)
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
-    if use_triton(implementation, precision, time_major, carry[0], xs, params[0]):
-        both = canonical.run(
+    if _use_triton(implementation, precision, time_major, carry[0], xs, params[0]):
+        both = canonical.run_kernels(
             cells.GRU, params, tuple((h,) for h in carry), xs, resets, tuple((h,) for h in reset_state), "odd",
             time_major, precision, remat, ("h",),
         )  # fmt: skip
@@ -241,14 +246,15 @@ def bidirectional_lstm(
       ValueError: as `lstm`, or a pair's two have not the same shapes and dtypes.
       NotImplementedError: as `lstm`.
     """
+    time_major, remat, return_cells = check_flags(time_major=time_major, remat=remat, return_cells=return_cells)
     directions = pairs(params, carry, resets, reset_state)
     for params_, carry_, resets_, state in directions:
         check_lstm(params_, carry_, xs, resets_, state, time_major)
     check_alike(directions)
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
-    if use_triton(implementation, precision, time_major, carry[0][0], xs, params[0], carry[0][1]):
-        both = canonical.run(
+    if _use_triton(implementation, precision, time_major, carry[0][0], xs, params[0], carry[0][1]):
+        both = canonical.run_kernels(
             cells.LSTM, params, tuple((h, c) for c, h in carry), xs, resets,
             tuple((None, None) if state is None else (state[1], state[0]) for state in reset_state), "odd",
             time_major, precision, remat, ("h", "c") if return_cells else ("h",),
@@ -269,6 +275,7 @@ def _xla(
     reset_state: Any, **options: Any,
 ) -> Any:  # fmt: skip
     """The reference; compiled, so that an eager call finds what the one before has compiled."""
+    carry = sharding.vary_alike(carry, (params, xs, resets, reset_state))  # as the scan returns it
 
     def run(params: Any, carry: Any, xs: Array, reset_state: Any) -> Any:
         return function(params, carry, xs, resets=resets, reset_state=reset_state, **options)
@@ -287,7 +294,7 @@ def _xla_both(
     return forward, backward
 
 
-def use_triton(
+def _use_triton(
     implementation: Any, precision: Any, time_major: bool, carry: Array, xs: Array, params: Any, *others: Array
 ) -> bool:
     """Whether to run the Triton kernels. Where there is nothing to compute, `lax.scan` gives the empty results.

@@ -65,6 +65,11 @@ def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:
     )
 
 
+def add_last(x: Array, b: Array) -> Array:
+    """`x [*axes, N]` and `b [N]` in its dtype; also where `jax_numpy_rank_promotion` forbids to leave axes out."""
+    return x + jax.lax.expand_dims(b.astype(x.dtype), range(x.ndim - 1))
+
+
 def gru_cell(a_r: Array, a_z: Array, x_n: Array, h_n: Array, h: Array) -> Array:
     """One GRU step from its preactivations (Cho et al. 2014, in the variant of cuDNN, PyTorch, Flax).
 
@@ -110,10 +115,10 @@ def make_loop(
 ) -> Loop:
     """Lays `cell` out for the default backend; results are the same, to rounding. `weights` are w_ih, b_ih, w_hh."""
     w_ih, b_ih, w_hh = weights
-    operand_dtype = jnp.result_type(xs, w_ih)
+    operand_dtype = jnp.result_type(xs, w_ih, w_hh)
 
     def project(x: Array, w: Array, b: Array) -> Array:
-        return matmul(x, w, precision, dtype) + b.astype(dtype)
+        return add_last(matmul(x, w, precision, dtype), b)
 
     def recur(h: Array, w: Array) -> Array:
         return matmul(h.astype(operand_dtype), w, precision, dtype)
@@ -134,14 +139,20 @@ def make_loop(
         recur=lambda h: split(recur(h, w_hh)),
         cell=jax.checkpoint(cell, prevent_cse=False),
     )
-    if math.prod(xs.shape[:-1]) * b_ih.size * jnp.dtype(dtype).itemsize < 8 * 2**20:
+    size = math.prod(xs.shape[:-1]) * b_ih.size * jnp.dtype(dtype).itemsize
+    if isinstance(size, int) and size < 8 * 2**20:  # not so under `jax.export` with symbolic dimensions
         return loop._replace(inputs=loop.project(xs), project=lambda xp: xp)
     return loop
 
 
+def is_reset(resets: Array) -> Array:
+    """`resets` as booleans. Nonzero (NaN too) means reset."""
+    return resets if resets.dtype == bool else resets != jnp.zeros((), resets.dtype)
+
+
 def expand_resets(resets: Array, ndim: int) -> Array:
-    """`resets` as booleans, with trailing axes of length one up to `ndim`. Nonzero (NaN too) means reset."""
-    resets = resets != 0
+    """As `is_reset`, with trailing axes of length one up to `ndim`."""
+    resets = is_reset(resets)
     return resets.reshape(resets.shape + (1,) * (ndim - resets.ndim))
 
 
@@ -182,7 +193,7 @@ def gru(
         x, reset, state = inputs
         h = _select_reset(reset, fixed if state is None else state, h)
         (x_r, x_z, x_n), (h_r, h_z, h_n) = loop.project(x), loop.recur(h)
-        h = loop.cell(x_r + h_r, x_z + h_z, x_n, h_n + params.b_hn.astype(dtype), h)
+        h = loop.cell(x_r + h_r, x_z + h_z, x_n, add_last(h_n, params.b_hn), h)
         return h, h.astype(carry.dtype)
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)
@@ -205,7 +216,7 @@ def lstm(
     """`jaxrnn.lstm` as a `lax.scan`; see there for shapes."""
     c0, h0 = carry
     dtype = accumulation_dtype(c0, h0, xs, *(w for w in params if w is not None))
-    operand_dtype = jnp.result_type(xs, params.w_ih)
+    operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     reset_c, reset_h = (None, None) if reset_state is None else reset_state
     fixed_c, stepped_c = _per_step(reset_c, c0, time_major)
     fixed_h, stepped_h = _per_step(reset_h, h0, time_major)

@@ -1,4 +1,4 @@
-"""Runs functions on each device of a mesh, where JAX would compute everything on every device."""
+"""What arrays on several devices need: functions that run on each device for its part, and types that agree."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def whole(tree: Any) -> Any:
     return jax.tree.map(gather, tree)
 
 
-_TWO_AXES = (
+_SHARDED_TWICE = (
     "the Triton implementation cannot run under vmap over an axis that is sharded over an explicit mesh where another "
     "axis of the mesh is a shard_map's, or a batch axis is sharded over it: put all of it into one jax.shard_map over "
     'both axes of the mesh, or pass implementation="xla"'
@@ -64,7 +64,7 @@ enter_p = Primitive("jaxrnn_enter")
 
 def _batch_enter(arrays: Sequence[Array], axes: Sequence[int]) -> tuple[Array, int]:
     if jax.typeof(arrays[0]).sharding.spec[axes[0]] is not None:
-        raise NotImplementedError(_TWO_AXES)
+        raise NotImplementedError(_SHARDED_TWICE)
     return enter_p.bind(*arrays), axes[0]
 
 
@@ -125,7 +125,7 @@ def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tupl
         leads = [x.sharding.spec[0] for x in mapped]
         over = next((lead for lead in leads if lead is not None), None)
         if over is not None and AxisType.Manual in mesh.axis_types:
-            raise NotImplementedError(_TWO_AXES)
+            raise NotImplementedError(_SHARDED_TWICE)
         in_axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         further = [(over, *spec) if flag else spec for spec, flag in zip(specs, flags, strict=True)]
         outputs = _on_each_device_of_vmap(jax.vmap(run, in_axes), mesh, further, (over, *results))(*arguments)

@@ -129,7 +129,7 @@ def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, mo
 @kernels_only
 @every_cell
 def test_many_sequences_take_each_direction_by_itself(cell, implementation, monkeypatch):
-    monkeypatch.setattr(canonical, "_FULL", B * H)
+    monkeypatch.setattr(canonical, "_FILLS_A_GPU", B * H)
     monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation)

@@ -286,6 +286,7 @@ def test_linen(name):
     params = convert.from_linen(variables["params"]["cell"])
     agree(run(params), rnn.apply(variables, XS))
     same_bits(convert.from_linen({"params": variables["params"]["cell"]}), params)
+    same_bits(convert.from_linen({"params": variables["params"]["cell"], "intermediates": {}}), params)
 
     params = make_params(LINEN[name])
     tree = convert.to_linen(params)

@@ -230,6 +230,34 @@ def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
     assert function(**call)[1].shape == (T, B, H)
 
 
+NO_ARRAYS = [
+    ({"xs": None}, "xs must be an array, got NoneType"),
+    ({"xs": [[0.0]]}, "xs must be an array, got list"),
+    ({"carry": None}, "carry must be an array, got NoneType"),
+    ({"carry": {"h": 0}}, "carry must be an array, got dict"),
+    ({"params": replaced("gru", b_hn=None)}, "params.b_hn must be an array, got NoneType"),
+    ({"resets": [[0] * B] * T}, "resets must be an array, got list"),
+    ({"reverse": "odd"}, "reverse must be True or False, got 'odd'"),
+    ({"remat": 2}, "remat must be True or False, got 2"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "text"), NO_ARRAYS, ids=range(len(NO_ARRAYS)))
+def test_what_is_no_array_and_no_flag(wrong, text):
+    with pytest.raises(ValueError, match=re.escape(text)):
+        jaxrnn.gru(**gru_call(**wrong))
+
+
+def test_keys_are_no_resets_and_a_traced_flag_is_none():
+    keys = jax.random.split(jax.random.key(0), (T, B))
+    with pytest.raises(ValueError, match="resets must be an array of numbers, got one of key"):
+        jaxrnn.gru(**gru_call(resets=keys))
+    with pytest.raises(ValueError, match="reverse must be known when the program is traced"):
+        jax.jit(jaxrnn.gru)(**gru_call(), reverse=True)
+    with pytest.raises(ValueError, match="x must be an array, got list"):
+        jaxrnn.rms_norm([1.0, 2.0])
+
+
 def test_a_pair_is_no_reset_state_of_a_gru():
     call = gru_call()
     state = (call["carry"], call["carry"])

@@ -120,26 +120,37 @@ for kind in (GRU, LSTM):
     )
 
 
+# What each module may import of the package. `_bridge` alone reaches torch_bridge, `linen` and `nnx` alone Flax.
+ARROWS = {
+    "": ("norms", "recurrent", "reference"),
+    "reference": (),
+    "checks": ("reference",),
+    "convert": ("reference",),
+    "cells": ("reference",),
+    "projection": ("reference",),
+    "sharding": (),
+    "_bridge": ("sharding",),
+    "norms": ("_bridge", "checks", "sharding"),
+    "fused": ("_bridge", "cells", "reference", "sharding"),
+    "canonical": ("_bridge", "cells", "fused", "projection", "reference", "sharding"),
+    "recurrent": ("_bridge", "canonical", "cells", "checks", "fused", "reference", "sharding"),
+    "modules": ("norms", "recurrent", "reference"),
+    "linen": ("modules", "reference"),
+    "nnx": ("modules", "reference"),
+}
+
+
 @pytest.mark.parametrize("module", modules("jaxrnn"))
 def test_arrows_of_jaxrnn(module):
-    forbidden = [*NOT_DEPENDENCIES]
-    if module != "jaxrnn._bridge":
-        forbidden += TORCH_SIDE
-    if module not in ("jaxrnn.linen", "jaxrnn.nnx"):
-        forbidden += ["flax", "jaxrnn.linen", "jaxrnn.nnx"]
-    else:
-        forbidden += [{"jaxrnn.linen": "jaxrnn.nnx", "jaxrnn.nnx": "jaxrnn.linen"}[module]]
-    # each imports those after it; `norms` the last two
-    front = [f"jaxrnn.{name}" for name in ("recurrent", "canonical", "fused", "_bridge", "sharding")]
-    if module in front:
-        forbidden += [*front[: front.index(module)], "jaxrnn.norms"]
-    else:
-        forbidden += {"jaxrnn.norms": front[:3], "jaxrnn.reference": front}.get(module, front[1:])
-    if module == "jaxrnn.convert":
-        assert {name for name in imports(module) if within(name, "jaxrnn")} <= PARAMS, (
-            "convert needs the parameters alone"
-        )
-    assert not [name for name in imports(module) if within(name, *forbidden)]
+    name = module.removeprefix("jaxrnn").removeprefix(".")
+    imported = imports(module)
+    forbidden = [*NOT_DEPENDENCIES, *(() if name == "_bridge" else TORCH_SIDE)]
+    forbidden += () if name in ("linen", "nnx") else ("flax",)
+    assert not [one for one in imported if within(one, *forbidden)]
+    allowed = [f"jaxrnn.{one}" for one in ARROWS[name]]
+    assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]
+    if name == "convert":
+        assert {one for one in imported if within(one, "jaxrnn")} <= PARAMS, "convert needs the parameters alone"
 
 
 @pytest.mark.parametrize("module", modules("torch_bridge"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 
@@ -472,6 +473,60 @@ def test_a_sequence_of_length_zero_keeps_its_carry(cell):
         assert_close(got, carry, tol=0)
 
 
+@pytest.mark.parametrize("cell", CELLS)
+def test_lengths_beyond_the_end_are_all_steps(cell):
+    xs, lengths = rnn_inputs(False), jnp.array([2, T + 3, T, 0])
+    ours, flax_rnn = (kind(getattr(of, cell)(H), return_carry=True) for kind, of in ((linen.RNN, linen), (nn.RNN, nn)))
+    variables = random_variables(flax_rnn, xs)
+    call = {"initial_carry": some_carry(cell), "seq_lengths": lengths}
+    (got, _), (want, _) = (run(rnn, variables, xs, **call) for rnn in (ours, flax_rnn))
+    kept = lambda carry: jax.tree.map(lambda x: x[:3], carry)  # noqa: E731  # of length 0 theirs is after a step
+    assert_close(kept(got), kept(want))
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_deep_copy_is_fused_too(cell):
+    xs = rnn_inputs(False)
+    for rnn in (linen.RNN(getattr(linen, cell)(H), implementation="triton"), linen.GRU(H, implementation="triton")):
+        variables = random_variables(rnn, xs)
+        assert_close(run(copy.deepcopy(rnn), variables, xs), run(rnn, variables, xs), tol=0)
+    other = linen.RNN(linen.GRUCell(H, gate_fn=nn.hard_sigmoid), implementation="triton")
+    with pytest.raises(NotImplementedError, match="another gate_fn"):
+        random_variables(copy.deepcopy(other), xs)
+
+
+@pytest.mark.parametrize("steps", [1, T])
+def test_a_program_of_any_batch_is_exported(steps):
+    module, xs = linen.ScannedRNN(), normal(0, (steps, B, H))
+    resets, carry = jnp.zeros((steps, B), bool), linen.ScannedRNN.initialize_carry(B, H)
+    variables = random_variables(module, carry, (xs, resets))
+    (batch,) = jax.export.symbolic_shape("batch")
+    of_any = [jax.ShapeDtypeStruct((*x.shape[:-2], batch, x.shape[-1]), x.dtype) for x in (carry, xs)]
+    of_any.append(jax.ShapeDtypeStruct((steps, batch), bool))
+    call = jax.jit(lambda carry, xs, resets: module.apply(variables, carry, (xs, resets)))
+    assert_close(jax.export.export(call)(*of_any).call(carry, xs, resets), call(carry, xs, resets))
+
+
+@pytest.mark.parametrize(("setting", "value"), [("numpy_rank_promotion", "raise"), ("numpy_dtype_promotion", "strict")])
+def test_modules_where_jax_may_promote_nothing(setting, value):
+    xs, resets = rnn_inputs(True), jnp.zeros((T, B), bool).at[2].set(True)
+    stack = {"num_layers": 2, "time_major": True, "return_carry": True, "learned_carry": True}
+    modules_ = [
+        *(linen.RNN(getattr(linen, cell)(H), time_major=True, return_carry=True) for cell in CELLS),
+        linen.GRU(H, norm="layer", bidirectional=True, **stack), linen.LSTM(H, norm="rms", proj_size=2, **stack),
+    ]  # fmt: skip
+    for module in modules_:
+        call = {"resets": resets, "seq_lengths": jnp.array([1, 2, T, 3])}
+        variables = random_variables(module, xs, **call)
+        want = module.apply(variables, xs, **call)
+        with getattr(jax, setting)(value):
+            assert_close(module.apply(variables, xs, **call), want)
+    with getattr(jax, setting)(value):
+        for norm in (linen.RMSNorm(), linen.LayerNorm()):
+            norm.init_with_output(jax.random.key(0), xs)
+
+
 def reset_carries(cell, shape):
     """A reset carry of one of the shapes allowed."""
     one = [normal(20 + i, shape) for i in range(2)]
@@ -632,9 +687,17 @@ def test_a_custom_cell_refuses_triton_by_itself_too():
         ({"reset_carry": jnp.zeros((H,))}, "reset_carry is given but resets is None"),
         ({"resets": jnp.zeros((B, T)), "reset_carry": jnp.zeros((B, T))}, r"must be \[H\] = \(6,\)"),
         ({"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
+        ({"seq_lengths": jnp.ones(B)}, "seq_lengths must be whole numbers of steps, got float32"),
         ({"initial_carry": jnp.zeros((B,))}, "carry must be"),
     ],
-    ids=["resets_time_major", "reset_carry_without_resets", "reset_carry_shape", "seq_lengths_shape", "carry_shape"],
+    ids=[
+        "resets_time_major",
+        "reset_carry_without_resets",
+        "reset_carry_shape",
+        "seq_lengths_shape",
+        "seq_lengths_dtype",
+        "carry_shape",
+    ],
 )
 def test_rnn_says_what_is_wrong(call, message):
     with pytest.raises(ValueError, match=message):

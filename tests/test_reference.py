@@ -403,3 +403,18 @@ def test_half_precision_lstm_keeps_a_float32_carry_between_steps():
     (c, _), _ = lstm(params, (zeros, zeros), jnp.zeros((steps, 1, D), jnp.bfloat16))
     want = steps * np.tanh(8.0) / (1 + np.exp(7.0))
     np.testing.assert_allclose(np.asarray(c, np.float64), want, rtol=2.0**-8)
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_recurrent_weights_in_float32_multiply_in_it(cell):
+    """Whatever the dtype of inputs and their weights, which are multiplied apart."""
+    rng = np.random.default_rng(0)
+    gates, H, D = {"gru": 3, "lstm": 4}[cell], 16, 4
+    draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
+    weights = [draw(D, gates * H), *(x.astype(jnp.float32) for x in (draw(H, gates * H), draw(gates * H), draw(H)))]
+    params = jaxrnn.GRUParams(*weights) if cell == "gru" else jaxrnn.LSTMParams(*weights[:3])
+    carry, xs = jnp.zeros((2, H)), draw(30, 2, D)
+    carry = carry if cell == "gru" else (carry, carry)
+    run = functools.partial(getattr(jaxrnn, cell), carry=carry, precision="highest")
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, xs))
+    np.testing.assert_allclose(run(params, xs=xs)[1], run(wide[0], xs=wide[1])[1], atol=1e-6)

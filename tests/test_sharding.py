@@ -101,6 +101,19 @@ def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, rem
 
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
+@pytest.mark.parametrize("steps", [1, T])
+def test_a_carry_made_inside_a_shard_map(implementation, steps):
+    params, carry, xs, _, resets = make_arguments("gru")
+    run = functools.partial(jaxrnn.gru, implementation=implementation, precision="highest")
+    inside = jax.shard_map(
+        lambda params, xs, resets: run(params, jnp.zeros((xs.shape[1], H)), xs, resets=resets)[1],
+        mesh=make_mesh(AxisType.Auto), in_specs=(P(), P(None, "data"), P(None, "data")), out_specs=P(None, "data"),
+    )  # fmt: skip
+    xs, resets = xs[:steps], resets[:steps]
+    assert_close(jax.jit(inside)(params, xs, resets), run(params, jnp.zeros_like(carry), xs, resets=resets)[1])
+
+
+@pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_vmap_of_shard_map_shares_out_its_axis(cell, implementation):
     """With `spmd_axis_name`: seeds over one axis of the mesh, and the batch of each over the other."""

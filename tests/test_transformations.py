@@ -241,6 +241,29 @@ def test_vmap_over_no_models_and_some_inputs_gives_nothing(implementation):
     assert (dparams.w_ih.shape, dxs.shape) == ((6, 0, D, 3 * H), (6, 0, T, B, D))
 
 
+@every_implementation
+@every_cell
+@pytest.mark.parametrize("reverse", [np.True_, np.bool_(False), 1, 0], ids=repr)
+def test_flags_of_numpy_are_those_of_python(cell, implementation, reverse):
+    args = arguments(cell)
+    got, want = (
+        jax.jit(with_gradients(runner(cell, implementation, reverse=flag)))(*args) for flag in (reverse, bool(reverse))
+    )
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@every_implementation
+@every_cell
+@pytest.mark.parametrize("remat", [False, True])
+def test_jax_may_be_told_to_promote_nothing(cell, implementation, remat):
+    args = arguments(cell)
+    call = runner(cell, implementation, remat=remat)
+    want = jax.jit(with_gradients(call))(*args)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        got = jax.jit(with_gradients(call))(*args)
+    assert_close(got, want)
+
+
 @kernels_only
 @every_cell
 def test_scan_around_equals_one_long_run(cell, implementation):
