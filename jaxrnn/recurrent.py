@@ -65,7 +65,8 @@ def gru(
 
     Returns:
       `(carry, ys)` as `lax.scan` would: the last hidden state `[*batch, H]`, and all of them, `[T, *batch, H]`
-      (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32.
+      (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32, or float64 where anything
+      is; matrices are multiplied in the dtype that `xs`, `w_ih` and `w_hh` promote to.
 
     Raises:
       ValueError: shapes or dtypes disagree.
@@ -118,7 +119,7 @@ def lstm(
       carry: `(c, h)`, each `[*batch, H]`: cell and hidden state before the first step, in Flax's order.
       xs: as in `gru`.
       resets: as in `gru`.
-      reset_state: None (zeros) or `(c, h)`, each of a shape that `gru` takes.
+      reset_state: None (zeros) or `(c, h)`, each None or of a shape that `gru` takes.
       reverse: as in `gru`.
       time_major: as in `gru`.
       return_cells: also return the cell state of every step.
