@@ -7,7 +7,7 @@ of rows that neither registers nor shared memory hold, three: see `torch_bridge.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch_bridge import launch
 from torch_bridge.config import Device, Direction
@@ -186,30 +186,29 @@ class Launch(launch.Calls):
         if slots := self.tiling.slots:
             constants["SLOTS"] = slots
 
-        def add(
-            function: Any, grid: int, num_warps: int, side_by_side: int = 1, early: bool = False, **more: Any
-        ) -> None:
-            self.add(function, grid, num_warps, dtypes, constants | more, scalars, side_by_side, early=early)
-
+        num_warps, side_by_side = self.tiling.num_warps, self.tiling.side_by_side
         if problem.direction == "fwd":
-            add(norm.norm_fwd_kernel, models * tiles, self.tiling.num_warps, self.tiling.side_by_side)
+            self.add(norm.norm_fwd_kernel, models * tiles, num_warps, dtypes, constants, scalars, side_by_side)
             return
         sums = [name for name in ("weight", "bias") if f"d{name}" in dtypes]
-        kept, blocks, adders = bool(slots) or block_n >= columns, -(-columns // _COLUMNS), programs
+        with_sums = dtypes | {f"partial_{name}": "float32" for name in sums}
+        constants["EARLY"] = self.early and bool(sums)  # or what begins early would be somebody else's
         function = norm_staged.norm_bwd_kernel if slots else norm.norm_bwd_kernel
-        if not kept:
+        adders, grid = programs, models * programs
+        if slots or block_n >= columns:
+            self.add(function, grid, num_warps, with_sums, constants, scalars, side_by_side)
+        else:
+            self.add(function, grid, num_warps, dtypes, constants, scalars, side_by_side)
+            blocks = -(-columns // _COLUMNS)
             adders = max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
-            add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)
-        for name in sums:
-            self.workspaces.append((f"partial_{name}", models * adders * columns, "float32", False))
-            dtypes[f"partial_{name}"] = "float32"
-        if kept:
-            add(function, models * programs, self.tiling.num_warps, self.tiling.side_by_side)
-        elif sums:
             scalars |= {"tiles": -(-rows // 64), "programs": adders}
-            add(norm.norm_columns_kernel, models * blocks * adders, 8, BLOCK_R=64, BLOCK_C=_COLUMNS)
+            if sums:
+                constants |= {"BLOCK_R": 64, "BLOCK_C": _COLUMNS}
+                self.add(norm.norm_columns_kernel, models * blocks * adders, 8, with_sums, constants, scalars)
         if sums:
+            self.workspaces += [(f"partial_{name}", models * adders * columns, "float32", False) for name in sums]
             # of few columns more programs at once, or few multiprocessors would have something to do
             block_p, block_c, num_warps = (2048, 8, 16) if columns <= 2048 else (4096 // _COLUMNS, _COLUMNS, 8)
+            constants |= {"BLOCK_P": block_p, "BLOCK_C": block_c}
             grid = len(sums) * models * -(-columns // block_c)
-            add(norm.norm_sum_kernel, grid, num_warps, early=True, BLOCK_P=block_p, BLOCK_C=block_c)
+            self.add(norm.norm_sum_kernel, grid, num_warps, with_sums, constants, scalars, early=True)
