@@ -158,7 +158,7 @@ def markdown(report: Report) -> str:
             cells[fastest] = f"**{cells[fastest]}**"
         lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
     about = (
-        "Milliseconds of forward and backward with every gradient, in TF32 / bfloat16 (bold: fastest in TF32); 1 % of "
-        "steps begin an episode, but for cuDNN without resets, its best case."
+        "Milliseconds of forward and backward with every gradient, in TF32 / bfloat16 (bold: fastest in TF32; target: "
+        "what we set out to reach); 1 % of steps begin an episode, but for cuDNN without resets, its best case."
     )
     return "\n".join([*lines, "", about, f"Measured on {machine.line(report.machine)}."])
