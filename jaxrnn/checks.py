@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,8 @@ from jaxrnn.reference import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
     from jax import Array
+
+Implementation = Literal["triton", "xla"] | None
 
 
 def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
@@ -66,6 +68,12 @@ def check_alike(directions: tuple[Any, Any]) -> None:
                 f"{name} of both directions must have the same shapes and dtypes, got {forward} and {backward}: "
                 "convert one, or call each direction by itself"
             )
+
+
+def check_implementation(name: Any) -> None:
+    """Raises ValueError unless there is an implementation of this name."""
+    if name not in (None, "triton", "xla"):
+        raise ValueError(f'implementation must be "triton", "xla" or None, got {name!r}')
 
 
 def check_flags(**flags: Any) -> list[bool]:

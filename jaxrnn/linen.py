@@ -19,23 +19,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
+from flax.typing import Dtype, Initializer, PRNGKey
+from jax import Array
 
 from jaxrnn import modules
+from jaxrnn.checks import Implementation, check_implementation
 from jaxrnn.reference import GRUParams, LSTMParams
 
-if TYPE_CHECKING:
-    from flax.typing import Dtype, Initializer, PRNGKey
-    from jax import Array
-
-    from jaxrnn.recurrent import Implementation
-
-    Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
+Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
 
 __all__ = [
     "GRU",
@@ -229,8 +226,7 @@ def raise_or_scan(
     scan_options: Mapping[str, Any] = SCAN_OPTIONS,
 ) -> bool:
     """Whether `cell` has to run under `nn.scan`. Raises if it has to, but is asked for more than `nn.scan` can."""
-    if implementation not in (None, "triton", "xla"):
-        raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
+    check_implementation(implementation)
     reason = reason_to_scan(cell, scan_options)
     if reason and implementation == "triton":
         raise NotImplementedError(f'implementation="triton" cannot run {reason}. implementation=None runs it (nn.scan)')

@@ -16,24 +16,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from flax.typing import Dtype, Initializer
+from jax import Array
 
 from jaxrnn import modules
+from jaxrnn.checks import Implementation, check_implementation
 from jaxrnn.reference import GRUParams, LSTMParams
 
-if TYPE_CHECKING:
-    from flax.typing import Dtype, Initializer
-    from jax import Array
-
-    from jaxrnn.recurrent import Implementation
-
-    Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
-    Rngs = nnx.Rngs | nnx.RngStream | None
+Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
+Rngs = nnx.Rngs | nnx.RngStream | None
 
 __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "LayerNorm", "OptimizedLSTMCell", "RMSNorm"]
 
@@ -188,8 +185,7 @@ def reason_to_scan(cell: Any) -> str | None:
 
 def raise_or_scan(reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation) -> bool:
     """Whether a cell has to run under `nnx.scan`. Raises if it has to, but is asked for more than `nnx.scan` can."""
-    if implementation not in (None, "triton", "xla"):
-        raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
+    check_implementation(implementation)
     if reason and implementation == "triton":
         raise NotImplementedError(
             f'implementation="triton" cannot run {reason}. implementation=None runs it (nnx.scan)'

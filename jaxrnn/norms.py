@@ -9,23 +9,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
-from jaxrnn.checks import check_floating
+from jaxrnn.checks import Implementation, check_floating, check_implementation
 
-if TYPE_CHECKING:
-    from jax import Array
-    from jax.typing import DTypeLike
-
-    from jaxrnn.recurrent import Implementation
-
-    Kind = Literal["rms", "layer"]
+Kind = Literal["rms", "layer"]
 
 # Elements from which on a kernel is the fastest (H200: as fast forward, up to 1.6 times as fast backward); below, XLA
 # fuses a norm with what is around it.
@@ -162,8 +158,7 @@ def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array
       ValueError: no implementation has that name.
       NotImplementedError: "triton" was asked for and cannot run; the message says why.
     """
-    if implementation not in (None, "triton", "xla"):
-        raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
+    check_implementation(implementation)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     if implementation == "xla" or (implementation is None and not (_bridge.on_gpu() and preferred(rows, columns))):
         return False

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrnn import _bridge, canonical, cells, fused, reference, sharding
-from jaxrnn.checks import check_alike, check_flags, check_gru, check_lstm, pairs
+from jaxrnn.checks import (
+    Implementation,
+    check_alike,
+    check_flags,
+    check_gru,
+    check_implementation,
+    check_lstm,
+    pairs,
+)
 from jaxrnn.reference import GRUParams, LSTMParams
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from jax import Array
-
-    Implementation = Literal["triton", "xla"] | None
 
 
 def gru(
@@ -304,8 +307,7 @@ def _use_triton(
       ValueError: no implementation has that name.
       NotImplementedError: "triton" was asked for and cannot run; the message says why.
     """
-    if implementation not in (None, "triton", "xla"):
-        raise ValueError(f'implementation must be "triton", "xla" or None, got {implementation!r}')
+    check_implementation(implementation)
     if implementation == "xla" or (implementation is None and not _bridge.preferred(xs.shape[0 if time_major else -2])):
         return False
     reason = _bridge.unsupported([x.dtype for x in jax.tree.leaves((carry, xs, params, others))], carry.shape[-1])

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
+from jax.typing import DTypeLike
 
-if TYPE_CHECKING:
-    from jax import Array
-    from jax.typing import DTypeLike
-
-    Precision = jax.lax.PrecisionLike
+Precision = jax.lax.PrecisionLike
 
 
 class GRUParams(NamedTuple):

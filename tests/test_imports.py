@@ -135,8 +135,8 @@ ARROWS = {
     "canonical": ("_bridge", "cells", "fused", "projection", "reference", "sharding"),
     "recurrent": ("_bridge", "canonical", "cells", "checks", "fused", "reference", "sharding"),
     "modules": ("norms", "recurrent", "reference"),
-    "linen": ("modules", "reference"),
-    "nnx": ("modules", "reference"),
+    "linen": ("checks", "modules", "reference"),
+    "nnx": ("checks", "modules", "reference"),
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import typing
 
 import flax.linen as nn
 import jax
@@ -715,3 +716,11 @@ def test_triton_runs_the_agent_as_xla_does(cell):
     variables = random_variables(xla, carry, x)
     want = outputs_and_gradients(xla, variables, carry, x)
     assert_close(outputs_and_gradients(triton, variables, carry, x), want, tol=2e-5)
+
+
+def test_annotations_can_be_read_at_run_time():
+    """As tools do that make modules of a configuration."""
+    for module in (linen.ScannedRNN, linen.GRUCell, linen.LSTM, linen.LayerNorm, linen.RNN.__call__):
+        assert typing.get_type_hints(module)
+    for function in (jaxrnn.gru, jaxrnn.lstm, jaxrnn.rms_norm, jaxrnn.GRUParams, jaxrnn.LSTMParams):
+        assert typing.get_type_hints(function)
