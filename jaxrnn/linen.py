@@ -78,7 +78,7 @@ class FusedCell(nn.RNNCellBase):
 
         Args:
           carry: `[*batch, H]`, or `(c, h)` of that shape for an LSTM; H is read from it, as in Flax.
-          inputs: `[*batch, D]`.
+          inputs: `[*batch, D]`; its batch axes and those of the carry broadcast.
 
         Returns:
           `(carry, output [*batch, H])`, in the wider of the dtype computed in and that of the carry.
@@ -91,6 +91,7 @@ class FusedCell(nn.RNNCellBase):
             return super().__call__(carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
+        carry, inputs = modules.of_one_batch(carry, inputs)
         options = {"precision": self.precision, "implementation": self.implementation}
         carry, ys, _ = self.run(carry, inputs[None], **options)
         return carry, ys[0]

@@ -143,6 +143,21 @@ def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Ar
     return jnp.where(index == 0, initial, last.squeeze(time_axis))
 
 
+def of_one_batch(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+    """Carry and inputs of a step with the batch axes that they broadcast to, as in Flax's cells."""
+    batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
+    if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):
+        return carry, inputs
+    try:
+        batch = jnp.broadcast_shapes(*batches)
+    except ValueError:
+        raise ValueError(
+            f"the batch axes of carry and inputs do not go together: {batches[:-1]} and {batches[-1]}"
+        ) from None
+    carry, inputs = jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, x.shape[-1])), (carry, inputs))
+    return carry, inputs
+
+
 def over_time(
     run: Callable[..., tuple[Carry, Array, Carry | None]],
     inputs: Array,

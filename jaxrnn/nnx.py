@@ -59,7 +59,7 @@ class FusedCell(nnx.RNNCellBase):
 
         Args:
           carry: `[*batch, H]`, or `(c, h)` of that shape for an LSTM.
-          inputs: `[*batch, D]`.
+          inputs: `[*batch, D]`; its batch axes and those of the carry broadcast.
 
         Returns:
           `(carry, output [*batch, H])`, in the wider of the dtype computed in and that of the carry.
@@ -72,6 +72,7 @@ class FusedCell(nnx.RNNCellBase):
             return super().__call__(carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
+        carry, inputs = modules.of_one_batch(carry, inputs)
         options = {"precision": self.precision, "implementation": self.implementation}
         carry, ys, _ = run_fused(self, carry, inputs[None], **options)
         return carry, ys[0]

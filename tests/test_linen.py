@@ -718,6 +718,18 @@ def test_triton_runs_the_agent_as_xla_does(cell):
     assert_close(outputs_and_gradients(triton, variables, carry, x), want, tol=2e-5)
 
 
+@pytest.mark.parametrize(("state", "inputs"), [((), (2,)), ((1,), (3, 2)), ((2,), ()), ((3, 1), (2,))], ids=str)
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_broadcasts_its_carry_and_inputs(cell, state, inputs):
+    h, c, x = normal(0, (*state, H)), normal(1, (*state, H)), normal(2, (*inputs, D))
+    carry = h if cell == "GRUCell" else (c, h)
+    ours, flax_cell = getattr(linen, cell)(H), getattr(nn, cell)(H)
+    variables = random_variables(flax_cell, carry, x)
+    assert_close(ours.apply(variables, carry, x), flax_cell.apply(variables, carry, x))
+    with pytest.raises(ValueError, match="batch axes of carry and inputs do not go together"):
+        ours.apply(variables, jax.tree.map(lambda x: jnp.ones((5, H)), carry), jnp.ones((4, D)))
+
+
 def test_annotations_can_be_read_at_run_time():
     """As tools do that make modules of a configuration."""
     for module in (linen.ScannedRNN, linen.GRUCell, linen.LSTM, linen.LayerNorm, linen.RNN.__call__):
