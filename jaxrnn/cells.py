@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.reference import GRUParams, LSTMParams, add_last, matmul
+from jaxrnn.reference import GRUParams, LSTMParams, along_last, matmul
 
 if TYPE_CHECKING:
     from jax import Array
@@ -57,7 +57,7 @@ def _interleave(factors: Sequence[Array]) -> Array:
 def _gru_saved(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
     (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(hp, 3, axis=-1)
     r, z = jax.nn.sigmoid(x_r + h_r), jax.nn.sigmoid(x_z + h_z)
-    h_n = add_last(h_n, params.b_hn)
+    h_n = h_n + along_last(params.b_hn, h_n)
     n = jnp.tanh(x_n + r * h_n)
     f_n = (1 - z) * (1 - n * n)
     factors = f_n * h_n * r * (1 - r), (previous["h"] - n) * z * (1 - z), f_n, f_n * r
@@ -109,7 +109,8 @@ LSTM = Cell(
 
 def project(cell: Cell, params: Any, xs: Array, precision: Any) -> Array:
     """The input projection `[..., gates * H]` in float32: `xs @ w_ih + bias`."""
-    return add_last(matmul(xs, params.w_ih, precision, jnp.float32), getattr(params, cell.bias))
+    product = matmul(xs, params.w_ih, precision, jnp.float32)
+    return product + along_last(getattr(params, cell.bias), product)
 
 
 def bias_grad(dxp: Array) -> Array:

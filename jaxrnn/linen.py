@@ -213,7 +213,7 @@ def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any]) -> str
     """Why `cell` can only run step by step, under `nn.scan`; None if it can run as `jaxrnn.gru` or `jaxrnn.lstm`."""
     if type(cell) not in FUSED and type(cell) not in FUSED.values():
         return f"a {type(cell).__name__}; GRUCell, LSTMCell and OptimizedLSTMCell, here or in flax.linen, can be fused"
-    if not (modules.is_one_of(cell.gate_fn, modules.SIGMOIDS) and modules.is_one_of(cell.activation_fn, modules.TANHS)):
+    if not modules.has_usual_activations(cell):
         return "a cell with another gate_fn than sigmoid or another activation_fn than tanh"
     if any(scan_options[name] != default for name, default in SCAN_OPTIONS.items()):
         return f"an RNN with other {', '.join(SCAN_OPTIONS)} than by default"

@@ -40,11 +40,16 @@ def run(
     return carry, *hidden_and_carries(outputs)
 
 
-SIGMOIDS = (jax.nn.sigmoid, jax.lax.logistic)
-TANHS = (jax.nn.tanh, jax.lax.tanh)
+_SIGMOIDS = (jax.nn.sigmoid, jax.lax.logistic)
+_TANHS = (jax.nn.tanh, jax.lax.tanh)
 
 
-def is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
+def has_usual_activations(cell: Any) -> bool:
+    """Whether a cell of Flax's computes sigmoid and tanh, as the functions of `jaxrnn` do."""
+    return _is_one_of(cell.gate_fn, _SIGMOIDS) and _is_one_of(cell.activation_fn, _TANHS)
+
+
+def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
     """Whether an activation is one of these, or the copy that `copy.deepcopy` of a module makes of one."""
     if any(function is one for one in known):
         return True

@@ -169,7 +169,7 @@ def reason_to_scan(cell: Any) -> str | None:
     """Why `cell` can only run step by step, under `nnx.scan`; None if it can run as `jaxrnn.gru` or `jaxrnn.lstm`."""
     if type(cell) not in LAYERS:
         return f"a {type(cell).__name__}; GRUCell, LSTMCell and OptimizedLSTMCell, here or in flax.nnx, can be fused"
-    if not (modules.is_one_of(cell.gate_fn, modules.SIGMOIDS) and modules.is_one_of(cell.activation_fn, modules.TANHS)):
+    if not modules.has_usual_activations(cell):
         return "a cell with another gate_fn than sigmoid or another activation_fn than tanh"
     if getattr(cell, "promote_dtype", dtypes.promote_dtype) is not dtypes.promote_dtype:
         return "a cell with its own promote_dtype"

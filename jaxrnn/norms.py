@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.checks import Implementation, check_floating, check_implementation
+from jaxrnn.reference import along_last
 
 Kind = Literal["rms", "layer"]
 
@@ -201,11 +202,10 @@ def _xla(
     total = x if residual is None else _sum(x, residual)
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor
-    # all axes said: JAX may be told to refuse to put them in
     if weight is not None:
-        y = y * jax.lax.expand_dims(weight.astype(dtype), range(y.ndim - 1))
+        y = y * along_last(weight, y)
     if bias is not None:
-        y = y + jax.lax.expand_dims(bias.astype(dtype), range(y.ndim - 1))
+        y = y + along_last(bias, y)
     return y.astype(static.dtype), total
 
 

@@ -63,9 +63,9 @@ def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:
     )
 
 
-def add_last(x: Array, b: Array) -> Array:
-    """`x [*axes, N]` and `b [N]` in its dtype; also where `jax_numpy_rank_promotion` forbids to leave axes out."""
-    return x + jax.lax.expand_dims(b.astype(x.dtype), range(x.ndim - 1))
+def along_last(b: Array, x: Array) -> Array:
+    """`b [N]` in the dtype and with all axes of `x [*axes, N]`: `jax_numpy_rank_promotion` may ask for them."""
+    return jax.lax.expand_dims(b.astype(x.dtype), range(x.ndim - 1))
 
 
 def gru_cell(a_r: Array, a_z: Array, x_n: Array, h_n: Array, h: Array) -> Array:
@@ -116,7 +116,8 @@ def make_loop(
     operand_dtype = jnp.result_type(xs, w_ih, w_hh)
 
     def project(x: Array, w: Array, b: Array) -> Array:
-        return add_last(matmul(x, w, precision, dtype), b)
+        product = matmul(x, w, precision, dtype)
+        return product + along_last(b, product)
 
     def recur(h: Array, w: Array) -> Array:
         return matmul(h.astype(operand_dtype), w, precision, dtype)
@@ -191,7 +192,7 @@ def gru(
         x, reset, state = inputs
         h = _select_reset(reset, fixed if state is None else state, h)
         (x_r, x_z, x_n), (h_r, h_z, h_n) = loop.project(x), loop.recur(h)
-        h = loop.cell(x_r + h_r, x_z + h_z, x_n, add_last(h_n, params.b_hn), h)
+        h = loop.cell(x_r + h_r, x_z + h_z, x_n, h_n + along_last(params.b_hn, h_n), h)
         return h, h.astype(carry.dtype)
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)

@@ -13,9 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -168,9 +170,9 @@ def test_bad_arguments_end_with_a_message_and_a_nonzero_status(module, arguments
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", [packing_and_resets, many_seeds])
-def test_triton_where_it_cannot_run_ends_with_the_packages_error(module, tmp_path):
-    command = [sys.executable, module.__file__, "--implementation", "triton", "--out", str(tmp_path)]
+@pytest.mark.parametrize("name", ["packing_and_resets", "many_seeds", "recurrent_ppo"])
+def test_triton_where_it_cannot_run_ends_with_the_packages_error(name, tmp_path):
+    command = [sys.executable, EXAMPLES / f"{name}.py", "--implementation", "triton", "--out", str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert run.returncode == 2

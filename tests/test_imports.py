@@ -130,7 +130,7 @@ ARROWS = {
     "projection": ("reference",),
     "sharding": (),
     "_bridge": ("sharding",),
-    "norms": ("_bridge", "checks", "sharding"),
+    "norms": ("_bridge", "checks", "reference", "sharding"),
     "fused": ("_bridge", "cells", "reference", "sharding"),
     "canonical": ("_bridge", "cells", "fused", "projection", "reference", "sharding"),
     "recurrent": ("_bridge", "canonical", "cells", "checks", "fused", "reference", "sharding"),

@@ -441,12 +441,3 @@ def test_bad_arguments_end_with_a_message_and_a_nonzero_status(arguments, messag
         recurrent_ppo.main(arguments)
     assert error.value.code != 0
     assert message in capsys.readouterr().err
-
-
-def test_triton_where_it_cannot_run_ends_with_the_packages_error(tmp_path):
-    command = [sys.executable, recurrent_ppo.__file__, "--implementation", "triton", "--out", str(tmp_path)]
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 2
-    assert "error: the Triton implementation needs" in run.stderr and "Traceback" not in run.stderr
-    assert not list(tmp_path.iterdir())

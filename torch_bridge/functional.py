@@ -169,6 +169,12 @@ def check_tensor(name: str, given: Any) -> None:
         raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
 
 
+def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless a state has the dtype of the inputs or the weights, or float32; autocast takes any."""
+    if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not operators.autocasting(xs.device.type):
+        raise ValueError(f"{name} must be of {xs.dtype}, as {inputs}, or float32, got {state.dtype}: convert it")
+
+
 def check_reset_state(state: str, given: Any) -> None:
     """Raises ValueError unless what episodes start from is a tensor of floating point or None."""
     check_tensor(f"the reset state of {state}", given)
@@ -241,9 +247,8 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
     for s, w, x, state in zip(cell.states, (width, hidden), one.states, one.reset_states, strict=False):
         if x is not None and tuple(x.shape) != (*batch, w):
             raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")
-        known = (xs.dtype, torch.float32, one.w_hh.dtype)
-        if x is not None and x.dtype not in known and not operators.autocasting(xs.device.type):
-            raise ValueError(f"{s}0 must be of {xs.dtype}, as xs, or float32, got {x.dtype}: convert it")
+        if x is not None:
+            check_state_dtype(f"{s}0", x, "xs", xs, one.w_hh)
         check_reset_state(s, state)
         if state is None:
             continue

@@ -220,10 +220,8 @@ def _checked_states(rnn: Any, cell: Cell, input: Tensor, hx: Any, batch: int, ba
         count = rnn.num_layers * _directions(rnn)
         hx = tuple(input.new_zeros((count, batch, width)) for width in _widths(rnn, cell))
     rnn.check_forward_args(input, hx if cell is ops.LSTM else hx[0], batch_sizes)
-    known = (input.dtype, torch.float32, rnn.weight_ih_l0.dtype)
-    bad = [x.dtype for x in hx if x.dtype not in known]
-    if bad and not operators.autocasting(input.device.type):
-        raise ValueError(f"hx must be of {input.dtype}, as the input, or float32, got {bad[0]}: convert it")
+    for x in hx:
+        functional.check_state_dtype("hx", x, "the input", input, rnn.weight_ih_l0)
     return hx
 
 
@@ -264,8 +262,8 @@ def _check_resets(
             raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
         shapes = dict.fromkeys(((count, width), (count, *batch, width), (count, *outer, width)))
         if tuple(x.shape) not in shapes:
-            known = " or ".join((", ".join(map(str, list(shapes)[:-1])), str(list(shapes)[-1])))
-            raise ValueError(f"the reset state of {name} must be {known}, got {tuple(x.shape)}")
+            *others, last = map(str, shapes)
+            raise ValueError(f"the reset state of {name} must be {', '.join(others)} or {last}, got {tuple(x.shape)}")
 
 
 def _begins_backward(resets: Tensor, time: int, last: Tensor | None = None) -> Tensor:
