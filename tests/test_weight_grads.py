@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
-from jaxrnn import _bridge
+from jaxrnn import _bridge, recurrent
 
 pytestmark = pytest.mark.gpu
 
@@ -240,7 +240,7 @@ def test_both_directions_in_one_launch_take_xla():
     params, carry, xs, resets = make_layer("gru", "float32")
 
     def both(params):
-        run = functools.partial(jaxrnn.bidirectional_gru, implementation="triton")
+        run = functools.partial(recurrent.bidirectional_gru, implementation="triton")
         (_, forward), (_, backward) = run((params, params), (carry, carry), xs, resets=(resets, resets))
         return jnp.sum(forward + backward)
 

@@ -6,6 +6,7 @@ A launch allocates nothing, waits for nothing and tunes nothing, so it can be ca
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 import warnings
@@ -132,8 +133,10 @@ def _records_early_launches() -> bool:
 
     if not torch.cuda.is_available():  # it is compiled here for another machine
         return True
-    version: int = torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined]  # not in builds for CPUs
-    return version >= 12030
+    version = ctypes.c_int()
+    if status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+        raise RuntimeError(f"cuDriverGetVersion returned {status}")
+    return version.value >= 12030
 
 
 class Calls:
