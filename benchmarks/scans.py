@@ -9,6 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
+import jaxrnn
 from benchmarks import oracle
 from benchmarks.providers import ScannedRNN, to_flax
 
@@ -67,13 +68,17 @@ def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
 # A launch in a scan.
 
 DISPATCH_ITERATIONS, DISPATCH_BATCH, DISPATCH_HIDDEN = 1000, 16, 64
-NONE, MORE, NATIVE, ONE_STEP, TWO_STEPS = (
-    "five trivial ops", "and a sixth", "and a native Triton call", "and our launch, T=1", "and our launch, T=2",
+NONE, MORE, NATIVE, NORM, ONE_STEP, TWO_STEPS = (
+    "five trivial ops", "and a sixth", "and a native Triton call", "and our launch, a norm", "and our launch, T=1",
+    "and our launch, T=2",
 )  # fmt: skip
 
 
 def dispatch() -> dict[str, Program]:
-    """Scans over the same five ops: alone, and with one more op, a native call of the same kind, or our launch."""
+    """Scans over the same five ops: alone, and with one more op, a native call of the same kind, or our launches.
+
+    A norm of 16 short rows is the least that a launch of ours does: beside the native call it shows what one takes.
+    """
     B, H = DISPATCH_BATCH, DISPATCH_HIDDEN
     keys = jax.random.split(jax.random.key(0), 4)
     h = 0.5 * jax.random.normal(keys[0], (B, H))
@@ -95,6 +100,7 @@ def dispatch() -> dict[str, Program]:
         NONE: lambda fixed, h: h,
         MORE: lambda fixed, h: trivial(h),
         NATIVE: lambda fixed, h: native_call(h),
+        NORM: lambda fixed, h: jaxrnn.rms_norm(h, implementation="triton"),
         ONE_STEP: functools.partial(bare_launch, 1),
         TWO_STEPS: functools.partial(bare_launch, 2),
     }

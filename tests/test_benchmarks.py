@@ -857,6 +857,17 @@ def test_tilings_agree_and_are_timed_on_the_gpu(cell, kind, direction):
         assert result.bad == {} and all(0.1 < us < 1000 for us in result.us.values())
 
 
+@pytest.mark.gpu
+def test_a_launch_in_a_scan_is_timed_on_the_gpu():
+    from benchmarks import scans, suites
+
+    *rows, launch = suites.dispatch(Settings(seconds=0.02, rounds=2), lambda _: None)
+    assert {row.status for row in rows} == {"measured"}, rows
+    us = {row.provider: row.value for row in rows}
+    assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.NORM] < us[scans.TWO_STEPS]
+    assert launch.status == "measured" and launch.value == us[scans.NORM] - us[scans.NATIVE]
+
+
 # Norms.
 
 
