@@ -31,15 +31,20 @@ def make_problem(
     *,
     steps: int = 64,
     reset_state: ResetState = "zeros",
+    apart: bool = False,
 ) -> Problem:
     """A problem with every array that a kernel can take with a reset state: the most that one has to hold.
 
-    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients.
+    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. What the
+    backward pass needs is saved where the JAX functions save it or, if `apart`, where the PyTorch operators do.
     """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
     saved = "float16" if precision == "tf32" else "float32"
-    backward = ({"factors": saved} if cell == "gru" else {"factors": saved, "through": saved}) | {"keep": "float32"}
+    if cell == "gru" and kind == "tf32" and not apart:
+        backward = {"factors": "float32"}
+    else:
+        backward = {"factors": saved} | ({"through": saved} if cell == "lstm" else {}) | {"keep": "float32"}
     names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"}
     if direction == "fwd":
         names |= {f"reset_{s}": "float32" for s in states if reset_state != "zeros"}
@@ -67,7 +72,8 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
-    width = {"xp": wide, "dxp": wide, "factors": 4 * hidden}.get(name, hidden)
+    words = "keep" not in dict(problem.dtypes)
+    width = {"xp": wide, "dxp": wide, "factors": wide if words else 4 * hidden}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 
 
@@ -92,6 +98,8 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
             x = torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device=place)
         elif name == "reset":
             x = torch.rand(shape, generator=generator, device=place) < RESET_RATE
+        elif name == "factors" and "keep" not in dict(problem.dtypes):
+            x = _words(torch.rand((*shape[:-1], 5, problem.hidden), generator=generator, device=place))
         elif name in ("factors", "through", "keep"):
             x = torch.rand(shape, generator=generator, device=place)
             x = x if name == "keep" else (x - 0.5) / 2
@@ -102,6 +110,29 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
                 x = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)  # rounded to TF32, as callers do
         arrays[name] = x.to(getattr(torch, dtype))
     return arrays
+
+
+def numbers_of(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
+    """What an array of a problem stands for, to be compared: `x`, or of words the five numbers in three of them."""
+    import torch
+
+    if name != "factors" or "keep" in dict(problem.dtypes):
+        return x.float()
+    words = x.view(torch.int32).unflatten(-1, (3, -1))
+    first, second, third = words.unbind(-2)
+    keep = ((second & 0xFFFF) | (third << 16)).view(torch.float32)
+    halves = [bits.to(torch.int16).view(torch.float16).float() for bits in (first, *(words >> 16).unbind(-2))]
+    return torch.stack([*halves, keep], -2)
+
+
+def _words(x: torch.Tensor) -> torch.Tensor:
+    """`[..., 3H]` of the GRU, as `torch_bridge.kernels.common.split_words` has it, of `[..., 5, H]` from 0 to 1."""
+    import torch
+
+    keep = x[..., 4:, :].contiguous().view(torch.int32)
+    low = torch.cat(((((x[..., :1, :] - 0.5) / 2).half().view(torch.int16).int(), keep, keep >> 16)), -2) & 0xFFFF
+    high = ((x[..., 1:4, :] - 0.5) / 2).half().contiguous().view(torch.int16).int() << 16
+    return (low | high).view(torch.float32).flatten(-2)
 
 
 class Run:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.table import Table as RichTable
 
-from benchmarks.launches import Run, make_arrays, make_problem, outputs_of
+from benchmarks.launches import Run, make_arrays, make_problem, numbers_of, outputs_of
 from torch_bridge import config, launch
 from torch_bridge.config import Entry, Table
 
@@ -135,7 +135,8 @@ def check(run: Run, arrays: Mapping[str, torch.Tensor], want: Mapping[str, torch
             if not bool(torch.isfinite(got).all()):
                 return f"{name} is not finite"
             continue
-        error = float(_norm(got.float() - want[name].float()) / _norm(want[name].float()))
+        got, wanted = (numbers_of(run.launch.problem, name, x) for x in (got, want[name]))
+        error = float(_norm(got - wanted) / _norm(wanted))
         if not error <= tolerance:
             return f"{name} is off by {error:.2g}, more than {tolerance:g}"
     return ""

@@ -42,12 +42,16 @@ SHARED_OUT = ("models", "groups", "batch")
 
 
 class Output(NamedTuple):
-    """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`."""
+    """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`.
+
+    It lies where the input called `over` did, of the same shape and dtype: XLA copies that one if it is needed later.
+    """
 
     name: str
     stepped: bool
     width: int
     dtype: Any
+    over: str | None = None
 
 
 class NamedOutput(NamedTuple):
@@ -55,6 +59,7 @@ class NamedOutput(NamedTuple):
 
     name: str
     dtype: Any
+    over: None = None
 
 
 def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
@@ -632,7 +637,7 @@ def _call(
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
-        aliases = {}
+        aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
         for name, length, dtype, zeroed in launch.workspaces:
             if zeroed:  # an input, aliased so that XLA knows it is written
                 arrays = (*arrays, jnp.zeros((length,), dtype))

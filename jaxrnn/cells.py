@@ -24,6 +24,8 @@ class Cell:
       gates: width of the input projection over H.
       states: what is carried, the hidden state first.
       saved: what the forward kernel saves of every step for the backward kernel: `(name, width over H)`.
+      in_place: what it saves instead where `xp` may be written over, `(name, width over H)`: as wide as `xp` is.
+        Empty, or one.
       save: (params, xp, h_prev @ w_hh, states before each step by name) -> the same in float32, recomputed.
       history: the states before each step that `save` needs.
       hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
@@ -37,6 +39,7 @@ class Cell:
     gates: int
     states: tuple[str, ...]
     saved: tuple[tuple[str, int], ...]
+    in_place: tuple[tuple[str, int], ...]
     save: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
     history: tuple[str, ...]
     hidden_grads: tuple[str, ...]
@@ -86,6 +89,7 @@ GRU = Cell(
     gates=3,
     states=("h",),
     saved=(("factors", 4), ("keep", 1)),
+    in_place=(("factors", 3),),
     save=_gru_saved,
     history=("h",),
     hidden_grads=("dhn",),
@@ -98,6 +102,7 @@ LSTM = Cell(
     gates=4,
     states=("h", "c"),
     saved=(("factors", 4), ("through", 1), ("keep", 1)),
+    in_place=(),
     save=_lstm_saved,
     history=("h", "c"),
     hidden_grads=(),

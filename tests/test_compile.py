@@ -28,7 +28,18 @@ HIDDEN = (
 BATCHES = (1, 16, 19, 32, 64, 100, 132, 256, 384, 512, 1024, 2048, 16384)
 
 
-def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[Problem, KernelConfig]]:
+# What is saved, where the JAX functions save it; and of the GRU in TF32 where the PyTorch operators do.
+FORMS = [
+    pytest.param(cell, kind, apart, id=f"{cell}-{kind}{'-apart' * apart}")
+    for cell, kind, apart in [*itertools.product(("gru", "lstm"), KINDS, (False,)), ("gru", "tf32", True)]
+]
+every_form = pytest.mark.parametrize(("cell", "kind", "apart"), FORMS)
+every_fast_form = pytest.mark.parametrize(("cell", "kind", "apart"), [x for x in FORMS if x.values[1] != "tf32x3"])
+
+
+def shipped(
+    cell: str, direction: str, kind: str, device: Device, apart: bool = False
+) -> list[tuple[Problem, KernelConfig]]:
     """The tilings that the heuristic picks on a device, each with a problem it is picked for.
 
     Of hidden sizes with the same tiling, one that the blocks divide, one that they do not and an odd one stand for all,
@@ -37,7 +48,7 @@ def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[
     """
     picked: dict[Any, dict[int, tuple[Problem, KernelConfig]]] = {}
     for reset_state, models, hidden, batch in itertools.product(("stepped", "zeros"), (1, 16), HIDDEN, BATCHES):
-        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
+        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, apart=apart)
         p = dataclasses.replace(p, models=models, groups=models)
         c = config.heuristic(p, device)
         # programs in Gluon have all that the others share with them in their code
@@ -52,24 +63,22 @@ def shipped(cell: str, direction: str, kind: str, device: Device) -> list[tuple[
     ]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_form
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("target", DEVICES)
-def test_configurations_fit_and_do_not_spill(target, cell, direction, kind):
+def test_configurations_fit_and_do_not_spill(target, direction, cell, kind, apart):
     device = DEVICES[target]
-    bad = misfits(shipped(cell, direction, kind, device), device)
+    bad = misfits(shipped(cell, direction, kind, device, apart), device)
     assert not bad, "\n".join(bad)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@every_form
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_tilings_of_tables_fit_and_do_not_spill(cell, direction, kind):
+def test_tilings_of_tables_fit_and_do_not_spill(direction, cell, kind, apart):
     for path in config.TABLES.glob("*.json"):
         table, picked = config.Table.load(path), {}
         for entry in table.entries:
-            p = make_problem(cell, direction, kind, entry.hidden, entry.sequences)
+            p = make_problem(cell, direction, kind, entry.hidden, entry.sequences, apart=apart)
             if config.key(p) == entry.key:
                 picked.setdefault((entry.config, entry.hidden % entry.config.block_k == 0), (p, entry.config))
         bad = misfits(picked.values(), table.device)
@@ -81,11 +90,10 @@ def test_tilings_of_tables_fit_and_do_not_spill(cell, direction, kind):
 IN_BOTH = ((64, 16, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 64, "stepped"), (512, 300, "zeros"))
 
 
-@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+@every_fast_form
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("target", DEVICES)
-def test_both_directions_in_one_launch_fit_and_do_not_spill(target, cell, direction, kind):
+def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, cell, kind, apart):
     device, problems = DEVICES[target], []
     for hidden, batch, reset_state in IN_BOTH if target == "sm_90" else IN_BOTH[1::2]:
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)

@@ -148,6 +148,27 @@ def load_factors(ptr, rows, cols, mask, H: tl.constexpr):
 
 
 @triton.jit
+def split_words(factors, keep):
+    """What `pack_halves` packed, and a float32 number, as three words: `d` and `a`, half of `keep` and `b`, and `c`.
+
+    None looks like a NaN in float32 unless one of the halves is NaN.
+    """
+    low, high, bits = factors.to(tl.int32), (factors >> 32).to(tl.int32), keep.to(tl.int32, bitcast=True)
+    return (
+        ((high >> 16) & 0xFFFF) | (low << 16),
+        (bits & 0xFFFF) | (low & -0x10000),
+        ((bits >> 16) & 0xFFFF) | (high << 16),
+    )
+
+
+@triton.jit
+def join_words(first, second, third):
+    """The five numbers of which `split_words` made three words."""
+    keep = ((second & 0xFFFF) | (third << 16)).to(tl.float32, bitcast=True)
+    return unpack_half(first >> 16), unpack_half(second >> 16), unpack_half(third >> 16), unpack_half(first), keep
+
+
+@triton.jit
 def load_reset(reset_ptr, rows, mask):
     """Which sequences start an episode at these rows; NaN counts as nonzero."""
     return tl.load(reset_ptr + rows, mask=mask, other=0) != 0

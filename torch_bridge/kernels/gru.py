@@ -7,6 +7,11 @@ and z, the part of dh that goes on to h. The forward pass saves these, not the g
 relative accuracy where a gate saturates, h is not read again, and a backward step is five products and a matmul. z
 multiplies dh once a step for all steps, so its rounding would add up: it stays in float32.
 
+Four halves and z are as many bits as a unit's three input projections in float32. So where the forward pass is given no
+array for z it saves three words where those were read (`factors` may be `xp`), and the backward pass writes gradients
+of the gates where it read words (`dxp` may be `factors`). A word depends on the number that it is written over, and a
+gradient on the word: whoever writes it, that was read before.
+
 A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights stay on chip
 and the hidden state never leaves it. Otherwise SPLITS programs share the units of a tile and meet at a barrier once a
 step: they exchange the operands of the next product, hidden states (forward) or gate gradients (backward), through two
@@ -20,14 +25,17 @@ import triton.language as tl
 from torch_bridge.kernels.common import (
     arrive,
     first_row,
+    join_words,
     load_exchanged,
     load_factors,
     load_reset,
     load_tile,
     load_weight,
     operand,
+    pack_halves,
     select_reset,
     sigmoid,
+    split_words,
     step_time,
     store_factors,
     store_tile,
@@ -36,6 +44,33 @@ from torch_bridge.kernels.common import (
     time_order,
     wait,
 )
+
+
+@triton.jit
+def _save(factors_ptr, keep_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, z, H: tl.constexpr):
+    """Stores what the backward pass needs of a step: over the input projections if there is no `keep`."""
+    if keep_ptr is not None:
+        store_factors(factors_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, H)
+        store_tile(keep_ptr, rows, unit, H, mask, z)
+    else:
+        words_ptr = factors_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        first, second, third = split_words(pack_halves(f_r, f_z, f_n, f_hn), z)
+        store_tile(words_ptr, rows, unit, 3 * H, mask, first)
+        store_tile(words_ptr, rows, H + unit, 3 * H, mask, second)
+        store_tile(words_ptr, rows, 2 * H + unit, 3 * H, mask, third)
+
+
+@triton.jit
+def _load_saved(factors_ptr, keep_ptr, rows, unit, mask, H: tl.constexpr):
+    """What `_save` stored, the factors in the order of its arguments."""
+    if keep_ptr is not None:
+        f_r, f_z, f_n, f_hn = load_factors(factors_ptr, rows, unit, mask, H)
+        return f_r, f_z, f_n, f_hn, load_tile(keep_ptr, rows, unit, H, mask)
+    else:
+        at = factors_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (rows[None, :] * (3 * H) + unit[:, None])
+        first = tl.load(at, mask=mask, other=0)
+        second = tl.load(at + H, mask=mask, other=0)
+        return join_words(first, second, tl.load(at + 2 * H, mask=mask, other=0))
 
 
 @triton.jit
@@ -142,8 +177,8 @@ def _gru_fwd_tile(
         if SAVE:
             f_n = (1.0 - z) * (1.0 - n * n)
             f_r = f_n * a_n * r * (1.0 - r)
-            store_factors(factors_ptr, this_rows, unit, mask, f_r, (h_prev - n) * z * (1.0 - z), f_n, f_n * r, H)
-            store_tile(keep_ptr, this_rows, unit, H, mask, z)
+            f_z = (h_prev - n) * z * (1.0 - z)
+            _save(factors_ptr, keep_ptr, this_rows, unit, mask, f_r, f_z, f_n, f_n * r, z, H)
         if SPLITS > 1:
             x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
             x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
@@ -166,7 +201,7 @@ def gru_fwd_kernel(
     hs_ptr,  # [G, T, B, H] out, dtype of h0
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
     factors_ptr,  # [G, T, B, H, 4] out: dr, dz, dn, dh_n over dh, or None: nothing is saved
-    keep_ptr,  # [G, T, B, H] out, float32: z, or None
+    keep_ptr,  # [G, T, B, H] out, float32: z, or None: with factors [G, T, B, 3, H] of words, which may be xp
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
@@ -199,8 +234,8 @@ def gru_fwd_kernel(
 def _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H: tl.constexpr):
     """What a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
-    f_r, f_z, f_n, f_hn = load_factors(factors_ptr, rows, unit, mask, H)
-    return dy, f_r, f_z, f_n, f_hn, load_tile(keep_ptr, rows, unit, H, mask)
+    f_r, f_z, f_n, f_hn, keep = _load_saved(factors_ptr, keep_ptr, rows, unit, mask, H)
+    return dy, f_r, f_z, f_n, f_hn, keep
 
 
 @triton.jit
@@ -296,7 +331,7 @@ def _gru_bwd_tile(
 def gru_bwd_kernel(
     w_hh_ptr,  # [S, H, 3H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
     factors_ptr,  # [G, T, B, H, 4] dr, dz, dn, dh_n over dh
-    keep_ptr,  # [G, T, B, H] z
+    keep_ptr,  # [G, T, B, H] z, or None: with factors [G, T, B, 3, H] of words, which may be dxp
     reset_ptr,  # [G, T, B] or None
     dhs_ptr,  # [G, T, B, H]
     dh_last_ptr,  # [G, B, H]

@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import join_words, load_reset, split_words, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     by_unit,
@@ -31,10 +31,7 @@ from torch_bridge.kernels.common_sm90 import (
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a forward step reads."""
     x_r, x_z, x_n = load_inputs(xp_ptr + rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
-    return x_r, x_z, x_n, reset
+    return x_r, x_z, x_n, load_resets(reset_ptr, rows, mask_q)
 
 
 @gluon.jit
@@ -55,10 +52,21 @@ def factors_of(h_n, r, z, n, h_prev):
 
 
 @gluon.jit
-def save_factors(factors_ptr, keep_ptr, at, mask, factors, z):
-    """Stores what the backward pass needs of a step."""
-    gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
-    gl.store(keep_ptr + at, z, mask=mask)
+def save_factors(factors_ptr, keep_ptr, rows, unit, mask, factors, z, H: gl.constexpr):
+    """Stores what the backward pass needs of a step: over the input projections if there is no `keep`.
+
+    Rows and units are broadcast; their sum is where a state lies.
+    """
+    if keep_ptr is not None:
+        at = rows * H + unit
+        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
+        gl.store(keep_ptr + at, z, mask=mask)
+    else:
+        at = factors_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
+        first, second, third = split_words(factors, z)
+        gl.store(at, first, mask=mask)
+        gl.store(at + H, second, mask=mask)
+        gl.store(at + 2 * H, third, mask=mask)
 
 
 @gluon.jit
@@ -67,12 +75,11 @@ def _store_results(
     H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Stores the results of step i, if there is such a step."""
-    time = step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE)
-    at = (row + time * stride)[None, :] * H + unit[:, None]
+    rows = (row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE) * stride)[None, :]
     live = mask & (i >= 0) & (i < T)
-    gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
+    gl.store(hs_ptr + rows * H + unit[:, None], h.to(hs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
-        save_factors(factors_ptr, keep_ptr, at, live, factors, z)
+        save_factors(factors_ptr, keep_ptr, rows, unit[:, None], live, factors, z, H)
     gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
 
 
@@ -174,22 +181,40 @@ def fwd_kernel(
 
 
 @gluon.jit
-def load_factors(factors_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q):
-    """What a backward step reads besides the gradient of its output, as it lies in memory.
+def load_factors(factors_ptr, keep_ptr, rows, unit, mask, H: gl.constexpr):
+    """What `save_factors` stored, as it lies in memory: a tuple."""
+    if keep_ptr is not None:
+        at = rows * H + unit
+        factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+        return factors, gl.load(keep_ptr + at, mask=mask, other=0.0)
+    else:
+        return load_inputs(
+            factors_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit), mask, H, 3
+        )
 
-    Its states lie at `at`, its sequences in `rows`.
-    """
-    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+
+@gluon.jit
+def unpack_factors(saved):
+    """What `load_factors` loaded: dr, dz, dn and dh_n over dh, and z."""
+    if len(saved) == 2:
+        f_r, f_z, f_n, f_hn = unpack_halves(saved[0])
+        return f_r, f_z, f_n, f_hn, saved[1]
+    else:
+        return join_words(saved[0], saved[1], saved[2])
+
+
+@gluon.jit
+def load_resets(reset_ptr, rows, mask_q):
+    """Which sequences start an episode at these rows, if any does."""
     reset = mask_q
     if reset_ptr is not None:
         reset = load_reset(reset_ptr, rows, mask_q)
-    return factors, keep, reset
+    return reset
 
 
 @gluon.jit
 def _backward_step(
-    i, dh, dy, dy_next, factors, keep, reset, bound,
+    i, dh, dy, dy_next, saved, reset, bound,
     buffer_r, buffer_z, buffer_n, slot, w_r, w_z, w_n, w_bound, w_unscale, zeros,
     factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
     unit, mask, mask_q,
@@ -204,12 +229,11 @@ def _backward_step(
     of which only the first remains where an episode starts.
     """
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    f_r, f_z, f_n, f_hn = unpack_halves(factors)
-    this_keep, this_reset, this_dy = keep, reset, dy
+    f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
+    this_reset, this_dy = reset, dy
     next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
-    factors, keep, reset = load_factors(
-        factors_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
-    )
+    saved = load_factors(factors_ptr, keep_ptr, next_rows[None, :], unit[:, None], mask, H)
+    reset = load_resets(reset_ptr, next_rows, mask_q)
     dy = dy_next
     next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * stride
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
@@ -254,13 +278,13 @@ def _backward_step(
     product = by_unit(product_r + product_z + product_n, UNITS)
     if SCALED:
         product = product * unscale
-    dh = dh * this_keep + product
+    dh = dh * keep + product
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
             gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=live)
         dh = gl.where(this_reset[None, :], 0.0, dh)
     gl.store(dh0_ptr + seq[None, :] * H + unit[:, None], dh, mask=mask & (i == T - 1))
-    return dh, dy, dy_next, factors, keep, reset, bound
+    return dh, dy, dy_next, saved, reset, bound
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
@@ -310,24 +334,23 @@ def bwd_kernel(
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
-    factors, keep, reset = load_factors(
-        factors_ptr, keep_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
-    )
+    saved = load_factors(factors_ptr, keep_ptr, rows[None, :], unit[:, None], mask, H)
+    reset = load_resets(reset_ptr, rows, mask_q)
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
     dy_next = load_gradient(dhs_ptr, rows, unit, mask, H)
     bound = gl.max(gl.abs(dh + dy.to(gl.float32)), axis=0)
     barrier()
     for i in range(0, T, 2):
-        dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
-            i, dh, dy, dy_next, factors, keep, reset, bound, even_r, even_z, even_n, even_slot,
+        dh, dy, dy_next, saved, reset, bound = _backward_step(
+            i, dh, dy, dy_next, saved, reset, bound, even_r, even_z, even_n, even_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
             factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
             unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip
-        dh, dy, dy_next, factors, keep, reset, bound = _backward_step(
-            i + 1, dh, dy, dy_next, factors, keep, reset, bound, odd_r, odd_z, odd_n, odd_slot,
+        dh, dy, dy_next, saved, reset, bound = _backward_step(
+            i + 1, dh, dy, dy_next, saved, reset, bound, odd_r, odd_z, odd_n, odd_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
             factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
             unit, mask, mask_q,

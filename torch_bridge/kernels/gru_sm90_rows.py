@@ -3,10 +3,17 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors
+from torch_bridge.kernels.gru_sm90 import (
+    factors_of,
+    load_factors,
+    load_resets,
+    new_state,
+    save_factors,
+    unpack_factors,
+)
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
     backward_rows,
@@ -93,10 +100,10 @@ def fwd_kernel(
                 scale = send_state_rows(
                     exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, here, split, SPLITS, SCALED
                 )
-            at = rows[:, None] * H + unit[None, :]
-            gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+            gl.store(hs_ptr + rows[:, None] * H + unit[None, :], h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                save_factors(factors_ptr, keep_ptr, at, mask, factors_of(h_n, r, z, n, h_prev), z)
+                factors = factors_of(h_n, r, z, n, h_prev)
+                save_factors(factors_ptr, keep_ptr, rows[:, None], unit[None, :], mask, factors, z, H)
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
 
@@ -137,9 +144,8 @@ def bwd_kernel(
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
-        factors, keep, reset = load_factors(
-            factors_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
-        )
+        saved = load_factors(factors_ptr, keep_ptr, rows[:, None], unit[None, :], mask, H)
+        reset = load_resets(reset_ptr, rows, mask_q)
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
         dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
         bound = gl.max(zeros, axis=1)
@@ -154,7 +160,7 @@ def bwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
             dh += dy.to(gl.float32)
-            f_r, f_z, f_n, f_hn = unpack_halves(factors)
+            f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
             sent += 1
             scale = zeros
@@ -175,8 +181,11 @@ def bwd_kernel(
             raise_flags(barrier_ptr, here, split, sent)
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
-            prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
-            prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
+            if keep_ptr is not None:
+                prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
+                prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
+            else:
+                prefetch_rows(factors_ptr, next_rows, first, 3, H, 3 * H)
             later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
             dh = dh * keep
@@ -210,9 +219,8 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, stride, REVERSE)
-            factors, keep, reset = load_factors(
-                factors_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
-            )
+            saved = load_factors(factors_ptr, keep_ptr, rows[:, None], unit[None, :], mask, H)
+            reset = load_resets(reset_ptr, rows, mask_q)
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
         # again, so that it need not be kept for so long
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)

@@ -9,7 +9,7 @@ are.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
@@ -31,7 +31,14 @@ from torch_bridge.kernels.exchange_sm90 import (
     send_state,
     store_operand,
 )
-from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors
+from torch_bridge.kernels.gru_sm90 import (
+    factors_of,
+    load_factors,
+    load_resets,
+    new_state,
+    save_factors,
+    unpack_factors,
+)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -95,10 +102,11 @@ def fwd_kernel(
             scale = send_state(
                 exchange_ptr, h, scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS
             )
-            at = (row + step_time(now, T, REVERSE) * stride)[None, :] * H + unit[:, None]
-            gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
+            this_rows = (row + step_time(now, T, REVERSE) * stride)[None, :]
+            gl.store(hs_ptr + this_rows * H + unit[:, None], h.to(hs_ptr.dtype.element_ty), mask=mask)
             if factors_ptr is not None:
-                save_factors(factors_ptr, keep_ptr, at, mask, factors_of(h_n, r, z, n, h_prev), z)
+                factors = factors_of(h_n, r, z, n, h_prev)
+                save_factors(factors_ptr, keep_ptr, this_rows, unit[:, None], mask, factors, z, H)
             x_r, x_z, x_n = next_r, next_z, next_n
         gl.store(h_last_ptr + last, h, mask=mask)
 
@@ -106,9 +114,9 @@ def fwd_kernel(
 @gluon.jit
 def _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a backward step reads, as it lies in memory."""
-    at = rows[None, :] * H + unit[:, None]
-    factors, keep, reset = load_factors(factors_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q)
-    return factors, keep, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
+    saved = load_factors(factors_ptr, keep_ptr, rows[None, :], unit[:, None], mask, H)
+    reset = load_resets(reset_ptr, rows, mask_q)
+    return saved, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -141,17 +149,15 @@ def bwd_kernel(
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        factors, keep, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
+        saved, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
         for i in range(T):
             dh += dy.to(gl.float32)
-            f_r, f_z, f_n, f_hn = unpack_halves(factors)
+            f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
             dh = dh * keep
             this_reset = reset
             next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
-            factors, keep, reset, dy = _load_saved(
-                factors_ptr, keep_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H
-            )
+            saved, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H)
             scale, unscale = zeros, zeros
             if SCALED:
                 largest = gl.max(gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn)), axis=0)

@@ -1,0 +1,93 @@
+"""The GRU in TF32 saves where its input projections were, and leaves gradients there: nothing else may notice."""
+
+import re
+
+import calls
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case
+
+from jaxrnn import fused
+
+in_turn = pytest.mark.parametrize(
+    "implementation",
+    [pytest.param("triton", marks=mark, id=mark.name) for mark in (pytest.mark.interpret, pytest.mark.gpu)],
+)
+
+
+def apart(monkeypatch):
+    monkeypatch.setattr(fused, "_saves_in_place", lambda static: False)
+    jax.clear_caches()
+
+
+def case(**changes):
+    return Case("gru", **{"T": 3, "B": 3, "H": 40, "D": 5, "precision": "default"} | changes)
+
+
+# Of 128, 256 and 512 units the three kinds of kernels in Gluon, of a reset state the one in plain Triton.
+WIDE = [{"T": 9, "H": 128, "B": 70}, {"T": 10, "H": 128, "B": 1100}, {"T": 9, "H": 256, "B": 30},
+        {"T": 9, "H": 512, "B": 150}, {"T": 9, "H": 128, "B": 20, "reset_state": "tbh"},
+        {"T": 9, "H": 300, "B": 20, "reset_state": "h"}]  # fmt: skip
+KINDS = [{}, {"reverse": True}, {"reset_state": "tbh"}, {"models": 2}]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(pytest.param(kind, marks=pytest.mark.interpret) for kind in KINDS),
+        *(pytest.param(kind, marks=pytest.mark.gpu) for kind in WIDE + [WIDE[0] | kind for kind in KINDS[1:]]),
+    ],
+    ids=str,
+)
+def test_gives_the_same_bits_as_apart(monkeypatch, changes):
+    inputs = cases.make_inputs(case(**changes))
+    got = cases.run(case(**changes), inputs, "triton")
+    apart(monkeypatch)
+    want = cases.run(case(**changes), inputs, "triton")
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name], want[name], err_msg=name)
+
+
+@in_turn
+def test_gradients_of_two_cotangents(implementation):
+    """What is saved is still there after a gradient was computed of it."""
+    params, carry, xs, resets, state = calls.arguments("gru", hidden=40)
+    call = calls.runner("gru", implementation, precision=None)
+    outputs, pullback = jax.vjp(lambda *operands: call(*operands, resets, state), params, carry, xs)
+    ones, twos = (jax.tree.map(lambda x, n=n: jnp.full_like(x, n), outputs) for n in (1, 2))
+    first = pullback(ones)
+    calls.assert_same(jax.tree.map(lambda x: 2 * x, first), pullback(twos))
+    calls.assert_same(first, pullback(ones))
+    both = jax.vmap(pullback)(jax.tree.map(lambda *xs: jnp.stack(xs), ones, twos))
+    calls.assert_close(jax.tree.map(lambda x: x[0], both), first)
+    calls.assert_close(jax.tree.map(lambda x: x[1] / 2, both), first)
+
+
+@in_turn
+def test_what_is_saved_is_not_taken_for_a_nan(implementation):
+    params, carry, xs, resets, state = calls.arguments("gru", hidden=40)
+    call = calls.with_gradients(calls.runner("gru", implementation, precision=None))
+    with jax.debug_nans(True), jax.disable_jit():
+        got = call(params, carry, xs, resets, state)
+    calls.assert_close(got, jax.jit(call)(params, carry, xs, resets, state))
+
+
+@in_turn
+@pytest.mark.parametrize("models", [0, 2])
+def test_nothing_is_copied(implementation, models):
+    """In a jitted gradient each launch writes over what no one needs any more."""
+    lead = (models,) if models else ()
+    arguments = calls.arguments("gru", hidden=40, lead=lead)
+    call = calls.with_gradients(calls.runner("gru", implementation, precision=None))
+    text = jax.jit(jax.vmap(call) if models else call).lower(*arguments).compile().as_text()
+    launches = re.findall(r"= \((.*)\) custom-call\((.*)\), custom_call_target=.*output_to_operand_aliasing=", text)
+    assert len(launches) == 2
+    widths = f"[{max(models, 1)},{calls.T},{calls.B},120]"
+    assert all(widths in outputs for outputs, _ in launches)
+    copies = [line for line in text.splitlines() if re.search(rf"f32{re.escape(widths)}\S* copy\(", line)]
+    users = [re.match(r"\s*(?:ROOT )?(%\S+) =", line)[1] for line in copies]
+    assert not [name for name in users for _, operands in launches if re.search(rf"{re.escape(name)}\b", operands)]
