@@ -31,17 +31,17 @@ def make_problem(
     *,
     steps: int = 64,
     reset_state: ResetState = "zeros",
-    apart: bool = False,
+    in_place: bool = False,
 ) -> Problem:
     """A problem with every array that a kernel can take with a reset state: the most that one has to hold.
 
-    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. What the
-    backward pass needs is saved where the JAX functions save it or, if `apart`, where the PyTorch operators do.
+    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. With
+    `in_place` what a GRU saves in TF32 lies where its input projections were.
     """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
     saved = "float16" if precision == "tf32" else "float32"
-    if cell == "gru" and kind == "tf32" and not apart:
+    if in_place:
         backward = {"factors": "float32"}
     else:
         backward = {"factors": saved} | ({"through": saved} if cell == "lstm" else {}) | {"keep": "float32"}

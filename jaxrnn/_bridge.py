@@ -625,6 +625,21 @@ class _WeightGrads(_Kernels):
         return ("models", "length") if name == "sums" else _axes_of_sequences(name, rank)
 
 
+# Slices of a scan's inputs and outputs that launches take or give, up to this size, are copied. XLA would hand over the
+# places where they lie instead, and so leave a launch out of its CUDA graphs: 8 to 10 us an iteration on an H200.
+_COPIED_BYTES = 2**22
+
+
+def _copied(arrays: Sequence[Any]) -> list[Any]:
+    """`arrays`, the small ones neither slices of others nor parts of them."""
+    small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _COPIED_BYTES]
+    copies = jax.lax.optimization_barrier([arrays[k] for k in small])
+    results = list(arrays)
+    for k, copy in zip(small, copies, strict=True):
+        results[k] = copy
+    return results
+
+
 def _call(
     kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
 ) -> Callable[..., list[Array]]:
@@ -636,6 +651,8 @@ def _call(
         launch = kernels.launch(arrays, params, kind)
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
+        if captured:
+            arrays = (*_copied(arrays),)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
         for name, length, dtype, zeroed in launch.workspaces:
@@ -649,7 +666,8 @@ def _call(
             callback(launch, inputs, outputs), results, input_output_aliases=aliases,
             command_buffer_compatible=captured,
         )  # fmt: skip
-        return function(*arrays)[: len(params["outputs"])]
+        written = list(function(*arrays)[: len(params["outputs"])])
+        return _copied(written) if captured else written
 
     return call
 

@@ -28,17 +28,17 @@ HIDDEN = (
 BATCHES = (1, 16, 19, 32, 64, 100, 132, 256, 384, 512, 1024, 2048, 16384)
 
 
-# What is saved, where the JAX functions save it; and of the GRU in TF32 where the PyTorch operators do.
+# Of the GRU in TF32 what is saved lies in arrays of its own, or where input projections were.
 FORMS = [
-    pytest.param(cell, kind, apart, id=f"{cell}-{kind}{'-apart' * apart}")
-    for cell, kind, apart in [*itertools.product(("gru", "lstm"), KINDS, (False,)), ("gru", "tf32", True)]
+    pytest.param(cell, kind, in_place, id=f"{cell}-{kind}{'-in_place' * in_place}")
+    for cell, kind, in_place in [*itertools.product(("gru", "lstm"), KINDS, (False,)), ("gru", "tf32", True)]
 ]
-every_form = pytest.mark.parametrize(("cell", "kind", "apart"), FORMS)
-every_fast_form = pytest.mark.parametrize(("cell", "kind", "apart"), [x for x in FORMS if x.values[1] != "tf32x3"])
+every_form = pytest.mark.parametrize(("cell", "kind", "in_place"), FORMS)
+every_fast_form = pytest.mark.parametrize(("cell", "kind", "in_place"), [x for x in FORMS if x.values[1] != "tf32x3"])
 
 
 def shipped(
-    cell: str, direction: str, kind: str, device: Device, apart: bool = False
+    cell: str, direction: str, kind: str, device: Device, in_place: bool = False
 ) -> list[tuple[Problem, KernelConfig]]:
     """The tilings that the heuristic picks on a device, each with a problem it is picked for.
 
@@ -48,7 +48,7 @@ def shipped(
     """
     picked: dict[Any, dict[int, tuple[Problem, KernelConfig]]] = {}
     for reset_state, models, hidden, batch in itertools.product(("stepped", "zeros"), (1, 16), HIDDEN, BATCHES):
-        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, apart=apart)
+        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         p = dataclasses.replace(p, models=models, groups=models)
         c = config.heuristic(p, device)
         # programs in Gluon have all that the others share with them in their code
@@ -66,19 +66,19 @@ def shipped(
 @every_form
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("target", DEVICES)
-def test_configurations_fit_and_do_not_spill(target, direction, cell, kind, apart):
+def test_configurations_fit_and_do_not_spill(target, direction, cell, kind, in_place):
     device = DEVICES[target]
-    bad = misfits(shipped(cell, direction, kind, device, apart), device)
+    bad = misfits(shipped(cell, direction, kind, device, in_place), device)
     assert not bad, "\n".join(bad)
 
 
 @every_form
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_tilings_of_tables_fit_and_do_not_spill(direction, cell, kind, apart):
+def test_tilings_of_tables_fit_and_do_not_spill(direction, cell, kind, in_place):
     for path in config.TABLES.glob("*.json"):
         table, picked = config.Table.load(path), {}
         for entry in table.entries:
-            p = make_problem(cell, direction, kind, entry.hidden, entry.sequences, apart=apart)
+            p = make_problem(cell, direction, kind, entry.hidden, entry.sequences, in_place=in_place)
             if config.key(p) == entry.key:
                 picked.setdefault((entry.config, entry.hidden % entry.config.block_k == 0), (p, entry.config))
         bad = misfits(picked.values(), table.device)
@@ -93,7 +93,7 @@ IN_BOTH = ((64, 16, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 
 @every_fast_form
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("target", DEVICES)
-def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, cell, kind, apart):
+def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, cell, kind, in_place):
     device, problems = DEVICES[target], []
     for hidden, batch, reset_state in IN_BOTH if target == "sm_90" else IN_BOTH[1::2]:
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)

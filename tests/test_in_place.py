@@ -1,5 +1,6 @@
-"""The GRU in TF32 saves where its input projections were, and leaves gradients there: nothing else may notice."""
+"""A large GRU in TF32 saves where its input projections were, and leaves gradients there: nothing else may notice."""
 
+import math
 import re
 
 import calls
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 from cases import Case
 
+import jaxrnn
 from jaxrnn import fused
 
 in_turn = pytest.mark.parametrize(
@@ -18,8 +20,17 @@ in_turn = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture(autouse=True)
+def every_size(monkeypatch):
+    """Small ones too."""
+    monkeypatch.setattr(fused, "_IN_PLACE_BYTES", 0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 def apart(monkeypatch):
-    monkeypatch.setattr(fused, "_saves_in_place", lambda static: False)
+    monkeypatch.setattr(fused, "_IN_PLACE_BYTES", math.inf)
     jax.clear_caches()
 
 
@@ -84,10 +95,32 @@ def test_nothing_is_copied(implementation, models):
     arguments = calls.arguments("gru", hidden=40, lead=lead)
     call = calls.with_gradients(calls.runner("gru", implementation, precision=None))
     text = jax.jit(jax.vmap(call) if models else call).lower(*arguments).compile().as_text()
-    launches = re.findall(r"= \((.*)\) custom-call\((.*)\), custom_call_target=.*output_to_operand_aliasing=", text)
+    launches = re.findall(
+        r"= \((.*)\) custom-call\((.*)\), custom_call_target=\"xla_buffer_python_.*output_to_operand_aliasing=", text
+    )
     assert len(launches) == 2
     widths = f"[{max(models, 1)},{calls.T},{calls.B},120]"
     assert all(widths in outputs for outputs, _ in launches)
     copies = [line for line in text.splitlines() if re.search(rf"f32{re.escape(widths)}\S* copy\(", line)]
     users = [re.match(r"\s*(?:ROOT )?(%\S+) =", line)[1] for line in copies]
     assert not [name for name in users for _, operands in launches if re.search(rf"{re.escape(name)}\b", operands)]
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("batch", "over"), [(683, ["xp", "factors"]), (682, [None, None])])
+def test_only_large_arrays_are_worth_it(monkeypatch, batch, over):
+    """Input projections `[32, B, 3 * 2048]` in float32 have 2^29 bytes, or a little less."""
+    monkeypatch.undo()
+    launched, launch = [], fused._bridge.launch
+
+    def spied(cell, direction, arrays, outputs, **options):
+        launched.append({output.name: output.over for output in outputs})
+        return launch(cell, direction, arrays, outputs, **options)
+
+    monkeypatch.setattr(fused._bridge, "launch", spied)
+    sizes = [(2, 3 * 2048), (2048, 3 * 2048), (3 * 2048,), (2048,), (batch, 2048), (32, batch, 2)]
+    *weights, carry, xs = (jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes)
+    loss = lambda params, carry, xs: jaxrnn.gru(params, carry, xs, implementation="triton")[1].sum()  # noqa: E731
+    jax.eval_shape(jax.grad(loss), jaxrnn.GRUParams(*weights), carry, xs)
+    forward, backward = launched
+    assert [forward["factors"], backward["dxp"]] == over and ("keep" in forward) == (over == [None, None])

@@ -1,6 +1,9 @@
 """The compiled kernels, inside `jit`, against float64: no further away than twice XLA at the same precision."""
 
+import calls
 import cases
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -147,3 +150,31 @@ def test_an_episode_keeps_its_accuracy_beside_a_later_one(case, later):
 
     want, xla = of_the_earlier(cases.run_oracle(case, earlier)), of_the_earlier(cases.run(case, earlier, "xla"))
     cases.check(case, of_the_earlier(cases.run(case, inputs, "triton")), xla, want)
+
+
+@pytest.mark.parametrize("steps", [1, 16])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_slices_of_a_scan_leave_launches_in_its_graphs(cell, steps):
+    """XLA fuses slices into calls that it then launches one by one: not into ours."""
+    params, *rest, _ = calls.arguments(cell, batch=(16,), steps=steps, hidden=64)
+    call = calls.runner(cell, "triton", precision=None)
+
+    def step(params, minibatch):
+        loss = lambda params: calls.loss_of(lambda *args: call(*args, None))(params, *minibatch)  # noqa: E731
+        outputs = call(params, *minibatch, None)
+        return jax.tree.map(lambda x, d: x - 1e-3 * d, params, jax.grad(loss)(params)), outputs
+
+    def scanned(params, minibatches):
+        return jax.lax.scan(step, params, minibatches)
+
+    minibatches = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), tuple(rest))
+    compiled = jax.jit(scanned).lower(params, minibatches).compile()
+    text = compiled.as_text()
+    assert "xla_buffer_python_gpu_callback_cmd_buffer" in text and "dynamic_slice_fusion" not in text
+    taken = params, []
+    for k in range(3):
+        new, outputs = step(taken[0], jax.tree.map(lambda x, k=k: x[k], minibatches))
+        taken = new, [*taken[1], outputs]
+    calls.assert_close(
+        compiled(params, minibatches), (taken[0], jax.tree.map(lambda *xs: jnp.stack(xs), *taken[1])), 1e-3
+    )

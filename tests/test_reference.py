@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 
+import calls
 import cases
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxrnn
+from jaxrnn import reference
 
 T, B, H, D = 6, 3, 4, 3
 EXACT = 1e-12  # float64
@@ -418,3 +420,25 @@ def test_recurrent_weights_in_float32_multiply_in_it(cell):
     run = functools.partial(getattr(jaxrnn, cell), carry=carry, precision="highest")
     wide = jax.tree.map(lambda x: x.astype(jnp.float32), (params, xs))
     np.testing.assert_allclose(run(params, xs=xs)[1], run(wide[0], xs=wide[1])[1], atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "products"), [("float32", 1), ("bfloat16", 1), ("mixed", 2)])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_one_step_is_one_product_where_cpus_do_not_compute(monkeypatch, cell, dtype, products):
+    params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=24)
+    if dtype != "float32":
+        params, xs = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, xs))
+    if dtype == "mixed":
+        params = params._replace(w_hh=params.w_hh.astype(jnp.float32))
+    arguments = params, carry, xs, resets, state
+    call = calls.with_gradients(calls.runner(cell, "xla"))
+    want = call(*arguments)
+    jax.clear_caches()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    calls.assert_close(call(*arguments), want, 1e-6 if dtype == "float32" else 2.0**-6)
+    forward = calls.runner(cell, "xla")
+    assert str(jax.make_jaxpr(forward)(*arguments)).count("dot_general") == products
+    jax.clear_caches()
+    monkeypatch.setattr(reference, "_JOINT_BYTES", 0)
+    assert str(jax.make_jaxpr(forward)(*arguments)).count("dot_general") == 2
+    jax.clear_caches()
