@@ -68,16 +68,16 @@ def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
 # A launch in a scan.
 
 DISPATCH_ITERATIONS, DISPATCH_BATCH, DISPATCH_HIDDEN = 1000, 16, 64
-NONE, MORE, NATIVE, NORM, ONE_STEP, TWO_STEPS = (
-    "five trivial ops", "and a sixth", "and a native Triton call", "and our launch, a norm", "and our launch, T=1",
-    "and our launch, T=2",
+NONE, MORE, NATIVE, OURS, NORM, ONE_STEP, TWO_STEPS = (
+    "five trivial ops", "and a sixth", "and a native Triton call", "and our launch of the same", "and rms_norm",
+    "and our GRU loop, T=1", "and our GRU loop, T=2",
 )  # fmt: skip
 
 
 def dispatch() -> dict[str, Program]:
     """Scans over the same five ops: alone, and with one more op, a native call of the same kind, or our launches.
 
-    A norm of 16 short rows is the least that a launch of ours does: beside the native call it shows what one takes.
+    One of these launches what the native call does: beside that it shows what a launch takes.
     """
     B, H = DISPATCH_BATCH, DISPATCH_HIDDEN
     keys = jax.random.split(jax.random.key(0), 4)
@@ -100,6 +100,7 @@ def dispatch() -> dict[str, Program]:
         NONE: lambda fixed, h: h,
         MORE: lambda fixed, h: trivial(h),
         NATIVE: lambda fixed, h: native_call(h),
+        OURS: lambda fixed, h: our_call(h),
         NORM: lambda fixed, h: jaxrnn.rms_norm(h, implementation="triton"),
         ONE_STEP: functools.partial(bare_launch, 1),
         TWO_STEPS: functools.partial(bare_launch, 2),
@@ -132,3 +133,26 @@ def native_call(h: jax.Array) -> jax.Array:
         kernel, out_shape=jax.ShapeDtypeStruct(h.shape, h.dtype), compiler_params=triton.CompilerParams(num_warps=4)
     )
     return call(h)
+
+
+def our_call(h: jax.Array) -> jax.Array:
+    """The same kernel launched as all of ours are, on a GPU or in Triton's interpreter."""
+    from benchmarks.trivial_kernel import scale_kernel
+    from jaxrnn import _bridge
+    from torch_bridge.launch import Calls, interpreting
+
+    class Scale(_bridge._Kernels):
+        def types(self, shapes: Any, params: Any) -> list[jax.ShapeDtypeStruct]:
+            return [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
+
+        def launch(self, arrays: Any, params: Any, device: Any) -> Calls:
+            dtypes = dict.fromkeys(("x", "y"), str(h.dtype))
+            calls = Calls(device)
+            calls.add(scale_kernel, 1, 4, dtypes, {"SIZE": h.size}, {})
+            return calls
+
+    if interpreting():
+        call = _bridge._call(Scale(), _bridge._cpu_device, _bridge._InterpretedCallback, False)
+    else:
+        call = _bridge._call(Scale(), _bridge._cuda_device, _bridge._Callback, True)
+    return call(h, inputs=("x",), outputs=(_bridge.NamedOutput("y", h.dtype),))[0]

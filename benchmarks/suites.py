@@ -176,9 +176,9 @@ def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
     yield from rows.values()
     launch = Row(
         case, "our launch over a native call", unit="us", ours="", target=cases.DISPATCH_TARGET_US,
-        note="of a norm, whose kernel does a little more",
+        note="of the same kernel",
     )  # fmt: skip
-    ours, native = (rows[name].value for name in (scans.NORM, scans.NATIVE))
+    ours, native = (rows[name].value for name in (scans.OURS, scans.NATIVE))
     if ours is None or native is None:
         yield dataclasses.replace(launch, status="failed", reason="a row that it is made of has no figure")
     else:

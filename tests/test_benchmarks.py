@@ -192,14 +192,14 @@ def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
     settings = Settings(seconds=0.02, rounds=2, skip=("torchrl",))
     monkeypatch.setattr(cases, "TORCH", (Case("gru", 64, 16, 64), Case("lstm", 64, 16, 64, reset_rate=0.0)))
     rows = list(suites.torch(settings, lambda _: None))
-    assert {row.status for row in rows} == {"measured"}, rows
+    assert [row for row in rows if row.status != "measured"] == []
     for row in rows:
         if row.provider in ("torch_bridge", "torch-cudnn"):
             assert row.method == timing.REPLAYS
         assert ("its own CUDA graphs" in row.method) == (row.provider == "torch_bridge-cudagraphs")
         assert 0.01 < row.value < 100 and row.error < TOLERANCE["tf32"]
     rows = list(suites.torch_step(settings, lambda _: None))
-    assert {row.status for row in rows} == {"measured"}, rows
+    assert [row for row in rows if row.status != "measured"] == []
     for row in rows:
         assert 1 < row.value < 10_000 and row.wall > 1
     assert {row.provider for row in rows if "device " in row.note} >= {"torch_bridge", "torch-cudnn"}
@@ -858,14 +858,23 @@ def test_tilings_agree_and_are_timed_on_the_gpu(cell, kind, direction):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pallas's way to Triton, with newer versions of JAX
 def test_a_launch_in_a_scan_is_timed_on_the_gpu():
     from benchmarks import scans, suites
 
     *rows, launch = suites.dispatch(Settings(seconds=0.02, rounds=2), lambda _: None)
-    assert {row.status for row in rows} == {"measured"}, rows
+    assert [row for row in rows if row.status != "measured"] == []
     us = {row.provider: row.value for row in rows}
-    assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.NORM] < us[scans.TWO_STEPS]
-    assert launch.status == "measured" and launch.value == us[scans.NORM] - us[scans.NATIVE]
+    assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.OURS] < us[scans.TWO_STEPS]
+    assert launch.status == "measured" and launch.value == us[scans.OURS] - us[scans.NATIVE]
+
+
+@pytest.mark.interpret
+def test_the_launch_that_is_timed_computes_what_the_native_call_does():
+    from benchmarks import scans
+
+    h = jax.random.normal(jax.random.key(0), (16, 64))
+    np.testing.assert_array_equal(jax.jit(scans.our_call)(h), np.float32(0.99) * np.asarray(h))
 
 
 # Norms.
