@@ -116,7 +116,7 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of JAX may call CUDA meanwhile
             run()
     except RuntimeError as error:
         torch.cuda.synchronize()

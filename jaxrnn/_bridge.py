@@ -625,18 +625,17 @@ class _WeightGrads(_Kernels):
         return ("models", "length") if name == "sums" else _axes_of_sequences(name, rank)
 
 
-# Slices of a scan's inputs and outputs that launches take or give, up to this size, are copied. XLA would hand over the
-# places where they lie instead, and so leave a launch out of its CUDA graphs: 8 to 10 us an iteration on an H200.
-_COPIED_BYTES = 2**22
+# What a launch takes from slices of a scan's inputs, or leaves in its outputs, is an array of its own up to this size.
+# XLA would fuse the slices into the launch, and leave that out of its CUDA graphs: 8 to 25 us an iteration (H200).
+_UNFUSED_BYTES = 2**22
 
 
-def _copied(arrays: Sequence[Any]) -> list[Any]:
-    """`arrays`, the small ones neither slices of others nor parts of them."""
-    small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _COPIED_BYTES]
-    copies = jax.lax.optimization_barrier([arrays[k] for k in small])
+def _unfused(arrays: Sequence[Any]) -> list[Any]:
+    """`arrays`, the small ones behind a barrier that no slice is fused through: XLA copies instead."""
+    small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _UNFUSED_BYTES]
     results = list(arrays)
-    for k, copy in zip(small, copies, strict=True):
-        results[k] = copy
+    for k, x in zip(small, jax.lax.optimization_barrier([arrays[k] for k in small]), strict=True):
+        results[k] = x
     return results
 
 
@@ -652,7 +651,7 @@ def _call(
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
         if captured:
-            arrays = (*_copied(arrays),)
+            arrays = (*_unfused(arrays),)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
         for name, length, dtype, zeroed in launch.workspaces:
@@ -667,7 +666,7 @@ def _call(
             command_buffer_compatible=captured,
         )  # fmt: skip
         written = list(function(*arrays)[: len(params["outputs"])])
-        return _copied(written) if captured else written
+        return _unfused(written) if captured else written
 
     return call
 

@@ -24,8 +24,8 @@ class Cell:
       gates: width of the input projection over H.
       states: what is carried, the hidden state first.
       saved: what the forward kernel saves of every step for the backward kernel: `(name, width over H)`.
-      in_place: what it saves instead where `xp` may be written over, `(name, width over H)`: as wide as `xp` is.
-        Empty, or one.
+      in_place: what it saves instead where `xp` may be written over, `(name, width over H)`: as wide as `xp`, under a
+        name that is in `saved`. None if it has no such form.
       save: (params, xp, h_prev @ w_hh, states before each step by name) -> the same in float32, recomputed.
       history: the states before each step that `save` needs.
       hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
@@ -39,7 +39,7 @@ class Cell:
     gates: int
     states: tuple[str, ...]
     saved: tuple[tuple[str, int], ...]
-    in_place: tuple[tuple[str, int], ...]
+    in_place: tuple[str, int] | None
     save: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
     history: tuple[str, ...]
     hidden_grads: tuple[str, ...]
@@ -89,7 +89,7 @@ GRU = Cell(
     gates=3,
     states=("h",),
     saved=(("factors", 4), ("keep", 1)),
-    in_place=(("factors", 3),),
+    in_place=("factors", 3),
     save=_gru_saved,
     history=("h",),
     hidden_grads=("dhn",),
@@ -102,7 +102,7 @@ LSTM = Cell(
     gates=4,
     states=("h", "c"),
     saved=(("factors", 4), ("through", 1), ("keep", 1)),
-    in_place=(),
+    in_place=None,
     save=_lstm_saved,
     history=("h", "c"),
     hidden_grads=(),

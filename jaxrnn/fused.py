@@ -92,7 +92,7 @@ def _forward_on_device(
     ]
     outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
     if keep and not static.remat:
-        in_place = _saves_in_place(static, math.prod(xs.shape[:-1]) * cell.gates * hidden)
+        in_place = _saves_in_place(static, hidden, math.prod(xs.shape[:-1]))
         outputs += [
             _bridge.Output(name, True, width * hidden, dtype, "xp" if in_place else None)
             for name, width, dtype in _saved(static, in_place)
@@ -225,25 +225,29 @@ def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
     return jnp.dtype(jnp.float32 if wide else jnp.float16)
 
 
-# From this size on of the input projections memory counts for more than time. On an H200 the GRU of 2048,256,128, whose
-# projections take 0.8 GB, so takes 1.91 GB in place of 2.69 and 0.6 % longer; 4,128,128 takes 3 % longer.
+# From this size on of the input projections, of one model and as they are traced, memory counts for more than time. On
+# an H200 the GRU of 2048,256,128, whose projections take 0.8 GB, so takes 1.91 GB in place of 2.69 and 0.6 % longer;
+# 4,128,128 takes 3 % longer.
 _IN_PLACE_BYTES = 2**29
+# Of multiples of this width all blocks of units are full; of others some kernels run out of registers with Triton 3.9.
+_IN_PLACE_UNITS = 64
 
 
-def _saves_in_place(static: Static, projections: int) -> bool:
+def _saves_in_place(static: Static, hidden: int, rows: int) -> bool:
     """Whether what is saved takes as much as the input projections, and gate gradients as much as what is saved.
 
-    Then each is written over the one before, and two arrays fewer of that size are held: where it is large.
-    `projections` counts numbers.
+    Then each is written over the one before, and two arrays fewer of that size are held: where it is large. `rows` are
+    those of the projections.
     """
     of_tf32 = static.operand_dtype == jnp.float32 and static.kernel_precision == "tf32"
-    return bool(static.cell.in_place) and of_tf32 and not static.remat and 4 * projections >= _IN_PLACE_BYTES
+    large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
+    return static.cell.in_place is not None and of_tf32 and not static.remat and large
 
 
 def _saved(static: Static, in_place: bool) -> list[tuple[str, int, Any]]:
     """Name, width over H and dtype of what the forward pass saves of every step for the backward pass."""
-    if in_place:
-        return [(name, width, jnp.dtype(jnp.float32)) for name, width in static.cell.in_place]
+    if in_place and static.cell.in_place:
+        return [(*static.cell.in_place, jnp.dtype(jnp.float32))]
     dtypes = {name: _saved_dtype(name, static.operand_dtype, static.kernel_precision) for name, _ in static.cell.saved}
     return [(name, width, dtypes[name]) for name, width in static.cell.saved]
 
@@ -253,8 +257,7 @@ def _recurrence_fwd(
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[Any, Any]:  # fmt: skip
     last, sequences, results = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=True)
-    names = dict((*static.cell.saved, *static.cell.in_place))
-    needed = [f"{s}s" for s in static.cell.history] if static.remat else [*names, "hs"]
+    needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
     saved = {name: results[name] for name in needed if name in results}
     return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
 
@@ -313,7 +316,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
     in_place = not static.remat and not dict(cell.saved).keys() <= saved.keys()
-    over = cell.in_place[0][0] if in_place else None
+    over = cell.in_place[0] if cell.in_place and in_place else None
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]

@@ -151,8 +151,12 @@ def make_loop(
             w = jnp.concatenate([jnp.pad(w_ih, ((0, 0), (0, zeros))).astype(operand_dtype), w_hh.astype(operand_dtype)])
             bias = jnp.pad(b_ih, (0, zeros))
 
+            # zeros times infinity would be NaN where the gates of the formula saturate; and TF32 rounds up
+            largest = float(jnp.finfo(operand_dtype).max) / (2 if operand_dtype == jnp.float32 else 1)
+
             def both(x: Array, h: Array) -> list[Array]:
-                operand = jnp.concatenate((x.astype(operand_dtype), h.astype(operand_dtype)), axis=-1)
+                operand = jnp.concatenate((x.astype(operand_dtype), jnp.clip(h, -largest, largest)), axis=-1)
+                operand = jnp.clip(operand, -largest, largest).astype(operand_dtype)
                 return jnp.split(project(operand, w, bias), gates + separate, axis=-1)
 
             return Loop(xs, both, cell)

@@ -442,3 +442,23 @@ def test_one_step_is_one_product_where_cpus_do_not_compute(monkeypatch, cell, dt
     monkeypatch.setattr(reference, "_JOINT_BYTES", 0)
     assert str(jax.make_jaxpr(forward)(*arguments)).count("dot_general") == 2
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, 3e38])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_one_step_saturates_where_the_formula_does(monkeypatch, cell, dtype, bad):
+    """Of one input that is infinite, or soon is."""
+    params, carry, xs, resets, _ = jax.tree.map(
+        lambda x: x.astype(dtype), calls.arguments(cell, steps=1, hidden=24, stepped=True)
+    )
+    xs = xs.at[0, 0, 0].set(bad)
+    call = calls.runner(cell, "xla")
+    want = call(params, carry, xs, resets, None)
+    jax.clear_caches()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    got = call(params, carry, xs, resets, None)
+    jax.clear_caches()
+    for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        assert np.isfinite(y.astype("float32")).all()
+        np.testing.assert_allclose(x.astype("float32"), y.astype("float32"), atol=1e-5 if dtype == "float32" else 0.02)

@@ -149,9 +149,10 @@ def load_factors(ptr, rows, cols, mask, H: tl.constexpr):
 
 @triton.jit
 def split_words(factors, keep):
-    """What `pack_halves` packed, and a float32 number, as three words: `d` and `a`, half of `keep` and `b`, and `c`.
+    """What `pack_halves` packed, and a float32 number, as three words.
 
-    None looks like a NaN in float32 unless one of the halves is NaN.
+    Each has two parts of 16 bits: `d` below `a`, the lower half of `keep` below `b`, the upper one below `c`. So none
+    looks like a NaN in float32 unless `a`, `b` or `c` is one.
     """
     low, high, bits = factors.to(tl.int32), (factors >> 32).to(tl.int32), keep.to(tl.int32, bitcast=True)
     return (
