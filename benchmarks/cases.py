@@ -115,7 +115,9 @@ ACCURACY = (
 )
 
 PPO_TARGETS = {64: 490_000.0, 1024: 5_700_000.0}  # env steps/s, by the number of environments
-PPO_STEPS = {64: 400_000, 1024: 8_000_000}  # seconds for the slowest
+# Env steps of a training run: seconds for the slowest recurrence; and how many times as many the fast ones make.
+PPO_STEPS = {64: 400_000, 1024: 8_000_000}
+PPO_LONGER = {"jaxrnn": 8, "no recurrence": 8}
 
 
 class Agents(NamedTuple):

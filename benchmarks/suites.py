@@ -300,19 +300,19 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Env steps a second of recurrent PPO: rollouts, updates and all, as `examples/recurrent_ppo.py` makes them."""
     example = load_example()
 
-    def beside(label: str, names: Iterable[str], target: float | None, **sizes: int) -> Iterator[Row]:
+    def beside(label: str, names: Iterable[str], target: float | None, envs: int, **sizes: int) -> Iterator[Row]:
         for name in names:
             if settings.wants_case(label) and settings.wants(name):
                 progress(f"{label}, {name}")
                 row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
-                yield ppo_row(example, example.Config(implementation=PPO_NAMES[name], **sizes), row)
+                steps = cases.PPO_STEPS[envs] * cases.PPO_LONGER.get(name, 1)
+                config = example.Config(implementation=PPO_NAMES[name], num_envs=envs, total_steps=steps, **sizes)
+                yield ppo_row(example, config, row)
 
     for envs, target in cases.PPO_TARGETS.items():
-        steps = cases.PPO_STEPS[envs]
-        yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, num_envs=envs, total_steps=steps)
+        yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, envs)
     for agents in cases.PPO_AGENTS:
-        sizes = {"num_envs": agents.envs, "num_seeds": agents.seeds, "total_steps": cases.PPO_STEPS[agents.envs]}
-        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, None, **sizes)
+        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, None, agents.envs, num_seeds=agents.seeds)
     yield from ppo_on_several(example, settings, progress)
 
 

@@ -427,13 +427,15 @@ def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
     monkeypatch.setitem(suites.PPO_NAMES, "flax", "none")
     monkeypatch.setattr(cases, "PPO_AGENTS", (agents,))
     monkeypatch.setitem(cases.PPO_STEPS, 8, 2048)
+    monkeypatch.setattr(cases, "PPO_LONGER", {"jaxrnn": 2, "no recurrence": 2})
     rows = list(suites.ppo(Settings(rows=("seeds",)), lambda _: None))
     assert [(row.case, row.provider) for row in rows] == [
         ("PPO, 2 seeds of 8 envs", name) for name in ("flax", "jaxrnn", "no recurrence")
     ]
     for row, result in zip(rows, results, strict=True):
         config = result.config
-        assert (config.num_envs, config.num_seeds, config.num_devices, config.total_steps) == (8, 2, 1, 2048)
+        steps = 2048 if row.provider == "flax" else 4096
+        assert (config.num_envs, config.num_seeds, config.num_devices, config.total_steps) == (8, 2, 1, steps)
         assert result.episodes.shape == (2, config.updates)
         each = config.updates * config.steps_per_update
         assert row.status == "measured" and row.unit == "steps/s" and row.calls == config.calls - 1
