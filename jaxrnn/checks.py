@@ -76,6 +76,21 @@ def check_implementation(name: Any) -> None:
         raise ValueError(f'implementation must be "triton", "xla" or None, got {name!r}')
 
 
+def raise_or_scan(
+    reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str
+) -> bool:
+    """Whether a cell has to run under `scan`, "nn.scan" or "nnx.scan": if there is a `reason`.
+
+    Raises if it has to, but is asked for more than that can.
+    """
+    check_implementation(implementation)
+    if reason and implementation == "triton":
+        raise NotImplementedError(f'implementation="triton" cannot run {reason}. implementation=None runs it ({scan})')
+    if reason and precision is not None:
+        raise NotImplementedError(f"precision is not for {reason}. Wrap the call in jax.default_matmul_precision")
+    return reason is not None
+
+
 def check_flags(**flags: Any) -> list[bool]:
     """Returns what must be known when the program is traced, as booleans."""
     for name, flag in flags.items():

@@ -29,7 +29,7 @@ from flax.typing import Dtype, Initializer, PRNGKey
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, check_implementation
+from jaxrnn.checks import Implementation, raise_or_scan
 from jaxrnn.reference import GRUParams, LSTMParams
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
@@ -87,7 +87,7 @@ class FusedCell(nn.RNNCellBase):
           ValueError: shapes or dtypes disagree.
           NotImplementedError: the named implementation cannot run this cell.
         """
-        if raise_or_scan(self, self.precision, self.implementation):
+        if raise_or_scan(reason_to_scan(self, SCAN_OPTIONS), self.precision, self.implementation, "nn.scan"):
             return super().__call__(carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
@@ -220,22 +220,6 @@ def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any]) -> str
     return None
 
 
-def raise_or_scan(
-    cell: nn.RNNCellBase,
-    precision: jax.lax.PrecisionLike,
-    implementation: Implementation,
-    scan_options: Mapping[str, Any] = SCAN_OPTIONS,
-) -> bool:
-    """Whether `cell` has to run under `nn.scan`. Raises if it has to, but is asked for more than `nn.scan` can."""
-    check_implementation(implementation)
-    reason = reason_to_scan(cell, scan_options)
-    if reason and implementation == "triton":
-        raise NotImplementedError(f'implementation="triton" cannot run {reason}. implementation=None runs it (nn.scan)')
-    if reason and precision is not None:
-        raise NotImplementedError(f"precision is not for {reason}. Wrap the call in jax.default_matmul_precision")
-    return reason is not None
-
-
 def run_cell(
     cell: nn.RNNCellBase,
     carry: Carry,
@@ -258,7 +242,7 @@ def run_cell(
     modules.check_reset_carry(resets, reset_carry)
     if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
         reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
-    if raise_or_scan(cell, precision, implementation, scan_options):
+    if raise_or_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan"):
         return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
     if type(cell) in FUSED:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))

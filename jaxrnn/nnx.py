@@ -26,7 +26,7 @@ from flax.typing import Dtype, Initializer
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, check_implementation
+from jaxrnn.checks import Implementation, raise_or_scan
 from jaxrnn.reference import GRUParams, LSTMParams
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
@@ -68,7 +68,7 @@ class FusedCell(nnx.RNNCellBase):
           ValueError: shapes or dtypes disagree.
           NotImplementedError: the named implementation cannot run this cell.
         """
-        if raise_or_scan(reason_to_scan(self), self.precision, self.implementation):
+        if raise_or_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan"):
             return super().__call__(carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
@@ -182,18 +182,6 @@ def reason_to_scan(cell: Any) -> str | None:
     if unknown := sorted(nnx.state(cell, nnx.Param).keys() - known):
         return f"a cell with the parameter {unknown[0]}, which jaxrnn does not know"
     return None
-
-
-def raise_or_scan(reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation) -> bool:
-    """Whether a cell has to run under `nnx.scan`. Raises if it has to, but is asked for more than `nnx.scan` can."""
-    check_implementation(implementation)
-    if reason and implementation == "triton":
-        raise NotImplementedError(
-            f'implementation="triton" cannot run {reason}. implementation=None runs it (nnx.scan)'
-        )
-    if reason and precision is not None:
-        raise NotImplementedError(f"precision is not for {reason}. Wrap the call in jax.default_matmul_precision")
-    return reason is not None
 
 
 class RNN(nnx.RNN):
@@ -332,7 +320,7 @@ class RNN(nnx.RNN):
         reason = reason_to_scan(self.cell)
         if self.broadcast_rngs is not None or self.state_axes != DEFAULT_STATE_AXES:
             reason = "an RNN with other state_axes or broadcast_rngs than by default"
-        if raise_or_scan(reason, precision, implementation):
+        if raise_or_scan(reason, precision, implementation, "nnx.scan"):
             time_axis = 0 if time_major else xs.ndim - self.cell.num_feature_axes - 1
             return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries)
         return run_fused(

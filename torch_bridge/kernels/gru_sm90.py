@@ -55,7 +55,7 @@ def factors_of(h_n, r, z, n, h_prev):
 def save_factors(factors_ptr, keep_ptr, rows, unit, mask, factors, z, H: gl.constexpr):
     """Stores what the backward pass needs of a step: over the input projections if there is no `keep`.
 
-    Rows and units are broadcast; their sum is where a state lies.
+    `rows` and `unit` broadcast to a tile, of sequences and units in either order.
     """
     if keep_ptr is not None:
         at = rows * H + unit
