@@ -14,7 +14,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torch_bridge.kernels.common import time_order
+from torch_bridge.kernels.common import load_reset, time_order
 
 # renamed in Triton 3.9
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -194,6 +194,15 @@ def load_inputs(xp, mask, H: gl.constexpr, GATES: gl.constexpr):
     for gate in gl.static_range(GATES):
         inputs += (gl.load(xp + gate * H, mask=mask, other=0.0),)  # type: ignore[assignment]
     return inputs
+
+
+@gluon.jit
+def load_resets(reset_ptr, rows, mask_q):
+    """Which sequences start an episode at these rows, if any does."""
+    reset = mask_q
+    if reset_ptr is not None:
+        reset = load_reset(reset_ptr, rows, mask_q)
+    return reset
 
 
 @gluon.jit

@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import join_words, load_reset, split_words, step_time, unpack_halves
+from torch_bridge.kernels.common import join_words, split_words, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     by_unit,
@@ -13,6 +13,7 @@ from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
     load_inputs,
+    load_resets,
     load_weights,
     locate_tile,
     new_state_scale,
@@ -201,15 +202,6 @@ def unpack_factors(saved):
         return f_r, f_z, f_n, f_hn, saved[1]
     else:
         return join_words(saved[0], saved[1], saved[2])
-
-
-@gluon.jit
-def load_resets(reset_ptr, rows, mask_q):
-    """Which sequences start an episode at these rows, if any does."""
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
-    return reset
 
 
 @gluon.jit

@@ -4,16 +4,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order
-from torch_bridge.kernels.common_sm90 import inverse, load_inputs, scale_to_float16
+from torch_bridge.kernels.common_sm90 import inverse, load_inputs, load_resets, scale_to_float16
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.gru_sm90 import (
-    factors_of,
-    load_factors,
-    load_resets,
-    new_state,
-    save_factors,
-    unpack_factors,
-)
+from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors, unpack_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
     backward_rows,
@@ -71,9 +64,7 @@ def fwd_kernel(
         if SCALED:
             scale = first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H, SPLITS)
         rows = row + step_time(0, T, REVERSE) * stride
-        reset = mask_q
-        if reset_ptr is not None:
-            reset = load_reset(reset_ptr, rows, mask_q)
+        reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
         scale = send_state_rows(
             exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED

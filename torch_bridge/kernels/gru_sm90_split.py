@@ -14,6 +14,7 @@ from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
     load_inputs,
+    load_resets,
     scale_to_float16,
 )
 from torch_bridge.kernels.exchange_sm90 import (
@@ -31,14 +32,7 @@ from torch_bridge.kernels.exchange_sm90 import (
     send_state,
     store_operand,
 )
-from torch_bridge.kernels.gru_sm90 import (
-    factors_of,
-    load_factors,
-    load_resets,
-    new_state,
-    save_factors,
-    unpack_factors,
-)
+from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors, unpack_factors
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -76,9 +70,7 @@ def fwd_kernel(
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
         rows = row + step_time(0, T, REVERSE) * stride
         x_r, x_z, x_n = load_inputs(xp_ptr + rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
-        reset = mask_q
-        if reset_ptr is not None:
-            reset = load_reset(reset_ptr, rows, mask_q)
+        reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
         scale = send_state(
             exchange_ptr, h, scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS

@@ -8,7 +8,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import load_reset, step_time, unpack_halves
+from torch_bridge.kernels.common import step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
     barrier,
     by_unit,
@@ -17,6 +17,7 @@ from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
     load_inputs,
+    load_resets,
     load_weights,
     locate_tile,
     new_state_scale,
@@ -35,10 +36,7 @@ from torch_bridge.kernels.common_sm90 import (
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a forward step reads."""
     x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
-    return x_i, x_f, x_g, x_o, reset
+    return x_i, x_f, x_g, x_o, load_resets(reset_ptr, rows, mask_q)
 
 
 @gluon.jit
@@ -215,10 +213,7 @@ def load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, at, rows, mask, 
     factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
     through = gl.load(through_ptr + at, mask=mask, other=0.0)
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
-    reset = mask_q
-    if reset_ptr is not None:
-        reset = load_reset(reset_ptr, rows, mask_q)
-    return factors, through, keep, reset
+    return factors, through, keep, load_resets(reset_ptr, rows, mask_q)
 
 
 @gluon.jit

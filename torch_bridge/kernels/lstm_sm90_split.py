@@ -11,6 +11,7 @@ from torch_bridge.kernels.common_sm90 import (
     inverse,
     load_gradient,
     load_inputs,
+    load_resets,
     scale_to_float16,
 )
 from torch_bridge.kernels.exchange_sm90 import (
@@ -68,9 +69,7 @@ def fwd_kernel(
             scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
         rows = row + step_time(0, T, REVERSE) * stride
         x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
-        reset = mask_q
-        if reset_ptr is not None:
-            reset = load_reset(reset_ptr, rows, mask_q)
+        reset = load_resets(reset_ptr, rows, mask_q)
         sent += 1
         scale = send_state(
             exchange_ptr, h, scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
