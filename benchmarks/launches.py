@@ -61,6 +61,11 @@ def make_problem(
     return Problem(cell, direction, 1, 1, steps, batch, hidden, tuple(names.items()), reset_state, False, precision)
 
 
+def _in_words(problem: Problem, name: str) -> bool:
+    """Whether an array has the words of `torch_bridge.kernels.common.split_words`."""
+    return name == "factors" and "keep" not in dict(problem.dtypes)
+
+
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     """The shape of an array: `[S, ...]` of weights, `[G, T, B, width]` of sequences, `[G, B, H]` of states."""
     hidden, wide = problem.hidden, GATES[problem.cell] * problem.hidden
@@ -72,8 +77,7 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
-    words = "keep" not in dict(problem.dtypes)
-    width = {"xp": wide, "dxp": wide, "factors": wide if words else 4 * hidden}.get(name, hidden)
+    width = {"xp": wide, "dxp": wide, "factors": wide if _in_words(problem, name) else 4 * hidden}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 
 
@@ -98,7 +102,7 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
             x = torch.full(shape, float("nan"), dtype=getattr(torch, dtype), device=place)
         elif name == "reset":
             x = torch.rand(shape, generator=generator, device=place) < RESET_RATE
-        elif name == "factors" and "keep" not in dict(problem.dtypes):
+        elif _in_words(problem, name):
             x = _words(torch.rand((*shape[:-1], 5, problem.hidden), generator=generator, device=place))
         elif name in ("factors", "through", "keep"):
             x = torch.rand(shape, generator=generator, device=place)
@@ -116,7 +120,7 @@ def numbers_of(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
     """What an array of a problem stands for, to be compared: `x`, or of words the five numbers in three of them."""
     import torch
 
-    if name != "factors" or "keep" in dict(problem.dtypes):
+    if not _in_words(problem, name):
         return x.float()
     words = x.view(torch.int32).unflatten(-1, (3, -1))
     first, second, third = words.unbind(-2)
@@ -129,10 +133,10 @@ def _words(x: torch.Tensor) -> torch.Tensor:
     """`[..., 3H]` of the GRU, as `torch_bridge.kernels.common.split_words` has it, of `[..., 5, H]` from 0 to 1."""
     import torch
 
-    keep = x[..., 4:, :].contiguous().view(torch.int32)
-    low = torch.cat(((((x[..., :1, :] - 0.5) / 2).half().view(torch.int16).int(), keep, keep >> 16)), -2) & 0xFFFF
-    high = ((x[..., 1:4, :] - 0.5) / 2).half().contiguous().view(torch.int16).int() << 16
-    return (low | high).view(torch.float32).flatten(-2)
+    d, a, b, c = ((x[..., :4, :] - 0.5) / 2).half().view(torch.int16).int().unbind(-2)
+    keep = x[..., 4, :].contiguous().view(torch.int32)
+    words = [(low & 0xFFFF) | (high << 16) for low, high in ((d, a), (keep, b), (keep >> 16, c))]
+    return torch.cat(words, -1).view(torch.float32)
 
 
 class Run:

@@ -93,10 +93,7 @@ def _forward_on_device(
     outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
     if keep and not static.remat:
         in_place = _saves_in_place(static, hidden, math.prod(xs.shape[:-1]))
-        outputs += [
-            _bridge.Output(name, True, width * hidden, dtype, "xp" if in_place else None)
-            for name, width, dtype in _saved(static, in_place)
-        ]
+        outputs += _saved(static, hidden, in_place)
 
     stepped = reset_states if static.reset_state == "stepped" else None
 
@@ -244,12 +241,15 @@ def _saves_in_place(static: Static, hidden: int, rows: int) -> bool:
     return static.cell.in_place is not None and of_tf32 and not static.remat and large
 
 
-def _saved(static: Static, in_place: bool) -> list[tuple[str, int, Any]]:
-    """Name, width over H and dtype of what the forward pass saves of every step for the backward pass."""
+def _saved(static: Static, hidden: int, in_place: bool) -> list[_bridge.Output]:
+    """What the forward pass saves of every step for the backward pass."""
     if in_place and static.cell.in_place:
-        return [(*static.cell.in_place, jnp.dtype(jnp.float32))]
-    dtypes = {name: _saved_dtype(name, static.operand_dtype, static.kernel_precision) for name, _ in static.cell.saved}
-    return [(name, width, dtypes[name]) for name, width in static.cell.saved]
+        name, width = static.cell.in_place
+        return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
+    return [
+        _bridge.Output(name, True, width * hidden, _saved_dtype(name, static.operand_dtype, static.kernel_precision))
+        for name, width in static.cell.saved
+    ]
 
 
 def _recurrence_fwd(
@@ -315,8 +315,8 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    in_place = not static.remat and not dict(cell.saved).keys() <= saved.keys()
-    over = cell.in_place[0] if cell.in_place and in_place else None
+    kept = _saved(static, hidden, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys())
+    over = next((array.name for array in kept if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
@@ -340,12 +340,12 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
             xp = _input_projection(static, params, x, first, beginnings)
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
-            for name, _, dtype in _saved(static, in_place):
-                if dtype != f32:  # as the kernel
-                    factors[name] = jnp.clip(factors[name], -65504.0, 65504.0).astype(dtype)
+            for array in kept:
+                if array.dtype != f32:  # as the kernel
+                    factors[array.name] = jnp.clip(factors[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
-        arrays |= {name: factors[name] for name, *_ in _saved(static, in_place)}
+        arrays |= {array.name: factors[array.name] for array in kept}
         arrays |= {f"d{s}s": d for s, d in d_each.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(

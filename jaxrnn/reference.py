@@ -147,17 +147,17 @@ def make_loop(
         alike = jnp.result_type(xs, w_ih) == operand_dtype  # or the input projection rounds otherwise
         if alone and isinstance(size, int) and size <= _JOINT_BYTES and alike:
             shared = w_hh.shape[1] - zeros
-            w_hh = jnp.concatenate((w_hh[:, :shared], jnp.zeros_like(w_hh[:, :zeros]), w_hh[:, shared:]), axis=-1)
-            w = jnp.concatenate([jnp.pad(w_ih, ((0, 0), (0, zeros))).astype(operand_dtype), w_hh.astype(operand_dtype)])
+            lower = jnp.concatenate((w_hh[:, :shared], jnp.zeros_like(w_hh[:, :zeros]), w_hh[:, shared:]), axis=-1)
+            upper = jnp.pad(w_ih, ((0, 0), (0, zeros)))
+            w = jnp.concatenate((upper.astype(operand_dtype), lower.astype(operand_dtype)))
             bias = jnp.pad(b_ih, (0, zeros))
 
             # zeros times infinity would be NaN where the gates of the formula saturate; and TF32 rounds up
             largest = float(jnp.finfo(operand_dtype).max) / (2 if operand_dtype == jnp.float32 else 1)
 
             def both(x: Array, h: Array) -> list[Array]:
-                operand = jnp.concatenate((x.astype(operand_dtype), jnp.clip(h, -largest, largest)), axis=-1)
-                operand = jnp.clip(operand, -largest, largest).astype(operand_dtype)
-                return jnp.split(project(operand, w, bias), gates + separate, axis=-1)
+                operand = jnp.clip(jnp.concatenate((x.astype(dtype), h), axis=-1), -largest, largest)
+                return jnp.split(project(operand.astype(operand_dtype), w, bias), gates + separate, axis=-1)
 
             return Loop(xs, both, cell)
         # one large matmul before the loop: a GRU is 1.7x as fast as Flax's, which projects in the loop, on an H200
