@@ -398,7 +398,7 @@ def problems(case: NormCase) -> list[Any]:
     saved = {"rstd": "float32"} | ({"mean": "float32"} if case.kind == "layer" else {})
     rows = {"x": dtype, "weight": dtype}
     forward = rows | {"y": dtype} | saved | ({"bias": dtype} if case.kind == "layer" else {})
-    backward = rows | {"dy": dtype, "dx": dtype} | saved | {f"d{name}": "float32" for name in case.parameters}
+    backward = rows | {"dy": dtype, "dx": dtype} | saved | {f"d{name}": dtype for name in case.parameters}
     given = {"fwd": tuple(forward.items()), "bwd": tuple(backward.items())}
     directions: tuple[Direction, ...] = ("fwd",) if case.direction == "fwd" else ("fwd", "bwd")
     return [Problem(case.kind, d, 1, case.rows, case.columns, EPSILON, given[d]) for d in directions]

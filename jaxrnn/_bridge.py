@@ -758,6 +758,11 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
     """A launch of which XLA may share out to devices what is independent, each axis of that by itself."""
     inputs = params["inputs"]
     names = (*inputs, *(output.name for output in params["outputs"]))
+    # sums over devices are added up in float32
+    wide = tuple(
+        output._replace(dtype=jnp.dtype(jnp.float32)) if output.name in WEIGHT_GRADS else output
+        for output in params["outputs"]
+    )
 
     def axes_of(operands: Any, results: Any) -> list[tuple[str, ...]]:
         return [kernels.axes_of(name, len(x.shape)) for name, x in zip(names, (*operands, *results), strict=True)]
@@ -800,10 +805,10 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
         )
 
     def local(slot: _Slot | None, sums: list[list[str]] | None, *arrays: Array) -> tuple[Array, ...]:
-        results = kernels.on_device(slot, arrays, params)
+        results = kernels.on_device(slot, arrays, params | {"outputs": wide})
         if sums is not None:
             results = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(results, sums, strict=True)]
-        return tuple(results)
+        return tuple(x.astype(output.dtype) for x, output in zip(results, params["outputs"], strict=True))
 
     on_devices = custom_partitioning(functools.partial(local, None, None))
     on_devices.def_partition(partition, sharding_rule=rule, decode_shardings=True)

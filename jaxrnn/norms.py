@@ -302,16 +302,14 @@ def _norm_fwd(
 def _norm_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     total, statistics, weight, bias, has_residual = residuals
     dy, dtotal = cotangents
-    f32 = jnp.dtype(jnp.float32)
     outputs = [_bridge.NamedOutput("dx", total.dtype)]
-    outputs += [_bridge.NamedOutput(name, f32) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None]
+    outputs += [
+        _bridge.NamedOutput(name, w.dtype) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None
+    ]
     arrays = {"dy": dy, "x": total, "dtotal": dtotal if has_residual else None, "weight": weight} | statistics
     results = _launch(static, "bwd", arrays, outputs)
     dx = results["dx"]
-    dweight, dbias = (
-        None if w is None else results[name].astype(w.dtype) for name, w in (("dweight", weight), ("dbias", bias))
-    )
-    return dx, dx if has_residual else None, dweight, dbias
+    return dx, dx if has_residual else None, results.get("dweight"), results.get("dbias")
 
 
 _norm.defvjp(_norm_fwd, _norm_bwd)

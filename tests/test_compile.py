@@ -120,9 +120,9 @@ def test_norms_fit(target, kind, direction, dtype):
     arrays = {"fwd": ("x", "residual", "weight", "bias", "y", "total"), "bwd": ("dy", "x", "dtotal", "weight", "dx")}
     statistics = ("rstd", "mean") if kind == "layer" else ("rstd",)
     sums = ("dweight", "dbias") if direction == "bwd" else ()
-    dtypes = dict.fromkeys(arrays[direction], dtype) | dict.fromkeys(statistics + sums, "float32")
+    dtypes = dict.fromkeys(arrays[direction] + sums, dtype) | dict.fromkeys(statistics, "float32")
     alone = {name: x for name, x in dtypes.items() if name not in ("residual", "total", "dtotal")}
-    wide = alone | {name: "float32" for name in ("weight", "bias") if name in alone}
+    wide = alone | {name: "float32" for name in ("weight", "bias", *sums) if name in alone}
     bad = []
     # elsewhere than on Hopper fewer: tilings are the same everywhere
     columns = (1, 64, 100, 512, 1000, 1024, 2048, 4096, 8192, 16384, 20001, 32767, 32768, 50257)

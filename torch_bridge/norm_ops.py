@@ -178,14 +178,13 @@ def _forward_outputs(
 
 
 def _backward_outputs(
-    x: Tensor, rstd: Tensor, weight_gradient: bool, bias_gradient: bool
+    x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
 ) -> dict[str, tuple[Any, torch.dtype]]:
-    """The same of the backward operator."""
+    """The same of the backward operator, of which gradients of no dtype were not asked for."""
     shape = (x.shape[0], x.shape[2])
-    return {
-        "dx": (x.shape, x.dtype),
-        "dweight": (shape if weight_gradient else (0,), rstd.dtype),
-        "dbias": (shape if bias_gradient else (0,), rstd.dtype),
+    sums = {"dweight": dweight_dtype, "dbias": dbias_dtype}
+    return {"dx": (x.shape, x.dtype)} | {
+        name: ((0,), torch.float32) if dtype is None else (shape, dtype) for name, dtype in sums.items()
     }
 
 
@@ -252,25 +251,25 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     @operators.define(f"{name}_backward")
     def backward(
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-        weight_gradient: bool, bias_gradient: bool, implementation: str | None = None,
+        dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         _check(x, dy=dy, dtotal=dtotal, weight=weight, mean=mean, rstd=rstd)
-        returned = _backward_outputs(x, rstd, weight_gradient, bias_gradient)
+        returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
         if _kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
             return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
         dx, *per_row = _gradients_of_rows(kind, dy, x, dtotal, weight, mean, rstd)
         dweight, dbias = (
-            rows.sum(1).contiguous() if wanted else operators.nothing(x, rstd.dtype)
-            for rows, wanted in zip(per_row, (weight_gradient, bias_gradient), strict=True)
-        )  # fmt: skip
+            operators.nothing(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
+            for rows, dtype in zip(per_row, (dweight_dtype, dbias_dtype), strict=True)
+        )
         return dx.contiguous(), dweight, dbias
 
     def backward_fake(
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
-        weight_gradient: bool, bias_gradient: bool, implementation: str | None = None,
+        dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return operators.fake(_backward_outputs(x, rstd, weight_gradient, bias_gradient), x)
+        return operators.fake(_backward_outputs(x, dweight_dtype, dbias_dtype), x)
 
     forward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm").default
     backward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm_backward").default
@@ -285,9 +284,9 @@ def _define(kind: Kind) -> tuple[Any, Any]:
 
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
+        needs = ctx.needs_input_grad
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
         dtotal = dtotal if of_residual is not None else None
-        needs = ctx.needs_input_grad
         dweight = dbias = None
         if dy is None:
             if dtotal is None:
@@ -299,11 +298,10 @@ def _define(kind: Kind) -> tuple[Any, Any]:
                     forward_op, x, None, None, None, ctx.epsilon, ctx.dtype, True, ctx.implementation
                 )
             dx, dweight, dbias = operators.call(
-                backward_op, dy, x, dtotal, weight, mean if kind == "layer" else None, rstd, needs[1], needs[2],
-                ctx.implementation,
+                backward_op, dy, x, dtotal, weight, mean if kind == "layer" else None, rstd,
+                of_weight if needs[1] else None, of_bias if needs[2] else None, ctx.implementation,
             )  # fmt: skip
-            dweight = dweight.to(of_weight) if needs[1] else None
-            dbias = dbias.to(of_bias) if needs[2] else None
+            dweight, dbias = dweight if needs[1] else None, dbias if needs[2] else None
         dresidual = dx.to(of_residual) if needs[3] else None
         return dx.to(of_x) if needs[0] else None, dweight, dbias, dresidual, None, None, None, None
 
@@ -312,7 +310,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     )  # fmt: skip
     operators.register(
         backward, backward_op, backward_fake, operators.no_second_order, operators.no_setup,
-        _vmap(backward_op, ("weight",), ("weight_gradient", "bias_gradient")),
+        _vmap(backward_op, ("weight",), ("dweight_dtype", "dbias_dtype")),
     )  # fmt: skip
     return forward_op, backward_op
 

@@ -52,7 +52,7 @@ class Problem:
       epsilon: added to the mean square, or to the variance, inside the root.
       dtypes: `(name, dtype)` of every array that takes part; an array left out is not computed or not used. Forward
         they are x, residual, weight, bias, y, total (x + residual), mean, rstd; backward dy, x, dtotal, weight, mean,
-        rstd, dx, dweight, dbias. Statistics and the gradients of weights are float32.
+        rstd, dx, dweight, dbias. Statistics are float32.
     """
 
     kind: Kind

@@ -409,8 +409,8 @@ def norm_columns_kernel(
 def norm_sum_kernel(
     partial_weight_ptr,  # [S, programs, N] float32, or None
     partial_bias_ptr,    # [S, programs, N] float32, or None
-    dweight_ptr,         # [S, N] float32, or None
-    dbias_ptr,           # [S, N] float32, or None
+    dweight_ptr,         # [S, N], or None
+    dbias_ptr,           # [S, N], or None
     programs,
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip

@@ -23,14 +23,14 @@ def wait_for_the_last(EARLY: tl.constexpr):
 
 @triton.jit
 def add_up(partial_ptr, sums_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Of a model, the columns `col` of `[S, programs, N]` added up to those of `[S, N]`."""
+    """Of a model, the columns `col` of `[S, programs, N]` added up in float32 to those of `[S, N]`, of any dtype."""
     model = model.to(tl.int64)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for first in range(0, programs, BLOCK_P):
         program = first + tl.arange(0, BLOCK_P)
         mask = (program < programs)[:, None] & (col < N)[None, :]
         total += tl.load(partial_ptr + (model * programs + program)[:, None] * N + col[None, :], mask=mask, other=0.0)
-    tl.store(sums_ptr + model * N + col, tl.sum(total, 0), mask=col < N)
+    tl.store(sums_ptr + model * N + col, tl.sum(total, 0).to(sums_ptr.dtype.element_ty), mask=col < N)
 
 
 @triton.jit
