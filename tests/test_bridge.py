@@ -123,6 +123,25 @@ def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("batch", "models", "want"),
+    [(4, 1, 1), (512, 1, 4), (1056, 1, 8), (1057, 1, 16), (2048, 1, 16), (2112, 1, 16), (2113, 1, 8), (4096, 1, 16),
+     (64, 16, 8), (64, 32, 16), (64, 36, 8)],
+)  # fmt: skip
+def test_tiles_on_hopper_are_as_small_as_run_at_once_or_of_sixteen_where_that_saves_turns(batch, models, want):
+    from benchmarks.launches import make_problem
+    from torch_bridge.config import Device, heuristic
+
+    def chosen(cell="gru", direction="fwd", kind="tf32", hidden=128):
+        p = make_problem(cell, direction, kind, hidden, batch)
+        config = heuristic(dataclasses.replace(p, models=models, groups=models), Device())
+        return config.block_b if config.variant == "sm90" else None
+
+    assert [chosen(), chosen(kind="bf16"), chosen(kind="bf16", direction="bwd")] == [want] * 3
+    assert [chosen(direction="bwd"), chosen("lstm"), chosen(hidden=120)] == [min(want, 8)] * 3
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
     from torch_bridge.config import Device, UnsupportedError, heuristic

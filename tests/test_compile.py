@@ -104,6 +104,11 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
     assert not bad, "\n".join(bad)
 
 
+# Bytes of local memory a thread may have where one program has all units and tiles are of sixteen sequences: faster all
+# the same than tiles of eight that take turns (H200: GRU 2048,256,128 in bfloat16 1.67 ms for 1.89).
+LOCAL_BYTES_OF_SIXTEENS = {"fwd": 40, "bwd": 120}
+
+
 # Bytes of local memory a thread may have, by columns: tilings that leave room for other programs are faster than such
 # as have registers for all (H200: LayerNorm of 512 columns backward 0.76 of a copy's bandwidth for 0.63).
 LOCAL_BYTES = {8192: 128, 16384: 224, 50257: 544}
@@ -201,7 +206,8 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
     for p, c in problems:
         compiled = Launch(p, device, c).specialization.compile()
         shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
-        if not shared <= c.shared_memory(p) <= device.shared_memory or local:
+        limit = LOCAL_BYTES_OF_SIXTEENS[p.direction] if (c.variant, c.block_b) == ("sm90", 16) else 0
+        if not shared <= c.shared_memory(p) <= device.shared_memory or local > limit:
             bad.append(f"H={p.hidden} {c}: {shared} of {device.shared_memory} bytes shared, {local} bytes local")
     return bad
 

@@ -92,7 +92,10 @@ def _forward_step(
 ):  # fmt: skip
     """Step i, the stores of step i - 1, whose results `new_h`, `factors` and `z` are, and the loads of step i + 1."""
     next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
-    next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
+    # there are registers for the inputs of two steps, but not of sixteen sequences in float32
+    EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
+    if EARLY:
+        next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
         if SCALED:
@@ -112,6 +115,8 @@ def _forward_step(
     if SCALED:
         unscale = inverse(scale) * w_unscale
         a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
+    if not EARLY:
+        next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     h_n, r, z, n, new_h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
     return new_h, new_h, factors_of(h_n, r, z, n, h), z, scale, next_r, next_z, next_n, next_reset
 
