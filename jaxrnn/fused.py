@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrnn import _bridge, cells, reference, sharding
+from jaxrnn import _bridge, cells, layouts, reference, sharding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -393,16 +393,20 @@ def _weight_grads(
     static: Static, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
 ) -> dict[str, Array]:
     """The gradients of weights and biases by field of the params, of the states before each step."""
-    cell, dtype = static.cell, static.operand_dtype
+    cell, spec = static.cell, "gtbx,gtby->xy"
+    xs, h_prev = xs.astype(static.operand_dtype), h_prev.astype(static.operand_dtype)
 
     def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
         """`x^T @ y` over groups, steps and batch."""
-        return jnp.einsum("gtbx,gtby->xy", x, y, precision=precision, preferred_element_type=jnp.float32)
+        return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
     recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= FULL_PRECISION_WIDTH else static.precision
-    contract_states = functools.partial(contract, h_prev.astype(dtype), precision=recurrent)
+    of_tf32 = static.operand_dtype == jnp.float32 and static.kernel_precision == "tf32"
+    if of_tf32 and _bridge.features_first_pays(math.prod(xs.shape[:-1]), dxp.shape[-1]):
+        xs, h_prev, spec = layouts.features_first(xs), layouts.features_first(h_prev), "xgtb,gtby->xy"
+    contract_states = functools.partial(contract, h_prev, precision=recurrent)
     return {
-        "w_ih": contract(xs.astype(dtype), dxp), cell.bias: cells.bias_grad(dxp),
+        "w_ih": contract(xs, dxp), cell.bias: cells.bias_grad(dxp),
         **cell.recurrent_grads(contract_states, dxp, hidden_grads),
     }  # fmt: skip
 

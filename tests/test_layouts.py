@@ -1,0 +1,94 @@
+"""`features_first`: a transpose that is one in memory too, wherever XLA may lay out an array as it likes."""
+
+import functools
+
+import calls
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from meshes import make_mesh
+
+from jaxrnn import _bridge
+from jaxrnn.layouts import features_first
+
+CONSTRAINT = "LayoutConstraint"
+
+
+def numbers(*shape):
+    return np.random.default_rng(0).standard_normal(shape, np.float32)
+
+
+def lowered(function, *args):
+    return jax.jit(function).lower(*args).as_text()
+
+
+@pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 4, 5)], ids=str)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.disable_jit()], ids=["jit", "eager", "disable_jit"])
+def test_is_a_transpose(wrap, shape):
+    x = numbers(*shape)
+    np.testing.assert_array_equal(wrap(features_first)(x), np.moveaxis(x, -1, 0))
+
+
+@pytest.mark.parametrize("axes", [(0,), (2,), (1, 3)], ids=str)
+def test_under_vmap(axes):
+    """Of `[*rows, N]` with mapped axes anywhere, vmap of vmap too."""
+    x = numbers(2, 3, 4, 5, 6)
+    ours, want = features_first, functools.partial(jnp.moveaxis, source=-1, destination=0)
+    for axis in axes:
+        ours, want = jax.vmap(ours, axis), jax.vmap(want, axis)
+    np.testing.assert_array_equal(jax.jit(ours)(x), want(x))
+    assert CONSTRAINT in lowered(ours, x)
+
+
+def test_alone_on_a_device_the_layout_is_fixed():
+    x = numbers(4, 5)
+    assert CONSTRAINT in lowered(features_first, x)
+    copied = jax.jit(lambda x: features_first(x) @ x).lower(x).compile().as_text()
+    assert "f32[5,4]{1,0}" in copied, copied  # the second axis varies fastest
+
+
+def test_on_a_mesh_that_xla_manages_nothing_is_gathered():
+    mesh = make_mesh(AxisType.Auto)
+    x = jax.device_put(numbers(8, 16, 4), NamedSharding(mesh, PartitionSpec(None, "data")))
+
+    def product(x):
+        return jnp.einsum("xtb,tby->xy", features_first(x), x)
+
+    assert CONSTRAINT not in lowered(product, x)
+    assert "all-gather" not in jax.jit(product).lower(x).compile().as_text()
+    np.testing.assert_allclose(jax.jit(product)(x), np.einsum("tbx,tby->xy", x, x), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("axes", "manual", "fixed"), [
+    (("data",), {"data"}, True), (("data", "model"), {"data", "model"}, True), (("data", "model"), {"data"}, False),
+], ids=str)  # fmt: skip
+def test_inside_shard_map(axes, manual, fixed):
+    """Of a device's part the layout is fixed, unless XLA shares that out over another axis of the mesh."""
+    x, spec = numbers(8, 16, 4), PartitionSpec(None, "data")
+    out = PartitionSpec(None, None, "data")
+    function = jax.shard_map(
+        features_first, mesh=make_mesh(AxisType.Auto, axes), in_specs=spec, out_specs=out, axis_names=manual
+    )
+    assert (CONSTRAINT in lowered(function, x)) == fixed
+    np.testing.assert_array_equal(jax.jit(function)(x), np.moveaxis(x, -1, 0))
+
+
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize(
+    ("steps", "batch", "hidden"),
+    [pytest.param(4, 3, 40, marks=pytest.mark.interpret), pytest.param(128, 32, 256, marks=pytest.mark.gpu)],
+)
+def test_gradients_of_weights_from_it(cell, steps, batch, hidden, monkeypatch):
+    """They are those from arrays as they lie, under `vmap` too."""
+    single = calls.arguments(cell, steps=steps, batch=(batch,), hidden=hidden)
+    for args, map_over in ((single, lambda f: f), (calls.stack([single, single]), jax.vmap)):
+        found = []
+        for pays in (True, False):
+            monkeypatch.setattr(_bridge, "features_first_pays", lambda *_, pays=pays: pays)
+            jax.clear_caches()
+            run = map_over(calls.with_gradients(calls.runner(cell, "triton", precision="default")))
+            assert (CONSTRAINT in lowered(run, *args)) == pays
+            found.append(jax.jit(run)(*args))
+        calls.assert_close(*found, bound=1e-3)  # of TF32, in another order
