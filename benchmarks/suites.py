@@ -6,17 +6,20 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
+import statistics
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from benchmarks import cases, first_call, harness, norms, oracle, scans, timing
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
 from benchmarks.results import AccuracyRow, Row
+from jaxrnn import _bridge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -292,7 +295,8 @@ def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Er
 
 # A whole agent.
 
-PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "triton", "no recurrence": "none"}
+# Ours is what users get: the kernels for sequences, XLA for the single steps of a rollout.
+PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "auto", "no recurrence": "none"}
 PPO_NAMES_OF_SEVERAL = ("flax", "jaxrnn", "no recurrence")
 
 
@@ -307,7 +311,7 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
                 row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
                 steps = cases.PPO_STEPS[envs] * cases.PPO_LONGER.get(name, 1)
                 config = example.Config(implementation=PPO_NAMES[name], num_envs=envs, total_steps=steps, **sizes)
-                yield ppo_row(example, config, row)
+                yield ppo_row(example, config, row, cases.PPO_RUNS if target and name in cases.PPO_LONGER else 1)
 
     for envs, target in cases.PPO_TARGETS.items():
         yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, envs)
@@ -339,19 +343,32 @@ def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iter
         yield row
 
 
-def ppo_row(example: Any, config: Any, row: Row) -> Row:
-    """`row` with the speed of a training run."""
+def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
+    """`row` with the speed of training runs."""
     try:
-        result = example.train(config)
+        if config.implementation == "auto":
+            check_kernels_run(config)
+        results = [example.train(config) for _ in range(runs)]
     except Exception as error:
         return harness.failed(row, error)
-    speed = result.steps_per_second  # of all seeds together
+    speed = timing.Spread.of([result.steps_per_second for result in results], runs)  # of all seeds together
     seeds = f"{config.num_seeds} x " if config.num_seeds > 1 else ""
+    final_return = statistics.fmean(float(result.final_return.mean()) for result in results)
     return dataclasses.replace(
-        row, value=speed, low=speed, high=speed, calls=config.calls - 1,
-        method=f"one training run of {seeds}{config.updates * config.steps_per_update:,} steps",
-        note=f"final return {result.final_return.mean():.2f}",
+        row, value=speed.median, low=speed.low, high=speed.high, calls=runs * (config.calls - 1),
+        method=f"{f'{runs} training runs' if runs > 1 else 'one training run'} of "
+        f"{seeds}{config.updates * config.steps_per_update:,} steps",
+        note=f"final return {final_return:.2f}",
     )  # fmt: skip
+
+
+def check_kernels_run(config: Any) -> None:
+    """Raises NotImplementedError where the fastest implementation that works would not be the kernels."""
+    reason = _bridge.unsupported([jnp.dtype(jnp.float32)], config.hidden)
+    if reason is None and not _bridge.preferred(config.rollout_steps):
+        reason = "is not what is chosen here"
+    if reason is not None:
+        raise NotImplementedError(f"the Triton implementation {reason}")
 
 
 def load_example() -> Any:

@@ -456,6 +456,7 @@ def test_rows_of_a_suite_are_added_to_those_there_are(monkeypatch, tmp_path):
         return example.Result(config, 0.0, 1.0, 1000.0 * config.num_seeds, *np.ones((2, config.num_seeds, 1)))
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(suites, "check_kernels_run", lambda config: None)
     monkeypatch.setattr(example, "train", train)
     monkeypatch.setattr(suites, "load_example", lambda: example)
     for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "TRITON_CACHE_AUTOTUNING"):
@@ -467,7 +468,7 @@ def test_rows_of_a_suite_are_added_to_those_there_are(monkeypatch, tmp_path):
     ]
     Report("ppo", machine.describe("abc"), {}, kept).save(tmp_path)
     assert command.main([*arguments, "abc", "--rows", "seeds", "--add"]) == 0
-    assert trained == [("flax", 16, 64), ("triton", 16, 64), ("none", 16, 64)]
+    assert trained == [("flax", 16, 64), ("auto", 16, 64), ("none", 16, 64)]
     rows = Report.load(tmp_path / "ppo.json").rows
     assert rows[0] == kept[0] and [(row.provider, row.value) for row in rows[1:]] == [
         ("flax", 16_000.0), ("jaxrnn", 16_000.0), ("no recurrence", 16_000.0)
@@ -487,8 +488,43 @@ def test_a_ppo_run_that_breaks_is_a_row(monkeypatch):
     monkeypatch.setattr(example, "train", train)
     monkeypatch.setattr(suites, "load_example", lambda: example)
     monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
-    row, *others = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(suites, "check_kernels_run", lambda config: None)
+        row, *others = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
     assert (row.status, row.reason, others) == ("failed", "RuntimeError: out of order", []) and report.broken(row)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what is chosen")]
+)
+def test_ppo_does_not_pass_off_a_scan_as_the_kernels(monkeypatch, missing, reason):
+    from benchmarks import suites
+
+    monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: missing)
+    monkeypatch.setattr(suites._bridge, "preferred", lambda steps: False)
+    monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
+    (row,) = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
+    assert row.status == "failed"
+    assert row.reason.startswith(f"NotImplementedError: the Triton implementation {reason}")
+
+
+def test_ppo_of_a_target_is_the_median_of_several_runs(monkeypatch):
+    from benchmarks import suites
+
+    example = suites.load_example()
+    speeds = {"flax": [1.0], "auto": [30.0, 10.0, 20.0], "none": [5.0, 7.0, 6.0]}
+
+    def train(config):
+        return example.Result(config, 0.0, 1.0, speeds[config.implementation].pop(0), *np.ones((2, 1, 1)))
+
+    monkeypatch.setattr(suites, "check_kernels_run", lambda config: None)
+    monkeypatch.setattr(example, "train", train)
+    monkeypatch.setattr(suites, "load_example", lambda: example)
+    rows = list(suites.ppo(Settings(rows=("PPO, 64 envs",), skip=("jaxrnn-xla",)), lambda _: None))
+    assert [(row.provider, row.value, row.low, row.high) for row in rows] == [
+        ("flax", 1.0, 1.0, 1.0), ("jaxrnn", 20.0, 15.0, 25.0), ("no recurrence", 6.0, 5.5, 6.5)
+    ]  # fmt: skip
+    assert rows[0].method.startswith("one training run of ") and rows[1].method.startswith("3 training runs of ")
 
 
 def test_clocks_take_turns():
