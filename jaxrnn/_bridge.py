@@ -270,8 +270,8 @@ def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any
 def features_first_pays(rows: int, gates: int) -> bool:
     """Whether a product of TF32 that sums over so many rows is faster with `layouts.features_first` of an operand.
 
-    Measured on an H200, gradients of weights in passes of 4096 rows and more: GRU 512,32,1024 2.31 ms for 2.80,
-    128,64,512 0.762 for 0.818, LSTM 1024,128,256 2.57 for 2.64; of 384 gates 3.35 for 3.31.
+    Of the gradients of weights in passes on an H200: GRU 512,32,1024 2.31 ms for 2.80, 128,64,512 0.762 for 0.818,
+    32,128,256 0.603 for 0.605, LSTM 1024,128,256 2.57 for 2.64; of 384 gates, GRU 2048,256,128 3.35 for 3.31.
     """
     device = _device()
     return device.capability == 90 and not device.interpreted and rows >= 4096 and gates >= 768

@@ -541,6 +541,22 @@ def test_rows_of_a_mesh_stay_where_they_are(kind, axis_type, axes, spec, platfor
 
 @on_devices
 @every_kind
+def test_gradients_of_narrow_weights_are_added_up_over_devices_in_float32(kind, platform):
+    """And rounded once: in float16 each device's part, and each sum, would be rounded too."""
+    x, *weights, _ = device_arguments()
+    arguments = (x, *(w.astype(jnp.float16) for w in weights), x)
+    mesh = make_mesh(AxisType.Auto)
+    program = jax.jit(with_gradients(kind, "triton")).lower(*place(mesh, P("data"), arguments)).compile()
+    added = [line for line in program.as_text().splitlines() if " all-reduce(" in line or " all-reduce-start(" in line]
+    assert added and not any("f16[" in line for line in added), added
+    _, (_, *got, _) = program(*place(mesh, P("data"), arguments))
+    _, (_, *want, _) = plain(kind)(*arguments)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2**-10, atol=1e-3)  # a last bit
+
+
+@on_devices
+@every_kind
 def test_without_jit_rows_of_a_mesh_that_jax_manages_stay_where_they_are(kind, platform):
     arguments = device_arguments()
     mesh = make_mesh(AxisType.Auto)

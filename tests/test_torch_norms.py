@@ -280,6 +280,19 @@ def test_opcheck_of_the_gradient(kind, device, dweight_dtype, dbias_dtype):
     torch.library.opcheck(BACKWARD_OPS[kind], (*given, dweight_dtype, dbias_dtype))
 
 
+@pytest.mark.parametrize("dtype", [True, torch.int32], ids=str)
+@every_kind
+def test_gradients_of_weights_have_a_floating_point_dtype(kind, dtype):
+    """PyTorch takes a bool for a dtype."""
+    given = arguments()
+    x, weight, *_ = (y.detach() for y in given[:4])
+    _, total, mean, rstd = OPS[kind](*given)
+    given = (torch.randn_like(x), total.detach(), None, weight, mean if kind == "layer" else None, rstd)
+    for dtypes, name in (((dtype, None), "dweight_dtype"), ((None, dtype), "dbias_dtype")):
+        with pytest.raises(ValueError, match=f"{name} must be a floating-point dtype, or None for no such gradient"):
+            BACKWARD_OPS[kind](*given, *dtypes)
+
+
 @every_kind
 def test_results_are_contiguous_whatever_the_strides(kind):
     """As the fake says, which compilers believe."""
@@ -289,7 +302,7 @@ def test_results_are_contiguous_whatever_the_strides(kind):
     dy = torch.randn_like(x)
     assert not any(y.is_contiguous() for y in (x, weight, residual, dy))
     mean = mean if kind == "layer" else None
-    torch.library.opcheck(BACKWARD_OPS[kind], (dy, x, residual, weight, mean, rstd, True, True))
+    torch.library.opcheck(BACKWARD_OPS[kind], (dy, x, residual, weight, mean, rstd, weight.dtype, bias.dtype))
 
 
 @every_kind

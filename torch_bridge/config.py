@@ -359,8 +359,8 @@ def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     if _sixteens_fit(problem):
         sixteens = dataclasses.replace(tilings[-1], block_b=16)
         tilings.append(sixteens)
-        rounds = (-(-problem.models * c.tiles(problem) // device.multiprocessors) for c in (best, sixteens))
-        best = best if next(rounds) <= _SIXTEENS_TAKE * next(rounds) else sixteens
+        turns, wider = (_cdiv(problem.models * c.tiles(problem), device.multiprocessors) for c in (best, sixteens))
+        best = best if turns <= _SIXTEENS_TAKE * wider else sixteens
     return [best, *(c for c in tilings if c != best)]
 
 

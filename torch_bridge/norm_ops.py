@@ -188,16 +188,16 @@ def _backward_outputs(
     }
 
 
-def _vmap(op: Any, per_model: tuple[str, ...], flags: tuple[str, ...] = ()) -> Callable[..., Any]:
+def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> Callable[..., Any]:
     """The rule of `torch.vmap` for `op`: batched weights become models, shared ones leave the new axis to the rows.
 
-    So that each model has its own, gradients of weights need models too: those that an argument in `flags` asks for.
+    So that each model has its own, gradients of weights need models too: those that an argument in `asked` asks for.
     """
     names = [argument.name for argument in op._schema.arguments]
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size, given = info.batch_size, list(zip(names, args, in_dims, strict=False))
-        new_models = any((name in per_model and dim is not None) or (name in flags and x) for name, x, dim in given)
+        new_models = any((name in per_model and dim is not None) or (name in asked and x) for name, x, dim in given)
 
         def merge(name: str, x: Any, dim: int | None) -> Any:
             if not isinstance(x, Tensor) or (name in per_model and not new_models):
@@ -254,6 +254,9 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         _check(x, dy=dy, dtotal=dtotal, weight=weight, mean=mean, rstd=rstd)
+        for name, dtype in (("dweight_dtype", dweight_dtype), ("dbias_dtype", dbias_dtype)):
+            if dtype is not None and not dtype.is_floating_point:  # a bool, which PyTorch takes for one, among them
+                raise ValueError(f"{name} must be a floating-point dtype, or None for no such gradient, got {dtype}")
         returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
         if _kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
@@ -284,9 +287,9 @@ def _define(kind: Kind) -> tuple[Any, Any]:
 
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        needs = ctx.needs_input_grad
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
         dtotal = dtotal if of_residual is not None else None
+        needs = ctx.needs_input_grad
         dweight = dbias = None
         if dy is None:
             if dtotal is None:

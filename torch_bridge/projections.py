@@ -56,7 +56,7 @@ def pays(problem: Problem, device: Device) -> bool:
 def choose(problem: Problem, device: Device) -> Tiling:
     """The tiling for a problem."""
     if problem.inputs > _KEPT:
-        return Tiling(128, 256, 64, 8, 3)
+        return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
     blocks = -(-problem.gates // 128) * problem.models
     at_once = max(1, (2 if problem.inputs <= 128 else 1) * device.multiprocessors // blocks)
     inputs = max(16, 1 << (problem.inputs - 1).bit_length())
