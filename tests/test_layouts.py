@@ -61,15 +61,17 @@ def test_on_a_mesh_that_xla_manages_nothing_is_gathered():
     np.testing.assert_allclose(jax.jit(product)(x), np.einsum("tbx,tby->xy", x, x), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("axes", "manual", "fixed"), [
-    (("data",), {"data"}, True), (("data", "model"), {"data", "model"}, True), (("data", "model"), {"data"}, False),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    ("axes", "manual", "fixed"),
+    [(("data",), ("data",), True), (("data", "model"), ("data", "model"), True), (("data", "model"), ("data",), False)],
+    ids=str,
+)
 def test_inside_shard_map(axes, manual, fixed):
     """Of a device's part the layout is fixed, unless XLA shares that out over another axis of the mesh."""
     x, spec = numbers(8, 16, 4), PartitionSpec(None, "data")
     out = PartitionSpec(None, None, "data")
     function = jax.shard_map(
-        features_first, mesh=make_mesh(AxisType.Auto, axes), in_specs=spec, out_specs=out, axis_names=manual
+        features_first, mesh=make_mesh(AxisType.Auto, axes), in_specs=spec, out_specs=out, axis_names=set(manual)
     )
     assert (CONSTRAINT in lowered(function, x)) == fixed
     np.testing.assert_array_equal(jax.jit(function)(x), np.moveaxis(x, -1, 0))
