@@ -52,8 +52,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot, tune")
     add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU, of tune torch_bridge/tables)")
     # None, as the default of all of them, is an option that was not given.
-    add("--only", type=_names, metavar="A,B", help="measure only these providers")
-    add("--skip", type=_names, metavar="A,B", help="do not measure these providers")
+    add("--only", action="extend", type=_names, metavar="A,B", help="measure only these providers; repeatable")
+    add("--skip", action="extend", type=_names, metavar="A,B", help="do not measure these providers; repeatable")
     add("--rows", action="append", metavar="TEXT", help="only cases with this in their name; repeatable")
     kept = "keep the results that are there of other cases, same machine and commit"
     add("--add", action="store_const", const=True, help=kept)
@@ -86,9 +86,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         if unknown := [name for name in named if name not in known]:
             parser.error(f"no provider {', '.join(unknown)}; there are {', '.join(known)}")
     settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings) if f.name in given}
+    settings |= {name: tuple(getattr(options, name) or ()) for name in ("only", "skip", "rows")}
     defaults = {"seconds": TUNE_SECONDS} if options.view == TUNE else {}
     try:
-        options.settings = Settings(**defaults | settings | {"rows": tuple(options.rows or ())})
+        options.settings = Settings(**defaults | settings)
     except ValueError as error:
         parser.error(str(error))
     options.commit = options.commit or os.environ.get("JAXRNN_COMMIT")

@@ -695,6 +695,14 @@ def test_names_that_some_suites_alone_have_can_be_chosen():
         assert command.parse_arguments(["--only", name]).settings.only == (name,)
 
 
+def test_providers_are_named_together_or_one_by_one():
+    together, apart = "--skip torchrl,torchrl-bf16,flax", "--skip torchrl --skip torchrl-bf16,flax"
+    want = ("torchrl", "torchrl-bf16", "flax")
+    assert [command.parse_arguments(given.split()).settings.skip for given in (together, apart)] == [want, want]
+    none = command.parse_arguments([]).settings
+    assert (none.only, none.skip, none.rows) == ((), (), ())
+
+
 @pytest.mark.parametrize("name", [name for name in command.SUITES if name != "ppo"])
 def test_rows_choose_in_every_suite(name):
     """Nothing is prepared for cases that are not wanted."""
