@@ -157,7 +157,7 @@ def test_arrows_of_jaxrnn(module):
 @pytest.mark.parametrize("module", modules("torch_bridge"))
 def test_arrows_of_torch_bridge(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]
-    front = ["operators", "loops", "ops", "norm_ops", "functional", "nn"]
+    front = ["op_common", "loops", "rnn_ops", "norm_ops", "functional", "nn"]
     front = [f"torch_bridge.{name}" for name in front]
     forbidden += front[front.index(module) :] if module in front else front  # each imports those before it
     if module == "torch_bridge.config":

@@ -8,7 +8,7 @@ import pytest
 from cases import Case
 from torch_calls import CELLS, every_cell, every_device, moved, run, torch
 
-from torch_bridge import functional, loops, ops
+from torch_bridge import functional, loops, rnn_ops
 
 T, B, H, D, S = 4, 3, 5, 2, 3
 
@@ -71,11 +71,11 @@ def test_kernels_match_the_oracle(case):
 def test_weights_are_rounded_to_tf32():
     w = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-11 - 2**-20, -(1 + 3 * 2**-11), 3e38, torch.inf, -torch.inf, 2**-140])
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).to(torch.int32).view(torch.float32)
-    got = ops._operand(torch.cat([w, nans]), "tf32")
+    got = rnn_ops._operand(torch.cat([w, nans]), "tf32")
     torch.testing.assert_close(got[:4], torch.tensor([1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]), rtol=0, atol=0)
     assert abs(got[4] / 3e38 - 1) < 2**-11
     assert got[5] == torch.inf and got[6] == -torch.inf and got[7] == 0 and got[8:].isnan().all()
-    assert ops._operand(w, "tf32x3") is w
+    assert rnn_ops._operand(w, "tf32x3") is w
 
 
 def arguments(cell, dtype=torch.float32, seed=0, **changes):
@@ -110,11 +110,11 @@ def backward_arguments(cell, device="cpu", **changes):
 
 
 def cell_of(cell):
-    return ops.GRU if cell == "gru" else ops.LSTM
+    return rnn_ops.GRU if cell == "gru" else rnn_ops.LSTM
 
 
 def op_of(cell):
-    return ops.gru_op if cell == "gru" else ops.lstm_op
+    return rnn_ops.gru_op if cell == "gru" else rnn_ops.lstm_op
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "both"])
@@ -122,7 +122,7 @@ def op_of(cell):
 @every_cell
 def test_opcheck(cell, device, order):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, order=order), device))
-    backward = ops.gru_backward_op if cell == "gru" else ops.lstm_backward_op
+    backward = rnn_ops.gru_backward_op if cell == "gru" else rnn_ops.lstm_backward_op
     torch.library.opcheck(backward, backward_arguments(cell, device, order=order))
 
 
@@ -447,9 +447,9 @@ def test_precision_follows_torch_and_compiled_code_does(cell, way, matmul):
         compiled(*args)
         (found,) = (n.args for n in graphs[-1].graph.nodes if str(n.target) == f"torch_bridge.{cell}.default")
         assert [x for x in found if str(x).startswith("tf32")] == [wanted]
-        assert ops.kernel_precision(None, 40) == wanted
-        assert ops.kernel_precision(None, 32) == "tf32x3"
-        assert [ops.kernel_precision(name, 32) for name in ("tf32", "tf32x3")] == ["tf32", "tf32x3"]
+        assert rnn_ops.kernel_precision(None, 40) == wanted
+        assert rnn_ops.kernel_precision(None, 32) == "tf32x3"
+        assert [rnn_ops.kernel_precision(name, 32) for name in ("tf32", "tf32x3")] == ["tf32", "tf32x3"]
     set_precision(matmul, way, "ieee")
     assert len(graphs) == 2
 
@@ -558,7 +558,7 @@ def test_an_operator_takes_both_reset_states_or_none():
     args = list(arguments("lstm"))
     args[6] = None
     with pytest.raises(ValueError, match="reset_h and reset_c go together"):
-        ops.lstm_op(*args)
+        rnn_ops.lstm_op(*args)
 
 
 @every_cell
@@ -585,8 +585,10 @@ def test_batch_axes_fold_and_may_be_missing(cell):
 @pytest.mark.parametrize("batch_first", [False, True])
 def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     seen = {}
-    original = ops.forward
-    monkeypatch.setattr(ops, "forward", lambda cell, args, *rest: seen.update(args=args) or original(cell, args, *rest))
+    original = rnn_ops.forward
+    monkeypatch.setattr(
+        rnn_ops, "forward", lambda cell, args, *rest: seen.update(args=args) or original(cell, args, *rest)
+    )
     xs, states, given, resets, _ = weights("gru")
     new = torch.randn(T, B, H)
     if batch_first:

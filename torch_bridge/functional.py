@@ -1,7 +1,7 @@
 """`gru`, `lstm` with episode resets, `rms_norm` and `layer_norm`: functions of weights in the layout of `torch.nn`.
 
-They bring their arguments into the canonical form of `torch_bridge.ops` and `norm_ops`, without copies, and call the
-operators there.
+They bring their arguments into the canonical form of `torch_bridge.rnn_ops` and `norm_ops`, without copies, and call
+the operators there.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import linear, pad
 from torch.torch_version import TorchVersion
 
-from torch_bridge import loops, norm_ops, operators, ops
-from torch_bridge.ops import GRU, LSTM, Cell, Precision
+from torch_bridge import loops, norm_ops, op_common, rnn_ops
+from torch_bridge.rnn_ops import GRU, LSTM, Cell, Precision
 
 Implementation = Literal["triton", "torch"] | None
 
@@ -171,7 +171,7 @@ def check_tensor(name: str, given: Any) -> None:
 
 def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight: Tensor) -> None:
     """Raises ValueError unless a state has the dtype of the inputs or the weights, or float32; autocast takes any."""
-    if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not operators.autocasting(xs.device.type):
+    if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not op_common.autocasting(xs.device.type):
         raise ValueError(f"{name} must be of {xs.dtype}, as {inputs}, or float32, got {state.dtype}: convert it")
 
 
@@ -239,7 +239,7 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
             continue
         if tuple(w.shape) != shape:
             raise ValueError(f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}")
-        if w.dtype != xs.dtype and not operators.autocasting(xs.device.type):
+        if w.dtype != xs.dtype and not op_common.autocasting(xs.device.type):
             raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
     check_tensor("resets", one.resets)
     if one.resets is not None and tuple(one.resets.shape) != steps:
@@ -283,7 +283,7 @@ def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tenso
     Returns the dtype of states that are not given too.
     """
     device = xs.device.type
-    if not operators.autocasting(device) or xs.dtype == torch.float64:
+    if not op_common.autocasting(device) or xs.dtype == torch.float64:
         return xs, layer, xs.dtype
     dtype, default = torch.get_autocast_dtype(device), xs.dtype
     names = ["w_ih", "w_hh", "b_ih", "b_hh", "w_hr"]
@@ -349,7 +349,7 @@ def _project(
 
 
 class _Layout:
-    """Between the layout of a layer, a list of tensors by direction, and the canonical one of `torch_bridge.ops`."""
+    """Between the layout of a layer, a list of tensors by direction, and the canonical one of `rnn_ops`."""
 
     def __init__(self, xs: Tensor, directions: int, batch_first: bool):
         self.time = xs.ndim - 2 if batch_first else 0
@@ -423,7 +423,7 @@ def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[
 
 def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
     """The loop in operations that autograd sees."""
-    loop = operators.without_autocast(loops.gru if cell is GRU else loops.lstm)
+    loop = op_common.without_autocast(loops.gru if cell is GRU else loops.lstm)
     results = loop(*arguments, order, False)._asdict()
     dtypes = {s: x.dtype for s, x in zip(cell.states, states, strict=True)}
     return {name: x.to(dtypes[name[0]]) for name, x in results.items() if x is not None}
@@ -433,13 +433,13 @@ def _is_one_cell(xs: Tensor, layer: Sequence[Direction]) -> bool:
     """Whether one step is what PyTorch's own cell computes, which takes the host less than half of a launch's time."""
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
-    if not alone or xs.dtype not in (torch.float32, torch.float64) or operators.autocasting(xs.device.type):
+    if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.autocasting(xs.device.type):
         return False
     given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
     tensors = [x for x in given if x is not None]
     if any(x.dtype != xs.dtype for x in tensors):
         return False
-    return operators.plain(tensors if one.resets is None else [*tensors, one.resets])
+    return op_common.plain(tensors if one.resets is None else [*tensors, one.resets])
 
 
 def _one_cell(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> Outcome:
@@ -517,7 +517,9 @@ def run_layer(
     if implementation == "torch":
         results = _plain(cell, arguments, order, states)
     else:
-        results = ops.forward(cell, arguments, order, ops.kernel_precision(precision, hidden), cells, implementation)
+        results = rnn_ops.forward(
+            cell, arguments, order, rnn_ops.kernel_precision(precision, hidden), cells, implementation
+        )
 
     hs = layout.sequences(results["hs"])
     cs = layout.sequences(results["cs"]) if cells and cell is LSTM else [None] * len(layer)
@@ -631,13 +633,13 @@ def _norm(
     if eps is not None and not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")
     device, dtype = x.device.type, x.dtype
-    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and operators.autocasting(device):
+    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and op_common.autocasting(device):
         dtype = torch.float32
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-        eps = torch.finfo(operators.accumulation_dtype(total_dtype)).eps
+        eps = torch.finfo(op_common.accumulation_dtype(total_dtype)).eps
     if implementation == "torch":
-        normalize = operators.without_autocast(norm_ops.normalize)
+        normalize = op_common.without_autocast(norm_ops.normalize)
         results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)
         return results.y if residual is None else (results.y, results.total)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge import operators
+from torch_bridge import op_common
 
 
 class _Time:
@@ -91,7 +91,7 @@ def gru(
     order: str, save: bool,
 ) -> GRUResults:  # fmt: skip
     """As `torch_bridge.kernels.gru.gru_fwd_kernel`; states in the dtype that they are computed in."""
-    time, dtype = _Time(xp, w_hh, order), operators.accumulation_dtype(w_hh.dtype)
+    time, dtype = _Time(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     hidden = h0.shape[-1]
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h = time.state(h0).to(dtype)
@@ -135,7 +135,7 @@ def gru_backward(
     order: str, reset_gradients: bool,
 ) -> GRUGradients:  # fmt: skip
     """As `torch_bridge.kernels.gru.gru_bwd_kernel`."""
-    time, dtype = _Time(dhs, w_hh, order), operators.accumulation_dtype(w_hh.dtype)
+    time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
     f_r, f_z, f_n, f_hn = factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
     sequences = (torch.cat((f_r, f_z, f_hn), -1), keep.to(dtype), dhs.to(dtype))
@@ -177,7 +177,7 @@ def lstm(
     reset_c: Tensor | None, order: str, save: bool,
 ) -> LSTMResults:  # fmt: skip
     """As `torch_bridge.kernels.lstm.lstm_fwd_kernel`; states in the dtype that they are computed in."""
-    time, dtype = _Time(xp, w_hh, order), operators.accumulation_dtype(w_hh.dtype)
+    time, dtype = _Time(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h, c = time.state(h0).to(dtype), time.state(c0).to(dtype)
     new = time.new_states(reset_h, h), time.new_states(reset_c, c)
@@ -222,7 +222,7 @@ def lstm_backward(
     dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
 ) -> LSTMGradients:  # fmt: skip
     """As `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
-    time, dtype = _Time(dhs, w_hh, order), operators.accumulation_dtype(w_hh.dtype)
+    time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
     by_gate = torch.cat(factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
     dh, dc = time.state(dh_last).to(dtype), time.state(dc_last).to(dtype)

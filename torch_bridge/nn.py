@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from torch_bridge import functional, operators, ops
+from torch_bridge import functional, op_common, rnn_ops
 from torch_bridge.functional import Direction, Implementation, Outcome
-from torch_bridge.ops import Cell, Precision
+from torch_bridge.rnn_ops import Cell, Precision
 
 
 class _Stack(torch.nn.RNNBase):
@@ -29,7 +29,7 @@ class _Stack(torch.nn.RNNBase):
         super().__init__(*args, **kwargs)
         functional.check_implementation(implementation)
         if precision is not None:
-            ops.kernel_precision(precision, self.hidden_size)  # raises if there is no such
+            rnn_ops.kernel_precision(precision, self.hidden_size)  # raises if there is no such
         self.precision, self.implementation = precision, implementation
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
@@ -37,7 +37,7 @@ class _Stack(torch.nn.RNNBase):
         flat: Any = self._flat_weights[0]
         dtype, before = self.weight_ih_l0.dtype, flat.dtype
         if dtype != before:
-            if input.dtype != dtype and not operators.autocasting(input.device.type):
+            if input.dtype != dtype and not op_common.autocasting(input.device.type):
                 raise ValueError(f"RNN input dtype ({input.dtype}) does not match weight dtype ({dtype}): convert one")
             input = torch.empty_like(input, dtype=before, device="meta")
         super().check_input(input, batch_sizes)
@@ -86,7 +86,7 @@ class GRU(_Stack):
           RuntimeError: as `torch.nn.GRU`.
           NotImplementedError: see `torch_bridge.functional.gru`; packed inputs with a reset state of each step.
         """
-        ys, (h_n,) = _forward(self, ops.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
+        ys, (h_n,) = _forward(self, rnn_ops.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n
 
 
@@ -136,7 +136,7 @@ class LSTM(_Stack):
         """
         if hx is not None:
             hx = functional.pair("hx", hx)
-        ys, (h_n, c_n) = _forward(self, ops.LSTM, input, hx, resets, functional.pair("reset_state", reset_state))
+        ys, (h_n, c_n) = _forward(self, rnn_ops.LSTM, input, hx, resets, functional.pair("reset_state", reset_state))
         return ys, (h_n, c_n)
 
 
@@ -197,7 +197,7 @@ def _forward(
         raise ValueError(f"{rnn.mode}: Expected input to be 2D or 3D, got {input.dim()}D instead")
     if hx is not None and any(x.dim() != input.dim() for x in hx):
         kind, ranks = "batched 3-D" if input.dim() == 3 else "unbatched 2-D", [f"{x.dim()}-D" for x in hx]
-        if cell is ops.GRU:
+        if cell is rnn_ops.GRU:
             raise RuntimeError(f"For {kind} input, hx should also be {input.dim()}-D but got {ranks[0]} tensor")
         raise RuntimeError(
             f"For {kind} input, hx and cx should also be {input.dim()}-D but got ({', '.join(ranks)}) tensors"
@@ -219,7 +219,7 @@ def _checked_states(rnn: Any, cell: Cell, input: Tensor, hx: Any, batch: int, ba
     if hx is None:
         count = rnn.num_layers * _directions(rnn)
         hx = tuple(input.new_zeros((count, batch, width)) for width in _widths(rnn, cell))
-    rnn.check_forward_args(input, hx if cell is ops.LSTM else hx[0], batch_sizes)
+    rnn.check_forward_args(input, hx if cell is rnn_ops.LSTM else hx[0], batch_sizes)
     for x in hx:
         functional.check_state_dtype("hx", x, "the input", input, rnn.weight_ih_l0)
     return hx
@@ -309,7 +309,7 @@ def _forward_packed(
         first = tuple(sort(x)[i] for x in states)
         one = _Start(first, resets, tuple(None if x is None else x[i] for x in reset_states))
         starts.append(_start_at_end(one, last, xs) if _is_backward(rnn, i) else one)
-    ys, outcomes = _run_stack(rnn, cell, xs, starts, False, cells=cell is ops.LSTM)
+    ys, outcomes = _run_stack(rnn, cell, xs, starts, False, cells=cell is rnn_ops.LSTM)
 
     results = []
     sequence = torch.arange(xs.shape[1], device=xs.device)
@@ -363,13 +363,13 @@ def run_trajectories(
       ValueError: shapes disagree, there is no step, or the weights are of another kind.
       RuntimeError: as `torch.nn`, of the width of the input.
     """
-    kind = {"GRU": ops.GRU, "LSTM": ops.LSTM}.get(rnn.mode)
+    kind = {"GRU": rnn_ops.GRU, "LSTM": rnn_ops.LSTM}.get(rnn.mode)
     if kind is None:
         raise ValueError(f"the weights must be a GRU's or an LSTM's, got {rnn.mode}")
     given = (hidden,) if cell is None else (hidden, cell)
     if len(given) != len(kind.states):
         raise ValueError(
-            f"a {rnn.mode} takes {'hidden' if kind is ops.GRU else 'hidden and cell'}, got {len(given)} states"
+            f"a {rnn.mode} takes {'hidden' if kind is rnn_ops.GRU else 'hidden and cell'}, got {len(given)} states"
         )
     outer = tuple(input.shape[:-1])
     if is_init.dim() == 3:

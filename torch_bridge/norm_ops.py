@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge import operators
+from torch_bridge import op_common
 
 Kind = Literal["rms", "layer"]
 
@@ -24,7 +24,7 @@ Kind = Literal["rms", "layer"]
 def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
     """Why the kernels cannot run there on arrays of these dtypes and so many columns; None if they can."""
     for dtype in dtypes:
-        facts = operators.device_facts(device, dtype)
+        facts = op_common.device_facts(device, dtype)
         if isinstance(facts, str):
             return facts
         from torch_bridge import norms
@@ -100,7 +100,7 @@ def normalize(
       dtype: of `y`.
     """
     total = x if residual is None else x + residual
-    wide = total.to(operators.accumulation_dtype(total.dtype))
+    wide = total.to(op_common.accumulation_dtype(total.dtype))
     mean = wide.mean(-1) if kind == "layer" else None
     centred = wide if mean is None else wide - mean.unsqueeze(-1)
     rstd = (centred.square().mean(-1) + epsilon).rsqrt()
@@ -140,7 +140,7 @@ def _launch(
     from torch_bridge import norms
 
     problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
-    return operators.load(norms.Launch, problem, ordinal)
+    return op_common.load(norms.Launch, problem, ordinal)
 
 
 def _run(
@@ -148,15 +148,15 @@ def _run(
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs."""
-    tensors = {name: operators.readable(x) for name, x in arrays.items() if x is not None}
+    tensors = {name: op_common.readable(x) for name, x in arrays.items() if x is not None}
     x = tensors["x"]
     results = {
         name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in returned.items()
     }  # fmt: skip
     tensors |= {name: y for name, y in results.items() if returned[name][0] != (0,)}
-    dtypes = tuple((name, operators.dtype_name(y.dtype)) for name, y in tensors.items())
-    ordinal = operators.launch_ordinal(x.device)
-    operators.run(_launch(kind, direction, *map(int, x.shape), epsilon, dtypes, ordinal), tensors, ordinal)
+    dtypes = tuple((name, op_common.dtype_name(y.dtype)) for name, y in tensors.items())
+    ordinal = op_common.launch_ordinal(x.device)
+    op_common.run(_launch(kind, direction, *map(int, x.shape), epsilon, dtypes, ordinal), tensors, ordinal)
     return tuple(results.values())
 
 
@@ -168,7 +168,7 @@ def _forward_outputs(
 ) -> dict[str, tuple[Any, torch.dtype]]:
     """Shape and dtype of what the forward operator returns, by name; `(0,)` of what was not asked for."""
     total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
-    wide = operators.accumulation_dtype(total)
+    wide = op_common.accumulation_dtype(total)
     return {
         "y": (x.shape, dtype),
         "total": ((0,) if residual is None else x.shape, total),
@@ -224,7 +224,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     """Registers the operators of a kind of norm, forward and backward, and returns them."""
     name = f"torch_bridge::{kind}_norm"
 
-    @operators.define(name)
+    @op_common.define(name)
     def forward(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
         dtype: torch.dtype, save: bool, implementation: str | None = None,
@@ -238,7 +238,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
         # contiguous, as from a kernel, whatever the strides of x: compilers take the fake's word for it
         return tuple(
-            operators.nothing(x, wanted) if shape == (0,) else found[key].contiguous()
+            op_common.nothing(x, wanted) if shape == (0,) else found[key].contiguous()
             for key, (shape, wanted) in returned.items()
         )  # type: ignore[return-value]
 
@@ -246,9 +246,9 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
         dtype: torch.dtype, save: bool, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return operators.fake(_forward_outputs(kind, x, residual, dtype, save), x)
+        return op_common.fake(_forward_outputs(kind, x, residual, dtype, save), x)
 
-    @operators.define(f"{name}_backward")
+    @op_common.define(f"{name}_backward")
     def backward(
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
         dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
@@ -263,7 +263,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
         dx, *per_row = _gradients_of_rows(kind, dy, x, dtotal, weight, mean, rstd)
         dweight, dbias = (
-            operators.nothing(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
+            op_common.nothing(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
             for rows, dtype in zip(per_row, (dweight_dtype, dbias_dtype), strict=True)
         )
         return dx.contiguous(), dweight, dbias
@@ -272,7 +272,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
         dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return operators.fake(_backward_outputs(x, dweight_dtype, dbias_dtype), x)
+        return op_common.fake(_backward_outputs(x, dweight_dtype, dbias_dtype), x)
 
     forward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm").default
     backward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm_backward").default
@@ -297,10 +297,10 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             dx = dtotal
         else:
             if not ctx.saves:
-                _, _, mean, rstd = operators.call(
+                _, _, mean, rstd = op_common.call(
                     forward_op, x, None, None, None, ctx.epsilon, ctx.dtype, True, ctx.implementation
                 )
-            dx, dweight, dbias = operators.call(
+            dx, dweight, dbias = op_common.call(
                 backward_op, dy, x, dtotal, weight, mean if kind == "layer" else None, rstd,
                 of_weight if needs[1] else None, of_bias if needs[2] else None, ctx.implementation,
             )  # fmt: skip
@@ -308,11 +308,11 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         dresidual = dx.to(of_residual) if needs[3] else None
         return dx.to(of_x) if needs[0] else None, dweight, dbias, dresidual, None, None, None, None
 
-    operators.register(
+    op_common.register(
         forward, forward_op, forward_fake, gradients, setup, _vmap(forward_op, ("weight", "bias"))
     )  # fmt: skip
-    operators.register(
-        backward, backward_op, backward_fake, operators.no_second_order, operators.no_setup,
+    op_common.register(
+        backward, backward_op, backward_fake, op_common.no_second_order, op_common.no_setup,
         _vmap(backward_op, ("weight",), ("dweight_dtype", "dbias_dtype")),
     )  # fmt: skip
     return forward_op, backward_op
@@ -342,6 +342,6 @@ def forward(
       `(y, x + residual)`; of no residual, nothing for the latter.
     """
     op = rms_norm_op if kind == "rms" else layer_norm_op
-    save = operators.wants_gradients([y for y in (x, weight, bias, residual) if y is not None])
-    y, total, _, _ = operators.call(op, x, weight, bias, residual, epsilon, dtype, save, implementation)
+    save = op_common.wants_gradients([y for y in (x, weight, bias, residual) if y is not None])
+    y, total, _, _ = op_common.call(op, x, weight, bias, residual, epsilon, dtype, save, implementation)
     return y, total

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import config, loops, operators
+from torch_bridge import config, loops, op_common
 
 if TYPE_CHECKING:
     from torch_bridge.launch import Launch
@@ -68,7 +68,7 @@ LSTM = Cell(
 @functools.cache
 def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
     """Why the kernels cannot run there on weights of this dtype and width; None if they can."""
-    facts = operators.device_facts(device, dtype)
+    facts = op_common.device_facts(device, dtype)
     if isinstance(facts, str):
         return facts
     if facts.interpreted and dtype == torch.bfloat16:
@@ -185,7 +185,7 @@ def _launch(
     problem = config.Problem(
         cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=_REVERSE[order], precision=precision
     )
-    return operators.load(Launch, problem, ordinal)
+    return op_common.load(Launch, problem, ordinal)
 
 
 def _run(
@@ -193,17 +193,17 @@ def _run(
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
-    tensors = {name: operators.readable(x) for name, x in arrays.items() if x is not None}
+    tensors = {name: op_common.readable(x) for name, x in arrays.items() if x is not None}
     place = next(iter(tensors.values())).device
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
     tensors |= results
-    dtypes = tuple((name, operators.dtype_name(x.dtype)) for name, x in tensors.items())
-    ordinal = operators.launch_ordinal(place)
+    dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
+    ordinal = op_common.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
     if launch.config.variant == "plain":  # those in Gluon round when they load
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = _operand(tensors[weights], precision)
-    operators.run(launch, tensors, ordinal)
+    op_common.run(launch, tensors, ordinal)
     return results
 
 
@@ -226,7 +226,7 @@ def _saved_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torc
     `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
     """
     if not kernels:
-        return operators.accumulation_dtype(w_hh.dtype)
+        return op_common.accumulation_dtype(w_hh.dtype)
     halves = w_hh.dtype == torch.bfloat16 or (w_hh.dtype == torch.float32 and precision == "tf32")
     return torch.float16 if halves and name != "keep" else torch.float32
 
@@ -273,7 +273,7 @@ def _forward_kernel(
             outputs[name] = (shape, dtypes[name[0]] if name in ("hs", "cs") else dtype)
     results = _run(cell, "fwd", sizes, arrays, outputs, order, precision, kind)
     return tuple(
-        results[name].to(dtype) if name in results else operators.nothing(xp, dtype)
+        results[name].to(dtype) if name in results else op_common.nothing(xp, dtype)
         for name, (_, dtype) in returned.items()
     )
 
@@ -288,7 +288,7 @@ def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Ten
 
     def given(name: str, shape: Any, dtype: torch.dtype) -> Tensor:
         if shape == (0,):
-            return operators.nothing(like, dtype)
+            return op_common.nothing(like, dtype)
         x = found[name].to(dtype).contiguous()  # as a fake call has it
         return x.clone() if x._is_view() else x  # autograd lets nobody change a view from inside of it in place
 
@@ -300,7 +300,7 @@ def _backward_outputs(
 ) -> dict[str, tuple[Any, torch.dtype]]:
     """The same of the backward operator."""
     groups, steps, batch, hidden = keep.shape
-    wide = operators.accumulation_dtype(w_hh.dtype)
+    wide = op_common.accumulation_dtype(w_hh.dtype)
     outputs: dict[str, tuple[Any, torch.dtype]] = {"dxp": ((groups, steps, batch, cell.gates * hidden), w_hh.dtype)}
     if cell is GRU:
         outputs["dhn"] = ((groups, steps, batch, hidden), w_hh.dtype)
@@ -330,7 +330,7 @@ def _backward_kernel(
     outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
     results = _run(cell, "bwd", sizes, arrays, outputs, order, precision)
     return tuple(
-        results[name] if name in results else operators.nothing(w_hh, dtype) for name, (_, dtype) in returned.items()
+        results[name] if name in results else op_common.nothing(w_hh, dtype) for name, (_, dtype) in returned.items()
     )
 
 
@@ -438,7 +438,7 @@ def _register(
     groups: str, flops: Callable[..., int],
 ) -> None:  # fmt: skip
     """What both directions of both cells have."""
-    operators.register(definition, op, fake, gradients, setup, _vmap(op, groups))
+    op_common.register(definition, op, fake, gradients, setup, _vmap(op, groups))
     register_flop_formula(op.overloadpacket)(flops)
 
 
@@ -452,7 +452,7 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
 
 
-@operators.define("torch_bridge::gru")
+@op_common.define("torch_bridge::gru")
 def _gru_op(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
     precision: str, save: bool, implementation: str | None = None,
@@ -478,10 +478,10 @@ def _gru_fake(
     precision: str, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kernels = _kernels(implementation, w_hh)
-    return operators.fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
+    return op_common.fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
 
 
-@operators.define("torch_bridge::gru_backward")
+@op_common.define("torch_bridge::gru_backward")
 def _gru_backward_op(
     w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
@@ -507,7 +507,7 @@ def _gru_backward_fake(
     w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return operators.fake(_backward_outputs(GRU, w_hh, keep, reset_gradients, resets), keep)
+    return op_common.fake(_backward_outputs(GRU, w_hh, keep, reset_gradients, resets), keep)
 
 
 def _gru_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -526,11 +526,11 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
     w_hh, h0, resets, reset_h, hs, factors, keep, xp, b_hn = ctx.saved_tensors
     order, precision = ctx.options
     if not ctx.saves:
-        hs, _, factors, keep = operators.call(  # as they would have been saved
+        hs, _, factors, keep = op_common.call(  # as they would have been saved
             gru_op, xp, w_hh, b_hn, h0, resets, reset_h, order, precision, True, ctx.implementation
         )  # fmt: skip
     needs = ctx.needs_input_grad
-    dxp, dhn, dh0, dreset_h = operators.call(
+    dxp, dhn, dh0, dreset_h = op_common.call(
         gru_backward_op, w_hh, hs, factors, keep, resets, dhs, dh_last, order, precision, needs[5], ctx.implementation
     )
     dw_hh = db_hn = None
@@ -551,12 +551,12 @@ _register(_gru_op, gru_op, _gru_fake, _gru_gradients, _gru_setup, "xp", _forward
 # The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
 # constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
 _register(
-    _gru_backward_op, gru_backward_op, _gru_backward_fake, operators.no_second_order, operators.no_setup, "keep",
+    _gru_backward_op, gru_backward_op, _gru_backward_fake, op_common.no_second_order, op_common.no_setup, "keep",
     _backward_flops,
 )  # fmt: skip
 
 
-@operators.define("torch_bridge::lstm")
+@op_common.define("torch_bridge::lstm")
 def _lstm_op(
     xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
@@ -584,10 +584,10 @@ def _lstm_fake(
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     kernels = _kernels(implementation, w_hh)
-    return operators.fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
+    return op_common.fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
 
 
-@operators.define("torch_bridge::lstm_backward")
+@op_common.define("torch_bridge::lstm_backward")
 def _lstm_backward_op(
     w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
@@ -617,7 +617,7 @@ def _lstm_backward_fake(
     dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
     reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return operators.fake(_backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), keep)
+    return op_common.fake(_backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), keep)
 
 
 def _lstm_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
@@ -639,12 +639,12 @@ def _lstm_gradients(
         return (None,) * 12
     w_hh, h0, c0, resets, reset_h, reset_c, hs, factors, through, keep, xp = ctx.saved_tensors
     if not ctx.saves:
-        hs, *_, factors, through, keep = operators.call(
+        hs, *_, factors, through, keep = op_common.call(
             lstm_op, xp, w_hh, h0, c0, resets, reset_h, reset_c, order, precision, False, True, ctx.implementation
         )
     needs = ctx.needs_input_grad
     reset_gradients = resets is not None and (needs[5] or needs[6])
-    dxp, dh0, dc0, dreset_h, dreset_c = operators.call(
+    dxp, dh0, dc0, dreset_h, dreset_c = op_common.call(
         lstm_backward_op, w_hh, hs, factors, through, keep, resets, dhs, dcs, dh_last, dc_last, order, precision,
         reset_gradients, ctx.implementation,
     )  # fmt: skip
@@ -663,7 +663,7 @@ lstm_op = torch.ops.torch_bridge.lstm.default
 lstm_backward_op = torch.ops.torch_bridge.lstm_backward.default
 _register(_lstm_op, lstm_op, _lstm_fake, _lstm_gradients, _lstm_setup, "xp", _forward_flops)
 _register(
-    _lstm_backward_op, lstm_backward_op, _lstm_backward_fake, operators.no_second_order, operators.no_setup, "keep",
+    _lstm_backward_op, lstm_backward_op, _lstm_backward_fake, op_common.no_second_order, op_common.no_setup, "keep",
     _backward_flops,
 )  # fmt: skip
 
@@ -686,6 +686,6 @@ def forward(
     """
     op = gru_op if cell is GRU else lstm_op
     options = (order, precision) if cell is GRU else (order, precision, cells)
-    save = operators.wants_gradients([x for x in arguments if x is not None])
-    results = operators.call(op, *arguments, *options, save, implementation)
+    save = op_common.wants_gradients([x for x in arguments if x is not None])
+    results = op_common.call(op, *arguments, *options, save, implementation)
     return dict(zip(cell.returns, results, strict=True))
