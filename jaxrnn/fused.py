@@ -54,6 +54,11 @@ class Static:
     remat: bool
     returned: tuple[str, ...]
 
+    @property
+    def of_tf32(self) -> bool:
+        """Whether products are of float32 operands rounded to TF32."""
+        return self.operand_dtype == jnp.float32 and self.kernel_precision == "tf32"
+
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
@@ -236,9 +241,8 @@ def _saves_in_place(static: Static, hidden: int, rows: int) -> bool:
     Then each is written over the one before, and two arrays fewer of that size are held: where it is large. `rows` are
     those of the projections.
     """
-    of_tf32 = static.operand_dtype == jnp.float32 and static.kernel_precision == "tf32"
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
-    return static.cell.in_place is not None and of_tf32 and not static.remat and large
+    return static.cell.in_place is not None and static.of_tf32 and not static.remat and large
 
 
 def _saved(static: Static, hidden: int, in_place: bool) -> list[_bridge.Output]:
@@ -401,8 +405,7 @@ def _weight_grads(
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
     recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= FULL_PRECISION_WIDTH else static.precision
-    of_tf32 = static.operand_dtype == jnp.float32 and static.kernel_precision == "tf32"
-    if of_tf32 and _bridge.features_first_pays(math.prod(xs.shape[:-1]), dxp.shape[-1]):
+    if static.of_tf32 and _bridge.features_first_pays(math.prod(xs.shape[:-1]), dxp.shape[-1]):
         xs, h_prev, spec = layouts.features_first(xs), layouts.features_first(h_prev), "xgtb,gtby->xy"
     contract_states = functools.partial(contract, h_prev, precision=recurrent)
     return {
@@ -415,7 +418,7 @@ def _fuses_weight_grads(static: Static, xs: Array, hidden: int) -> bool:
     """Whether one launch adds up the gradients of weights and biases: if steps are all there, in one order."""
     if static.remat or static.reset_state != "zeros" or static.reverse == "odd":
         return False
-    if static.operand_dtype == jnp.float32 and static.kernel_precision != "tf32":
+    if static.operand_dtype == jnp.float32 and not static.of_tf32:
         return False
     gates, separate = static.cell.gates * hidden, bool(static.cell.hidden_grads)
     return _bridge.weight_grads_pay(xs.shape, hidden, gates, static.operand_dtype, separate)
