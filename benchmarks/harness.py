@@ -143,14 +143,17 @@ def compile_loop(built: JaxPass, count: int) -> Callable[[], Any]:
     """`count` passes in turn as one program, which returns what the last one does."""
 
     def loop(weights: Any, *others: Any) -> Any:
-        def turn(_: Any, before: Any) -> Any:
-            first = jax.tree.leaves(before)[0].ravel()[0]
-            # every pass waits for the one before, and nothing of it can be moved out of the loop
-            waiting = jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights)
-            return built.jitted(waiting, *others)
+        def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
+            weights, _ = before
+            after = built.jitted(weights, *others)
+            first = jax.tree.leaves(after)[0].ravel()[0]
+            # every pass waits for the one before, and nothing of it can be moved out of the loop; it takes weights as
+            # an agent's does, from the loop itself: XLA does not add a bias with the product if it computes that too
+            return jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights), after
 
         like = jax.eval_shape(built.jitted, weights, *others)
-        return jax.lax.fori_loop(0, count, turn, jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), like))
+        zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), like)
+        return jax.lax.fori_loop(0, count, turn, (weights, zeros))[1]
 
     return functools.partial(jax.jit(loop).lower(*built.args).compile(), *built.args)
 

@@ -479,6 +479,10 @@ class _Kernels:
         """Results of `on_device`, as those of `whole`."""
         return results
 
+    def flat(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which `part` takes an array of `whole`, where one device computes all of it."""
+        return shape
+
     def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Binds `part` on what `apart` returns, or a device's part of it."""
         results: Sequence[Array] = self.part.bind(*arrays, slot=slot, **params)
@@ -536,16 +540,16 @@ class _OfRows(_Kernels):
     def shared_out(self, axis: str) -> bool:
         return axis not in ("columns", "gates")
 
+    def flat(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if name in ROW_WEIGHTS:
+            return shape
+        columns = () if name in ROW_STATISTICS else shape[-1:]
+        return (shape[0], math.prod(shape[1 : len(shape) - len(columns)]), *columns)
+
     def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         types = self.types([x.shape for x in arrays], params)
-        rows = math.prod(dict(zip(params["inputs"], arrays, strict=True))["x"].shape[1:-1])
-
-        def flat(name: str, x: Array) -> Array:
-            if name in ROW_WEIGHTS:
-                return x
-            return x.reshape(x.shape[0], rows, *(() if name in ROW_STATISTICS else x.shape[-1:]))
-
-        results = self.part.bind(*map(flat, params["inputs"], arrays), slot=slot, **params)
+        flat = [x.reshape(self.flat(name, x.shape)) for name, x in zip(params["inputs"], arrays, strict=True)]
+        results = self.part.bind(*flat, slot=slot, **params)
         return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
 
 
@@ -839,6 +843,21 @@ def _parts(mesh: Any, *axes: Any) -> int:
     return math.prod(mesh.shape[name] for name in _mesh_axes(*axes))
 
 
+def _compile_ahead(kernels: _Kernels, avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Begins to compile a launch that is traced, so that all of a program are compiled side by side.
+
+    In vain where nothing lowers it, or only parts of another tiling, on a mesh that JAX manages.
+    """
+    if not on_gpu() or not all(isinstance(n, int) and n for aval in avals for n in aval.shape):
+        return
+    arrays = [
+        jax.ShapeDtypeStruct(kernels.flat(name, aval.shape), aval.dtype)
+        for name, aval in zip(params["inputs"], avals, strict=True)
+    ]
+    device, ordinals = _cuda_device()
+    kernels.launch(arrays, params, device).begin_loading(ordinals[0])
+
+
 @functools.lru_cache(maxsize=1024)
 def _jitted(primitive: Primitive, **params: Any) -> Callable[..., list[Array]]:
     return jax.jit(functools.partial(primitive.bind, **params))
@@ -854,11 +873,15 @@ def _register(kernels: _Kernels) -> None:
             for x in kernels.types([aval.shape for aval in avals], params)
         ]
 
+    def traced(*avals: Any, **params: Any) -> list[jax.core.ShapedArray]:
+        _compile_ahead(kernels, avals, params)
+        return abstract(*avals, **params)
+
     def run(*arrays: Array, **params: Any) -> list[Array]:
         with jax.disable_jit(False):  # a launch is compiled: to take it apart would end here again
             return _jitted(kernels.whole, **params)(*arrays)
 
-    kernels.whole.def_abstract_eval(abstract)
+    kernels.whole.def_abstract_eval(traced)
     kernels.part.def_abstract_eval(abstract)
     kernels.whole.def_impl(run)
     batching.primitive_batchers[kernels.whole] = kernels.batch

@@ -6,11 +6,11 @@ import re
 import subprocess
 import sys
 import textwrap
-import types
 
 import jax
 import jax.numpy as jnp
 import pytest
+from pretended import pretend_gpus
 
 import jaxrnn
 
@@ -264,22 +264,6 @@ def test_a_pair_is_no_reset_state_of_a_gru():
     resets = jnp.zeros(call["xs"].shape[:-1], bool)
     with pytest.raises(ValueError, match="reset_state must be one array, got a tuple of 2"):
         jaxrnn.gru(**call, resets=resets, reset_state=state)
-
-
-def pretend_gpus(monkeypatch, *devices):
-    """Makes this process one that computes on such GPUs, as far as the choice of an implementation can see."""
-    import torch
-
-    from torch_bridge import launch
-
-    gpus = [types.SimpleNamespace(local_hardware_id=i) for i in range(len(devices))]
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch, "driver_fails", lambda: None)
-    monkeypatch.setattr(launch, "device", lambda ordinal: devices[ordinal])
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
 
 
 @pytest.mark.torch

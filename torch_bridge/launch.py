@@ -1,16 +1,19 @@
 """Compiles a kernel once for what it is specialised on, and launches it on a given stream.
 
 A launch allocates nothing, waits for nothing and tunes nothing, so it can be captured in a CUDA graph. What takes time
-(compiling, loading onto a device) is `Launch.load`, called beforehand.
+(compiling, loading onto a device) is `Launch.load`, called beforehand; `Launch.begin_loading` does not wait for it, so
+that kernels are compiled side by side.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +78,38 @@ def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
     return compiled
 
 
+_loading: dict[tuple[Any, ...], Future[CompiledKernel]] = {}
+_loading_lock = threading.Lock()
+
+
+@functools.cache
+def _compilers() -> ThreadPoolExecutor:
+    """Threads for Triton's compiler, which is outside of Python most of the time, or waits for other compilers."""
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="torch_bridge-compile")
+
+
+def _begin_loading(
+    ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable
+) -> Future[CompiledKernel]:  # fmt: skip
+    """Compiles and loads onto one device, at most once each, in a thread."""
+    key = ordinal, compile, *arguments
+    with _loading_lock:
+        if key not in _loading:
+            _loading[key] = _compilers().submit(lambda: load_kernel(compile(*arguments), ordinal))
+        return _loading[key]
+
+
+def _loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
+    """The same, and waits for it. After an error the next call tries again."""
+    future = _begin_loading(ordinal, compile, *arguments)
+    try:
+        return future.result()
+    finally:
+        if future.done() and future.exception() is not None:
+            with _loading_lock:
+                _loading.pop((ordinal, compile, *arguments), None)
+
+
 class Arguments:
     """The arguments of a kernel, in its order, in which a call fills in addresses."""
 
@@ -119,11 +154,6 @@ def _compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     return compile_kernel(
         function, dict(constants), dict(dtypes), capability, num_warps=num_warps, maxnreg=registers, launch_pdl=early
     )
-
-
-@functools.cache
-def _loaded_call(key: tuple[Any, ...], capability: int, ordinal: int) -> CompiledKernel:
-    return load_kernel(_compile_call(key, capability), ordinal)
 
 
 @functools.cache
@@ -180,10 +210,16 @@ class Calls:
             )
         )
 
+    def begin_loading(self, ordinal: int) -> None:
+        """Begins what `load` does."""
+        for k in self.kernels:
+            _begin_loading(ordinal, _compile_call, k.key, self._capability)
+
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
+        self.begin_loading(ordinal)
         self._ready[ordinal] = [
-            (_loaded_call(k.key, self._capability, ordinal), k.grid, k.arguments()) for k in self.kernels
+            (_loaded(ordinal, _compile_call, k.key, self._capability), k.grid, k.arguments()) for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:
@@ -255,17 +291,13 @@ class Specialization:
 
 
 @functools.cache
-def _loaded(specialization: Specialization, ordinal: int) -> CompiledKernel:
-    """Compiles and loads onto one device; at most once each."""
-    return load_kernel(specialization.compile(), ordinal)
-
-
-@functools.cache
 def driver_fails() -> str | None:
     """Why Triton can load no kernel in this process, None if it can: at first it compiles a C module for that.
 
     Warns, since a GPU is there and where no implementation is named another one runs instead, slower.
     """
+    # Triton hashes all of itself before it compiles anything: meanwhile
+    _compilers().submit(triton.runtime.cache.triton_key)
     try:
         triton.runtime.driver.active.utils  # noqa: B018
     except Exception as error:  # what is wrong with a compiler, its headers or the driver is of many kinds
@@ -317,9 +349,13 @@ class Launch:
         self._arguments = Arguments(self.specialization.kernel, self.scalars | self.specialization.constants())
         self._compiled: dict[int, CompiledKernel] = {}
 
+    def begin_loading(self, ordinal: int) -> None:
+        """Begins what `load` does."""
+        _begin_loading(ordinal, Specialization.compile, self.specialization)
+
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the module onto a device. Must have happened before a stream capture."""
-        self._compiled[ordinal] = _loaded(self.specialization, ordinal)
+        self._compiled[ordinal] = _loaded(ordinal, Specialization.compile, self.specialization)
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""
