@@ -145,5 +145,5 @@ class Launch(launch.Calls):
         self.add(
             weight_grads_sm90.weight_grads_kernel, models * programs * problem.tiles, _WARPS, dtypes, constants, scalars
         )
-        blocks = {"N": end, "BLOCK_P": 32, "BLOCK_C": 128}
-        self.add(sums.sum_kernel, models * -(-end // 128), 8, dtypes, blocks, scalars, early=True)
+        blocks = {"N": end, "BLOCK_P": 16, "BLOCK_C": 128}
+        self.add(sums.sum_kernel, models * -(-end // 128), 4, dtypes, blocks, scalars, early=True)
