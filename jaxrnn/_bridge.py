@@ -846,9 +846,12 @@ def _parts(mesh: Any, *axes: Any) -> int:
 def _compile_ahead(kernels: _Kernels, avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Begins to compile a launch that is traced, so that all of a program are compiled side by side.
 
-    In vain where nothing lowers it, or only parts of another tiling, on a mesh that JAX manages.
+    In vain where that is not what is lowered: of shapes alone, of bodies that JAX traces again for `vmap` or gradients,
+    and of parts on a mesh that it manages, if they are tiled in another way.
     """
-    if not on_gpu() or not all(isinstance(n, int) and n for aval in avals for n in aval.shape):
+    from torch_bridge.launch import interpreting
+
+    if interpreting() or not on_gpu() or not all(isinstance(n, int) and n for aval in avals for n in aval.shape):
         return
     arrays = [
         jax.ShapeDtypeStruct(kernels.flat(name, aval.shape), aval.dtype)

@@ -2,6 +2,9 @@
 
 import functools
 import threading
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import cases
 import jax
@@ -65,10 +68,11 @@ def test_what_is_loaded_was_begun_when_it_was_traced(name, h200):
     assert {what for kind, what in h200 if kind == "load"} == begun
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 256), (0, 256)], ids=str)
-def test_of_nothing_nothing_is_compiled(shape, h200):
-    function, *args = norm(shape)
-    jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",))
+def test_of_nothing_nothing_is_compiled(h200):
+    function, x, weight = norm((2, 256))
+    traced = jax.jit(jax.vmap(function)).trace(jnp.ones((0, *x.shape)), jnp.ones((0, *weight.shape)))
+    assert "jaxrnn_norm" in str(traced.jaxpr)
+    traced.lower(lowering_platforms=("cuda",))
     assert not h200
 
 
@@ -79,26 +83,40 @@ def test_for_the_cpu_nothing_is_begun(h200):
     assert not h200
 
 
+def test_all_kernels_of_a_call_are_begun_before_the_first_is_waited_for(h200):
+    from torch_bridge import launch, weight_grads
+
+    arrays = tuple((name, "float32") for name in ("x", "hs", "h0", "dxp", "dhn"))
+    problem = weight_grads.Problem(1, 1, 2, 64, 128, 128, 384, arrays)
+    weight_grads.Launch(problem, launch.device(0)).load(0)
+    assert [kind for kind, _ in h200] == ["begin", "begin", "load", "load"]
+
+
 @pytest.fixture
 def loading(monkeypatch):
-    """The module, with a device on which everything can be loaded."""
+    """The module, with a device on which everything can be loaded, and two threads."""
     from torch_bridge import launch
 
-    monkeypatch.setattr(launch, "load_kernel", lambda compiled, ordinal: (compiled, ordinal))
-    monkeypatch.setattr(launch, "_loading", {})
-    return launch
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(launch, "_cores", lambda: 2)
+        monkeypatch.setattr(launch, "_compilers", lambda: threads)
+        monkeypatch.setattr(launch, "load_kernel", lambda compiled, ordinal: (compiled, ordinal))
+        monkeypatch.setattr(launch, "_loading", {})
+        yield launch
 
 
 def test_kernels_are_compiled_side_by_side_and_once(loading):
     together, compiled = threading.Barrier(2, timeout=60), []
 
     def compile(name):
-        together.wait()
         compiled.append(name)
+        together.wait()
         return name
 
     for name in ("a", "b", "a"):
         loading._begin_loading(0, compile, name)
+    while len(compiled) < 2:
+        time.sleep(0.01)
     assert [loading._loaded(0, compile, name) for name in ("a", "b", "a")] == [("a", 0), ("b", 0), ("a", 0)]
     assert sorted(compiled) == ["a", "b"]
 
@@ -107,20 +125,63 @@ def test_a_kernel_is_loaded_onto_each_device(loading):
     assert [loading._loaded(ordinal, str, 7) for ordinal in (0, 1)] == [("7", 0), ("7", 1)]
 
 
-def test_an_error_of_the_compiler_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_again(loading):
-    answers = [RuntimeError("out of registers"), RuntimeError("out of memory"), "a kernel"]
+def test_what_is_needed_overtakes_what_waits(loading):
+    """As what was begun for a program that is never lowered."""
+    go_on, threads = threading.Event(), {}
+
+    def compile(name):
+        threads[name] = threading.current_thread()
+        if name != "needed":
+            assert go_on.wait(60)
+        return name
+
+    for name in ("a", "b", "needed"):
+        loading._begin_loading(0, compile, name)
+    try:
+        assert loading._loaded(0, compile, "needed") == ("needed", 0)
+    finally:
+        go_on.set()
+    assert [loading._loaded(0, compile, name) for name in ("a", "b")] == [("a", 0), ("b", 0)]
+    assert threads["needed"] is threading.current_thread() not in (threads["a"], threads["b"])
+
+
+@pytest.mark.parametrize("why", ["one core", "the main thread is over"])
+def test_without_threads_a_kernel_is_compiled_when_it_is_needed(why, loading, monkeypatch):
+    if why == "one core":
+        monkeypatch.setattr(loading, "_cores", lambda: 1)
+    else:
+        loading._compilers().shutdown()
+    compiled = []
+    loading._begin_loading(0, compiled.append, 7)
+    assert compiled == []
+    assert loading._loaded(0, compiled.append, 7) == (None, 0)
+    assert compiled == [7]
+
+
+def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_again(loading):
+    answers = ["interrupted", "out of registers", "out of memory", None]
 
     def compile():
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
+        if answer := answers.pop(0):
+            raise RuntimeError(answer)
+        return "a kernel"
 
     loading._begin_loading(0, compile)
+    wait(loading._loading.values())  # what failed in a thread is done here
     for text in ("out of registers", "out of memory"):
         with pytest.raises(RuntimeError, match=text):
             loading._loaded(0, compile)
     assert loading._loaded(0, compile) == ("a kernel", 0)
+
+
+def test_triton_is_hashed_beside_the_first_c_compiler(loading, monkeypatch):
+    import triton
+
+    called = threading.Event()
+    monkeypatch.setattr(triton.runtime.cache, "triton_key", called.set)
+    monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=None)))
+    assert loading.driver_fails.__wrapped__() is None
+    assert called.wait(60)
 
 
 @pytest.mark.compile_only
@@ -135,6 +196,8 @@ def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
     problems = [make_problem(cell, way, "tf32", 64, 64) for cell in ("gru", "lstm") for way in ("fwd", "bwd")]
     made = [launch.Launch(problem, device).specialization for problem in problems]
     monkeypatch.setattr(launch, "load_kernel", lambda compiled, _: compiled)
+    monkeypatch.setattr(launch, "_cores", lambda: len(made))
+    monkeypatch.setattr(launch, "_compilers", functools.cache(launch._compilers.__wrapped__))
     monkeypatch.setattr(launch, "_loading", {})
     ptx = []
     for folder, begin in (("together", launch._begin_loading), ("alone", launch._loaded)):
@@ -142,6 +205,7 @@ def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
         launch._loading.clear()
         for one in made:
             begin(0, launch.Specialization.compile, one)
+        assert not any(future.exception() for future in launch._loading.values())
         ptx.append([launch._loaded(0, launch.Specialization.compile, one).asm["ptx"] for one in made])
         assert len(list((tmp_path / folder).iterdir())) == len(made)  # nothing came from another cache
     assert ptx[0] == ptx[1]

@@ -45,6 +45,31 @@ def interpreting() -> bool:
     return not isinstance(kernels.CELLS["gru"].fwd, triton.runtime.JITFunction)
 
 
+# Held while a kernel is parsed: before Python 3.11.8 `ast.parse` fails where another thread parses too (CPython issue
+# 106905).
+_parsing = threading.RLock()
+
+
+class _OneAtATime:
+    """Of a source for Triton, what parses the kernel's Python."""
+
+    def hash(self) -> Any:
+        with _parsing:
+            return super().hash()  # type: ignore[misc]
+
+    def make_ir(self, *arguments: Any, **options: Any) -> Any:
+        with _parsing:
+            return super().make_ir(*arguments, **options)  # type: ignore[misc]
+
+
+class _Source(_OneAtATime, ASTSource):
+    pass
+
+
+class _GluonSource(_OneAtATime, GluonASTSource):
+    pass
+
+
 def compile_kernel(
     kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, str], capability: int, **options: Any
 ) -> CompiledKernel:  # fmt: skip
@@ -58,7 +83,7 @@ def compile_kernel(
             attributes[(i,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = SCALARS[name]
-    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, dict(constants), attributes)
+    source = (_GluonSource if kernel.is_gluon() else _Source)(kernel, signature, dict(constants), attributes)
     return triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": True, **options}
     )
@@ -78,6 +103,7 @@ def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
     return compiled
 
 
+# Kernels that are loaded, or on their way: by the device and what they are compiled from.
 _loading: dict[tuple[Any, ...], Future[CompiledKernel]] = {}
 _loading_lock = threading.Lock()
 
@@ -85,29 +111,51 @@ _loading_lock = threading.Lock()
 @functools.cache
 def _compilers() -> ThreadPoolExecutor:
     """Threads for Triton's compiler, which is outside of Python most of the time, or waits for other compilers."""
-    return ThreadPoolExecutor(min(8, os.cpu_count() or 1), thread_name_prefix="torch_bridge-compile")
+    return ThreadPoolExecutor(min(8, _cores()), thread_name_prefix="torch_bridge-compile")
 
 
-def _begin_loading(
-    ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable
-) -> Future[CompiledKernel]:  # fmt: skip
-    """Compiles and loads onto one device, at most once each, in a thread."""
+def _cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _ahead(function: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
+    """Runs in a thread what will be needed; None where nothing would be gained, or Python is about to end."""
+    if _cores() == 1:
+        return None
+    try:
+        return _compilers().submit(function, *arguments)
+    except RuntimeError:  # no threads are begun after the main one is over
+        return None
+
+
+def _begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
+    """Compiles and loads onto one device, in a thread, what is not there and not on its way."""
     key = ordinal, compile, *arguments
     with _loading_lock:
-        if key not in _loading:
-            _loading[key] = _compilers().submit(lambda: load_kernel(compile(*arguments), ordinal))
-        return _loading[key]
+        begun = None if key in _loading else _ahead(lambda: load_kernel(compile(*arguments), ordinal))
+        if begun is not None:
+            _loading[key] = begun
 
 
 def _loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
-    """The same, and waits for it. After an error the next call tries again."""
-    future = _begin_loading(ordinal, compile, *arguments)
-    try:
-        return future.result()
-    finally:
-        if future.done() and future.exception() is not None:
-            with _loading_lock:
-                _loading.pop((ordinal, compile, *arguments), None)
+    """Compiles and loads onto one device, at most once: waits for a thread that does, or does it here.
+
+    What no thread has come to yet is done here, before what others may never need. So is what a thread failed to do,
+    which may have had a cause that has passed, as an interrupt.
+    """
+    key = ordinal, compile, *arguments
+    with _loading_lock:
+        there = _loading.get(key)
+        if here := there is None or there.cancel() or (there.done() and there.exception() is not None):
+            _loading[key] = there = Future()
+            there.set_running_or_notify_cancel()
+    if here:
+        try:
+            there.set_result(load_kernel(compile(*arguments), ordinal))
+        except BaseException as error:
+            there.set_exception(error)
+    return there.result()
 
 
 class Arguments:
@@ -296,8 +344,7 @@ def driver_fails() -> str | None:
 
     Warns, since a GPU is there and where no implementation is named another one runs instead, slower.
     """
-    # Triton hashes all of itself before it compiles anything: meanwhile
-    _compilers().submit(triton.runtime.cache.triton_key)
+    _ahead(triton.runtime.cache.triton_key)  # the hash of all of Triton, which it takes before it compiles anything
     try:
         triton.runtime.driver.active.utils  # noqa: B018
     except Exception as error:  # what is wrong with a compiler, its headers or the driver is of many kinds
