@@ -114,6 +114,9 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
+    # What cuBLAS works in is to lie in memory of this graph. PyTorch keeps it by stream, and all captures have one: it
+    # would lie in memory of an earlier graph, which may be gone when this one is replayed (pytorch/pytorch#193402).
+    torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # threads of JAX may call CUDA meanwhile

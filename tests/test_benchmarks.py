@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -203,6 +204,31 @@ def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
     for row in rows:
         assert 1 < row.value < 10_000 and row.wall > 1
     assert {row.provider for row in rows if "device " in row.note} >= {"torch_bridge", "torch-cudnn"}
+
+
+@pytest.mark.gpu
+def test_a_captured_pass_outlives_those_captured_before():
+    """What cuBLAS works in is memory of the graph; in a process of its own, which a fault would take down."""
+    code = """
+        import torch
+
+        from benchmarks import timing
+
+        def product():  # so long a sum is cut into parts, which are added up in that memory
+            return a.T @ b
+
+        a, b = torch.randn(2, 2**18, 64, device="cuda")
+        before, method = timing.capture(product)
+        assert method == timing.REPLAYS
+        replay, _ = timing.capture(product)
+        del before
+        torch._C._cuda_clearCublasWorkspaces()  # as torch.compile does before it records
+        torch.cuda.empty_cache()
+        replay()
+        torch.cuda.synchronize()
+    """
+    ran = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.torch
