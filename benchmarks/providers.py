@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, oracle
-from jaxrnn import reference
+from jaxrnn import linen, reference
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -249,6 +249,22 @@ def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
     def forward(variables: Any, xs: jax.Array, rest: Arrays) -> jax.Array:
         carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
         return rnn.apply(variables, carry, (xs, rest["resets"]))[1]  # type: ignore[return-value]
+
+    variables = to_flax(case, _weights(case, arrays))
+    return jax_pass(
+        case, forward, variables, arrays["xs"], _rest(arrays), arrays["ct_ys"], functools.partial(from_flax, case)
+    )
+
+
+def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
+    """This project's `RNN` with the parameters of Flax's cell, which it puts together for the kernels."""
+    cell = linen.GRUCell if case.cell == "gru" else linen.OptimizedLSTMCell
+    rnn = linen.RNN(cell(case.H), time_major=True, **options)
+    arrays = inputs.jax("f32", True)
+
+    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> jax.Array:
+        carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
+        return rnn.apply(variables, xs, initial_carry=carry, resets=rest["resets"])  # type: ignore[return-value]
 
     variables = to_flax(case, _weights(case, arrays))
     return jax_pass(
@@ -561,6 +577,10 @@ ALL = (
     Provider(
         "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"),
         "this project, all arrays in bfloat16", dtype="bf16", precision="bf16", needs=("torch", "triton"),
+    ),
+    Provider(
+        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's module for Flax",
+        needs=("torch", "triton"),
     ),
     Provider("jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan"),
     Provider("flax", flax_pass, "Flax's cell in nn.scan, as JAX RL agents have it"),

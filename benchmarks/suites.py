@@ -32,8 +32,11 @@ if TYPE_CHECKING:
     Suite = Callable[[Settings, Progress], Iterator[Row] | Iterator[AccuracyRow]]
 
 
-# Who takes part in most suites only if named: this project's own `lax.scan`, its modules for PyTorch, and a loop.
-IF_NAMED = ("jaxrnn-xla", "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell")
+# Who takes part in most suites only if named: this project's module for Flax, its `lax.scan`, its modules for PyTorch,
+# and a loop.
+IF_NAMED = (
+    "jaxrnn-linen", "jaxrnn-xla", "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell",
+)  # fmt: skip
 
 
 def compared(settings: Settings) -> list[Provider]:

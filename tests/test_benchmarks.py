@@ -76,7 +76,7 @@ def test_a_case_is_found_by_what_it_prints():
 
 
 TINY = [Case("gru", 5, 4, 12, reset_rate=0.3), Case("lstm", 5, 4, 12, reset_rate=0.3)]
-ON_CPU = ["jaxrnn-xla", "flax", "hoisted-scan"]
+ON_CPU = ["jaxrnn-xla", "flax", "hoisted-scan", pytest.param("jaxrnn-linen", marks=pytest.mark.interpret)]
 ON_CPU += [
     pytest.param(name, marks=pytest.mark.torch)
     for name in (
