@@ -241,14 +241,13 @@ def from_flax(case: Case, variables: Any) -> Arrays:
     return gradients | {"db": join("h", "bias")}
 
 
-def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
-    """Flax: `nn.GRUCell`, and `nn.OptimizedLSTMCell`, the faster of its two LSTMs."""
-    rnn = ScannedRNN(nn.GRUCell if case.cell == "gru" else nn.OptimizedLSTMCell)
+def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.Array, jax.Array], Any]) -> JaxPass:
+    """The pass of a module with the parameters of Flax's cell: `apply(variables, carry, xs, resets) -> ys`."""
     arrays = inputs.jax("f32", True)
 
-    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> jax.Array:
+    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> Any:
         carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
-        return rnn.apply(variables, carry, (xs, rest["resets"]))[1]  # type: ignore[return-value]
+        return apply(variables, carry, xs, rest["resets"])
 
     variables = to_flax(case, _weights(case, arrays))
     return jax_pass(
@@ -256,19 +255,18 @@ def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
     )
 
 
+def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
+    """Flax: `nn.GRUCell`, and `nn.OptimizedLSTMCell`, the faster of its two LSTMs."""
+    rnn = ScannedRNN(nn.GRUCell if case.cell == "gru" else nn.OptimizedLSTMCell)
+    return with_flax_params(case, inputs, lambda variables, carry, *ins: rnn.apply(variables, carry, ins)[1])
+
+
 def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
     """This project's `RNN` with the parameters of Flax's cell, which it puts together for the kernels."""
     cell = linen.GRUCell if case.cell == "gru" else linen.OptimizedLSTMCell
     rnn = linen.RNN(cell(case.H), time_major=True, **options)
-    arrays = inputs.jax("f32", True)
-
-    def forward(variables: Any, xs: jax.Array, rest: Arrays) -> jax.Array:
-        carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
-        return rnn.apply(variables, xs, initial_carry=carry, resets=rest["resets"])  # type: ignore[return-value]
-
-    variables = to_flax(case, _weights(case, arrays))
-    return jax_pass(
-        case, forward, variables, arrays["xs"], _rest(arrays), arrays["ct_ys"], functools.partial(from_flax, case)
+    return with_flax_params(
+        case, inputs, lambda variables, carry, xs, resets: rnn.apply(variables, xs, initial_carry=carry, resets=resets)
     )
 
 

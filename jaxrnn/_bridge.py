@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from jax import Array
 
     from torch_bridge.config import Reverse as Reverse
+    from torch_bridge.config import Sizes
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 # Of what works on rows, arrays that rows share, and such as have one number for a row.
@@ -288,22 +289,16 @@ def _bind(
     return dict(zip((output.name for output in outputs), sharding.vary_alike(results, present), strict=True))
 
 
-class _Sizes(NamedTuple):
-    models: int
-    groups: int
-    steps: int
-    batch: int
-    hidden: int
+def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
+    from torch_bridge import config
 
-
-def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> _Sizes:
     by_name = dict(zip(inputs, shapes, strict=True))
     weights, sequence, state = ("w_hh_t", "xp", "h0") if "xp" in by_name else ("w_hh", "dhs", "dh_last")
     groups, steps, batch = by_name[sequence][:3]
-    return _Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
+    return config.Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
 
 
-def _result_types(sizes: _Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
+def _result_types(sizes: Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
     return [
         jax.ShapeDtypeStruct(
             (sizes.groups, *((sizes.steps,) if output.stepped else ()), sizes.batch, output.width), output.dtype
@@ -409,7 +404,7 @@ def reverse_mode_only(tree: Any) -> Any:
     return jax.tree.map(mark, tree)
 
 
-def _problem(arrays: Sequence[Any], sizes: _Sizes, params: dict[str, Any]) -> Any:
+def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any:
     from torch_bridge.config import Problem
 
     return Problem(

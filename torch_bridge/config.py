@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
@@ -32,6 +32,16 @@ TABLES = Path(__file__).parent / "tables"
 
 class UnsupportedError(NotImplementedError):
     """No kernel configuration covers the problem; the message names the limit."""
+
+
+class Sizes(NamedTuple):
+    """How large a recurrence is, in the words and the order of `Problem`."""
+
+    models: int
+    groups: int
+    steps: int
+    batch: int
+    hidden: int
 
 
 @dataclass(frozen=True)

@@ -133,8 +133,7 @@ def _begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *argume
     """Compiles and loads onto one device, in a thread, what is not there and not on its way."""
     key = ordinal, compile, *arguments
     with _loading_lock:
-        begun = None if key in _loading else _ahead(lambda: load_kernel(compile(*arguments), ordinal))
-        if begun is not None:
+        if key not in _loading and (begun := _ahead(lambda: load_kernel(compile(*arguments), ordinal))):
             _loading[key] = begun
 
 

@@ -126,21 +126,13 @@ def kernel_precision(precision: Precision, hidden: int) -> str:
     return precision
 
 
-class _Sizes(NamedTuple):
-    models: int
-    groups: int
-    steps: int
-    batch: int
-    hidden: int
-
-
-def _sizes(sequence: Tensor, w_hh: Tensor) -> _Sizes:
+def _sizes(sequence: Tensor, w_hh: Tensor) -> config.Sizes:
     groups, steps, batch = sequence.shape[:3]
-    return _Sizes(w_hh.shape[0], groups, steps, batch, w_hh.shape[-1])
+    return config.Sizes(w_hh.shape[0], groups, steps, batch, w_hh.shape[-1])
 
 
 def _check(
-    sizes: _Sizes,
+    sizes: config.Sizes,
     gates: int,
     sequences: dict[str, Tensor | None],
     states: dict[str, Tensor | None],
@@ -176,7 +168,7 @@ def _check(
 
 @functools.lru_cache(maxsize=4096)
 def _launch(
-    cell: str, direction: config.Direction, sizes: _Sizes, dtypes: tuple[tuple[str, str], ...],
+    cell: str, direction: config.Direction, sizes: config.Sizes, dtypes: tuple[tuple[str, str], ...],
     reset_state: Any, order: str, precision: Any, ordinal: int | None,
 ) -> Launch:  # fmt: skip
     """The launch of a problem, compiled and loaded onto a device; in the interpreter where there is none."""
@@ -189,7 +181,7 @@ def _launch(
 
 
 def _run(
-    cell: Cell, direction: config.Direction, sizes: _Sizes, arrays: dict[str, Tensor | None],
+    cell: Cell, direction: config.Direction, sizes: config.Sizes, arrays: dict[str, Tensor | None],
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
@@ -251,7 +243,7 @@ def _forward_outputs(
 
 
 def _forward_kernel(
-    cell: Cell, sizes: _Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
+    cell: Cell, sizes: config.Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
     reset_states: Sequence[Tensor | None], order: str, precision: str, returned: dict[str, tuple[Any, torch.dtype]],
     **biases: Tensor,
 ) -> Any:  # fmt: skip
@@ -314,7 +306,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def _backward_kernel(
-    cell: Cell, sizes: _Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
+    cell: Cell, sizes: config.Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
     dsequences: Sequence[Tensor | None], dlast: Sequence[Tensor | None], order: str, precision: str,
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> Any:  # fmt: skip
@@ -433,15 +425,6 @@ def _over_steps(x: Tensor, like: Tensor) -> Tensor:
     return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
 
 
-def _register(
-    definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
-    groups: str, flops: Callable[..., int],
-) -> None:  # fmt: skip
-    """What both directions of both cells have."""
-    op_common.register(definition, op, fake, gradients, setup, _vmap(op, groups))
-    register_flop_formula(op.overloadpacket)(flops)
-
-
 def _forward_flops(xp: Any, w_hh: Any, *_: Any, **__: Any) -> int:
     """Of the products with the recurrent weights, from shapes: every state by all weights of a model."""
     groups, steps, batch = xp[:3]
@@ -450,6 +433,23 @@ def _forward_flops(xp: Any, w_hh: Any, *_: Any, **__: Any) -> int:
 
 def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
+
+
+def _register(
+    name: str, definition: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
+    backward: Any, backward_fake: Callable[..., Any],
+) -> tuple[Any, Any]:  # fmt: skip
+    """What the operators of both cells have, forward and backward. Returns the two."""
+    op, backward_op = (getattr(torch.ops.torch_bridge, x).default for x in (name, f"{name}_backward"))
+    op_common.register(definition, op, fake, gradients, setup, _vmap(op, "xp"))
+    # The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
+    # constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
+    op_common.register(
+        backward, backward_op, backward_fake, op_common.no_second_order, op_common.no_setup, _vmap(backward_op, "keep")
+    )
+    register_flop_formula(op.overloadpacket)(_forward_flops)
+    register_flop_formula(backward_op.overloadpacket)(_backward_flops)
+    return op, backward_op
 
 
 @op_common.define("torch_bridge::gru")
@@ -545,15 +545,9 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
     return dxp, dw_hh, db_hn, dh0.to(h0.dtype), None, dreset, None, None, None, None
 
 
-gru_op = torch.ops.torch_bridge.gru.default
-gru_backward_op = torch.ops.torch_bridge.gru_backward.default
-_register(_gru_op, gru_op, _gru_fake, _gru_gradients, _gru_setup, "xp", _forward_flops)
-# The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
-# constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
-_register(
-    _gru_backward_op, gru_backward_op, _gru_backward_fake, op_common.no_second_order, op_common.no_setup, "keep",
-    _backward_flops,
-)  # fmt: skip
+gru_op, gru_backward_op = _register(
+    "gru", _gru_op, _gru_fake, _gru_gradients, _gru_setup, _gru_backward_op, _gru_backward_fake
+)
 
 
 @op_common.define("torch_bridge::lstm")
@@ -659,13 +653,9 @@ def _lstm_gradients(
     return dxp, dw_hh, dh0.to(h0.dtype), dc0.to(c0.dtype), None, *dresets, None, None, None, None, None
 
 
-lstm_op = torch.ops.torch_bridge.lstm.default
-lstm_backward_op = torch.ops.torch_bridge.lstm_backward.default
-_register(_lstm_op, lstm_op, _lstm_fake, _lstm_gradients, _lstm_setup, "xp", _forward_flops)
-_register(
-    _lstm_backward_op, lstm_backward_op, _lstm_backward_fake, op_common.no_second_order, op_common.no_setup, "keep",
-    _backward_flops,
-)  # fmt: skip
+lstm_op, lstm_backward_op = _register(
+    "lstm", _lstm_op, _lstm_fake, _lstm_gradients, _lstm_setup, _lstm_backward_op, _lstm_backward_fake
+)
 
 
 def forward(
