@@ -138,9 +138,12 @@ def _input_projection(
     """
     cell, dtype = static.cell, static.operand_dtype
     inputs, gates = params.w_ih.shape
-    if first is None and not static.remat and _bridge.projection_pays(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+    by_kernel = (static.of_tf32 or dtype == jnp.bfloat16) and first is None and not static.remat
+    if by_kernel and _bridge.projection_pays(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+        w_ih = _operand(params.w_ih.astype(dtype), static.kernel_precision)
         bias = getattr(params, cell.bias).astype(jnp.float32)
-        return _bridge.launch_projection(xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float16)
+        out = jnp.float32 if static.of_tf32 else jnp.float16
+        return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out)
     xp = cells.project(cell, params, xs, static.precision)
     if first is not None:
         for at, begins in beginnings:  # written in place

@@ -15,14 +15,20 @@ interpreted_or_not = pytest.mark.parametrize(
     "dtype",
     [
         pytest.param("float16", marks=pytest.mark.interpret),
+        pytest.param("float32", marks=pytest.mark.interpret),
         pytest.param("bfloat16", marks=pytest.mark.gpu),
+        pytest.param("float32", marks=pytest.mark.gpu),
     ],
 )
 
 
 def make(dtype, rows=(3, 70), D=40, W=72, seed=0):
+    """Arrays; those of float32 are numbers of TF32, whose products are exact."""
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), dtype)  # noqa: E731
+
+    def draw(*shape):
+        return jax.lax.reduce_precision(jnp.asarray(rng.normal(size=shape), dtype), exponent_bits=8, mantissa_bits=10)
+
     return draw(*rows, D), draw(D, W), draw(W).astype(jnp.float32)
 
 
@@ -32,7 +38,7 @@ def float64(x, w, bias):
 
 def check(got, want, dtype):
     assert got.shape == want.shape and got.dtype == dtype
-    tolerance = {"float16": 6e-4, "float32": 1e-5}[dtype]
+    tolerance = {"float16": 6e-4, "float32": 2e-5}[dtype]
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
@@ -59,6 +65,21 @@ def test_beyond_float16_is_its_largest_and_no_number_stays_none(dtype):
     got = np.asarray(_bridge.launch_projection(x, w, bias, jnp.float16))
     assert (got[0] == 65504).all() and (got[1] == -65504).all() and (got[3] == 65504).all()
     assert np.isnan(got[2]).all()
+
+
+@pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=mark) for mark in (pytest.mark.interpret, pytest.mark.gpu)]
+)
+def test_inputs_are_rounded_to_tf32(dtype):
+    """To the nearest, as the caller rounds weights: cut off, they would be too small by 2^-11 on average."""
+    x, w, bias = make(dtype)
+    x += 2.0**-13 * jnp.abs(x)
+    bits = np.asarray(x).view(np.int32)
+    nearest = ((bits + 0x1000) & -0x2000).view(np.float32)
+    cut = (bits & -0x2000).view(np.float32)
+    got = np.asarray(_bridge.launch_projection(x, w, bias, jnp.float32))
+    check(got, float64(nearest, w, bias), "float32")
+    assert np.abs(got - float64(cut, w, bias)).max() > 1e-4
 
 
 @interpreted_or_not
@@ -110,8 +131,9 @@ def test_rows_stay_shared_out(dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("hidden", [96, 128, 256, 512, 1024])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_loops_read_float16(cell, hidden):
-    """Of every kernel of a cell: outputs and gradients no further from float64 than twice XLA's."""
+@pytest.mark.parametrize("operands", ["bfloat16", "float32"])
+def test_loops_read_it(operands, cell, hidden):
+    """In float16 of bfloat16. Of every kernel: outputs and gradients no further from float64 than twice XLA's."""
     rng = np.random.default_rng(0)
     T, B, D = 65, 128, 64
     gates = {"gru": 3, "lstm": 4}[cell]
@@ -132,13 +154,13 @@ def test_loops_read_float16(cell, hidden):
         return jnp.sum(jnp.sin(ys.astype(jnp.promote_types(ys.dtype, jnp.float32)))), ys
 
     def run(dtype, implementation):
-        given = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, jnp.bfloat16), dtype), arrays)
+        given = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, jnp.dtype(operands)), dtype), arrays)
         grad = jax.grad(functools.partial(loss, implementation=implementation), has_aux=True)
         assert ("jaxrnn_projection" in str(jax.make_jaxpr(grad)(given))) == (implementation == "triton")
         grads, ys = jax.jit(grad)(given)
         return [np.asarray(x, np.float64) for x in (ys, *jax.tree.leaves(grads))]
 
-    got, xla = (run("bfloat16", implementation) for implementation in ("triton", "xla"))
+    got, xla = (run(operands, implementation) for implementation in ("triton", "xla"))
     with jax.enable_x64(True):
         want = run("float64", "xla")
     for x, y, z in zip(got, xla, want, strict=True):
@@ -147,12 +169,17 @@ def test_loops_read_float16(cell, hidden):
 
 
 @pytest.mark.gpu
-def test_remat_and_few_rows_take_xla():
-    params = jaxrnn.GRUParams(*(jnp.zeros(shape, jnp.bfloat16) for shape in ((64, 384), (128, 384), (384,), (128,))))
+def test_what_takes_xla():
+    """Few rows, `remat`, products of float32 that are not of TF32, and wide inputs of float32."""
 
-    def used(steps, **options):
+    def used(steps, dtype="bfloat16", inputs=64, **options):
+        shapes = (inputs, 384), (128, 384), (384,), (128,)
+        params = jaxrnn.GRUParams(*(jnp.zeros(shape, dtype) for shape in shapes))
         run = functools.partial(jaxrnn.gru, implementation="triton", **options)
-        xs, carry = jnp.zeros((steps, 64, 64), jnp.bfloat16), jnp.zeros((64, 128), jnp.bfloat16)
+        xs, carry = jnp.zeros((steps, 64, inputs), dtype), jnp.zeros((64, 128), dtype)
         return "jaxrnn_projection" in str(jax.make_jaxpr(run)(params, carry, xs))
 
-    assert used(128) and not used(64) and not used(128, remat=True)
+    assert used(128) and not used(64) and not used(128, remat=True) and used(128, inputs=512)
+    assert used(64, "float32") and not used(63, "float32") and not used(128, "float32", remat=True)
+    assert used(64, "float32", 36) and not any(used(128, "float32", inputs) for inputs in (32, 38, 132))
+    assert not used(128, "float32", precision="highest") and not used(128, "float16")

@@ -9,8 +9,8 @@ from torch_bridge import launch
 from torch_bridge.config import Device
 from torch_bridge.kernels import projection
 
-# Widest inputs whose weights, for 128 columns, leave shared memory for three tiles of inputs.
-_KEPT = 256
+# Widest inputs whose weights, for the columns of a program, leave shared memory for three tiles of inputs.
+_KEPT = {"bfloat16": 256, "float32": 128}
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class Problem:
       inputs: width of the inputs.
       gates: width of the projection.
       dtypes: `(name, dtype)` of x and w_ih_t, which are the same, of bias, float32, and of xp, float32 or float16.
+        Weights of float32 are rounded to TF32.
     """
 
     models: int
@@ -47,20 +48,31 @@ class Tiling(NamedTuple):
 
 
 def pays(problem: Problem, device: Device) -> bool:
-    """Whether it is faster than a library's product and the pass for the bias: measured on an H200."""
-    hopper = device.capability == 90 and not device.interpreted
-    halves = dict(problem.dtypes)["x"] == "bfloat16"
-    return hopper and halves and problem.inputs >= 32 and problem.gates >= 128 and problem.rows >= 8192
+    """Whether it is faster than a library's product and the pass for the bias: every threshold was measured on an H200.
+
+    Of float32 a library adds the bias while it multiplies, if that is an array of its own: so it has to be as fast.
+    """
+    if device.capability != 90 or device.interpreted or problem.gates < 128:
+        return False
+    dtype = dict(problem.dtypes)["x"]
+    if dtype == "float32":
+        # XLA multiplies narrower ones in full float32; the kernel loads words of 16 bytes
+        return 32 < problem.inputs <= _KEPT[dtype] and problem.inputs % 4 == 0 and problem.rows >= 4096
+    return dtype == "bfloat16" and problem.inputs >= 32 and problem.rows >= 8192
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
     """The tiling for a problem."""
-    if problem.inputs > _KEPT:
+    wide = dict(problem.dtypes)["x"] == "float32"
+    if problem.inputs > _KEPT["float32" if wide else "bfloat16"]:
+        if wide:
+            return Tiling(128, 128, 32, 8, 3)
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
-    blocks = -(-problem.gates // 128) * problem.models
+    columns = 64 if wide else 128
+    blocks = -(-problem.gates // columns) * problem.models
     at_once = max(1, (2 if problem.inputs <= 128 else 1) * device.multiprocessors // blocks)
     inputs = max(16, 1 << (problem.inputs - 1).bit_length())
-    return Tiling(64, 128, inputs, 4, 3, min(at_once, -(-problem.rows // 64)))
+    return Tiling(64, columns, inputs, 4, 3, min(at_once, -(-problem.rows // 64)))
 
 
 class Launch(launch.Calls):

@@ -1,7 +1,9 @@
 """The input projection of a recurrence, `x @ w_ih + bias`, where the bias would be another pass over memory.
 
-A library adds the bias of float32 while it multiplies. Of 16 bits it writes the products in float32 and adds the bias
-in a pass of its own, which moves four times the bytes that are left if float16 is what the loop reads.
+Of 16 bits a library writes the products in float32 and adds the bias in a pass of its own, which moves four times the
+bytes that are left if float16 is what the loop reads. Of float32, multiplied in TF32, XLA adds a bias while it
+multiplies, but only one that a program is given, or that a loop carries: one that is put together of several, as the
+modules for Flax do with those of their gates, takes a pass too.
 """
 
 import triton
@@ -9,6 +11,16 @@ import triton.language as tl
 
 # Tiles of rows whose programs go through all columns before the next ones.
 GROUP = tl.constexpr(8)
+
+
+@triton.jit
+def _rounded(x):
+    """`x`; of float32 rounded to TF32, which the tensor cores would cut it to (a bias)."""
+    if x.dtype == tl.float32:
+        # what arithmetic gives for no number stays none
+        bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
+        x = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
 
 
 @triton.jit
@@ -21,7 +33,7 @@ def _store(xp_ptr, xp, row, col, live, W: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "tiles", "programs"])
 def projection_kernel(
     x_ptr,      # [S, rows, D]
-    w_ih_t_ptr, # [S, W, D] weights, transposed
+    w_ih_t_ptr, # [S, W, D] weights, transposed; of float32 rounded to TF32
     bias_ptr,   # [S, W] float32
     xp_ptr,     # [S, rows, W] out: float32, or float16, in which what is beyond its range becomes the largest
     rows,       # of a model
@@ -45,7 +57,7 @@ def projection_kernel(
         live = (row < rows)[:, None]
         row = (first + row)[:, None]
         x = tl.load(x_ptr + row * D + unit[None, :], mask=live & (unit < D)[None, :], other=0.0)
-        _store(xp_ptr, tl.dot(x, w, input_precision="ieee") + bias[None, :], row, col, live, W)
+        _store(xp_ptr, tl.dot(_rounded(x), w, input_precision="tf32") + bias[None, :], row, col, live, W)
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -81,6 +93,6 @@ def wide_projection_kernel(
         within = (first + unit < D)[None, :]
         x = tl.load(x_ptrs + first, mask=live & within, other=0.0)
         w = tl.load(w_ptrs + first, mask=(col < W)[:, None] & within, other=0.0)
-        xp = tl.dot(x, w.T, xp, input_precision="ieee")
+        xp = tl.dot(_rounded(x), w.T, xp, input_precision="tf32")
     bias = tl.load(bias_ptr + model * W + col, mask=col < W, other=0.0)
     _store(xp_ptr, xp + bias[None, :], row, col, live, W)
