@@ -105,6 +105,8 @@ COMPILE = (Case("gru", 64, 128, 128), Case("lstm", 64, 128, 128), Case("gru", 10
 COMPILE_TARGET_S = 5.0
 
 ACCURACY = (
+    Case("gru", 64, 128, 32),
+    Case("lstm", 64, 128, 32),
     Case("gru", 64, 128, 128),
     Case("lstm", 64, 128, 128),
     Case("gru", 128, 64, 512),

@@ -364,6 +364,14 @@ def _gpu() -> tuple[Case, ...]:
         add(100, 3, T=257, reset_state="bh")
         add(48, 19)  # masked blocks of 64, and a part of a tile
         add(256, 64, T=128, precision="highest", remat=True)
+        # a program a sequence: parts of a block, turns not all taken, many sequences of many models
+        for H, B, T in ((32, 64, 13), (16, 19, 14), (31, 300, 15), (32, 3, 257), (8, 2500, 2)):
+            add(H, B, T=T)
+            add(H, B, T=T, dtype="bf16", time_major=False, reverse=True)
+        add(32, 20, models=40)
+        add(20, 64, models=3, dtype="f16", reverse=True, resets="all")
+        for H, B in ((64, 64), (40, 19), (33, 1500), (128, 64), (128, 300)):
+            add(H, B, precision="highest", reverse=B == 19, resets="some" if B < 100 else "none")
         # programs that share units: parts of a block and of a tile, many steps, many tiles of many models
         add(300, 19)
         add(300, 19, dtype="bf16", time_major=False, reverse=True)
@@ -407,5 +415,5 @@ GPU_FORWARD = tuple(
     if case.H in (24, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
 )
 
-# Where operands are scaled to 16 bits on a Hopper GPU, and a width where they are not.
-OF_EVERY_SIZE = tuple(Case(cell, T=9, B=16, H=H) for cell in WEIGHTS for H in (64, 100, 128, 256, 700))
+# Where operands are scaled to 16 bits on a Hopper GPU, and widths where they are not.
+OF_EVERY_SIZE = tuple(Case(cell, T=9, B=16, H=H) for cell in WEIGHTS for H in (32, 64, 100, 128, 256, 700))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import re
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ Precision = Literal["tf32", "tf32x3"]
 # Which models run from the last step to the first: none, all, or those of odd index.
 Reverse = bool | Literal["odd"]
 # Which kernels of a cell: in plain Triton, or in Gluon for capability 9.0 those of the module of that ending.
-Variant = Literal["plain", "sm90", "sm90_split", "sm90_rows"]
+Variant = Literal["plain", "sm90", "sm90_fma", "sm90_split", "sm90_rows"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 # Gates of each cell: the width of its input projection over H.
@@ -169,6 +170,8 @@ class KernelConfig:
             return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
         if self.variant == "sm90_rows":
             return 2 * gates * self.block_h * self.block_h * self.splits + 1024
+        if self.variant == "sm90_fma":
+            return 8 * self.block_h * (1 if problem.direction == "fwd" else gates)
         if self.variant == "sm90":
             # weights on their way to registers, operands of two steps, bounds of their size
             operands = 1 if problem.direction == "fwd" else gates
@@ -320,8 +323,10 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     """
     # to keep the weights on chip is faster than any way that reads them at every step, by more than the figures err
     kept = _by_cost(_hopper_shares(problem, device) + _hopper_rows(problem, device))
-    read = _by_cost(_plain_shares(problem, device))
-    found = _hopper_configs(problem, device) + _resident_configs(problem, device) + kept + read
+    few = _fma_configs(problem, device)
+    read = _by_cost(_plain_shares(problem, device) + [way for way in few if way[0]])
+    resident = _hopper_configs(problem, device) + _resident_configs(problem, device)
+    found = [config for cost, config in few if not cost] + resident + kept + read
     if not found:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} multiprocessors of this "
@@ -336,6 +341,40 @@ def _in_gluon(problem: Problem, device: Device) -> bool:
     covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
     covered &= problem.steps > 1  # to bring the weights on chip takes longer than a step
     return covered and device.capability == 90 and not device.interpreted
+
+
+# Sequences on a multiprocessor up to which a program for each is the fastest way, H200: of 16-bit operands the tensor
+# cores' tiles are then faster, of float32 one kernel's, forward.
+_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU = 16, 8
+# Microseconds of a step of the GRU of 128 units, forward and backward, with a sequence on each multiprocessor.
+_FMA_STEP = {"fwd": 0.65, "bwd": 1.05}
+
+
+def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """The kernels in Gluon for few units, a program a sequence; 0, or what a step of all sequences costs.
+
+    They multiply float32 as it is, where tensor cores take three products of TF32 for one. An H200 takes 0.29 us a step
+    forward and 0.24 backward of 64 sequences of the GRU of 32 units, where the plain kernels take 1.4.
+    """
+    wide, forward = _kind(problem) == "tf32x3", problem.direction == "fwd"
+    names = dict(problem.dtypes).keys()
+    covered = "keep" in names or "factors" not in names
+    covered &= not forward or problem.reset_state == "zeros"
+    # the registers of a program just hold the weights of one GRU of 128 units: tens of bytes spill, which costs nothing
+    full = wide and problem.cell == "gru" and 64 < problem.hidden <= 128 and problem.common
+    covered &= problem.hidden <= (64 if wide else 32) or full
+    if not covered or device.capability != 90 or device.interpreted:
+        return []
+    block = max(16, _power_of_2(problem.hidden))
+    warps = {64: 4, 128: 8}.get(block, 1)
+    config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="sm90_fma")
+    turns = problem.models * problem.sequences / device.multiprocessors
+    if full:
+        return [(math.ceil(turns) * _FMA_STEP[problem.direction], config)]
+    most = math.inf if wide else _FMA_SIXTEEN_BITS
+    if problem.cell == "gru" and forward and problem.hidden > 32:
+        most = _FMA_WIDE_GRU
+    return [(0.0 if turns <= most else math.inf, config)]
 
 
 def _eights_spill(problem: Problem) -> bool:

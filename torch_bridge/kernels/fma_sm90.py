@@ -1,0 +1,138 @@
+"""What the kernels for few units share: products by fused multiply-adds of float32, weights in registers.
+
+Up to 32 units a step's products are as few as the numbers that a warp's registers hold, and no tensor core is faster:
+a warp has one sequence, a thread one unit, whose weights it keeps. For 64 units there are four warps, in which two
+threads share a unit's weights. Only the other operand goes through shared memory, where every thread reads all of it,
+in two buffers written in turn. Operands of 16 bits are rounded to them, and multiplied as float32.
+
+What a step reads is loaded four steps before: a step takes a fifth of the time that memory does. So the loop is
+unrolled by four, and nothing that is on its way is moved.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.common import time_order, unpack_halves
+from torch_bridge.kernels.common_sm90 import pack
+
+
+@gluon.constexpr_function
+def weights_layout(block, warps):
+    """`[block, block]`: a thread has as many numbers of a row as they are when all threads share them out."""
+    length = block * block // (32 * warps)
+    lanes = block // length
+    return gl.BlockedLayout([1, length], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
+    """COUNT operands of even steps, and as many of odd ones.
+
+    Of one allocation, indexed, the compiler could not tell that no barrier is missing.
+    """
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    even = ()
+    odd = ()
+    for _ in gl.static_range(COUNT):
+        even += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),)  # type: ignore[assignment]
+        odd += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),)  # type: ignore[assignment]
+    return even, odd
+
+
+@gluon.jit
+def load_rows(ptr, stride, H: gl.constexpr, BLOCK_H: gl.constexpr):
+    """The first H numbers of the first H rows of a matrix, as `weights_layout` has them."""
+    LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
+    row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))[:, None]
+    col = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LAYOUT))[None, :]
+    w = gl.load(ptr + row * stride + col, mask=(row < H) & (col < H), other=0.0)
+    return w.to(gl.float32)
+
+
+@gluon.jit
+def leave(buffer, x, DTYPE: gl.constexpr):
+    """Leaves an operand in shared memory, rounded to what operands are."""
+    if DTYPE != gl.float32:
+        x = x.to(DTYPE).to(gl.float32)
+    buffer.store(x)
+
+
+@gluon.jit
+def taken(buffer, w):
+    """What was left there, as a row of `w`."""
+    return buffer.load(gl.SliceLayout(0, w.type.layout))[None, :]
+
+
+@gluon.jit
+def parts_of_rows(terms):
+    """Sums of eight numbers of a row each: so a thread has sums side by side, and none waits for the one before."""
+    return gl.sum(terms.reshape([terms.shape[0], terms.shape[1] // 8, 8]), axis=2)
+
+
+@gluon.jit
+def sum_rows(parts, w):
+    """The sums of rows of `w` of which these are parts."""
+    return gl.convert_layout(gl.sum(parts, axis=1), gl.SliceLayout(1, w.type.layout), assert_trivial=True)
+
+
+@gluon.jit
+def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
+    """Whose program this is: model, units and which there are, the sequence, its first row, a step's stride."""
+    LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
+    seq = gl.program_id(0).to(gl.int64)
+    model = seq // Q
+    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    return model, unit, unit < H, seq, row, stride
+
+
+@gluon.jit
+def load_reset(reset_ptr, row):
+    """Whether the sequence starts an episode there; NaN counts as nonzero."""
+    reset = row < 0
+    if reset_ptr is not None:
+        reset = gl.load(reset_ptr + row) != 0
+    return reset
+
+
+@gluon.jit
+def _pair(a, b):
+    """Two numbers in 64 bits, `a` lowest."""
+    return gl.inline_asm_elementwise(
+        "mov.b64 $0, {$1, $2};", "=l,f,f", [a, b], dtype=gl.int64, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def save_fours(ptr, at, mask, a, b, c, d):
+    """As `common.store_factors`, of units at `at`."""
+    words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+    if ptr.dtype.element_ty == gl.float16:
+        gl.store(words + at, pack(a, b, c, d), mask=mask)
+    else:
+        gl.store(words + at * 2, _pair(a, b), mask=mask)
+        gl.store(words + at * 2 + 1, _pair(c, d), mask=mask)
+
+
+@gluon.jit
+def load_fours(ptr, at, mask):
+    """What `save_fours` stored, as it lies in memory: a tuple."""
+    words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+    if ptr.dtype.element_ty == gl.float16:
+        return (gl.load(words + at, mask=mask, other=0),)
+    else:
+        return gl.load(words + at * 2, mask=mask, other=0), gl.load(words + at * 2 + 1, mask=mask, other=0)
+
+
+@gluon.jit
+def _number(bits):
+    return bits.to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def unpack_fours(words):
+    """The four numbers of what `load_fours` loaded."""
+    if len(words) == 1:
+        return unpack_halves(words[0])
+    else:
+        return _number(words[0]), _number(words[0] >> 32), _number(words[1]), _number(words[1] >> 32)

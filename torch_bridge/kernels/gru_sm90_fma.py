@@ -1,0 +1,170 @@
+"""GRU time loop for Hopper in Gluon, for few units: as `gru.py` with SPLITS == 1 and, forward, no reset state."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.common import sigmoid, step_time, tanh
+from torch_bridge.kernels.common_sm90 import barrier, load_inputs
+from torch_bridge.kernels.fma_sm90 import (
+    allocate_operands,
+    leave,
+    load_fours,
+    load_reset,
+    load_rows,
+    locate,
+    parts_of_rows,
+    save_fours,
+    sum_rows,
+    taken,
+    unpack_fours,
+)
+
+
+@gluon.jit
+def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr):
+    """What step i reads, or the last one."""
+    row += step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
+    x_r, x_z, x_n = load_inputs(xp_ptr + row * (3 * H) + unit, mask, H, 3)
+    return x_r, x_z, x_n, load_reset(reset_ptr, row)
+
+
+@gluon.jit
+def _forward_step(
+    i, h, inputs, buffers, w_r, w_z, w_n, b_hn,
+    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Step i, and the loads of step i + DEPTH."""
+    x_r, x_z, x_n, reset = inputs
+    if reset_ptr is not None:
+        h = gl.where(reset, 0.0, h)
+    leave(buffers[0], h, DTYPE)
+    barrier()
+    operand = taken(buffers[0], w_r)
+    a_r = sum_rows(parts_of_rows(w_r * operand), w_r) + x_r.to(gl.float32)
+    a_n = sum_rows(parts_of_rows(w_n * operand), w_n) + b_hn
+    a_z = sum_rows(parts_of_rows(w_z * operand), w_z) + x_z.to(gl.float32)
+    inputs = _load_inputs(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE)
+    r, z = sigmoid(a_r), sigmoid(a_z)
+    n = tanh(x_n.to(gl.float32) + r * a_n, DTYPE == gl.float32)
+    new_h = n + z * (h - n)
+    live = mask & (i < T)  # of a step past the last one nothing is stored
+    at = (row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride) * H + unit
+    gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
+    if factors_ptr is not None:
+        f_n = (1.0 - z) * (1.0 - n * n)
+        save_fours(factors_ptr, at, live, f_n * a_n * r * (1.0 - r), (h - n) * z * (1.0 - z), f_n, f_n * r)
+        gl.store(keep_ptr + at, z, mask=live)
+    gl.store(h_last_ptr + seq * H + unit, new_h, mask=mask & (i == T - 1))
+    return new_h, inputs
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q"])
+def fwd_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    T, B, Q,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
+    DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
+    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    DEPTH: gl.constexpr = UNROLL
+    inputs = ()
+    for k in gl.static_range(DEPTH):
+        inputs += (_load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE),)
+    w_ptr = w_hh_t_ptr + model * (3 * H * H)
+    w_r = load_rows(w_ptr, H, H, BLOCK_H)
+    w_z = load_rows(w_ptr + H * H, H, H, BLOCK_H)
+    w_n = load_rows(w_ptr + 2 * H * H, H, H, BLOCK_H)
+    b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
+    h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
+    buffers = allocate_operands(1, BLOCK_H)
+    for i in range(0, T, UNROLL):
+        for k in gl.static_range(UNROLL):
+            h, next_inputs = _forward_step(
+                i + k, h, inputs[0], buffers[k % 2], w_r, w_z, w_n, b_hn,
+                xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+                H, DEPTH, DTYPE, REVERSE,
+            )  # fmt: skip
+            inputs = inputs[1:] + (next_inputs,)  # noqa: RUF005  # Triton has no unpacking
+
+
+@gluon.jit
+def _load_saved(
+    i, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr
+):  # fmt: skip
+    """What step i reads, or the last one: steps are counted backward."""
+    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    at = row * H + unit
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    dy = gl.load(dhs_ptr + at, mask=mask, other=0.0)
+    return load_fours(factors_ptr, at, mask), keep, dy, load_reset(reset_ptr, row)
+
+
+@gluon.jit
+def _backward_step(
+    i, dh, saved, buffers, w_r, w_z, w_n,
+    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    seq, row, T, stride, unit, mask,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Step i, and the loads of step i + DEPTH."""
+    factors, keep, dy, reset = saved
+    f_r, f_z, f_n, f_hn = unpack_fours(factors)
+    dh += dy.to(gl.float32)
+    dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
+    leave(buffers[0], dr, DTYPE)
+    leave(buffers[1], dz, DTYPE)
+    leave(buffers[2], dhn, DTYPE)
+    barrier()
+    parts = parts_of_rows(w_r * taken(buffers[0], w_r)) + parts_of_rows(w_z * taken(buffers[1], w_z))
+    parts += parts_of_rows(w_n * taken(buffers[2], w_n))
+    saved = _load_saved(i + DEPTH, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
+    live = mask & (i < T)  # of a step past the last one nothing is stored
+    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    at = row * H + unit
+    dxp = dxp_ptr + row * (3 * H) + unit
+    gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=live)
+    dh = dh * keep + sum_rows(parts, w_r)
+    if reset_ptr is not None:
+        if dreset_h_ptr is not None:
+            gl.store(dreset_h_ptr + at, gl.where(reset, dh, 0.0), mask=live)
+        dh = gl.where(reset, 0.0, dh)
+    gl.store(dh0_ptr + seq * H + unit, dh, mask=mask & (i == T - 1))
+    return dh, saved
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    T, B, Q,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
+    DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
+    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    DEPTH: gl.constexpr = UNROLL if BLOCK_H <= 64 else 1
+    saved = ()
+    for k in gl.static_range(DEPTH):
+        saved += (
+            _load_saved(k, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE),
+        )  # fmt: skip
+    w_ptr = w_hh_ptr + model * (3 * H * H)
+    w_r = load_rows(w_ptr, 3 * H, H, BLOCK_H)
+    w_z = load_rows(w_ptr + H, 3 * H, H, BLOCK_H)
+    w_n = load_rows(w_ptr + 2 * H, 3 * H, H, BLOCK_H)
+    dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
+    buffers = allocate_operands(3, BLOCK_H)
+    for i in range(0, T, UNROLL):
+        for k in gl.static_range(UNROLL):
+            dh, next_saved = _backward_step(
+                i + k, dh, saved[0], buffers[k % 2], w_r, w_z, w_n,
+                factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+                seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
+            )  # fmt: skip
+            saved = saved[1:] + (next_saved,)  # noqa: RUF005

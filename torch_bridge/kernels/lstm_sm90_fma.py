@@ -1,0 +1,209 @@
+"""LSTM time loop for Hopper in Gluon, for few units: as `lstm.py` with SPLITS == 1 and, forward, no reset state."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.common import sigmoid, step_time, tanh
+from torch_bridge.kernels.common_sm90 import barrier, load_inputs
+from torch_bridge.kernels.fma_sm90 import (
+    allocate_operands,
+    leave,
+    load_fours,
+    load_reset,
+    load_rows,
+    locate,
+    parts_of_rows,
+    save_fours,
+    sum_rows,
+    taken,
+    unpack_fours,
+)
+
+
+@gluon.jit
+def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr):
+    """What step i reads, or the last one."""
+    row += step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
+    x_i, x_f, x_g, x_o = load_inputs(xp_ptr + row * (4 * H) + unit, mask, H, 4)
+    return x_i, x_f, x_g, x_o, load_reset(reset_ptr, row)
+
+
+@gluon.jit
+def _forward_step(
+    i, h, c, inputs, buffers, w_i, w_f, w_g, w_o,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+    seq, row, T, stride, unit, mask,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Step i, and the loads of step i + DEPTH."""
+    x_i, x_f, x_g, x_o, reset = inputs
+    if reset_ptr is not None:
+        h = gl.where(reset, 0.0, h)
+        c = gl.where(reset, 0.0, c)
+    leave(buffers[0], h, DTYPE)
+    barrier()
+    operand = taken(buffers[0], w_i)
+    a_i = sum_rows(parts_of_rows(w_i * operand), w_i) + x_i.to(gl.float32)
+    a_g = sum_rows(parts_of_rows(w_g * operand), w_g) + x_g.to(gl.float32)
+    a_f = sum_rows(parts_of_rows(w_f * operand), w_f) + x_f.to(gl.float32)
+    a_o = sum_rows(parts_of_rows(w_o * operand), w_o) + x_o.to(gl.float32)
+    inputs = _load_inputs(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE)
+    g_i, g_f, g_o = sigmoid(a_i), sigmoid(a_f), sigmoid(a_o)
+    g_g = tanh(a_g, DTYPE == gl.float32)
+    new_c = g_f * c + g_i * g_g
+    tanh_c = tanh(new_c, DTYPE == gl.float32)
+    new_h = g_o * tanh_c
+    live = mask & (i < T)  # of a step past the last one nothing is stored
+    at = (row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride) * H + unit
+    gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
+    if cs_ptr is not None:
+        gl.store(cs_ptr + at, new_c.to(cs_ptr.dtype.element_ty), mask=live)
+    if factors_ptr is not None:
+        f_i, f_f = g_g * g_i * (1.0 - g_i), c * g_f * (1.0 - g_f)
+        f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
+        save_fours(factors_ptr, at, live, f_i, f_f, f_g, f_o)
+        through = g_o * (1.0 - tanh_c * tanh_c)
+        gl.store(through_ptr + at, through.to(through_ptr.dtype.element_ty), mask=live)
+        gl.store(keep_ptr + at, g_f, mask=live)
+    last = seq * H + unit
+    gl.store(h_last_ptr + last, new_h, mask=mask & (i == T - 1))
+    gl.store(c_last_ptr + last, new_c, mask=mask & (i == T - 1))
+    return new_h, new_c, inputs
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q"])
+def fwd_kernel(
+    w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    factors_ptr, through_ptr, keep_ptr,
+    T, B, Q,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
+    DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
+    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    DEPTH: gl.constexpr = UNROLL
+    inputs = ()
+    for k in gl.static_range(DEPTH):
+        inputs += (_load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE),)
+    w_ptr = w_hh_t_ptr + model * (4 * H * H)
+    w_i = load_rows(w_ptr, H, H, BLOCK_H)
+    w_f = load_rows(w_ptr + H * H, H, H, BLOCK_H)
+    w_g = load_rows(w_ptr + 2 * H * H, H, H, BLOCK_H)
+    w_o = load_rows(w_ptr + 3 * H * H, H, H, BLOCK_H)
+    h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
+    c = gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
+    buffers = allocate_operands(1, BLOCK_H)
+    for i in range(0, T, UNROLL):
+        for k in gl.static_range(UNROLL):
+            h, c, next_inputs = _forward_step(
+                i + k, h, c, inputs[0], buffers[k % 2], w_i, w_f, w_g, w_o,
+                xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+                seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
+            )  # fmt: skip
+            inputs = inputs[1:] + (next_inputs,)  # noqa: RUF005  # Triton has no unpacking
+
+
+@gluon.jit
+def _load_saved(
+    i, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
+    H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """What step i reads, or the last one: steps are counted backward."""
+    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    at = row * H + unit
+    through = gl.load(through_ptr + at, mask=mask, other=0.0)
+    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    dy = gl.load(dhs_ptr + at, mask=mask, other=0.0)
+    dcy = dy
+    if dcs_ptr is not None:
+        dcy = gl.load(dcs_ptr + at, mask=mask, other=0.0)
+    return load_fours(factors_ptr, at, mask), through, keep, dy, dcy, load_reset(reset_ptr, row)
+
+
+@gluon.jit
+def _backward_step(
+    i, dh, dc, saved, buffers, w_i, w_f, w_g, w_o,
+    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+    dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Step i, and the loads of step i + DEPTH."""
+    factors, through, keep, dy, dcy, reset = saved
+    f_i, f_f, f_g, f_o = unpack_fours(factors)
+    dh += dy.to(gl.float32)
+    dc += dh * through.to(gl.float32)
+    if dcs_ptr is not None:
+        dc += dcy.to(gl.float32)
+    di, df, dg, do = dc * f_i, dc * f_f, dc * f_g, dh * f_o
+    leave(buffers[0], di, DTYPE)
+    leave(buffers[1], df, DTYPE)
+    leave(buffers[2], dg, DTYPE)
+    leave(buffers[3], do, DTYPE)
+    barrier()
+    parts = parts_of_rows(w_i * taken(buffers[0], w_i)) + parts_of_rows(w_f * taken(buffers[1], w_f))
+    parts += parts_of_rows(w_g * taken(buffers[2], w_g))
+    parts += parts_of_rows(w_o * taken(buffers[3], w_o))
+    saved = _load_saved(
+        i + DEPTH, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask, H,
+        REVERSE,
+    )  # fmt: skip
+    live = mask & (i < T)  # of a step past the last one nothing is stored
+    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    at = row * H + unit
+    dxp = dxp_ptr + row * (4 * H) + unit
+    gl.store(dxp, di.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + H, df.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + 2 * H, dg.to(dxp_ptr.dtype.element_ty), mask=live)
+    gl.store(dxp + 3 * H, do.to(dxp_ptr.dtype.element_ty), mask=live)
+    dh = sum_rows(parts, w_i)
+    dc = dc * keep
+    if reset_ptr is not None:
+        if dreset_h_ptr is not None:
+            gl.store(dreset_h_ptr + at, gl.where(reset, dh, 0.0), mask=live)
+        if dreset_c_ptr is not None:
+            gl.store(dreset_c_ptr + at, gl.where(reset, dc, 0.0), mask=live)
+        dh = gl.where(reset, 0.0, dh)
+        dc = gl.where(reset, 0.0, dc)
+    last = seq * H + unit
+    gl.store(dh0_ptr + last, dh, mask=mask & (i == T - 1))
+    gl.store(dc0_ptr + last, dc, mask=mask & (i == T - 1))
+    return dh, dc, saved
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q"])
+def bwd_kernel(
+    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    T, B, Q,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
+    DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
+    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    DEPTH: gl.constexpr = UNROLL if BLOCK_H <= 64 else 1
+    saved = ()
+    for k in gl.static_range(DEPTH):
+        saved += (
+            _load_saved(
+                k, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask, H,
+                REVERSE,
+            ),
+        )  # fmt: skip
+    w_ptr = w_hh_ptr + model * (4 * H * H)
+    w_i = load_rows(w_ptr, 4 * H, H, BLOCK_H)
+    w_f = load_rows(w_ptr + H, 4 * H, H, BLOCK_H)
+    w_g = load_rows(w_ptr + 2 * H, 4 * H, H, BLOCK_H)
+    w_o = load_rows(w_ptr + 3 * H, 4 * H, H, BLOCK_H)
+    dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
+    dc = gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
+    buffers = allocate_operands(4, BLOCK_H)
+    for i in range(0, T, UNROLL):
+        for k in gl.static_range(UNROLL):
+            dh, dc, next_saved = _backward_step(
+                i + k, dh, dc, saved[0], buffers[k % 2], w_i, w_f, w_g, w_o,
+                factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+                dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
+            )  # fmt: skip
+            saved = saved[1:] + (next_saved,)  # noqa: RUF005
