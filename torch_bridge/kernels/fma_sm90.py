@@ -40,6 +40,18 @@ def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
 
 
 @gluon.jit
+def no_loads():
+    """What is on its way before the first load."""
+    return ()
+
+
+@gluon.jit
+def then(loads, last):
+    """What is on its way, a load later."""
+    return loads + (last,)  # noqa: RUF005  # Triton has no unpacking
+
+
+@gluon.jit
 def load_rows(ptr, stride, H: gl.constexpr, BLOCK_H: gl.constexpr):
     """The first H numbers of the first H rows of a matrix, as `weights_layout` has them."""
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())

@@ -12,10 +12,12 @@ from torch_bridge.kernels.fma_sm90 import (
     load_reset,
     load_rows,
     locate,
+    no_loads,
     parts_of_rows,
     save_fours,
     sum_rows,
     taken,
+    then,
     unpack_fours,
 )
 
@@ -70,9 +72,9 @@ def fwd_kernel(
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     DEPTH: gl.constexpr = UNROLL
-    inputs = ()
+    inputs = no_loads()
     for k in gl.static_range(DEPTH):
-        inputs += (_load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE),)
+        inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (3 * H * H)
     w_r = load_rows(w_ptr, H, H, BLOCK_H)
     w_z = load_rows(w_ptr + H * H, H, H, BLOCK_H)
@@ -87,7 +89,7 @@ def fwd_kernel(
                 xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
                 H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
-            inputs = inputs[1:] + (next_inputs,)  # noqa: RUF005  # Triton has no unpacking
+            inputs = then(inputs[1:], next_inputs)
 
 
 @gluon.jit
@@ -149,11 +151,10 @@ def bwd_kernel(
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     DEPTH: gl.constexpr = UNROLL if BLOCK_H <= 64 else 1
-    saved = ()
+    saved = no_loads()
     for k in gl.static_range(DEPTH):
-        saved += (
-            _load_saved(k, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE),
-        )  # fmt: skip
+        first = _load_saved(k, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
+        saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (3 * H * H)
     w_r = load_rows(w_ptr, 3 * H, H, BLOCK_H)
     w_z = load_rows(w_ptr + H, 3 * H, H, BLOCK_H)
@@ -167,4 +168,4 @@ def bwd_kernel(
                 factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
                 seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
-            saved = saved[1:] + (next_saved,)  # noqa: RUF005
+            saved = then(saved[1:], next_saved)
