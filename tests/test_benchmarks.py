@@ -934,11 +934,12 @@ def test_tilings_agree_and_are_timed_on_the_gpu(cell, kind, direction):
 def test_a_launch_in_a_scan_is_timed_on_the_gpu():
     from benchmarks import scans, suites
 
-    *rows, launch = suites.dispatch(Settings(seconds=0.02, rounds=2), lambda _: None)
+    *rows, launch = suites.dispatch(Settings(seconds=0.1, rounds=20), lambda _: None)
     assert [row for row in rows if row.status != "measured"] == []
     us = {row.provider: row.value for row in rows}
-    assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.OURS] < us[scans.TWO_STEPS]
     assert launch.status == "measured" and launch.value == us[scans.OURS] - us[scans.NATIVE]
+    us = {row.provider: row.low for row in rows}  # what else runs on the GPU only adds to it
+    assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.OURS] < us[scans.TWO_STEPS]
 
 
 @pytest.mark.interpret

@@ -50,7 +50,7 @@ def norm(shape):
 
 
 PROGRAMS = {
-    "gru": (recurrence, Case("gru", T=128, B=64, H=128, D=128), 4),  # loops, weights' gradients and their sum
+    "gru": (recurrence, Case("gru", T=128, B=64, H=128, D=128), 5),  # projection, loops, weights' gradients, their sum
     "lstm": (recurrence, Case("lstm", T=2, B=4, H=48), 2),
     "seeds": (seeds, Case("gru", T=2, B=4, H=48), 2),
     "norm": (norm, (2, 3, 256), 3),
