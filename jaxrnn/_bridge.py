@@ -225,9 +225,14 @@ def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
 
 
 def projection_pays(rows: int, inputs: int, gates: int, dtype: Any) -> bool:
-    """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum."""
+    """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum.
+
+    Not for a number that is not known yet, of a symbolic shape.
+    """
     from torch_bridge import projections
 
+    if not isinstance(rows, int):
+        return False
     problem = projections.Problem(1, rows, inputs, gates, (("x", str(jnp.dtype(dtype))),))
     return projections.pays(problem, _device())
 

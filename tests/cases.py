@@ -372,6 +372,9 @@ def _gpu() -> tuple[Case, ...]:
         add(20, 64, models=3, dtype="f16", reverse=True, resets="all")
         for H, B in ((64, 64), (40, 19), (33, 1500), (128, 64), (128, 300)):
             add(H, B, precision="highest", reverse=B == 19, resets="some" if B < 100 else "none")
+            add(H, 3, precision="highest", models=5)
+        add(100, 64, precision="highest")
+        add(64, 19, precision="high", cells=cell == "lstm", T=6)
         # programs that share units: parts of a block and of a tile, many steps, many tiles of many models
         add(300, 19)
         add(300, 19, dtype="bf16", time_major=False, reverse=True)
@@ -412,7 +415,7 @@ GPU = _gpu()
 GPU_FORWARD = tuple(
     case
     for case in GPU
-    if case.H in (24, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
+    if case.H in (24, 64, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
 )
 
 # Where operands are scaled to 16 bits on a Hopper GPU, and widths where they are not.

@@ -143,21 +143,22 @@ def test_tiles_on_hopper_are_as_small_as_run_at_once_or_of_sixteen_where_that_sa
 
 @pytest.mark.interpret
 def test_few_units_take_a_program_a_sequence():
-    """Float32 of up to 64 units that is not of TF32, GRUs of 128; of 16 bits up to 32, and not with many sequences."""
+    """Float32 of up to 32 units, or 64 that are not of TF32, or 128 of a GRU; of 16 bits up to 32."""
     from benchmarks.launches import make_problem
     from torch_bridge.config import Device, heuristic
 
-    def taken(cell, hidden, kind, batch, device=Device(), **changes):  # noqa: B008
+    def taken(cell, hidden, kind, batch, capability=90, **changes):
         problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
-        return [heuristic(problem, device).variant == "sm90_fma" for problem in problems]
+        return [heuristic(problem, Device(capability)).variant == "sm90_fma" for problem in problems]
 
     both, backward, none = [True, True], [False, True], [False, False]
     for cell in ("gru", "lstm"):
-        for hidden in (1, 16, 32):
-            assert taken(cell, hidden, "tf32x3", 4) == taken(cell, hidden, "tf32x3", 9999) == both
-            assert taken(cell, hidden, "bf16", 16 * 132) == both and taken(cell, hidden, "bf16", 16 * 132 + 1) == none
-            assert taken(cell, hidden, "tf32x3", 4, Device(80)) == none
-            assert taken(cell, hidden, "tf32x3", 4, reset_state="stepped") == backward
+        for hidden, kind in itertools.product((1, 16, 32), ("tf32x3", "tf32")):
+            assert taken(cell, hidden, kind, 4) == taken(cell, hidden, kind, 9999) == both
+            assert taken(cell, hidden, kind, 4, reset_state="stepped") == backward
+            assert taken(cell, hidden, kind, 4, capability=80) == none
+            assert taken(cell, hidden, kind, 132, steps=1) == both and taken(cell, hidden, kind, 133, steps=7) == none
+        assert taken(cell, 32, "bf16", 16 * 132) == both and taken(cell, 32, "bf16", 16 * 132 + 1) == none
         assert taken(cell, 64, "tf32x3", 8 * 132) == both and taken(cell, 64, "tf32", 4) == none
         assert taken(cell, 33, "bf16", 4) == none
     assert taken("gru", 64, "tf32x3", 8 * 132 + 1) == backward and taken("lstm", 64, "tf32x3", 8 * 132 + 1) == both

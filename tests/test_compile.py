@@ -104,6 +104,22 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
     assert not bad, "\n".join(bad)
 
 
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_programs_of_a_sequence_fit_and_do_not_spill(cell, direction):
+    """In either direction and in both, with all that they can be given without a reset state."""
+    device, problems = DEVICES["sm_90"], []
+    for hidden, reverse in itertools.product((31, 32, 64, *((100, 128) if cell == "gru" else ())), (True, "odd")):
+        p = make_problem(cell, direction, "tf32x3", hidden, 16)
+        cells = {"fwd": ("cs", "float32"), "bwd": ("dcs", "float32")}[direction]
+        p = dataclasses.replace(p, models=2, groups=2, reverse=reverse)
+        p = dataclasses.replace(p, dtypes=(*p.dtypes, cells)) if cell == "lstm" else p
+        problems.append((p, config.heuristic(p, device)))
+    assert {c.variant for _, c in problems} == {"sm90_fma"}
+    bad = misfits(problems, device)
+    assert not bad, "\n".join(bad)
+
+
 # Bytes of local memory a thread may have where one program has all units and tiles are of sixteen sequences: faster all
 # the same than tiles of eight that take turns (H200: GRU 2048,256,128 in bfloat16 1.67 ms for 1.89).
 LOCAL_BYTES_OF_SIXTEENS = {"fwd": 40, "bwd": 120}

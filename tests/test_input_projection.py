@@ -20,6 +20,9 @@ interpreted_or_not = pytest.mark.parametrize(
         pytest.param("float32", marks=pytest.mark.gpu),
     ],
 )
+float32_interpreted_or_not = pytest.mark.parametrize(
+    "dtype", [pytest.param("float32", marks=mark) for mark in (pytest.mark.interpret, pytest.mark.gpu)]
+)
 
 
 def make(dtype, rows=(3, 70), D=40, W=72, seed=0):
@@ -67,9 +70,7 @@ def test_beyond_float16_is_its_largest_and_no_number_stays_none(dtype):
     assert np.isnan(got[2]).all()
 
 
-@pytest.mark.parametrize(
-    "dtype", [pytest.param("float32", marks=mark) for mark in (pytest.mark.interpret, pytest.mark.gpu)]
-)
+@float32_interpreted_or_not
 def test_inputs_are_rounded_to_tf32(dtype):
     """To the nearest, as the caller rounds weights: cut off, they would be too small by 2^-11 on average."""
     x, w, bias = make(dtype)
@@ -80,6 +81,17 @@ def test_inputs_are_rounded_to_tf32(dtype):
     got = np.asarray(_bridge.launch_projection(x, w, bias, jnp.float32))
     check(got, float64(nearest, w, bias), "float32")
     assert np.abs(got - float64(cut, w, bias)).max() > 1e-4
+
+
+@float32_interpreted_or_not
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0xFFFFFFFF])
+def test_every_nan_stays_one(dtype, bits):
+    """Rounding works on bits: of some NaN it would make a number."""
+    x, w, bias = make(dtype, rows=(5,))
+    x = np.array(x)
+    x.view(np.uint32)[2, 7] = bits
+    got = np.asarray(_bridge.launch_projection(jnp.asarray(x), w, bias, jnp.float32))
+    assert np.isnan(got[2]).all() and np.isfinite(np.delete(got, 2, axis=0)).all()
 
 
 @interpreted_or_not
@@ -166,6 +178,16 @@ def test_loops_read_it(operands, cell, hidden):
     for x, y, z in zip(got, xla, want, strict=True):
         size = np.linalg.norm(z)
         assert np.linalg.norm(x - z) <= 2 * np.linalg.norm(y - z) + 1e-6 * size
+
+
+@pytest.mark.interpret
+def test_a_number_of_rows_that_is_not_known_is_left_to_xla(monkeypatch):
+    from torch_bridge.config import Device
+
+    monkeypatch.setattr(_bridge, "_device", lambda: Device())
+    (rows,) = jax.export.symbolic_shape("b")
+    assert _bridge.projection_pays(4096, 64, 384, "float32")
+    assert not _bridge.projection_pays(64 * rows, 64, 384, "float32")
 
 
 @pytest.mark.gpu

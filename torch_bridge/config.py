@@ -343,9 +343,10 @@ def _in_gluon(problem: Problem, device: Device) -> bool:
     return covered and device.capability == 90 and not device.interpreted
 
 
-# Sequences on a multiprocessor up to which a program for each is the fastest way (H200), of 16-bit operands and of the
-# GRU of 33 to 64 units forward: then tiles on the tensor cores are. In all other cases they never are.
-_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU = 16, 8
+# Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, of the GRU
+# of 33 to 64 units forward, and of few steps, for which every program loads all weights. Beyond these tiles on the
+# tensor cores are faster (of few steps by the bytes they load, not measured); in all other cases they never are.
+_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU, _FMA_FEW_STEPS = 16, 8, 1
 # Microseconds of a step of the GRU of 128 units, forward and backward, with a sequence on each multiprocessor.
 _FMA_STEP = {"fwd": 0.65, "bwd": 1.05}
 
@@ -356,25 +357,28 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     They multiply float32 as it is, where tensor cores take three products of TF32 for one. An H200 takes 0.29 us a step
     forward and 0.24 backward of 64 sequences of the GRU of 32 units, where the plain kernels take 1.4.
     """
-    wide, forward = _kind(problem) == "tf32x3", problem.direction == "fwd"
+    exact, forward = _kind(problem) == "tf32x3", problem.direction == "fwd"
     names = dict(problem.dtypes).keys()
     covered = "keep" in names or "factors" not in names
     covered &= not forward or problem.reset_state == "zeros"
-    # the registers of a program just hold the weights of one GRU of 128 units: tens of bytes spill, which costs nothing
-    full = wide and problem.cell == "gru" and 64 < problem.hidden <= 128 and problem.common
-    covered &= problem.hidden <= (64 if wide else 32) or full
+    # the registers of a program just hold the weights of one GRU of 128 units; what spills, with Triton 3.9 up to 264
+    # bytes and before up to 16, costs little beside what programs that share the units take
+    full = exact and problem.cell == "gru" and 64 < problem.hidden <= 128 and problem.common
+    covered &= problem.hidden <= (64 if exact else 32) or full
     if not covered or device.capability != 90 or device.interpreted:
         return []
     block = max(16, _power_of_2(problem.hidden))
     warps = {64: 4, 128: 8}.get(block, 1)
     config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="sm90_fma")
-    turns = problem.models * problem.sequences / device.multiprocessors
-    if full:
-        return [(math.ceil(turns) * _FMA_STEP[problem.direction], config)]
-    most = math.inf if wide else _FMA_SIXTEEN_BITS
-    if problem.cell == "gru" and forward and problem.hidden > 32:
+    most = math.inf if problem.operand_dtype == "float32" else _FMA_SIXTEEN_BITS
+    if problem.cell == "gru" and forward and 32 < problem.hidden <= 64:
         most = _FMA_WIDE_GRU
-    return [(0.0 if turns <= most else math.inf, config)]
+    if problem.steps < _MANY_STEPS:
+        most = _FMA_FEW_STEPS
+    turns = problem.models * problem.sequences / device.multiprocessors
+    if turns > most:
+        return [(math.inf, config)]
+    return [(math.ceil(turns) * _FMA_STEP[problem.direction] if full else 0.0, config)]
 
 
 def _eights_spill(problem: Problem) -> bool:

@@ -192,7 +192,7 @@ def _run(
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
-    if launch.config.variant == "plain":  # those in Gluon round when they load
+    if launch.config.variant == "plain":  # those in Gluon round when they load, or do not
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = _operand(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)

@@ -2,11 +2,13 @@
 
 Up to 32 units a step's products are as few as the numbers that a warp's registers hold, and no tensor core is faster:
 a warp has one sequence, a thread one unit, whose weights it keeps. For 64 units there are four warps, in which two
-threads share a unit's weights. Only the other operand goes through shared memory, where every thread reads all of it,
-in two buffers written in turn. Operands of 16 bits are rounded to them, and multiplied as float32.
+threads share a unit's weights, for the GRU of 128 eight, whose threads keep twice as many. Only the other operand goes
+through shared memory, where every thread reads all of it, in two buffers written in turn. Operands of 16 bits are
+rounded to them, and multiplied as float32.
 
-What a step reads is loaded four steps before: a step takes a fifth of the time that memory does. So the loop is
-unrolled by four, and nothing that is on its way is moved.
+What a step reads is loaded four steps before, where a step takes a fifth of the time that memory does. Of 128 units it
+is two steps before forward and one backward: there are few registers, and a step takes longer. The loop is unrolled by
+as many steps, or two, so that nothing that is on its way is moved.
 """
 
 import triton.experimental.gluon.language as gl

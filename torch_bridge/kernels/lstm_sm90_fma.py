@@ -83,8 +83,7 @@ def fwd_kernel(
     """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
-    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
-    DEPTH: gl.constexpr = UNROLL
+    DEPTH: gl.constexpr = 4
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
@@ -96,8 +95,8 @@ def fwd_kernel(
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
-    for i in range(0, T, UNROLL):
-        for k in gl.static_range(UNROLL):
+    for i in range(0, T, DEPTH):
+        for k in gl.static_range(DEPTH):
             h, c, next_inputs = _forward_step(
                 i + k, h, c, inputs[0], buffers[k % 2], w_i, w_f, w_g, w_o,
                 xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
@@ -183,8 +182,7 @@ def bwd_kernel(
     """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
-    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
-    DEPTH: gl.constexpr = UNROLL if BLOCK_H <= 64 else 1
+    DEPTH: gl.constexpr = 4
     saved = no_loads()
     for k in gl.static_range(DEPTH):
         first = _load_saved(
@@ -199,8 +197,8 @@ def bwd_kernel(
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(4, BLOCK_H)
-    for i in range(0, T, UNROLL):
-        for k in gl.static_range(UNROLL):
+    for i in range(0, T, DEPTH):
+        for k in gl.static_range(DEPTH):
             dh, dc, next_saved = _backward_step(
                 i + k, dh, dc, saved[0], buffers[k % 2], w_i, w_f, w_g, w_o,
                 factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,

@@ -15,11 +15,11 @@ GROUP = tl.constexpr(8)
 
 @triton.jit
 def _rounded(x):
-    """`x`; of float32 rounded to TF32, which the tensor cores would cut it to (a bias)."""
+    """`x`; of float32 rounded to TF32, which the tensor cores would cut it to (a bias). A NaN stays one."""
     if x.dtype == tl.float32:
-        # what arithmetic gives for no number stays none
-        bits = tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF)
-        x = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+        x = tl.where(x == x, rounded, x)  # some NaN have bits that would make a number
     return x
 
 
