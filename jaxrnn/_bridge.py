@@ -224,7 +224,7 @@ def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
     return _bind(projection_p, arrays, [NamedOutput("xp", jnp.dtype(dtype))])["xp"][0]
 
 
-def projection_pays(rows: int, inputs: int, gates: int, dtype: Any) -> bool:
+def projection_pays(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
     """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum.
 
     Not for a number that is not known yet, of a symbolic shape.
