@@ -124,9 +124,9 @@ def test_programs_of_a_sequence_fit_and_do_not_spill(cell, direction):
 # the same than tiles of eight that take turns (H200: GRU 2048,256,128 in bfloat16 1.67 ms for 1.89).
 LOCAL_BYTES_OF_SIXTEENS = {"fwd": 40, "bwd": 120}
 
-# The same where a program has a sequence of a GRU of up to 128 units: with Triton 3.7 16 bytes and forward none, and
-# faster than programs that share the units by more than spilling costs.
-LOCAL_BYTES_OF_FMA = {"fwd": 264, "bwd": 72}
+# The same where a program has a sequence of a GRU of up to 128 units, faster than programs that share the units by more
+# than spilling costs: with Triton up to 3.7, and later.
+LOCAL_BYTES_OF_FMA = {"fwd": (0, 264), "bwd": (16, 72)}
 
 
 # Bytes of local memory a thread may have, by columns: tilings that leave room for other programs are faster than such
@@ -230,11 +230,18 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
     for p, c in problems:
         compiled = Launch(p, device, c).specialization.compile()
         shared, local = compiled.metadata.shared, local_bytes(compiled.asm["cubin"])
-        limit = LOCAL_BYTES_OF_SIXTEENS[p.direction] if (c.variant, c.block_b) == ("sm90", 16) else 0
-        limit = LOCAL_BYTES_OF_FMA[p.direction] if (c.variant, c.block_h) == ("sm90_fma", 128) else limit
-        if not shared <= c.shared_memory(p) <= device.shared_memory or local > limit:
+        if not shared <= c.shared_memory(p) <= device.shared_memory or local > most_local_bytes(p, c):
             bad.append(f"H={p.hidden} {c}: {shared} of {device.shared_memory} bytes shared, {local} bytes local")
     return bad
+
+
+def most_local_bytes(p: Problem, c: KernelConfig) -> int:
+    """Bytes of local memory that a thread may have."""
+    if (c.variant, c.block_b) == ("sm90", 16):
+        return LOCAL_BYTES_OF_SIXTEENS[p.direction]
+    if (c.variant, c.block_h) == ("sm90_fma", 128):
+        return LOCAL_BYTES_OF_FMA[p.direction][config._triton() > (3, 7)]
+    return 0
 
 
 def local_bytes(cubin: bytes) -> int:

@@ -41,7 +41,7 @@ def float64(x, w, bias):
 
 def check(got, want, dtype):
     assert got.shape == want.shape and got.dtype == dtype
-    tolerance = {"float16": 6e-4, "float32": 2e-5}[dtype]
+    tolerance = {"float16": 6e-4, "float32": 1e-5}[dtype]
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 

@@ -9,8 +9,8 @@ from torch_bridge import launch
 from torch_bridge.config import Device
 from torch_bridge.kernels import projection
 
-# Widest inputs whose weights, for the columns of a program, leave shared memory for three tiles of inputs.
-_KEPT = {"bfloat16": 256, "float32": 128}
+# Bytes of a row of inputs up to which a program's weights leave shared memory for three tiles of these.
+_KEPT_BYTES = 512
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,15 @@ def pays(problem: Problem, device: Device) -> bool:
     dtype = dict(problem.dtypes)["x"]
     if dtype == "float32":
         # narrower ones were not measured; it loads words of 16 bytes, of widths that no four divide one by one
-        return 32 < problem.inputs <= _KEPT[dtype] and problem.inputs % 4 == 0 and problem.rows >= 4096
+        kept = problem.inputs * 4 <= _KEPT_BYTES
+        return kept and problem.inputs > 32 and problem.inputs % 4 == 0 and problem.rows >= 4096
     return dtype == "bfloat16" and problem.inputs >= 32 and problem.rows >= 8192
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
     """The tiling for a problem."""
     wide = dict(problem.dtypes)["x"] == "float32"
-    if problem.inputs > _KEPT["float32" if wide else "bfloat16"]:
+    if problem.inputs * (4 if wide else 2) > _KEPT_BYTES:
         if wide:  # which does not pay
             return Tiling(128, 128, 32, 8, 3)
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)

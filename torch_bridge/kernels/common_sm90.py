@@ -14,7 +14,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torch_bridge.kernels.common import load_reset, time_order
+from torch_bridge.kernels.common import load_reset, step_time, time_order
 
 # renamed in Triton 3.9
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -81,6 +81,18 @@ def locate_tile(
     seq = model * Q + q
     row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
     return unit, mask_q, mask, seq, row, stride
+
+
+@gluon.jit
+def forward_rows(row, i, T, stride, REVERSE: gl.constexpr):
+    """Where sequences, whose rows of step time 0 are `row`, are at step `i` of the forward pass, or at its last one."""
+    return row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
+
+
+@gluon.jit
+def backward_rows(row, i, T, stride, REVERSE: gl.constexpr):
+    """The same of the backward pass."""
+    return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
 
 
 @gluon.jit

@@ -14,7 +14,7 @@ as many steps, or two, so that nothing that is on its way is moved.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import time_order, unpack_halves
+from torch_bridge.kernels.common import load_weight, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import pack
 
 
@@ -54,13 +54,12 @@ def then(loads, last):
 
 
 @gluon.jit
-def load_rows(ptr, stride, H: gl.constexpr, BLOCK_H: gl.constexpr):
+def own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr):
     """The first H numbers of the first H rows of a matrix, as `weights_layout` has them."""
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
-    row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))[:, None]
-    col = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LAYOUT))[None, :]
-    w = gl.load(ptr + row * stride + col, mask=(row < H) & (col < H), other=0.0)
-    return w.to(gl.float32)
+    row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
+    col = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LAYOUT))
+    return load_weight(ptr, row, col, H, STRIDE).to(gl.float32)
 
 
 @gluon.jit

@@ -6,10 +6,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels.common import join_words, split_words, step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
+    backward_rows,
     barrier,
     by_unit,
     columns,
     fast_sigmoid,
+    forward_rows,
     inverse,
     load_gradient,
     load_inputs,
@@ -91,7 +93,7 @@ def _forward_step(
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
     """Step i, the stores of step i - 1, whose results `new_h`, `factors` and `z` are, and the loads of step i + 1."""
-    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+    next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
     # there are registers for the inputs of two steps, but not of sixteen sequences in float32
     EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
     if EARLY:
@@ -228,11 +230,11 @@ def _backward_step(
     live = mask & (i < T)  # of a step past the last one nothing is stored
     f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
     this_reset, this_dy = reset, dy
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+    next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
     saved = load_factors(factors_ptr, keep_ptr, next_rows[None, :], unit[:, None], mask, H)
     reset = load_resets(reset_ptr, next_rows, mask_q)
     dy = dy_next
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * stride
+    next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
     dh += this_dy.to(gl.float32)
     dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n

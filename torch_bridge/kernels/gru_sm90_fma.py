@@ -3,16 +3,16 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import sigmoid, step_time, tanh
-from torch_bridge.kernels.common_sm90 import barrier, load_inputs
+from torch_bridge.kernels.common import sigmoid, tanh
+from torch_bridge.kernels.common_sm90 import backward_rows, barrier, forward_rows, load_inputs
 from torch_bridge.kernels.fma_sm90 import (
     allocate_operands,
     leave,
     load_fours,
     load_reset,
-    load_rows,
     locate,
     no_loads,
+    own_weights,
     parts_of_rows,
     save_fours,
     sum_rows,
@@ -25,7 +25,7 @@ from torch_bridge.kernels.fma_sm90 import (
 @gluon.jit
 def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr):
     """What step i reads, or the last one."""
-    row += step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
+    row = forward_rows(row, i, T, stride, REVERSE)
     x_r, x_z, x_n = load_inputs(xp_ptr + row * (3 * H) + unit, mask, H, 3)
     return x_r, x_z, x_n, load_reset(reset_ptr, row)
 
@@ -51,7 +51,7 @@ def _forward_step(
     n = tanh(x_n.to(gl.float32) + r * a_n, DTYPE == gl.float32)
     new_h = n + z * (h - n)
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    at = (row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride) * H + unit
+    at = forward_rows(row, i, T, stride, REVERSE) * H + unit
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
         f_n = (1.0 - z) * (1.0 - n * n)
@@ -70,20 +70,19 @@ def fwd_kernel(
     """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
-    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
-    DEPTH: gl.constexpr = UNROLL
+    DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (3 * H * H)
-    w_r = load_rows(w_ptr, H, H, BLOCK_H)
-    w_z = load_rows(w_ptr + H * H, H, H, BLOCK_H)
-    w_n = load_rows(w_ptr + 2 * H * H, H, H, BLOCK_H)
+    w_r = own_weights(w_ptr, H, H, BLOCK_H)
+    w_z = own_weights(w_ptr + H * H, H, H, BLOCK_H)
+    w_n = own_weights(w_ptr + 2 * H * H, H, H, BLOCK_H)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
-    for i in range(0, T, UNROLL):
-        for k in gl.static_range(UNROLL):
+    for i in range(0, T, DEPTH):
+        for k in gl.static_range(DEPTH):
             h, next_inputs = _forward_step(
                 i + k, h, inputs[0], buffers[k % 2], w_r, w_z, w_n, b_hn,
                 xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
@@ -97,7 +96,7 @@ def _load_saved(
     i, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr
 ):  # fmt: skip
     """What step i reads, or the last one: steps are counted backward."""
-    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
     dy = gl.load(dhs_ptr + at, mask=mask, other=0.0)
@@ -124,7 +123,7 @@ def _backward_step(
     parts += parts_of_rows(w_n * taken(buffers[2], w_n))
     saved = _load_saved(i + DEPTH, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     dxp = dxp_ptr + row * (3 * H) + unit
     gl.store(dxp, dr.to(dxp_ptr.dtype.element_ty), mask=live)
@@ -150,15 +149,15 @@ def bwd_kernel(
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
-    DEPTH: gl.constexpr = UNROLL if BLOCK_H <= 64 else 1
+    DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 1
     saved = no_loads()
     for k in gl.static_range(DEPTH):
         first = _load_saved(k, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (3 * H * H)
-    w_r = load_rows(w_ptr, 3 * H, H, BLOCK_H)
-    w_z = load_rows(w_ptr + H, 3 * H, H, BLOCK_H)
-    w_n = load_rows(w_ptr + 2 * H, 3 * H, H, BLOCK_H)
+    w_r = own_weights(w_ptr, H, 3 * H, BLOCK_H)
+    w_z = own_weights(w_ptr + H, H, 3 * H, BLOCK_H)
+    w_n = own_weights(w_ptr + 2 * H, H, 3 * H, BLOCK_H)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(3, BLOCK_H)
     for i in range(0, T, UNROLL):

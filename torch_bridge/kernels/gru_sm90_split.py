@@ -11,6 +11,8 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.common_sm90 import (
+    backward_rows,
+    forward_rows,
     inverse,
     load_gradient,
     load_inputs,
@@ -77,7 +79,7 @@ def fwd_kernel(
         )
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
-            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * stride
+            next_rows = forward_rows(row, now + 1, T, stride, REVERSE)
             next_r, next_z, next_n = load_inputs(xp_ptr + next_rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
             if reset_ptr is not None:
                 h = gl.where(reset[None, :], 0.0, h)
@@ -148,7 +150,7 @@ def bwd_kernel(
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
             dh = dh * keep
             this_reset = reset
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             saved, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H)
             scale, unscale = zeros, zeros
             if SCALED:

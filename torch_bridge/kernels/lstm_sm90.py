@@ -10,10 +10,12 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels.common import step_time, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
+    backward_rows,
     barrier,
     by_unit,
     columns,
     fast_sigmoid,
+    forward_rows,
     inverse,
     load_gradient,
     load_inputs,
@@ -96,7 +98,7 @@ def _forward_step(
     LATE: gl.constexpr,
 ):  # fmt: skip
     """Step i, the stores of step i - 1, whose results are `new_h` to `g_f`, and the loads of step i + 1."""
-    next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+    next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
     next_i, next_f, next_g, next_o, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
@@ -282,12 +284,12 @@ def _backward_step(
     dh_if = mma_v2(w_f, buffer_f.load(OPERAND), dh_if)
     dh_go = mma_v2(w_o, buffer_o.load(OPERAND), dh_go)
 
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+    next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
     factors, through, keep, reset = load_factors(
         factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
     )
     dy, dcy = dy_next, dcy_next
-    next_rows = row + step_time(T - 1 - gl.minimum(i + 2, T - 1), T, REVERSE) * stride
+    next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
     dy_next = load_gradient(dhs_ptr, next_rows, unit, mask, H)
     if dcs_ptr is not None:
         dcy_next = load_gradient(dcs_ptr, next_rows, unit, mask, H)

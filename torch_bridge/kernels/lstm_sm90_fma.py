@@ -3,16 +3,16 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import sigmoid, step_time, tanh
-from torch_bridge.kernels.common_sm90 import barrier, load_inputs
+from torch_bridge.kernels.common import sigmoid, tanh
+from torch_bridge.kernels.common_sm90 import backward_rows, barrier, forward_rows, load_inputs
 from torch_bridge.kernels.fma_sm90 import (
     allocate_operands,
     leave,
     load_fours,
     load_reset,
-    load_rows,
     locate,
     no_loads,
+    own_weights,
     parts_of_rows,
     save_fours,
     sum_rows,
@@ -25,7 +25,7 @@ from torch_bridge.kernels.fma_sm90 import (
 @gluon.jit
 def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr):
     """What step i reads, or the last one."""
-    row += step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
+    row = forward_rows(row, i, T, stride, REVERSE)
     x_i, x_f, x_g, x_o = load_inputs(xp_ptr + row * (4 * H) + unit, mask, H, 4)
     return x_i, x_f, x_g, x_o, load_reset(reset_ptr, row)
 
@@ -56,7 +56,7 @@ def _forward_step(
     tanh_c = tanh(new_c, DTYPE == gl.float32)
     new_h = g_o * tanh_c
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    at = (row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride) * H + unit
+    at = forward_rows(row, i, T, stride, REVERSE) * H + unit
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
         gl.store(cs_ptr + at, new_c.to(cs_ptr.dtype.element_ty), mask=live)
@@ -88,10 +88,10 @@ def fwd_kernel(
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (4 * H * H)
-    w_i = load_rows(w_ptr, H, H, BLOCK_H)
-    w_f = load_rows(w_ptr + H * H, H, H, BLOCK_H)
-    w_g = load_rows(w_ptr + 2 * H * H, H, H, BLOCK_H)
-    w_o = load_rows(w_ptr + 3 * H * H, H, H, BLOCK_H)
+    w_i = own_weights(w_ptr, H, H, BLOCK_H)
+    w_f = own_weights(w_ptr + H * H, H, H, BLOCK_H)
+    w_g = own_weights(w_ptr + 2 * H * H, H, H, BLOCK_H)
+    w_o = own_weights(w_ptr + 3 * H * H, H, H, BLOCK_H)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
@@ -111,7 +111,7 @@ def _load_saved(
     H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """What step i reads, or the last one: steps are counted backward."""
-    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     through = gl.load(through_ptr + at, mask=mask, other=0.0)
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
@@ -150,7 +150,7 @@ def _backward_step(
         REVERSE,
     )  # fmt: skip
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    row += step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
+    row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     dxp = dxp_ptr + row * (4 * H) + unit
     gl.store(dxp, di.to(dxp_ptr.dtype.element_ty), mask=live)
@@ -190,10 +190,10 @@ def bwd_kernel(
         )
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (4 * H * H)
-    w_i = load_rows(w_ptr, 4 * H, H, BLOCK_H)
-    w_f = load_rows(w_ptr + H, 4 * H, H, BLOCK_H)
-    w_g = load_rows(w_ptr + 2 * H, 4 * H, H, BLOCK_H)
-    w_o = load_rows(w_ptr + 3 * H, 4 * H, H, BLOCK_H)
+    w_i = own_weights(w_ptr, H, 4 * H, BLOCK_H)
+    w_f = own_weights(w_ptr + H, H, 4 * H, BLOCK_H)
+    w_g = own_weights(w_ptr + 2 * H, H, 4 * H, BLOCK_H)
+    w_o = own_weights(w_ptr + 3 * H, H, 4 * H, BLOCK_H)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(4, BLOCK_H)

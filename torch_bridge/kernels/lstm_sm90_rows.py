@@ -7,12 +7,18 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
-from torch_bridge.kernels.common_sm90 import inverse, load_inputs, load_resets, scale_to_float16
+from torch_bridge.kernels.common_sm90 import (
+    backward_rows,
+    forward_rows,
+    inverse,
+    load_inputs,
+    load_resets,
+    scale_to_float16,
+)
 from torch_bridge.kernels.exchange_sm90 import opaque_zero
 from torch_bridge.kernels.lstm_sm90 import factors_of, load_factors, new_state, save_factors
 from torch_bridge.kernels.rows_sm90 import (
     allocate_weights,
-    backward_rows,
     box,
     exchange_bounds,
     fill_weights,
@@ -70,7 +76,7 @@ def fwd_kernel(
         )
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
-            next_rows = row + step_time(gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+            next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, 4, H, 4 * H)
             if reset_ptr is not None:

@@ -8,6 +8,8 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
 from torch_bridge.kernels.common_sm90 import (
+    backward_rows,
+    forward_rows,
     inverse,
     load_gradient,
     load_inputs,
@@ -76,7 +78,7 @@ def fwd_kernel(
         )
         for i in range(T):
             now = i + opaque_zero(i)  # or addresses of many steps would take registers
-            next_rows = row + step_time(gl.minimum(now + 1, T - 1), T, REVERSE) * stride
+            next_rows = forward_rows(row, now + 1, T, stride, REVERSE)
             if EARLY:
                 next_i, next_f, next_g, next_o = load_inputs(
                     xp_ptr + next_rows[None, :] * (4 * H) + unit[:, None], mask, H, 4
@@ -168,7 +170,7 @@ def bwd_kernel(
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
             dc = dc * keep
             this_reset = reset
-            next_rows = row + step_time(T - 1 - gl.minimum(i + 1, T - 1), T, REVERSE) * stride
+            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             factors, through, keep, reset, dy, dcy = _load_saved(
                 factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q, H
             )

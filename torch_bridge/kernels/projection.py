@@ -9,18 +9,10 @@ modules for Flax do with those of their gates, takes a pass too.
 import triton
 import triton.language as tl
 
+from torch_bridge.kernels.common import operand
+
 # Tiles of rows whose programs go through all columns before the next ones.
 GROUP = tl.constexpr(8)
-
-
-@triton.jit
-def _rounded(x):
-    """`x`; of float32 rounded to TF32, which the tensor cores would cut it to (a bias). A NaN stays one."""
-    if x.dtype == tl.float32:
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        x = tl.where(x == x, rounded, x)  # some NaN have bits that would make a number
-    return x
 
 
 @triton.jit
@@ -57,7 +49,9 @@ def projection_kernel(
         live = (row < rows)[:, None]
         row = (first + row)[:, None]
         x = tl.load(x_ptr + row * D + unit[None, :], mask=live & (unit < D)[None, :], other=0.0)
-        _store(xp_ptr, tl.dot(_rounded(x), w, input_precision="tf32") + bias[None, :], row, col, live, W)
+        _store(
+            xp_ptr, tl.dot(operand(x, x.dtype, "tf32"), w, input_precision="tf32") + bias[None, :], row, col, live, W
+        )
 
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
@@ -93,6 +87,6 @@ def wide_projection_kernel(
         within = (first + unit < D)[None, :]
         x = tl.load(x_ptrs + first, mask=live & within, other=0.0)
         w = tl.load(w_ptrs + first, mask=(col < W)[:, None] & within, other=0.0)
-        xp = tl.dot(_rounded(x), w.T, xp, input_precision="tf32")
+        xp = tl.dot(operand(x, x.dtype, "tf32"), w.T, xp, input_precision="tf32")
     bias = tl.load(bias_ptr + model * W + col, mask=col < W, other=0.0)
     _store(xp_ptr, xp + bias[None, :], row, col, live, W)

@@ -12,7 +12,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common import step_time
 from torch_bridge.kernels.common_sm90 import barrier, inverse, scale_to_float16, to_operand
 from torch_bridge.kernels.exchange_sm90 import load_rows, opaque_zero, repeat
 
@@ -248,12 +247,6 @@ def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr, W
 def load_gradient_rows(ptr, rows, unit, mask, H: gl.constexpr):
     """The gradient of a step's output."""
     return gl.load(ptr + rows[:, None] * H + unit[None, :], mask=mask, other=0.0)
-
-
-@gluon.jit
-def backward_rows(row, i, T, stride, REVERSE: gl.constexpr):
-    """Where sequences are at step `i` of the backward pass, or at its last one."""
-    return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
 
 
 @gluon.jit
