@@ -217,7 +217,8 @@ def _operand(w: Array, kernel_precision: str) -> Array:
     """Weights as the kernels multiply them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
     if w.dtype != jnp.float32 or kernel_precision != "tf32":
         return w
-    return jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
+    rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
+    return jnp.where(jnp.isnan(w), jnp.nan, rounded)  # a NaN of low bits alone would be truncated to infinity
 
 
 def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:

@@ -141,29 +141,55 @@ def test_tiles_on_hopper_are_as_small_as_run_at_once_or_of_sixteen_where_that_sa
     assert [chosen(direction="bwd"), chosen("lstm"), chosen(hidden=120)] == [min(want, 8)] * 3
 
 
-@pytest.mark.interpret
-def test_few_units_take_a_program_a_sequence():
-    """Float32 of up to 32 units, or 64 that are not of TF32, or 128 of a GRU; of 16 bits up to 32."""
+def _takes_a_program_a_sequence(cell, hidden, kind, batch, capability=90, **changes):
+    """Whether forward, and whether backward."""
     from benchmarks.launches import make_problem
     from torch_bridge.config import Device, heuristic
 
-    def taken(cell, hidden, kind, batch, capability=90, **changes):
-        problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
-        return [heuristic(problem, Device(capability)).variant == "sm90_fma" for problem in problems]
+    problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
+    return [heuristic(problem, Device(capability)).variant == "sm90_fma" for problem in problems]
 
+
+@pytest.mark.interpret
+def test_few_units_take_a_program_a_sequence():
+    """Float32 of up to 32 units, or 64 that are not of TF32, or 128 of a GRU; of 16 bits up to 32."""
+    taken = _takes_a_program_a_sequence
     both, backward, none = [True, True], [False, True], [False, False]
     for cell in ("gru", "lstm"):
         for hidden, kind in itertools.product((1, 16, 32), ("tf32x3", "tf32")):
             assert taken(cell, hidden, kind, 4) == taken(cell, hidden, kind, 9999) == both
             assert taken(cell, hidden, kind, 4, reset_state="stepped") == backward
             assert taken(cell, hidden, kind, 4, capability=80) == none
-            assert taken(cell, hidden, kind, 132, steps=1) == both and taken(cell, hidden, kind, 133, steps=7) == none
         assert taken(cell, 32, "bf16", 16 * 132) == both and taken(cell, 32, "bf16", 16 * 132 + 1) == none
         assert taken(cell, 64, "tf32x3", 8 * 132) == both and taken(cell, 64, "tf32", 4) == none
         assert taken(cell, 33, "bf16", 4) == none
     assert taken("gru", 64, "tf32x3", 8 * 132 + 1) == backward and taken("lstm", 64, "tf32x3", 8 * 132 + 1) == both
     assert taken("gru", 128, "tf32x3", 132) == both and taken("lstm", 128, "tf32x3", 132) == none
     assert taken("gru", 65, "tf32x3", 132, reset_state="stepped") == taken("gru", 129, "tf32x3", 132) == none
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(
+    ("cell", "hidden", "steps", "forward", "backward"),
+    [
+        ("gru", 16, 1, None, None), ("lstm", 16, 2, None, None),
+        ("gru", 32, 1, 2, 2), ("lstm", 32, 7, 14, 14), ("gru", 32, 11, 22, 22), ("gru", 32, 12, None, None),
+        ("gru", 64, 2, 2, 2), ("gru", 64, 15, 4, 4), ("gru", 64, 16, 8, None),
+        ("lstm", 64, 4, 4, 4), ("lstm", 64, 5, 4, None), ("lstm", 64, 15, 4, None), ("lstm", 64, 16, None, None),
+    ],
+)  # fmt: skip
+def test_few_steps_of_many_sequences_take_tiles(cell, hidden, steps, forward, backward):
+    """Of so many sequences on a multiprocessor, and fewer, a program for each; None: of any number."""
+    for i, most in enumerate((forward, backward)):
+        batches = (9999,) if most is None else (most * 132, most * 132 + 1)
+        taken = [_takes_a_program_a_sequence(cell, hidden, "tf32x3", batch, steps=steps)[i] for batch in batches]
+        assert taken == [True, False][: len(batches)], (i, batches)
+
+
+@pytest.mark.interpret
+def test_few_steps_of_a_wide_gru_take_what_costs_less():
+    taken = functools.partial(_takes_a_program_a_sequence, "gru", 128, "tf32x3")
+    assert taken(528, steps=2) == [False, False] and taken(528, steps=7) == taken(132, steps=2) == [True, True]
 
 
 @pytest.mark.interpret

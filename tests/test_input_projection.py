@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
-from jaxrnn import _bridge
+from jaxrnn import _bridge, fused
 
 interpreted_or_not = pytest.mark.parametrize(
     "dtype",
@@ -45,19 +45,46 @@ def check(got, want, dtype):
     np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
 
 
-@interpreted_or_not
-@pytest.mark.parametrize("out", ["float16", "float32"])
-@pytest.mark.parametrize(
-    "sizes",
-    [{}, {"rows": (1,), "D": 1, "W": 1}, {"rows": (2, 9, 7), "D": 128, "W": 384}, {"D": 300, "W": 520}],
-    ids=str,
-)
-def test_it_is_the_product_and_the_bias(dtype, out, sizes):
+of_either_output = pytest.mark.parametrize("out", ["float16", "float32"])
+
+
+def check_product(dtype, out, **sizes):
     arguments = make(dtype, **sizes)
     run = jax.jit(functools.partial(_bridge.launch_projection, dtype=out))
     got = run(*arguments)
     check(got, float64(*arguments), out)
     np.testing.assert_array_equal(got, run(*arguments))
+
+
+@interpreted_or_not
+@of_either_output
+@pytest.mark.parametrize(
+    "sizes",
+    [{}, {"rows": (1,), "D": 1, "W": 1}, {"rows": (2, 9, 7), "D": 128, "W": 384}, {"D": 100, "W": 520}],
+    ids=str,
+)
+def test_it_is_the_product_and_the_bias(dtype, out, sizes):
+    check_product(dtype, out, **sizes)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param("float16", marks=pytest.mark.interpret), pytest.param("bfloat16", marks=pytest.mark.gpu)],
+)
+@of_either_output
+def test_wide_inputs_are_taken_in_blocks(dtype, out):
+    check_product(dtype, out, D=300, W=520)
+
+
+@pytest.mark.torch
+def test_wide_inputs_of_float32_have_no_kernel():
+    from torch_bridge import projections
+    from torch_bridge.config import Device, UnsupportedError
+
+    dtypes = ("x", "float32"), ("w_ih_t", "float32"), ("bias", "float32"), ("xp", "float32")
+    assert projections.choose(projections.Problem(1, 4096, 128, 384, dtypes), Device()).inputs == 128
+    with pytest.raises(UnsupportedError, match=r"129 inputs of float32 has no kernel \(up to 128\): leave it"):
+        projections.choose(projections.Problem(1, 4096, 129, 384, dtypes), Device())
 
 
 @interpreted_or_not
@@ -86,12 +113,22 @@ def test_inputs_are_rounded_to_tf32(dtype):
 @float32_interpreted_or_not
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0xFFFFFFFF])
 def test_every_nan_stays_one(dtype, bits):
-    """Rounding works on bits: of some NaN it would make a number."""
+    """Rounding works on bits, of which tensor cores leave out the low ones: of some NaN they would make a number."""
     x, w, bias = make(dtype, rows=(5,))
-    x = np.array(x)
-    x.view(np.uint32)[2, 7] = bits
-    got = np.asarray(_bridge.launch_projection(jnp.asarray(x), w, bias, jnp.float32))
+
+    def put(x, at):
+        x = np.array(x)
+        x.view(np.uint32)[at] = bits
+        return x
+
+    @jax.jit
+    def run(x, w, bias):
+        return _bridge.launch_projection(x, fused._operand(w, "tf32"), bias, jnp.float32)
+
+    got = np.asarray(run(put(x, (2, 7)), w, bias))
     assert np.isnan(got[2]).all() and np.isfinite(np.delete(got, 2, axis=0)).all()
+    got = np.asarray(run(x, put(w, (7, 2)), bias))
+    assert np.isnan(got[:, 2]).all() and np.isfinite(np.delete(got, 2, axis=1)).all()
 
 
 @interpreted_or_not

@@ -88,7 +88,8 @@ def test_sequences_of_every_size_keep_their_accuracy(case, largest):
     cases.check(case, got, xla, want)
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+# Bits of float32, of a NaN among them that is infinity to tensor cores which leave out the low ones.
+@pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000], ids=hex)
 @pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
 def test_what_is_not_finite_stays_in_its_sequence(case, bad):
     inputs = cases.make_inputs(case)
@@ -97,10 +98,10 @@ def test_what_is_not_finite_stays_in_its_sequence(case, bad):
     for name in inputs:
         if name.startswith(("carry", "ct_carry")):
             inputs[name] = inputs[name].copy()
-            inputs[name][3, 7] = bad
+            inputs[name].view(np.uint32)[3, 7] = bad
     got = cases.run(case, inputs, "triton")
-    if np.isnan(bad):
-        assert np.isnan(got["ys"][:, 3]).any()
+    if bad & 0x7FFFFF:
+        assert np.isnan(got["ys"][:, 3]).all()
     for b in set(range(case.B)) - {3}:
         for name in got:
             if of_sequence(name, got[name], b) is not None:

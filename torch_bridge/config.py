@@ -343,12 +343,29 @@ def _in_gluon(problem: Problem, device: Device) -> bool:
     return covered and device.capability == 90 and not device.interpreted
 
 
-# Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, of the GRU
-# of 33 to 64 units forward, and of few steps, for which every program loads all weights. Beyond these tiles on the
-# tensor cores are faster (of few steps by the bytes they load, not measured); in all other cases they never are.
-_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU, _FMA_FEW_STEPS = 16, 8, 1
+# Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, and of the
+# GRU of 33 to 64 units forward. Beyond these tiles on the tensor cores are faster; in other cases they are only where
+# steps are few.
+_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU = 16, 8
 # Microseconds of a step of the GRU of 128 units, forward and backward, with a sequence on each multiprocessor.
 _FMA_STEP = {"fwd": 0.65, "bwd": 1.05}
+# And microseconds until it has its weights.
+_FMA_START = 8.0
+# Steps from which it does not count that every program loads all weights, by block; of up to 16 units it never does.
+_FMA_MANY_STEPS = {32: 12, 64: 16}
+
+
+def _fma_turns(problem: Problem, block: int) -> float:
+    """Sequences on a multiprocessor up to which a program for each is faster than tiles on the tensor cores."""
+    most = math.inf if problem.operand_dtype == "float32" else _FMA_SIXTEEN_BITS
+    if block == 64 and problem.cell == "gru" and problem.direction == "fwd":
+        most = _FMA_WIDE_GRU
+    many = _FMA_MANY_STEPS.get(block, 0)
+    if block == 64 and problem.cell == "lstm" and problem.direction == "bwd":
+        many = 5  # for which tiles are slow
+    if problem.steps < many:
+        most = min(most, 2 * problem.steps if block == 32 else min(problem.steps, 4))
+    return most
 
 
 def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
@@ -370,15 +387,10 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     block = max(16, _power_of_2(problem.hidden))
     warps = {64: 4, 128: 8}.get(block, 1)
     config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="sm90_fma")
-    most = math.inf if problem.operand_dtype == "float32" else _FMA_SIXTEEN_BITS
-    if problem.cell == "gru" and forward and 32 < problem.hidden <= 64:
-        most = _FMA_WIDE_GRU
-    if problem.steps < _MANY_STEPS:
-        most = _FMA_FEW_STEPS
     turns = problem.models * problem.sequences / device.multiprocessors
-    if turns > most:
-        return [(math.inf, config)]
-    return [(math.ceil(turns) * _FMA_STEP[problem.direction] if full else 0.0, config)]
+    if full:
+        return [(math.ceil(turns) * (_FMA_STEP[problem.direction] + _FMA_START / problem.steps), config)]
+    return [(0.0 if turns <= _fma_turns(problem, block) else math.inf, config)]
 
 
 def _eights_spill(problem: Problem) -> bool:

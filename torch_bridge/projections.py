@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_bridge import launch
-from torch_bridge.config import Device
+from torch_bridge.config import Device, UnsupportedError
 from torch_bridge.kernels import projection
 
 # Bytes of a row of inputs up to which a program's weights leave shared memory for three tiles of these.
@@ -63,11 +63,18 @@ def pays(problem: Problem, device: Device) -> bool:
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
-    """The tiling for a problem."""
+    """The tiling for a problem.
+
+    Raises:
+      UnsupportedError: inputs are of float32 and too wide for their weights to stay on chip.
+    """
     wide = dict(problem.dtypes)["x"] == "float32"
     if problem.inputs * (4 if wide else 2) > _KEPT_BYTES:
-        if wide:  # which does not pay
-            return Tiling(128, 128, 32, 8, 3)
+        if wide:
+            raise UnsupportedError(
+                f"a projection of {problem.inputs} inputs of float32 has no kernel (up to {_KEPT_BYTES // 4}): "
+                "leave it to a library"
+            )
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
     columns = 64 if wide else 128
     blocks = -(-problem.gates // columns) * problem.models

@@ -204,7 +204,7 @@ def _operand(w: Tensor, precision: str) -> Tensor:
     if w.dtype != torch.float32 or precision != "tf32":
         return w
     rounded = (w.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
-    return torch.where(w == w, rounded, w)  # some NaN have bits that would make another number
+    return torch.where(w == w, rounded, torch.nan)  # some NaN have bits that would make another number
 
 
 def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:

@@ -35,12 +35,15 @@ def tanh(x, PRECISE: tl.constexpr):
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """`x` as a matmul operand: float32 is rounded to TF32 here, since the tensor core would truncate it (a bias)."""
+    """`x` as a matmul operand: float32 is rounded to TF32 here, since the tensor core would truncate it (a bias).
+
+    It would truncate a NaN too, one of low bits alone to infinity: what arithmetic gives for it has the highest.
+    """
     x = x.to(DTYPE)
     if DTYPE == tl.float32 and PRECISION == "tf32":
         bits = x.to(tl.int32, bitcast=True)
         rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        x = tl.where(tl.abs(x) < float("inf"), rounded, x)
+        x = tl.where(tl.abs(x) < float("inf"), rounded, x + x)
     return x
 
 

@@ -56,7 +56,7 @@ def projection_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def wide_projection_kernel(
-    x_ptr,      # as of projection_kernel
+    x_ptr,      # as of projection_kernel, of 16 bits
     w_ih_t_ptr,
     bias_ptr,
     xp_ptr,
@@ -87,6 +87,6 @@ def wide_projection_kernel(
         within = (first + unit < D)[None, :]
         x = tl.load(x_ptrs + first, mask=live & within, other=0.0)
         w = tl.load(w_ptrs + first, mask=(col < W)[:, None] & within, other=0.0)
-        xp = tl.dot(operand(x, x.dtype, "tf32"), w.T, xp, input_precision="tf32")
+        xp = tl.dot(x, w.T, xp)
     bias = tl.load(bias_ptr + model * W + col, mask=col < W, other=0.0)
     _store(xp_ptr, xp + bias[None, :], row, col, live, W)
