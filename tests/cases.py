@@ -370,7 +370,7 @@ def _gpu() -> tuple[Case, ...]:
             add(H, B, T=T, dtype="bf16", time_major=False, reverse=True)
         add(32, 20, models=40)
         add(20, 64, models=3, dtype="f16", reverse=True, resets="all")
-        for H, B in ((64, 64), (40, 19), (33, 1500), (128, 64), (128, 300)):
+        for H, B in ((64, 64), (40, 19), (33, 1500), (65, 19), (128, 64), (128, 300)):
             add(H, B, precision="highest", reverse=B == 19, resets="some" if B < 100 else "none")
             add(H, 3, precision="highest", models=5)
         add(100, 64, precision="highest")

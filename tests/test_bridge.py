@@ -152,7 +152,7 @@ def _takes_a_program_a_sequence(cell, hidden, kind, batch, capability=90, **chan
 
 @pytest.mark.interpret
 def test_few_units_take_a_program_a_sequence():
-    """Float32 of up to 32 units, or 64 that are not of TF32, or 128 of a GRU; of 16 bits up to 32."""
+    """Float32 of up to 32 units, or 128 that are not of TF32, or 64 of few sequences; of 16 bits up to 32."""
     taken = _takes_a_program_a_sequence
     both, backward, none = [True, True], [False, True], [False, False]
     for cell in ("gru", "lstm"):
@@ -161,11 +161,13 @@ def test_few_units_take_a_program_a_sequence():
             assert taken(cell, hidden, kind, 4, reset_state="stepped") == backward
             assert taken(cell, hidden, kind, 4, capability=80) == none
         assert taken(cell, 32, "bf16", 16 * 132) == both and taken(cell, 32, "bf16", 16 * 132 + 1) == none
-        assert taken(cell, 64, "tf32x3", 8 * 132) == both and taken(cell, 64, "tf32", 4) == none
+        assert taken(cell, 64, "tf32x3", 8 * 132) == both and taken(cell, 64, "tf32x3", 4, capability=80) == none
+        assert taken(cell, 64, "tf32", 2 * 132) == both and taken(cell, 64, "tf32", 2 * 132 + 1) == none
+        assert taken(cell, 64, "tf32", 4, reset_state="stepped") == backward and taken(cell, 65, "tf32", 4) == none
         assert taken(cell, 33, "bf16", 4) == none
+        assert taken(cell, 65, "tf32x3", 132) == taken(cell, 128, "tf32x3", 132) == both
+        assert taken(cell, 65, "tf32x3", 132, reset_state="stepped") == taken(cell, 129, "tf32x3", 132) == none
     assert taken("gru", 64, "tf32x3", 8 * 132 + 1) == backward and taken("lstm", 64, "tf32x3", 8 * 132 + 1) == both
-    assert taken("gru", 128, "tf32x3", 132) == both and taken("lstm", 128, "tf32x3", 132) == none
-    assert taken("gru", 65, "tf32x3", 132, reset_state="stepped") == taken("gru", 129, "tf32x3", 132) == none
 
 
 @pytest.mark.interpret

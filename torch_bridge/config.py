@@ -171,7 +171,9 @@ class KernelConfig:
         if self.variant == "sm90_rows":
             return 2 * gates * self.block_h * self.block_h * self.splits + 1024
         if self.variant == "sm90_fma":
-            return 8 * self.block_h * (1 if problem.direction == "fwd" else gates)
+            forward = problem.direction == "fwd"
+            weights = (1 if forward else 2) if problem.cell == "lstm" and self.block_h > 64 else 0
+            return 8 * self.block_h * (1 if forward else gates) + weights * 4 * self.block_h**2
         if self.variant == "sm90":
             # weights on their way to registers, operands of two steps, bounds of their size
             operands = 1 if problem.direction == "fwd" else gates
@@ -343,12 +345,12 @@ def _in_gluon(problem: Problem, device: Device) -> bool:
     return covered and device.capability == 90 and not device.interpreted
 
 
-# Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, and of the
-# GRU of 33 to 64 units forward. Beyond these tiles on the tensor cores are faster; in other cases they are only where
-# steps are few.
-_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU = 16, 8
-# Microseconds of a step of the GRU of 128 units, forward and backward, with a sequence on each multiprocessor.
-_FMA_STEP = {"fwd": 0.65, "bwd": 1.05}
+# Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, of the GRU
+# of 33 to 64 units forward, and of such widths where TF32 will do. Beyond these tiles on the tensor cores are faster;
+# in other cases they are only where steps are few.
+_FMA_SIXTEEN_BITS, _FMA_WIDE_GRU, _FMA_FOR_TF32 = 16, 8, 2
+# Microseconds of a step of 128 units, forward and backward, with a sequence on each multiprocessor.
+_FMA_STEP = {"gru": {"fwd": 0.8, "bwd": 1.1}, "lstm": {"fwd": 1.0, "bwd": 1.4}}
 # And microseconds until it has its weights.
 _FMA_START = 8.0
 # Steps from which it does not count that every program loads all weights, by block; of up to 16 units it never does.
@@ -360,6 +362,8 @@ def _fma_turns(problem: Problem, block: int) -> float:
     most = math.inf if problem.operand_dtype == "float32" else _FMA_SIXTEEN_BITS
     if block == 64 and problem.cell == "gru" and problem.direction == "fwd":
         most = _FMA_WIDE_GRU
+    if block == 64 and problem.precision == "tf32":
+        most = _FMA_FOR_TF32
     many = _FMA_MANY_STEPS.get(block, 0)
     if block == 64 and problem.cell == "lstm" and problem.direction == "bwd":
         many = 5  # for which tiles are slow
@@ -372,16 +376,17 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     """The kernels in Gluon for few units, a program a sequence; 0, or what a step of all sequences costs.
 
     They multiply float32 as it is, where tensor cores take three products of TF32 for one. An H200 takes 0.29 us a step
-    forward and 0.24 backward of 64 sequences of the GRU of 32 units, where the plain kernels take 1.4.
+    forward and 0.24 backward of 64 sequences of the GRU of 32 units, where the plain kernels take 1.4. Of few sequences
+    of 33 to 64 units they are faster than one product of TF32, too.
     """
-    exact, forward = _kind(problem) == "tf32x3", problem.direction == "fwd"
+    forward = problem.direction == "fwd"
     names = dict(problem.dtypes).keys()
     covered = "keep" in names or "factors" not in names
     covered &= not forward or problem.reset_state == "zeros"
-    # the registers of a program just hold the weights of one GRU of 128 units; what spills, with Triton 3.9 up to 264
+    # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 264
     # bytes and before up to 16, costs little beside what programs that share the units take
-    full = exact and problem.cell == "gru" and 64 < problem.hidden <= 128 and problem.common
-    covered &= problem.hidden <= (64 if exact else 32) or full
+    full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128 and problem.common
+    covered &= problem.hidden <= (64 if problem.operand_dtype == "float32" else 32) or full
     if not covered or device.capability != 90 or device.interpreted:
         return []
     block = max(16, _power_of_2(problem.hidden))
@@ -389,7 +394,8 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="sm90_fma")
     turns = problem.models * problem.sequences / device.multiprocessors
     if full:
-        return [(math.ceil(turns) * (_FMA_STEP[problem.direction] + _FMA_START / problem.steps), config)]
+        step = _FMA_STEP[problem.cell][problem.direction]
+        return [(math.ceil(turns) * (step + _FMA_START / problem.steps), config)]
     return [(0.0 if turns <= _fma_turns(problem, block) else math.inf, config)]
 
 

@@ -2,7 +2,8 @@
 
 Up to 32 units a step's products are as few as the numbers that a warp's registers hold, and no tensor core is faster:
 a warp has one sequence, a thread one unit, whose weights it keeps. For 64 units there are four warps, in which two
-threads share a unit's weights, for the GRU of 128 eight, whose threads keep twice as many. Only the other operand goes
+threads share a unit's weights, for 128 eight, whose threads keep twice as many. A multiprocessor's registers just hold
+those of a GRU; of the LSTM some gates' wait in shared memory, and are read at every step. The other operand goes
 through shared memory, where every thread reads all of it, in two buffers written in turn. Operands of 16 bits are
 rounded to them, and multiplied as float32.
 
@@ -20,10 +21,16 @@ from torch_bridge.kernels.common_sm90 import pack
 
 @gluon.constexpr_function
 def weights_layout(block, warps):
-    """`[block, block]`: a thread has as many numbers of a row as they are when all threads share them out."""
+    """`[block, block]`: a thread has as many numbers of a row as they are when all threads share them out.
+
+    Two that share a row have eight in turn, and threads side by side have rows side by side: so all banks of shared
+    memory are read at once, of operands and of weights.
+    """
     length = block * block // (32 * warps)
     lanes = block // length
-    return gl.BlockedLayout([1, length], [32 // lanes, lanes], [warps, 1], [1, 0])
+    if lanes == 1:
+        return gl.BlockedLayout([1, length], [32, 1], [warps, 1], [1, 0])
+    return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [0, 1])
 
 
 @gluon.jit
@@ -60,6 +67,31 @@ def own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexp
     row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     col = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LAYOUT))
     return load_weight(ptr, row, col, H, STRIDE).to(gl.float32)
+
+
+@gluon.jit
+def own_gates(
+    ptr, NEXT: gl.constexpr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr,
+    SHARED: gl.constexpr,
+):  # fmt: skip
+    """The weights of each gate, NEXT numbers apart: a tuple, of which the last SHARED are in shared memory."""
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
+    gates = ()
+    for gate in gl.static_range(GATES):
+        w = own_weights(ptr + gate * NEXT, H, STRIDE, BLOCK_H)
+        if gate >= GATES - SHARED:
+            w = gl.allocate_shared_memory(gl.float32, [BLOCK_H, BLOCK_H], SWIZZLED, w)
+        gates += (w,)  # type: ignore[assignment]
+    return gates
+
+
+@gluon.jit
+def in_registers(w, BLOCK_H: gl.constexpr):
+    """Weights of a gate, from wherever they are."""
+    if isinstance(w, gl.shared_memory_descriptor):
+        return w.load(weights_layout(BLOCK_H, gl.num_warps()))
+    else:
+        return w
 
 
 @gluon.jit

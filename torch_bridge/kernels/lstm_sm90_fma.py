@@ -7,12 +7,13 @@ from torch_bridge.kernels.common import sigmoid, tanh
 from torch_bridge.kernels.common_sm90 import backward_rows, barrier, forward_rows, load_inputs
 from torch_bridge.kernels.fma_sm90 import (
     allocate_operands,
+    in_registers,
     leave,
     load_fours,
     load_reset,
     locate,
     no_loads,
-    own_weights,
+    own_gates,
     parts_of_rows,
     save_fours,
     sum_rows,
@@ -31,11 +32,18 @@ def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constex
 
 
 @gluon.jit
+def _sums(w, operand, BLOCK_H: gl.constexpr):
+    """A gate's products, added up."""
+    w = in_registers(w, BLOCK_H)
+    return sum_rows(parts_of_rows(w * operand), w)
+
+
+@gluon.jit
 def _forward_step(
-    i, h, c, inputs, buffers, w_i, w_f, w_g, w_o,
+    i, h, c, inputs, buffers, w,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
     seq, row, T, stride, unit, mask,
-    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     x_i, x_f, x_g, x_o, reset = inputs
@@ -44,11 +52,11 @@ def _forward_step(
         c = gl.where(reset, 0.0, c)
     leave(buffers[0], h, DTYPE)
     barrier()
-    operand = taken(buffers[0], w_i)
-    a_i = sum_rows(parts_of_rows(w_i * operand), w_i) + x_i.to(gl.float32)
-    a_g = sum_rows(parts_of_rows(w_g * operand), w_g) + x_g.to(gl.float32)
-    a_f = sum_rows(parts_of_rows(w_f * operand), w_f) + x_f.to(gl.float32)
-    a_o = sum_rows(parts_of_rows(w_o * operand), w_o) + x_o.to(gl.float32)
+    operand = taken(buffers[0], w[0])
+    a_i = _sums(w[0], operand, BLOCK_H) + x_i.to(gl.float32)
+    a_g = _sums(w[2], operand, BLOCK_H) + x_g.to(gl.float32)
+    a_f = _sums(w[1], operand, BLOCK_H) + x_f.to(gl.float32)
+    a_o = _sums(w[3], operand, BLOCK_H) + x_o.to(gl.float32)
     inputs = _load_inputs(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE)
     g_i, g_f, g_o = sigmoid(a_i), sigmoid(a_f), sigmoid(a_o)
     g_g = tanh(a_g, DTYPE == gl.float32)
@@ -83,24 +91,21 @@ def fwd_kernel(
     """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
-    DEPTH: gl.constexpr = 4
+    DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (4 * H * H)
-    w_i = own_weights(w_ptr, H, H, BLOCK_H)
-    w_f = own_weights(w_ptr + H * H, H, H, BLOCK_H)
-    w_g = own_weights(w_ptr + 2 * H * H, H, H, BLOCK_H)
-    w_o = own_weights(w_ptr + 3 * H * H, H, H, BLOCK_H)
+    w = own_gates(w_ptr, H * H, H, H, BLOCK_H, 4, 0 if BLOCK_H <= 64 else 1)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
             h, c, next_inputs = _forward_step(
-                i + k, h, c, inputs[0], buffers[k % 2], w_i, w_f, w_g, w_o,
+                i + k, h, c, inputs[0], buffers[k % 2], w,
                 xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
-                seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
+                seq, row, T, stride, unit, mask, H, BLOCK_H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 
@@ -124,10 +129,10 @@ def _load_saved(
 
 @gluon.jit
 def _backward_step(
-    i, dh, dc, saved, buffers, w_i, w_f, w_g, w_o,
+    i, dh, dc, saved, buffers, w,
     factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
     dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
-    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     factors, through, keep, dy, dcy, reset = saved
@@ -142,9 +147,10 @@ def _backward_step(
     leave(buffers[2], dg, DTYPE)
     leave(buffers[3], do, DTYPE)
     barrier()
-    parts = parts_of_rows(w_i * taken(buffers[0], w_i)) + parts_of_rows(w_f * taken(buffers[1], w_f))
-    parts += parts_of_rows(w_g * taken(buffers[2], w_g))
-    parts += parts_of_rows(w_o * taken(buffers[3], w_o))
+    parts = parts_of_rows(w[0] * taken(buffers[0], w[0]))
+    for gate in gl.static_range(1, 4):
+        w_gate = in_registers(w[gate], BLOCK_H)
+        parts += parts_of_rows(w_gate * taken(buffers[gate], w_gate))
     saved = _load_saved(
         i + DEPTH, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask, H,
         REVERSE,
@@ -157,7 +163,7 @@ def _backward_step(
     gl.store(dxp + H, df.to(dxp_ptr.dtype.element_ty), mask=live)
     gl.store(dxp + 2 * H, dg.to(dxp_ptr.dtype.element_ty), mask=live)
     gl.store(dxp + 3 * H, do.to(dxp_ptr.dtype.element_ty), mask=live)
-    dh = sum_rows(parts, w_i)
+    dh = sum_rows(parts, w[0])
     dc = dc * keep
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
@@ -182,7 +188,8 @@ def bwd_kernel(
     """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
-    DEPTH: gl.constexpr = 4
+    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 1
     saved = no_loads()
     for k in gl.static_range(DEPTH):
         first = _load_saved(
@@ -190,18 +197,15 @@ def bwd_kernel(
         )
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (4 * H * H)
-    w_i = own_weights(w_ptr, H, 4 * H, BLOCK_H)
-    w_f = own_weights(w_ptr + H, H, 4 * H, BLOCK_H)
-    w_g = own_weights(w_ptr + 2 * H, H, 4 * H, BLOCK_H)
-    w_o = own_weights(w_ptr + 3 * H, H, 4 * H, BLOCK_H)
+    w = own_gates(w_ptr, H, H, 4 * H, BLOCK_H, 4, 0 if BLOCK_H <= 64 else 2)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(4, BLOCK_H)
-    for i in range(0, T, DEPTH):
-        for k in gl.static_range(DEPTH):
+    for i in range(0, T, UNROLL):
+        for k in gl.static_range(UNROLL):
             dh, dc, next_saved = _backward_step(
-                i + k, dh, dc, saved[0], buffers[k % 2], w_i, w_f, w_g, w_o,
+                i + k, dh, dc, saved[0], buffers[k % 2], w,
                 factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-                dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
+                dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, H, BLOCK_H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             saved = then(saved[1:], next_saved)
