@@ -218,7 +218,7 @@ def _operand(w: Array, kernel_precision: str) -> Array:
     if w.dtype != jnp.float32 or kernel_precision != "tf32":
         return w
     rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    return jnp.where(jnp.isnan(w), jnp.nan, rounded)  # a NaN of low bits alone would be truncated to infinity
+    return jnp.where(jnp.isnan(w), w + w, rounded)  # a NaN of low bits alone would be truncated to infinity
 
 
 def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
