@@ -61,7 +61,7 @@ def then(loads, last):
 
 
 @gluon.jit
-def own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr):
+def _own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr):
     """The first H numbers of the first H rows of a matrix, as `weights_layout` has them."""
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
@@ -72,13 +72,13 @@ def own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexp
 @gluon.jit
 def own_gates(
     ptr, NEXT: gl.constexpr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr,
-    SHARED: gl.constexpr,
+    SHARED: gl.constexpr = 0,
 ):  # fmt: skip
     """The weights of each gate, NEXT numbers apart: a tuple, of which the last SHARED are in shared memory."""
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     gates = ()
     for gate in gl.static_range(GATES):
-        w = own_weights(ptr + gate * NEXT, H, STRIDE, BLOCK_H)
+        w = _own_weights(ptr + gate * NEXT, H, STRIDE, BLOCK_H)
         if gate >= GATES - SHARED:
             w = gl.allocate_shared_memory(gl.float32, [BLOCK_H, BLOCK_H], SWIZZLED, w)
         gates += (w,)  # type: ignore[assignment]
@@ -86,10 +86,10 @@ def own_gates(
 
 
 @gluon.jit
-def in_registers(w, BLOCK_H: gl.constexpr):
+def in_registers(w):
     """Weights of a gate, from wherever they are."""
     if isinstance(w, gl.shared_memory_descriptor):
-        return w.load(weights_layout(BLOCK_H, gl.num_warps()))
+        return w.load(weights_layout(w.shape[0], gl.num_warps()))
     else:
         return w
 

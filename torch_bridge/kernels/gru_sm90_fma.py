@@ -12,7 +12,7 @@ from torch_bridge.kernels.fma_sm90 import (
     load_reset,
     locate,
     no_loads,
-    own_weights,
+    own_gates,
     parts_of_rows,
     save_fours,
     sum_rows,
@@ -75,9 +75,7 @@ def fwd_kernel(
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (3 * H * H)
-    w_r = own_weights(w_ptr, H, H, BLOCK_H)
-    w_z = own_weights(w_ptr + H * H, H, H, BLOCK_H)
-    w_n = own_weights(w_ptr + 2 * H * H, H, H, BLOCK_H)
+    w_r, w_z, w_n = own_gates(w_ptr, H * H, H, H, BLOCK_H, 3)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
@@ -155,9 +153,7 @@ def bwd_kernel(
         first = _load_saved(k, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (3 * H * H)
-    w_r = own_weights(w_ptr, H, 3 * H, BLOCK_H)
-    w_z = own_weights(w_ptr + H, H, 3 * H, BLOCK_H)
-    w_n = own_weights(w_ptr + 2 * H, H, 3 * H, BLOCK_H)
+    w_r, w_z, w_n = own_gates(w_ptr, H, H, 3 * H, BLOCK_H, 3)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(3, BLOCK_H)
     for i in range(0, T, UNROLL):

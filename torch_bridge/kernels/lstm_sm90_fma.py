@@ -32,9 +32,9 @@ def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constex
 
 
 @gluon.jit
-def _sums(w, operand, BLOCK_H: gl.constexpr):
+def _sums(w, operand):
     """A gate's products, added up."""
-    w = in_registers(w, BLOCK_H)
+    w = in_registers(w)
     return sum_rows(parts_of_rows(w * operand), w)
 
 
@@ -43,7 +43,7 @@ def _forward_step(
     i, h, c, inputs, buffers, w,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
     seq, row, T, stride, unit, mask,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     x_i, x_f, x_g, x_o, reset = inputs
@@ -52,11 +52,12 @@ def _forward_step(
         c = gl.where(reset, 0.0, c)
     leave(buffers[0], h, DTYPE)
     barrier()
-    operand = taken(buffers[0], w[0])
-    a_i = _sums(w[0], operand, BLOCK_H) + x_i.to(gl.float32)
-    a_g = _sums(w[2], operand, BLOCK_H) + x_g.to(gl.float32)
-    a_f = _sums(w[1], operand, BLOCK_H) + x_f.to(gl.float32)
-    a_o = _sums(w[3], operand, BLOCK_H) + x_o.to(gl.float32)
+    w_i, w_f, w_g, w_o = w
+    operand = taken(buffers[0], w_i)
+    a_i = _sums(w_i, operand) + x_i.to(gl.float32)
+    a_g = _sums(w_g, operand) + x_g.to(gl.float32)
+    a_f = _sums(w_f, operand) + x_f.to(gl.float32)
+    a_o = _sums(w_o, operand) + x_o.to(gl.float32)
     inputs = _load_inputs(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE)
     g_i, g_f, g_o = sigmoid(a_i), sigmoid(a_f), sigmoid(a_o)
     g_g = tanh(a_g, DTYPE == gl.float32)
@@ -105,7 +106,7 @@ def fwd_kernel(
             h, c, next_inputs = _forward_step(
                 i + k, h, c, inputs[0], buffers[k % 2], w,
                 xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
-                seq, row, T, stride, unit, mask, H, BLOCK_H, DEPTH, DTYPE, REVERSE,
+                seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 
@@ -132,7 +133,7 @@ def _backward_step(
     i, dh, dc, saved, buffers, w,
     factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
     dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     factors, through, keep, dy, dcy, reset = saved
@@ -149,7 +150,7 @@ def _backward_step(
     barrier()
     parts = parts_of_rows(w[0] * taken(buffers[0], w[0]))
     for gate in gl.static_range(1, 4):
-        w_gate = in_registers(w[gate], BLOCK_H)
+        w_gate = in_registers(w[gate])
         parts += parts_of_rows(w_gate * taken(buffers[gate], w_gate))
     saved = _load_saved(
         i + DEPTH, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask, H,
@@ -206,6 +207,6 @@ def bwd_kernel(
             dh, dc, next_saved = _backward_step(
                 i + k, dh, dc, saved[0], buffers[k % 2], w,
                 factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
-                dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, H, BLOCK_H, DEPTH, DTYPE, REVERSE,
+                dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             saved = then(saved[1:], next_saved)
