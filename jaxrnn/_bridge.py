@@ -218,7 +218,8 @@ def launch_norm(
 def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
     """Launches an input projection, `x @ w_ih + bias`: x `[*rows, D]`, w_ih `[D, W]` of its dtype, bias `[W]` float32.
 
-    Products of float32 are of TF32, to which `w_ih` must be rounded. Returns `[*rows, W]`, float32 or float16: `dtype`.
+    Products of float32 are of TF32, to which `w_ih` must be rounded, and D is then up to 128. Returns `[*rows, W]`,
+    float32 or float16: `dtype`.
     """
     arrays: dict[str, Array | None] = {"x": x[None], "w_ih_t": w_ih.T[None], "bias": bias[None]}
     return _bind(projection_p, arrays, [NamedOutput("xp", jnp.dtype(dtype))])["xp"][0]

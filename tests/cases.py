@@ -362,7 +362,9 @@ def _gpu() -> tuple[Case, ...]:
             add(H, B, reset_state="tbh", **kind)
         add(128, 16, T=1, reset_state="h")
         add(100, 3, T=257, reset_state="bh")
-        add(48, 19)  # masked blocks of 64, and a part of a tile
+        add(48, 299)  # masked blocks of 64, and a part of a tile
+        add(64, 300, models=2, reverse=True)
+        add(48, 19, models=2, time_major=False, reverse=True)
         add(256, 64, T=128, precision="highest", remat=True)
         # a program a sequence: parts of a block, turns not all taken, many sequences of many models
         for H, B, T in ((32, 64, 13), (16, 19, 14), (31, 300, 15), (32, 3, 257), (8, 2500, 2)):
@@ -419,4 +421,8 @@ GPU_FORWARD = tuple(
 )
 
 # Where operands are scaled to 16 bits on a Hopper GPU, and widths where they are not.
-OF_EVERY_SIZE = tuple(Case(cell, T=9, B=16, H=H) for cell in WEIGHTS for H in (32, 64, 100, 128, 256, 700))
+OF_EVERY_SIZE = tuple(
+    Case(cell, T=9, B=B, H=H)
+    for cell in WEIGHTS
+    for H, B in ((32, 16), (64, 16), (64, 300), (100, 16), (128, 16), (256, 16), (700, 16))
+)

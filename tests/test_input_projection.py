@@ -110,8 +110,19 @@ def test_inputs_are_rounded_to_tf32(dtype):
     assert np.abs(got - float64(cut, w, bias)).max() > 1e-4
 
 
+NANS = 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0xFFFFFFFF
+
+
+def test_weights_that_are_no_numbers_stay_none_to_tensor_cores():
+    """Which leave out the low bits."""
+    w = np.array(NANS, np.uint32).view(np.float32)
+    for run in (fused._operand, jax.jit(fused._operand, static_argnums=1)):
+        got = np.asarray(run(jnp.asarray(w), "tf32")).view(np.uint32) & 0xFFFFE000
+        assert np.isnan(got.view(np.float32)).all()
+
+
 @float32_interpreted_or_not
-@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0xFFFFFFFF])
+@pytest.mark.parametrize("bits", NANS)
 def test_every_nan_stays_one(dtype, bits):
     """Rounding works on bits, of which tensor cores leave out the low ones: of some NaN they would make a number."""
     x, w, bias = make(dtype, rows=(5,))

@@ -383,9 +383,9 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     names = dict(problem.dtypes).keys()
     covered = "keep" in names or "factors" not in names
     covered &= not forward or problem.reset_state == "zeros"
-    # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 264
-    # bytes and before up to 16, costs little beside what programs that share the units take
-    full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128 and problem.common
+    # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 352
+    # bytes and before up to 72, costs little beside what programs that share the units take
+    full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
     covered &= problem.hidden <= (64 if problem.operand_dtype == "float32" else 32) or full
     if not covered or device.capability != 90 or device.interpreted:
         return []

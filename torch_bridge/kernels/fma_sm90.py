@@ -4,8 +4,8 @@ Up to 32 units a step's products are as few as the numbers that a warp's registe
 a warp has one sequence, a thread one unit, whose weights it keeps. For 64 units there are four warps, in which two
 threads share a unit's weights, for 128 eight, whose threads keep twice as many. A multiprocessor's registers just hold
 those of a GRU; of the LSTM some gates' wait in shared memory, and are read at every step. The other operand goes
-through shared memory, where every thread reads all of it, in two buffers written in turn. Operands of 16 bits are
-rounded to them, and multiplied as float32.
+through shared memory, where every thread reads all that it multiplies, in two buffers written in turn. Operands of
+16 bits are rounded to them, and multiplied as float32.
 
 What a step reads is loaded four steps before, where a step takes a fifth of the time that memory does. Of 128 units it
 is two steps before forward and one backward: there are few registers, and a step takes longer. The loop is unrolled by
@@ -23,13 +23,10 @@ from torch_bridge.kernels.common_sm90 import pack
 def weights_layout(block, warps):
     """`[block, block]`: a thread has as many numbers of a row as they are when all threads share them out.
 
-    Two that share a row have eight in turn, and threads side by side have rows side by side: so all banks of shared
-    memory are read at once, of operands and of weights.
+    Those that share a row have eight in turn, and threads side by side have rows side by side: so no two read the same
+    bank of shared memory, of operands and of weights.
     """
-    length = block * block // (32 * warps)
-    lanes = block // length
-    if lanes == 1:
-        return gl.BlockedLayout([1, length], [32, 1], [warps, 1], [1, 0])
+    lanes = 32 * warps // block
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [0, 1])
 
 
