@@ -128,7 +128,7 @@ LOCAL_BYTES_OF_SIXTEENS = {"fwd": 40, "bwd": 120}
 # The same where a program has a sequence of 65 to 128 units, faster than programs that share the units by more than
 # spilling costs: with Triton up to 3.7, and later. Most of widths that no four divide, from 119 on.
 LOCAL_BYTES_OF_FMA = {
-    ("gru", "fwd"): (0, 216), ("gru", "bwd"): (24, 72), ("lstm", "fwd"): (72, 352), ("lstm", "bwd"): (16, 80)
+    ("gru", "fwd"): (0, 264), ("gru", "bwd"): (24, 72), ("lstm", "fwd"): (72, 352), ("lstm", "bwd"): (16, 80)
 }  # fmt: skip
 
 
