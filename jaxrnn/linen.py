@@ -822,8 +822,9 @@ def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Car
 class ScannedRNN(nn.Module):
     """The recurrent module of JAX RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`.
 
-    Replaces the class of this name that purejaxrl, JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava carry: changing
-    the import changes neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results.
+    Replaces the class of this name that JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava carry: changing the import
+    changes neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results. purejaxrl
+    and popjaxrl have them at `ScannedRNN_0/GRUCell_0/...`: set `cell_name`.
     H is the width of the carry, whatever that of the inputs. Rollouts call it with T = 1, updates with whole sequences.
 
     For another cell set `cell_type`. Where `initialize_carry` is called on the class, set it there too:
@@ -835,8 +836,8 @@ class ScannedRNN(nn.Module):
       hidden_state_dim: H, if `initialize_carry` shall know it; the carry must then have this width.
       cell_type: "gru", "lstm", "optimized_lstm", "mgu", "simple", or a class of cells. Only GRU and LSTMs are fused.
       cell_name: where the cell's parameters are, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so on:
-        the classes this one replaces create two cells, of which the second has parameters. Where a class makes its
-        dummy cell with `parent=None`, the name is "GRUCell_0".
+        the classes this one replaces create two cells, of which the second has parameters. Where a class makes no
+        dummy cell, makes it with `parent=None`, or after the other, the name is "GRUCell_0".
       dtype: what matrices are multiplied in; the carry keeps its own. None: what inputs and parameters promote to.
       param_dtype: of the parameters and the carry that `initialize_carry` makes.
       precision: of the matmuls, as in `jaxrnn.gru`.
@@ -866,7 +867,7 @@ class ScannedRNN(nn.Module):
           `(carry, ys [T, *batch, H])`.
 
         Raises:
-          ValueError: shapes or dtypes disagree.
+          ValueError: shapes or dtypes disagree, or the parameters are of another cell, or under another name.
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
         if not isinstance(x, (tuple, list)) or len(x) != 2:
@@ -879,11 +880,21 @@ class ScannedRNN(nn.Module):
             raise ValueError(f"the carry must be {self.hidden_state_dim} wide, as hidden_state_dim says, got {hidden}")
         make = cell_class(self.cell_type)
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
+        self._check_name(name)
         cell = make(features=hidden, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         carry, ys, _ = run_cell(
             cell, carry, ins, resets=resets, precision=self.precision, implementation=self.implementation
         )
         return carry, ys
+
+    def _check_name(self, name: str) -> None:
+        """Refuses parameters of a class that has another cell, or has it under another name."""
+        given = self.variables.get("params", {})
+        if given and name not in given and not self.is_mutable_collection("params"):
+            raise ValueError(
+                f"the parameters given to {type(self).__name__} are under {', '.join(given)}, not under {name}: "
+                "subclass it, and set cell_type to their kind of cell and cell_name to the name that they are under"
+            )
 
     initialize_carry = OnClassOrInstance(zero_carry)
 

@@ -17,11 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import traverse_util
+from flax import nnx, traverse_util
 from flax.linen.dtypes import promote_dtype
 from test_linen import ActorCritic, agents_rnn, assert_close, assert_identical, normal, some_carry, some_resets
 
 import jaxrnn
+import jaxrnn.nnx
 
 T, B, D, H = 3, 2, 5, 6
 OBS = 3  # as many as ActorCritic has logits
@@ -68,6 +69,16 @@ def both(case, run, theirs, ours, *, tol=1e-5):
     assert_identical(got_variables, want_variables)
     assert_close(got, want, tol=tol)
     return set(traverse_util.flatten_dict(got_variables, sep="/"))
+
+
+def with_default(init, implementation):
+    """The constructor `init`, with another default of `implementation`."""
+
+    @functools.wraps(init)
+    def constructed(*args, **kwargs):
+        init(*args, **{"implementation": implementation} | kwargs)
+
+    return constructed
 
 
 def initial(init, keys):
@@ -141,6 +152,39 @@ def make_train(networks, initialize_carry, init_batch, batch, average: Callable[
 # --- the ScannedRNN of policy gradients ------------------------------------------------------------------------------
 
 
+def purejaxrl_rnn(cell="GRUCell"):
+    """No cell is made but the one that has the parameters."""
+
+    class ScannedRNN(nn.Module):
+        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+        @nn.compact
+        def __call__(self, carry, x):
+            ins, resets = x
+            carry = jax.tree.map(lambda old: jnp.where(resets[:, None], jnp.zeros_like(old), old), carry)
+            return getattr(nn, cell)(features=jax.tree.leaves(carry)[0].shape[-1])(carry, ins)
+
+        @staticmethod
+        def initialize_carry(batch_size, hidden_size):
+            zeros = jnp.zeros((batch_size, hidden_size))
+            return zeros if cell == "GRUCell" else (zeros, zeros)
+
+    return ScannedRNN
+
+
+@IMPLEMENTATIONS
+def test_your_own_class(implementation):
+    """An LSTM, named as one that has no dummy beside it."""
+
+    def run(rnn):
+        init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,))
+        variables = init(jax.random.key(11))
+        return variables, jax.jit(train)(variables, jax.random.key(0))
+
+    ours = documented("Your own class: names, and LSTMs", "ScannedRNN", implementation)
+    paths = both("own", run, purejaxrl_rnn("LSTMCell"), ours)
+    assert "network_0/params/ScannedRNN_0/LSTMCell_0/hi/bias" in paths
+
+
 @pytest.mark.parametrize("seeds", [None, 3], ids=["jit", "jit-vmap"])
 @IMPLEMENTATIONS
 def test_purejaxrl_and_popjaxrl(implementation, seeds):
@@ -158,8 +202,8 @@ def test_purejaxrl_and_popjaxrl(implementation, seeds):
         return variables, trained
 
     ours = documented("purejaxrl and popjaxrl", "ScannedRNN", implementation)
-    paths = both(("purejaxrl", seeds), run, agents_rnn("GRUCell", hidden_first=False), ours)
-    assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
+    paths = both(("purejaxrl", seeds), run, purejaxrl_rnn(), ours)
+    assert "network_0/params/ScannedRNN_0/GRUCell_0/hn/bias" in paths
 
 
 @IMPLEMENTATIONS
@@ -663,6 +707,103 @@ def test_weights_of_a_torch_gru_are_gru_params():
     np.testing.assert_allclose(got, want.numpy(), rtol=1e-5, atol=1e-6)
 
 
+# --- other libraries -------------------------------------------------------------------------------------------------
+
+
+@IMPLEMENTATIONS
+def test_an_agent_in_nnx(implementation, monkeypatch):
+    monkeypatch.setattr(jaxrnn.nnx.RNN, "__init__", with_default(jaxrnn.nnx.RNN.__init__, implementation))
+    names: dict[str, Any] = {"__name__": "docs"}
+    exec(snippet("An agent in Flax NNX"), names)
+    module = names["Recurrent"](D, H, rngs=nnx.Rngs(0))
+    own = nnx.OptimizedLSTMCell(D, H, rngs=nnx.Rngs(0))
+    assert_identical(nnx.to_pure_dict(nnx.state(module.rnn.cell)), nnx.to_pure_dict(nnx.state(own)))
+    carry, xs, resets = some_carry("OptimizedLSTMCell", (B,)), normal(1, (T, B, D)), some_resets((T, B))
+
+    def scanned_steps(cell, carry, xs, resets):
+        def step(carry, x):
+            x, reset = x
+            carry = jax.tree.map(lambda state: jnp.where(reset[:, None], 0, state), carry)
+            return cell(carry, x)
+
+        return nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))(carry, (xs, resets))
+
+    def loss(run, module, carry):
+        results = run(module, carry, xs, resets)
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(results)), results
+
+    ours = nnx.grad(functools.partial(loss, lambda m, *x: m(*x)), argnums=(0, 1), has_aux=True)(module, carry)
+    want = nnx.grad(functools.partial(loss, scanned_steps), argnums=(0, 1), has_aux=True)(own, carry)
+    ours, want = jax.tree.leaves(ours), jax.tree.leaves(want)
+    assert_close(ours, want, tol=1e-5)
+
+
+@IMPLEMENTATIONS
+def test_an_agent_in_equinox(implementation, monkeypatch):
+    import equinox
+
+    monkeypatch.setattr(jaxrnn, "gru", functools.partial(jaxrnn.gru, implementation=implementation))
+    names: dict[str, Any] = {"__name__": "docs"}
+    exec(snippet("An agent in Equinox"), names)
+    cell = equinox.nn.GRUCell(D, H, key=jax.random.key(0))
+    carry, xs, resets = normal(2, (B, H)), normal(1, (T, B, D)), some_resets((T, B))
+
+    def scanned_steps(cell, carry, xs, resets):
+        def step(carry, x):
+            x, reset = x
+            carry = jax.vmap(cell)(x, jnp.where(reset[:, None], 0, carry))
+            return carry, carry
+
+        return jax.lax.scan(step, carry, (xs, resets))
+
+    def loss(cell, run):
+        results = run(cell, carry, xs, resets)
+        return sum(jnp.sum(jnp.sin(y)) for y in results), results
+
+    grad = equinox.filter_jit(equinox.filter_grad(loss, has_aux=True))
+    ours, want = (jax.tree.leaves(grad(cell, run)) for run in (names["sequence"], scanned_steps))
+    assert len(ours) == len(want) == 6
+    assert_close(ours, want, tol=1e-5)
+
+
+@pytest.mark.torch
+def test_cleanrl():
+    import torch
+
+    import torch_bridge.nn
+
+    names: dict[str, Any] = {}
+    exec(snippet("CleanRL (PyTorch)"), names)
+
+    class Agent(torch.nn.Module):
+        def __init__(self, lstm):
+            super().__init__()
+            self.network = torch.nn.Linear(OBS, D)
+            self.lstm = lstm(D, H)
+
+    def theirs(agent, x, state, done):
+        """A step at a time, the state multiplied by what is not done."""
+        hidden = agent.network(x / 255.0).reshape((-1, B, D))
+        outputs = []
+        for h, d in zip(hidden, done.reshape((-1, B)), strict=True):
+            y, state = agent.lstm(h[None], tuple((1.0 - d).view(1, -1, 1) * part for part in state))
+            outputs.append(y)
+        return torch.flatten(torch.cat(outputs), 0, 1), state
+
+    torch.manual_seed(0)
+    agents = Agent(torch.nn.LSTM), Agent(torch_bridge.nn.LSTM)
+    agents[1].load_state_dict(agents[0].state_dict())
+    x, done = torch.randn(T * B, OBS), torch.from_numpy(np.array(some_resets((T, B)))).float().flatten()
+    state = torch.randn(1, B, H), torch.randn(1, B, H)
+    results = []
+    for agent, run in zip(agents, (theirs, names["get_states"]), strict=True):
+        y, (h, c) = run(agent, x, state, done)
+        (y.sin().sum() + h.sum() + (2 * c).sum()).backward()
+        results.append([y.detach(), h.detach(), c.detach(), *(p.grad for p in agent.parameters())])
+    for ours, want in zip(*results, strict=True):
+        torch.testing.assert_close(ours, want, rtol=1e-5, atol=1e-5)
+
+
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
@@ -679,5 +820,5 @@ def test_an_attribute_is_set_as_the_docs_say():
 def test_every_code_base_of_the_table_has_its_section():
     links = re.findall(r"\]\(#(.*?)\)", DOCS.read_text())
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
-    assert len(links) == len(set(links)) == 9
+    assert len(links) == len(set(links)) == 12
     assert set(links) <= anchors

@@ -253,6 +253,44 @@ def test_names_and_cells_of_scanned_rnn_are_selectable():
         assert list(random_variables(rnn, jnp.zeros((B, H)), x)["params"]) == [name]
 
 
+@pytest.mark.parametrize("dummy", ["none", "without_parent", "after_the_cell"])
+def test_where_the_only_cell_is_the_first_it_is_named_so(dummy):
+    """A dummy cell takes a name only if it is made before the other, in the scope of the module."""
+
+    class ScannedRNN(nn.Module):
+        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
+        @nn.compact
+        def __call__(self, carry, x):
+            ins, resets = x
+            if dummy == "after_the_cell":
+                cell = nn.GRUCell(features=H)
+                fresh = nn.GRUCell(features=H).initialize_carry(jax.random.key(0), carry.shape)
+                return cell(jnp.where(resets[:, None], fresh, carry), ins)
+            fresh = jnp.zeros_like(carry)
+            if dummy == "without_parent":
+                fresh = nn.GRUCell(features=H, parent=None).initialize_carry(jax.random.key(0), carry.shape)
+            return nn.GRUCell(features=H)(jnp.where(resets[:, None], fresh, carry), ins)
+
+    class Replacement(linen.ScannedRNN):
+        cell_name: str | None = "GRUCell_0"
+
+    Replacement.__name__ = "ScannedRNN"
+    carry, x = normal(0, (B, H)), (normal(1, (T, B, D)), some_resets((T, B)))
+    variables, ours = (rnn().init(jax.random.key(3), carry, x) for rnn in (ScannedRNN, Replacement))
+    assert_identical(ours, variables)
+    assert_close(Replacement().apply(variables, carry, x), ScannedRNN().apply(variables, carry, x), tol=1e-5)
+    with pytest.raises(ValueError, match=r"are under GRUCell_0, not under GRUCell_1: .* cell_name"):
+        linen.ScannedRNN().apply(variables, carry, x)
+
+
+def test_parameters_of_another_cell_are_refused():
+    x = jnp.zeros((T, B, D)), jnp.zeros((T, B))
+    lstm = linen.ScannedRNN(cell_type="optimized_lstm")
+    variables = lstm.init(jax.random.key(0), linen.ScannedRNN(cell_type="lstm").initialize_carry(B, H), x)
+    with pytest.raises(ValueError, match=r"under OptimizedLSTMCell_1, not under GRUCell_1: .* cell_type"):
+        linen.ScannedRNN().apply(variables, jnp.zeros((B, H)), x)
+
+
 @pytest.mark.parametrize(
     ("rnn", "carry", "x", "message"),
     [
