@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -82,6 +83,8 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
         )
     if bad := [str(dtype) for dtype in dtypes if dtype not in (jnp.float32, jnp.bfloat16, jnp.float16)]:
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
+    if reason := _import_fails():
+        return f"{reason}: pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
     from torch_bridge import config, launch
 
     if launch.interpreting():
@@ -140,6 +143,19 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
     from torch_bridge.norms import WIDEST
 
     return None if columns <= WIDEST else f'takes up to {WIDEST} columns, got {columns}: pass implementation="xla"'
+
+
+@functools.cache
+def _import_fails() -> str | None:
+    """Why the kernels cannot be imported, where torch and triton are installed; None if they can. Warns on a GPU."""
+    try:
+        from torch_bridge import launch  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        reason = f"needs Triton 3.6 and torch 2.10 or newer, and what is installed has not what it needs ({error})"
+        if jax.default_backend() == "gpu":
+            warnings.warn(f"The Triton implementation of jaxrnn {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
 
 
 @functools.cache

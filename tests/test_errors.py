@@ -172,6 +172,9 @@ for call in (gru, lstm):
         pytest.param((), ["NVIDIA GPU"], marks=pytest.mark.torch, id="no-gpu"),
         pytest.param(("torch",), ["needs torch", "pip install"], marks=pytest.mark.torch, id="no-torch"),
         pytest.param(("triton",), ["needs triton", "pip install"], marks=pytest.mark.torch, id="no-triton"),
+        pytest.param(
+            ("triton.experimental",), ["needs Triton 3.6", "pip install"], marks=pytest.mark.torch, id="old-triton"
+        ),
         pytest.param(("torch", "triton"), ["needs torch and triton", "pip install"], id="neither"),
     ],
 )

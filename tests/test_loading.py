@@ -1,10 +1,15 @@
 """Kernels on their way to a device: begun when a launch is traced, compiled side by side, each of them once."""
 
 import functools
+import gc
+import subprocess
+import sys
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor, wait
+import weakref
+from concurrent.futures import wait
+from pathlib import Path
 
 import cases
 import jax
@@ -16,6 +21,8 @@ from pretended import pretend_gpus
 import jaxrnn
 
 pytestmark = pytest.mark.torch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture
@@ -97,12 +104,12 @@ def loading(monkeypatch):
     """The module, with a device on which everything can be loaded, and two threads."""
     from torch_bridge import launch
 
-    with ThreadPoolExecutor(2) as threads:
-        monkeypatch.setattr(launch, "_cores", lambda: 2)
-        monkeypatch.setattr(launch, "_compilers", lambda: threads)
-        monkeypatch.setattr(launch, "load_kernel", lambda compiled, ordinal: (compiled, ordinal))
-        monkeypatch.setattr(launch, "_loading", {})
-        yield launch
+    compilers = threading.Semaphore(2)
+    monkeypatch.setattr(launch, "_cores", lambda: 2)
+    monkeypatch.setattr(launch, "_compilers", lambda: compilers)
+    monkeypatch.setattr(launch, "load_kernel", lambda compiled, ordinal: (compiled, ordinal))
+    monkeypatch.setattr(launch, "_loading", {})
+    return launch
 
 
 def test_kernels_are_compiled_side_by_side_and_once(loading):
@@ -145,12 +152,17 @@ def test_what_is_needed_overtakes_what_waits(loading):
     assert threads["needed"] is threading.current_thread() not in (threads["a"], threads["b"])
 
 
+def start_no_more(thread):
+    """As Python has it from 3.12 on."""
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
 @pytest.mark.parametrize("why", ["one core", "the main thread is over"])
 def test_without_threads_a_kernel_is_compiled_when_it_is_needed(why, loading, monkeypatch):
     if why == "one core":
         monkeypatch.setattr(loading, "_cores", lambda: 1)
     else:
-        loading._compilers().shutdown()
+        monkeypatch.setattr(threading.Thread, "start", start_no_more)
     compiled = []
     loading._begin_loading(0, compiled.append, 7)
     assert compiled == []
@@ -172,6 +184,107 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_a
         with pytest.raises(RuntimeError, match=text):
             loading._loaded(0, compile)
     assert loading._loaded(0, compile) == ("a kernel", 0)
+
+
+@pytest.mark.parametrize("where", ["here", "in a thread"])
+def test_of_what_failed_no_arrays_are_kept(where, loading):
+    """Neither those of the call that failed nor, as on its way here, those of the call that waited for it."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Activations:
+        pass
+
+    def compile():
+        begun.set()
+        assert go_on.wait(60)
+        raise RuntimeError("out of memory")
+
+    def step():
+        activations = Activations()
+        kept.append(weakref.ref(activations))
+        if where == "here":
+            go_on.set()
+        else:
+            threading.Timer(0.1, go_on.set).start()  # while it is waited for
+        loading._loaded(0, compile)
+
+    kept = []
+    if where == "in a thread":
+        loading._begin_loading(0, compile)
+        assert begun.wait(60)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step()
+    gc.collect()
+    assert kept[0]() is None
+    assert loading._loading == {}
+
+
+# What comes before both: a compiler that takes its time, and two threads for it.
+BY_ITSELF = """
+import os, sys, threading, time
+from torch_bridge import launch
+launch._cores = lambda: 2
+launch.load_kernel = lambda compiled, ordinal: compiled
+parent = os.getpid()
+
+def compile(number):
+    print("compiles", number, flush=True)
+    time.sleep(0.5 if os.getpid() == parent else 0)
+    return number
+"""
+
+
+def run_by_itself(code):
+    command = [sys.executable, "-c", BY_ITSELF + code]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout.splitlines()
+
+
+def test_at_its_end_a_process_waits_for_what_is_under_way_alone():
+    lines = run_by_itself("""
+for number in range(20):
+    launch._begin_loading(0, compile, number)
+time.sleep(0.2)
+""")
+    assert 1 <= len(lines) <= 4
+
+
+@pytest.mark.parametrize("held", ["a kernel", "_parsing", "_loading_lock", "interpreter", "_compilers()"])
+def test_a_forked_process_waits_for_no_thread_of_its_parent(held):
+    """It has none of them, so that what they hold, or are to give, it would wait for forever."""
+    lines = run_by_itself(f"""
+held = {held!r}
+ready = threading.Event()
+
+def hold():
+    names = [held] if held != "_compilers()" else [held, held]
+    for name in names:
+        eval("launch." + name).acquire()
+    ready.set()
+    time.sleep(2)
+    for name in names:
+        eval("launch." + name).release()
+
+if held == "a kernel":
+    launch._begin_loading(0, compile, 1)
+    time.sleep(0.2)
+else:
+    threading.Thread(target=hold).start()
+    ready.wait()
+pid = os.fork()
+if pid == 0:
+    with launch._parsing, launch.interpreter:
+        print("child has", launch._loaded(0, compile, 1), launch._ahead(int, "2").result(timeout=10), flush=True)
+    os._exit(0)
+end = time.monotonic() + 60
+while os.waitpid(pid, os.WNOHANG) == (0, 0):
+    if time.monotonic() > end:
+        os.kill(pid, 9)
+        sys.exit("the child hangs")
+    time.sleep(0.05)
+""")
+    assert "child has 1 2" in lines
 
 
 def test_triton_is_hashed_beside_the_first_c_compiler(loading, monkeypatch):

@@ -232,6 +232,22 @@ def test_gradients_are_those_of_finite_differences(cell):
     assert torch.autograd.gradcheck(function, leaves((xs, states, given, new)), fast_mode=True)
 
 
+@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@every_cell
+def test_gradients_of_many_cotangents_at_once(cell, order, implementation):
+    """`is_grads_batched` goes through another vmap than `torch.vmap`."""
+    xs, states, given, resets, new = weights(cell)
+    inputs = leaves((xs, states, given, new))
+    options = {"reverse": order == "reverse", "implementation": implementation}
+    y = call(cell, xs, states, given, resets, new, **options)[0].sum((0, 1))
+    together = torch.autograd.grad(y, inputs, torch.eye(H), is_grads_batched=True, retain_graph=True)
+    for i, one in enumerate(torch.eye(H)):
+        apart = torch.autograd.grad(y, inputs, one, retain_graph=True)
+        for x, want in zip(together, apart, strict=True):
+            torch.testing.assert_close(x[i], want, rtol=1e-5, atol=1e-6)
+
+
 @every_cell
 def test_second_derivatives_raise_and_those_of_the_plain_loop_do_not(cell):
     args = weights(cell, dtype=torch.float64)
@@ -514,6 +530,16 @@ WRONG = [
     ({"new": torch.zeros(2, H)}, ValueError, r"the reset state of h must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
     ({"implementation": "cudnn"}, ValueError, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
     ({"precision": "ieee"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
+    ({"precision": "ieee", "implementation": "torch"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
+    ({"xs": None}, ValueError, "xs must be a tensor, got NoneType"),
+    ({"h0": [0.0] * H}, ValueError, "h0 must be a tensor, got list"),
+    ({"w_hh": None}, ValueError, "w_hh must be a tensor, got NoneType"),
+    ({"h0": torch.zeros(B, H, device="meta")}, ValueError, "h0 is on meta and w_hh is on cpu: move one of them"),
+    (
+        {"resets": torch.zeros(T, B, device="meta")},
+        ValueError,
+        "resets is on meta and w_hh is on cpu: move one of them",
+    ),
 ]
 
 
@@ -547,6 +573,34 @@ def test_kernels_that_cannot_run_say_why():
         functional.gru(xs, *states, *given, implementation="triton")
 
 
+@every_device
+@every_cell
+def test_no_operator_mixes_devices(cell, device):
+    """Nor does a compiler believe that one did: a kernel would read an address of another device."""
+    args, other = moved(arguments(cell), device), "meta" if device == "cpu" else "cpu"
+    for i, x in enumerate(args):
+        if isinstance(x, torch.Tensor):
+            mixed = (*args[:i], x.detach().to(other), *args[i + 1 :])
+            with pytest.raises(ValueError, match=r"is on .* and w_hh is on .*: move one of them"):
+                op_of(cell)(*mixed)
+            with torch._subclasses.FakeTensorMode() as mode:
+                mixed = [mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in mixed]
+                with pytest.raises(ValueError, match=r"is on .* and w_hh is on .*: move one of them"):
+                    op_of(cell)(*mixed)
+
+
+@pytest.mark.parametrize("implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)])
+@every_cell
+def test_resets_may_be_of_any_dtype(cell, implementation):
+    xs, states, given, resets, new = weights(cell)
+    want = call(cell, xs, states, given, resets, new, implementation=implementation)
+    for name in RESET_DTYPES:
+        typed = resets.to(torch.float32).to(getattr(torch, name))
+        got = call(cell, xs, states, given, typed, new, implementation=implementation)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
+
+
 @every_cell
 def test_operators_check_what_kernels_would_read(cell):
     args = list(arguments(cell))
@@ -560,6 +614,12 @@ def test_an_operator_takes_both_reset_states_or_none():
     args[6] = None
     with pytest.raises(ValueError, match="reset_h and reset_c go together"):
         rnn_ops.lstm_op(*args)
+
+
+RESET_DTYPES = (
+    "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32",
+    "float64", "float8_e4m3fn", "float8_e5m2", "complex64", "complex128",
+)  # fmt: skip
 
 
 @every_cell

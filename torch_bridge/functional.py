@@ -163,9 +163,9 @@ def check_implementation(name: Any) -> None:
         raise ValueError(f'implementation must be "triton", "torch" or None, got {name!r}')
 
 
-def check_tensor(name: str, given: Any) -> None:
-    """Raises ValueError unless it is a tensor or None."""
-    if given is not None and not isinstance(given, Tensor):
+def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
+    """Raises ValueError unless it is a tensor, or None where that may be."""
+    if not isinstance(given, Tensor) and not (optional and given is None):
         raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
 
 
@@ -223,10 +223,15 @@ class Outcome(NamedTuple):
 def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
     """Raises ValueError unless shapes and dtypes agree."""
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
+    check_tensor("xs", xs, optional=False)
+    for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr"):
+        check_tensor(name, getattr(one, name), optional=name not in ("w_ih", "w_hh"))
+    for s, x in zip(cell.states, one.states, strict=True):
+        check_tensor(f"{s}0", x)
     if xs.ndim < 2 or not xs.is_floating_point():
         raise ValueError(f"xs must be {layout} of floating point, got {tuple(xs.shape)} of {xs.dtype}")
-    if one.w_ih.ndim != 2:
-        raise ValueError(f"w_ih must be [{cell.gates} * H, D], got {tuple(one.w_ih.shape)}")
+    if one.w_ih.ndim != 2 or one.w_ih.shape[0] < cell.gates:
+        raise ValueError(f"w_ih must be [{cell.gates} * H, D] of H >= 1, got {tuple(one.w_ih.shape)}")
     time = xs.ndim - 2 if batch_first else 0
     batch, steps = (*xs.shape[:time], *xs.shape[time + 1 : -1]), tuple(xs.shape[:-1])
     wide = one.w_ih.shape[0]
@@ -514,12 +519,11 @@ def run_layer(
     arguments = (layout.sequence(xp), stack([one.w_hh for one in layer]), *biases, *states, resets, *reset_states)
 
     order = "both" if len(layer) == 2 else "reverse" if reverse else "forward"
+    precise = rnn_ops.kernel_precision(precision, hidden)
     if implementation == "torch":
         results = _plain(cell, arguments, order, states)
     else:
-        results = rnn_ops.forward(
-            cell, arguments, order, rnn_ops.kernel_precision(precision, hidden), cells, implementation
-        )
+        results = rnn_ops.forward(cell, arguments, order, precise, cells, implementation)
 
     hs = layout.sequences(results["hs"])
     cs = layout.sequences(results["cs"]) if cells and cell is LSTM else [None] * len(layer)
@@ -626,8 +630,7 @@ def _norm(
             raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
         if y is not None and not y.is_floating_point():
             raise ValueError(f"{name} must be of floating point, got {y.dtype}: convert it")
-        if y is not None and y.device != x.device:
-            raise ValueError(f"{name} is on {y.device} and x is on {x.device}: move one of them")
+    op_common.check_devices("x", x, {name: y for name, y, _ in shapes})
     if not (eps is None and kind == "rms") and (isinstance(eps, bool) or not isinstance(eps, (int, float))):
         raise ValueError(f"eps of {kind}_norm must be a number, got {type(eps).__name__}: kernels are launched with it")
     if eps is not None and not 0 <= eps < math.inf:

@@ -13,7 +13,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Hashable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -109,24 +109,40 @@ _loading_lock = threading.Lock()
 
 
 @functools.cache
-def _compilers() -> ThreadPoolExecutor:
-    """Threads for Triton's compiler, which is outside of Python most of the time, or waits for other compilers."""
-    return ThreadPoolExecutor(min(8, _cores()), thread_name_prefix="torch_bridge-compile")
+def _compilers() -> threading.Semaphore:
+    """Lets through as many threads as compile side by side: the compiler is outside of Python most of the time."""
+    return threading.Semaphore(min(8, _cores()))
 
 
 def _cores() -> int:
     """How many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _ahead(function: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
-    """Runs in a thread what will be needed; None where nothing would be gained, or Python is about to end."""
+    """Runs in a thread what will be needed; None where nothing would be gained, or Python is about to end.
+
+    What no thread has come to when the main one is over nobody will need. The threads of an executor would run it.
+    """
     if _cores() == 1:
         return None
+    future: Future[Any] = Future()
+    compilers = _compilers()
+
+    def run() -> None:
+        with compilers:
+            if not threading.main_thread().is_alive() or not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
     try:
-        return _compilers().submit(function, *arguments)
+        threading.Thread(target=run, name="torch_bridge-compile", daemon=False).start()
     except RuntimeError:  # no threads are begun after the main one is over
         return None
+    return future
 
 
 def _begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
@@ -141,20 +157,43 @@ def _loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Ha
     """Compiles and loads onto one device, at most once: waits for a thread that does, or does it here.
 
     What no thread has come to yet is done here, before what others may never need. So is what a thread failed to do,
-    which may have had a cause that has passed, as an interrupt.
+    which may have had a cause that has passed, as an interrupt. An exception is kept for nobody but who waits for it:
+    it has the frames of those it was raised to, and their arrays.
     """
     key = ordinal, compile, *arguments
-    with _loading_lock:
-        there = _loading.get(key)
-        if here := there is None or there.cancel() or (there.done() and there.exception() is not None):
-            _loading[key] = there = Future()
-            there.set_running_or_notify_cancel()
-    if here:
-        try:
-            there.set_result(load_kernel(compile(*arguments), ordinal))
-        except BaseException as error:
-            there.set_exception(error)
-    return there.result()
+    mine: Future[CompiledKernel] = Future()
+    mine.set_running_or_notify_cancel()
+    there = mine
+    try:
+        with _loading_lock:
+            there = _loading.get(key, mine)
+            if there.cancel() or (there.done() and there.exception() is not None):
+                there = mine
+            _loading[key] = there
+        if there is mine:
+            mine.set_result(load_kernel(compile(*arguments), ordinal))
+        return there.result()
+    except BaseException as error:
+        with _loading_lock:
+            if _loading.get(key) is there and (there is mine or there.done()):
+                del _loading[key]
+        if not mine.done():
+            mine.set_exception(error)
+        raise
+    finally:
+        del mine, there  # they have the exception, which has this frame
+
+
+def _after_fork() -> None:
+    """In a child there are no threads of its parent: what they had under way, or held, nobody ends."""
+    global interpreter, _parsing, _loading_lock
+    interpreter, _parsing, _loading_lock = threading.Lock(), threading.RLock(), threading.Lock()
+    _loading.clear()
+    _compilers.cache_clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Arguments:

@@ -63,8 +63,7 @@ def _check(x: Tensor, **arrays: Tensor | None) -> None:
     for name, y in arrays.items():
         if y is not None and tuple(y.shape) != (shape := shapes.get(name, tuple(x.shape))):
             raise ValueError(f"{name} must be {shape}, got {tuple(y.shape)}")
-        if y is not None and y.device != x.device:
-            raise ValueError(f"{name} is on {y.device} and the rows are on {x.device}: move one of them")
+    op_common.check_devices("x", x, arrays)
 
 
 # In PyTorch operations.

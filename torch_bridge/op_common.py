@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -21,10 +22,10 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | str:
     """Facts about a device that kernels can run on, with arrays of this dtype; a string says why they cannot."""
-    try:
-        from torch_bridge import launch
-    except ImportError:
-        return "need triton, which is not installed: pip install triton"
+    if reason := _triton_fails():
+        return f"{reason}: pip install 'triton>=3.6'"
+    from torch_bridge import launch
+
     if dtype not in _KERNEL_DTYPES:
         return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
     if launch.interpreting():
@@ -42,6 +43,21 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | st
             "leave implementation out"
         )
     return facts
+
+
+@functools.cache
+def _triton_fails() -> str | None:
+    """Why Triton cannot be used in this process, None if it can. Warns where there is one, and a GPU for it."""
+    try:
+        from torch_bridge import launch  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
+            return "need triton, which is not installed"
+        reason = f"need Triton 3.6 or newer, and what is installed has not what they need ({error})"
+        if torch.cuda.is_available():
+            warnings.warn(f"The kernels of torch_bridge {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
 
 
 def ordinal(device: torch.device) -> int:
@@ -130,6 +146,13 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return run
+
+
+def check_devices(name: str, x: Tensor, arrays: Mapping[str, Tensor | None]) -> None:
+    """Raises ValueError unless arrays by name are where `x` is: a kernel takes their addresses as they are."""
+    for other, y in arrays.items():
+        if y is not None and y.device != x.device:
+            raise ValueError(f"{other} is on {y.device} and {name} is on {x.device}: move one of them")
 
 
 def define(name: str) -> Callable[[Callable[..., Any]], Any]:
@@ -244,6 +267,8 @@ def _eager(
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
+# Of `torch.autograd.grad(is_grads_batched=True)` and `torch.autograd.functional.jacobian(vectorize=True)`.
+_in_old_vmap: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def call(op: Any, *args: Any) -> Any:
@@ -270,7 +295,7 @@ def _watched(tensors: list[Tensor]) -> bool:
     """Whether a mode, a tracer or a subclass wants to see the operators that are called on tensors."""
     if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return True
-    return any(type(x) not in _PLAIN or x.is_meta for x in tensors)
+    return any(type(x) not in _PLAIN or x.is_meta or _in_old_vmap(x) for x in tensors)
 
 
 def plain(tensors: list[Tensor]) -> bool:

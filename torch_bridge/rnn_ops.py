@@ -31,8 +31,13 @@ Precision = Literal["tf32", "tf32x3"] | None
 
 _REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "both": "odd"}
 _PRECISIONS = ("tf32", "tf32x3")
-# Dtypes of resets that the kernels do not read.
-_CONVERTED_RESETS = (torch.float64, torch.complex64, torch.complex128)
+# Dtypes of resets that the kernels read as they are.
+_READ_RESETS = frozenset(
+    (
+        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
+        torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    )
+)  # fmt: skip
 # Up to this width TF32 would save nothing: the products are not what a step waits for.
 _FULL_PRECISION_WIDTH = 32
 
@@ -142,9 +147,10 @@ def _check(
 ) -> None:
     """Raises ValueError unless the arrays of an operator have the shapes that kernels read, or no elements at all.
 
-    And unless order and precision have such names.
+    And unless they are on one device, and order and precision have such names.
     """
     models, groups, steps, batch, hidden = sizes
+    op_common.check_devices("w_hh", weights["w_hh"], sequences | states | weights)
     if order not in _REVERSE or precision not in _PRECISIONS:
         raise ValueError(
             f"order must be one of {', '.join(_REVERSE)} and precision one of {', '.join(_PRECISIONS)}, got {order!r} "
@@ -271,7 +277,7 @@ def _forward_kernel(
 
 
 def _readable_resets(resets: Tensor | None) -> Tensor | None:
-    return resets != 0 if resets is not None and resets.dtype in _CONVERTED_RESETS else resets
+    return resets if resets is None or resets.dtype in _READ_RESETS else resets != 0
 
 
 def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
@@ -413,10 +419,11 @@ def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tenso
     """`[S, X, H]` the products of every model, over its groups, all steps and the batch, of `x` and what steps saw."""
     products = []
     for steps, y in seen:
+        part = x if len(seen) == 1 else x[:, steps]
         if models == 1:
-            products.append((x[:, steps].flatten(0, 2).mT @ y.flatten(0, 2))[None])
+            products.append((part.reshape(-1, x.shape[-1]).mT @ y.reshape(-1, y.shape[-1]))[None])
         else:
-            products.append(x[:, steps].reshape(models, -1, x.shape[-1]).mT @ y.reshape(models, -1, y.shape[-1]))
+            products.append(part.reshape(models, -1, x.shape[-1]).mT @ y.reshape(models, -1, y.shape[-1]))
     return products[0] if len(products) == 1 else products[0] + products[1]
 
 
@@ -477,6 +484,7 @@ def _gru_fake(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
     precision: str, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    op_common.check_devices("w_hh", w_hh, {"xp": xp, "b_hn": b_hn, "h0": h0, "resets": resets, "reset_h": reset_h})
     kernels = _kernels(implementation, w_hh)
     return op_common.fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
 
@@ -577,6 +585,8 @@ def _lstm_fake(
     xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
+    arrays = {"xp": xp, "h0": h0, "c0": c0, "resets": resets, "reset_h": reset_h, "reset_c": reset_c}
+    op_common.check_devices("w_hh", w_hh, arrays)
     kernels = _kernels(implementation, w_hh)
     return op_common.fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
 
