@@ -146,7 +146,7 @@ def measure(options: argparse.Namespace) -> int:
     if jax.default_backend() != "gpu":
         raise SystemExit(
             f'the suites time an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
-            "that has one, with jaxrnn[bench,cuda13] installed; show, table and plot work everywhere"
+            "that has one, after pip install '.[bench,cuda13]'; show, table and plot work everywhere"
         )
     here = machine.describe(options.commit)
     folder = RESULTS / machine.slug(here) if options.out is None else options.out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
-from benchmarks import cases, machine, norms
+from benchmarks import cases, norms
+from benchmarks.report import measured_on
 from benchmarks.results import Report, Row
 
 if TYPE_CHECKING:
@@ -43,9 +46,11 @@ def _figure(report: Report, title: str, width: float) -> Figure:
     axes.grid(axis="y", alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("milliseconds")
-    figure.supxlabel(machine.line(report.machine), fontsize=6, color="0.4")
+    figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
     return figure
 
 
@@ -137,7 +142,7 @@ def norm(report: Report) -> Figure:
     panels[1][1].set_xlabel("length of a row")
     figure.supylabel("bandwidth, of a device copy's", fontsize=10)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.supxlabel(machine.line(report.machine), fontsize=6, color="0.4")
+    figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
     return figure
 
 

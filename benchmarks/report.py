@@ -27,6 +27,15 @@ COLUMNS = (
 )
 
 
+def measured_on(report: Report) -> str:
+    """Machine, versions and commit; where rows are of several commits, the cases that are."""
+    commits = sorted(report.commits().items(), key=lambda item: len(item[1]))
+    if len(commits) < 2:
+        return machine.line(report.machine)
+    parts = [f"{commit} ({'; '.join(cases)})" for commit, cases in commits[:-1]]
+    return machine.line({**report.machine, "commit": f"{', '.join(parts)} and {commits[-1][0]} (all others)"})
+
+
 def console() -> Console:
     """The terminal; where there is none, a page that is wide enough."""
     console = Console()
@@ -54,7 +63,7 @@ def table(report: Report) -> Table:
         return accuracy_table(report)
     rows = [row for row in report.rows if isinstance(row, Row)]
     unit = rows[0].unit if rows else ""
-    result = Table(title=report.suite, caption=machine.line(report.machine))
+    result = Table(title=report.suite, caption=measured_on(report))
     for name in ("case", "provider", unit, "quartiles", "wall", "ours is", "target", "error", "notes"):
         left = name in ("case", "provider", "notes")
         result.add_column(name, justify="left" if left else "right", no_wrap=name != "notes")
@@ -116,7 +125,7 @@ def _error(row: Row) -> str:
 
 def accuracy_table(report: Report) -> Table:
     """Errors beside XLA's; what exceeds twice XLA's is flagged."""
-    result = Table(title="accuracy: error against float64", caption=machine.line(report.machine))
+    result = Table(title="accuracy: error against float64", caption=measured_on(report))
     for name in ("case", "precision", "array", "rms", "XLA's", "ratio", "max", "XLA's", "verdict"):
         left = name in ("case", "precision", "array", "verdict")
         result.add_column(name, justify="left" if left else "right", no_wrap=name != "verdict")
@@ -157,8 +166,11 @@ def markdown(report: Report) -> str:
             fastest = times.index(min(times))
             cells[fastest] = f"**{cells[fastest]}**"
         lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
+    verdicts = [met(row) for row in found.values() if row.provider in COLUMNS[0][1:] and met(row) is not None]
     about = (
         "Milliseconds of forward and backward with every gradient, in TF32 / bfloat16 (bold: fastest in TF32; target: "
-        "what we set out to reach); 1 % of steps begin an episode, but for cuDNN without resets, its best case."
+        f"what we set out to reach, which {verdicts.count(False)} of {len(verdicts)} figures miss); 1 % of steps begin "
+        "an episode, but for cuDNN without resets, its best case. Device time: passes under 2.5 ms run many to a "
+        "program."
     )
-    return "\n".join([*lines, "", about, f"Measured on {machine.line(report.machine)}."])
+    return "\n".join([*lines, "", about, f"Measured on {measured_on(report)}."])

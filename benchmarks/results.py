@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -115,6 +116,16 @@ class Report:
         path = folder / f"{self.suite}.json"
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         return path
+
+    def commits(self) -> dict[str, list[str]]:
+        """Cases by the commit that rows of theirs are of: the report's, or the one that a note names ("at 2a7dca1")."""
+        cases: dict[str, list[str]] = {}
+        for row in self.rows:
+            noted = re.search(r"(?:^|; )at ([0-9a-f]{7,})$", row.note) if isinstance(row, Row) else None
+            found = cases.setdefault(noted[1] if noted else self.machine["commit"], [])
+            if row.case not in found:
+                found.append(row.case)
+        return cases
 
     def others(self, folder: Path) -> list[Row | AccuracyRow]:
         """Rows that `folder` has of this suite from the same machine and commit."""

@@ -10,7 +10,7 @@ loss of log(symbols).
 Under `vmap` every network has its own weights. Flax's scan then does 16 small products at each step; the kernels of
 jaxrnn have an axis for models, so that one launch runs all networks over all steps.
 
-Needs `pip install jaxrnn[examples]`.
+Needs `pip install '.[examples]'` in a checkout.
 """
 
 import argparse

@@ -9,11 +9,11 @@ A rollout is `xs [T, B, D]` with `resets [T, B]`, true where step t is the first
    outputs back. How many episodes there are and how long they get differs from rollout to rollout, and so do the
    shapes: a program is compiled for each.
 2. scan: `jax.lax.scan` over Flax's cell, the state set to zeros where an episode begins. What most code bases do.
-3. kernel: `jaxrnn.gru(..., resets=resets)`. One launch on an NVIDIA GPU, elsewhere jaxrnn's own scan.
+3. jaxrnn: `jaxrnn.gru(..., resets=resets)`. One launch on an NVIDIA GPU, elsewhere jaxrnn's own scan.
 
 All have the same outputs, last state and gradients, which is checked before anything is timed.
 
-Needs `pip install jaxrnn[examples]`.
+Needs `pip install '.[examples]'` in a checkout.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tqdm import tqdm
 import jaxrnn
 import jaxrnn.linen
 
-METHODS = ("pack", "scan", "kernel")
+METHODS = ("pack", "scan", "jaxrnn")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,19 +133,19 @@ def run_scan(params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array
 # 3. Kernel.
 
 
-def run_kernel(implementation: str | None, params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array, Array]:
+def run_jaxrnn(implementation: str | None, params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array, Array]:
     hidden = carry.shape[-1]
     cell = jaxrnn.linen.GRUCell(hidden)
     weights = cell.apply({"params": params}, xs.shape[-1], hidden, method="packed_params")
     return jaxrnn.gru(weights, carry, xs, resets=resets, implementation=implementation)
 
 
-def try_kernel(config: Config) -> None:
+def try_jaxrnn(config: Config) -> None:
     """Traces it. Raises NotImplementedError where the implementation that was asked for cannot run."""
     rollout = make_rollout(config, config.mean_lengths[0], 0)
     params = nn.GRUCell(config.hidden).init(jax.random.key(0), rollout.carry, rollout.xs[0])["params"]
     with jax.default_matmul_precision(config.precision):
-        run = functools.partial(run_kernel, config.implementation)
+        run = functools.partial(run_jaxrnn, config.implementation)
         jax.eval_shape(run, params, rollout.carry, rollout.xs, rollout.resets)
 
 
@@ -190,7 +190,7 @@ def milliseconds(repeats: int, run: Callable[[], Any]) -> float:
 def measure(config: Config, mean_length: int, programs: dict[Any, tuple[Any, float]], bar: tqdm) -> Measurement:
     """Runs one rollout in the three ways, compares what they give, then times them.
 
-    `programs` keeps what is compiled, and how long that took: scan and kernel have one for all rollouts.
+    `programs` keeps what is compiled, and how long that took: scan and jaxrnn have one for all rollouts.
     """
     rollout = make_rollout(config, mean_length, 0)
     cell = nn.GRUCell(config.hidden)
@@ -199,7 +199,7 @@ def measure(config: Config, mean_length: int, programs: dict[Any, tuple[Any, flo
     runs = {
         "pack": (run_packed, jax.device_put(packing)),
         "scan": (run_scan, jnp.asarray(rollout.resets)),
-        "kernel": (functools.partial(run_kernel, config.implementation), jnp.asarray(rollout.resets)),
+        "jaxrnn": (functools.partial(run_jaxrnn, config.implementation), jnp.asarray(rollout.resets)),
     }
     shapes = {pack(make_rollout(config, mean_length, i).resets).step.shape for i in range(config.rollouts)}
     size = config.steps * config.envs
@@ -281,7 +281,7 @@ def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> Non
         costs = [m.costs[name] for m in measurements]
         left.plot(lengths, [c.milliseconds + c.host_milliseconds for c in costs], "o-", color=color, label=name)
         computed = [c.computed / m.steps for c, m in zip(costs, measurements, strict=True)]
-        right.plot(lengths, computed, "o--" if name == "kernel" else "o-", color=color)
+        right.plot(lengths, computed, "o--" if name == "jaxrnn" else "o-", color=color)
     left.set(ylabel="milliseconds for forward and backward", title="Time", ylim=(0, None))
     right.set(ylabel="steps computed for one of the rollout", title="Work", ylim=(0, None))
     for axes in (left, right):
@@ -307,7 +307,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rollouts", type=int, default=Config.rollouts, help="to count programs over (default: %(default)s)")
     add("--repeats", type=int, default=Config.repeats, help="of a timing, the fastest counts (default: %(default)s)")
     add("--seed", type=int, default=Config.seed, help="default: %(default)s")
-    add("--implementation", choices=["triton", "xla"], help="of the kernel (default: the fastest that works here)")
+    add("--implementation", choices=["triton", "xla"], help="of jaxrnn (default: the fastest that works here)")
     add("--precision", choices=["default", "highest"], default=Config.precision, help="of products, in all three")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
@@ -315,7 +315,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         namespace.config = Config(**(fields | {"mean_lengths": tuple(namespace.mean_lengths)}))
         if namespace.implementation == "triton":
-            try_kernel(namespace.config)
+            try_jaxrnn(namespace.config)
     except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     return namespace

@@ -9,7 +9,7 @@ Environment, rollout and update are one XLA program, and `--num-seeds` trains se
 recurrence is exchangeable: `--implementation flax` is the scanned `GRUCell` that most JAX code bases carry, the others
 are `jaxrnn.linen.ScannedRNN`, which takes its place with the same parameters.
 
-Needs `pip install jaxrnn[examples]`.
+Needs `pip install '.[examples]'` in a checkout.
 """
 
 import argparse

@@ -11,7 +11,7 @@ a reward of 1, and guessing gets 1 / symbols.
 The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and the parameters of `torch.nn`'s, and take
 `resets`. Beside them runs the same policy over `torch.nn`, with its episodes packed, as it has no resets.
 
-Needs `pip install jaxrnn[torch,examples]`.
+Needs `pip install '.[torch,examples]'` in a checkout.
 """
 
 import argparse

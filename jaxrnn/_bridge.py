@@ -246,12 +246,12 @@ def projection_pays(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
 
     Not for a number that is not known yet, of a symbolic shape.
     """
-    from torch_bridge import projections
+    from torch_bridge import input_projections
 
     if not isinstance(rows, int):
         return False
-    problem = projections.Problem(1, rows, inputs, gates, (("x", str(jnp.dtype(dtype))),))
-    return projections.pays(problem, _device())
+    problem = input_projections.Problem(1, rows, inputs, gates, (("x", str(jnp.dtype(dtype))),))
+    return input_projections.pays(problem, _device())
 
 
 def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
@@ -614,7 +614,7 @@ class _Projections(_OfRows):
         return [jax.ShapeDtypeStruct(shape, output.dtype) for output in params["outputs"]]
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        from torch_bridge.projections import Launch, Problem
+        from torch_bridge.input_projections import Launch, Problem
 
         by_name = dict(zip(params["inputs"], arrays, strict=True))
         (models, rows, inputs), gates = by_name["x"].shape, by_name["bias"].shape[-1]

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jaxrnn import _bridge, cells, fused, projection, reference, sharding
+from jaxrnn import _bridge, cells, fused, lstm_projection, reference, sharding
 
 if TYPE_CHECKING:
     from jax import Array
@@ -147,7 +147,7 @@ def _run_on_device(
     if min(widths) <= fused.FULL_PRECISION_WIDTH:
         precision = jax.lax.Precision.HIGHEST
     from_last: bool | Array = reverse is True if in_reverse is None else in_reverse
-    plain = projection.without_projection(
+    plain = lstm_projection.without_projection(
         params, h0, xs, resets, reset_h, in_reverse=from_last, time_major=time_major, precision=precision
     )
     (_, c), (ms, *cs) = _run_canonical(
@@ -155,7 +155,7 @@ def _run_on_device(
         plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
     # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
-    hs = projection.product(ms, w_hr.astype(jnp.float32), precision).astype(h0.dtype)
+    hs = lstm_projection.product(ms, w_hr.astype(jnp.float32), precision).astype(h0.dtype)
     axis = 0 if time_major else hs.ndim - 2
     first, last = (jax.lax.index_in_dim(hs, at, axis, keepdims=False) for at in (0, -1))
     return (jnp.where(from_last, first, last), c), (hs, *cs)

@@ -1,4 +1,4 @@
-"""The cell table: what the Triton implementation needs to know of a cell besides its kernels."""
+"""The table of cells as JAX sees them: what the Triton implementation needs to know of one besides its kernels."""
 
 from __future__ import annotations
 

@@ -646,7 +646,19 @@ def test_the_markdown_table_has_a_row_for_every_case():
     lines = report.markdown(headline()).split("\n")
     assert len([line for line in lines if line.startswith(("| GRU", "| LSTM"))]) == len(cases.HEADLINE)
     assert lines[2] == "| GRU 2048,256,128 | **1.00 / 0.500** | 8.00 | - | - | - | - / 2.00 | 2 / 1.2 |"
-    assert "NVIDIA H200" in lines[-1]
+    assert "which 0 of 1 figures miss" in lines[-2]
+    assert lines[-1] == "Measured on NVIDIA H200, driver 580.1, jax 0.11.2, commit abc."
+
+
+def test_it_says_which_cases_are_of_another_commit():
+    rows = [
+        dataclasses.replace(row, note="without resets; at 1234567" if "LSTM" in row.case else "it was at 7654321 once")
+        for row in headline().rows
+    ]
+    result = Report("headline", MACHINE, {}, rows)
+    lstms = [str(case) for case in cases.HEADLINE if "LSTM" in str(case)]
+    assert result.commits()["1234567"] == lstms and set(result.commits()) == {"abc", "1234567"}
+    assert report.markdown(result).endswith(f"commit 1234567 ({'; '.join(lstms)}) and abc (all others).")
 
 
 def test_figures_are_drawn(tmp_path):

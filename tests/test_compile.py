@@ -182,15 +182,15 @@ def test_loops_that_read_projections_of_float16_fit_and_do_not_spill(cell):
     [*(("bfloat16", n) for n in (32, 100, 128, 256, 300, 1024)), *(("float32", n) for n in (36, 64, 100, 128))],
 )
 def test_projections_fit_and_do_not_spill(dtype, inputs):
-    from torch_bridge import projections
+    from torch_bridge import input_projections
 
     device, bad = DEVICES["sm_90"], []
     out = {"bfloat16": "float16", "float32": "float32"}[dtype]
     dtypes = {"x": dtype, "w_ih_t": dtype, "bias": "float32", "xp": out}
     for gates in (192, 300, 1024):
-        problem = projections.Problem(2, 8192, inputs, gates, tuple(dtypes.items()))
-        assert projections.pays(problem, device)
-        bad += excesses(problem, projections.Launch(problem, device).compile(), device)
+        problem = input_projections.Problem(2, 8192, inputs, gates, tuple(dtypes.items()))
+        assert input_projections.pays(problem, device)
+        bad += excesses(problem, input_projections.Launch(problem, device).compile(), device)
     assert not bad, "\n".join(bad)
 
 

@@ -78,13 +78,13 @@ def test_wide_inputs_are_taken_in_blocks(dtype, out):
 
 @pytest.mark.torch
 def test_wide_inputs_of_float32_have_no_kernel():
-    from torch_bridge import projections
+    from torch_bridge import input_projections
     from torch_bridge.config import Device, UnsupportedError
 
     dtypes = ("x", "float32"), ("w_ih_t", "float32"), ("bias", "float32"), ("xp", "float32")
-    assert projections.choose(projections.Problem(1, 4096, 128, 384, dtypes), Device()).inputs == 128
+    assert input_projections.choose(input_projections.Problem(1, 4096, 128, 384, dtypes), Device()).inputs == 128
     with pytest.raises(UnsupportedError, match=r"129 inputs of float32 has no kernel \(up to 128\): leave it"):
-        projections.choose(projections.Problem(1, 4096, 129, 384, dtypes), Device())
+        input_projections.choose(input_projections.Problem(1, 4096, 129, 384, dtypes), Device())
 
 
 @interpreted_or_not

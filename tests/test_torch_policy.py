@@ -10,7 +10,7 @@ import pytest
 from torch_calls import CELLS, torch
 
 for package in ("rich", "tqdm"):
-    pytest.importorskip(package, reason="pip install jaxrnn[examples]")
+    pytest.importorskip(package, reason="pip install '.[examples]'")
 
 
 def load(name):

@@ -1,4 +1,4 @@
-"""The cell table: what a cell needs to be launched. Its tilings are data in `torch_bridge.config`."""
+"""The table of cells' kernels. Their tilings are data in `torch_bridge.config`."""
 
 import importlib
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The launch of an input projection: which it takes, in which tiling; see `torch_bridge.kernels.projection`."""
+"""The launch of an input projection: which it takes, in which tiling; see `torch_bridge.kernels.input_projection`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch_bridge import launch
 from torch_bridge.config import Device, UnsupportedError
-from torch_bridge.kernels import projection
+from torch_bridge.kernels import input_projection
 
 # Bytes of a row of inputs up to which a program's weights leave shared memory for three tiles of these.
 _KEPT_BYTES = 512
@@ -97,6 +97,6 @@ class Launch(launch.Calls):
         }  # fmt: skip
         tiles, blocks = -(-problem.rows // rows), -(-problem.gates // columns)
         scalars = {"rows": problem.rows, "tiles": tiles, "programs": programs}
-        function = projection.projection_kernel if programs else projection.wide_projection_kernel
+        function = input_projection.projection_kernel if programs else input_projection.wide_projection_kernel
         grid = problem.models * (programs or tiles) * blocks
         self.add(function, grid, warps, dict(problem.dtypes), constants, scalars)
