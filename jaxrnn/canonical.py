@@ -27,20 +27,52 @@ KERNEL_RESETS = frozenset(
 
 
 def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
-    """How the batch axes of `xs` are sharded over an explicit mesh; nothing if they are not.
-
-    Raises:
-      NotImplementedError: other axes are.
-    """
-    spec = tuple(getattr(jax.typeof(xs).sharding, "spec", ()))
-    spec += (None,) * (xs.ndim - len(spec))
+    """How the batch axes of `xs` are sharded over an explicit mesh; nothing if they are not."""
+    spec = sharding.spec_of(xs)
     batch = spec[1:-1] if time_major else spec[:-2]
+    return batch if any(axis is not None for axis in batch) else ()
+
+
+def _check_whole(xs: Array, time_major: bool) -> None:
+    """Raises NotImplementedError unless axes of `xs` that are sharded over an explicit mesh are batch axes."""
+    spec = sharding.spec_of(xs)
     if any(axis is not None for axis in (spec[0] if time_major else spec[-2], spec[-1])):
         raise NotImplementedError(
             f"the Triton implementation needs whole sequences and features on a device, and xs is sharded as {spec}: "
             'jax.reshard it to be sharded over batch axes alone, or pass implementation="xla"'
         )
-    return batch if any(axis is not None for axis in batch) else ()
+
+
+def _specs(
+    batch: tuple[Any, ...], time_major: bool, params: Any, states: Any, resets: Any, reset_states: Any
+) -> tuple[tuple[Any, ...], PartitionSpec, PartitionSpec]:
+    """Of a recurrence whose batch axes are sharded as `batch`, how all that it takes is, and a state and a sequence."""
+    everywhere, state = PartitionSpec(), PartitionSpec(*batch, None)
+    sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
+    by_rank = {1: everywhere, len(state): state, len(sequence): sequence}
+    specs = (
+        jax.tree.map(lambda _: everywhere, params),
+        jax.tree.map(lambda _: state, states),
+        sequence,
+        jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), resets),
+        jax.tree.map(lambda x: by_rank[x.ndim], reset_states),
+    )
+    return specs, state, sequence
+
+
+def place(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, time_major: bool) -> tuple[Any, ...]:
+    """What a recurrence takes, as XLA computes it on an explicit mesh: sequences whole, all else where their parts are.
+
+    JAX itself brings nothing together there: a scan has to return a carry that is sharded as it was.
+    """
+    arguments = params, states, xs, resets, reset_states
+    if not sharding.on_explicit_mesh(arguments):
+        return arguments
+    batch = _batch_spec(xs, time_major)
+    if not batch:
+        return sharding.whole(arguments)
+    specs, _, _ = _specs(batch, time_major, params, states, resets, reset_states)
+    return sharding.place(arguments, jax.typeof(xs).sharding.mesh, specs)
 
 
 def run_kernels(
@@ -71,19 +103,11 @@ def run_kernels(
     else:
         on_device = functools.partial(_run_on_device, cell, None, reverse=reverse, **options)
     arguments = _bridge.reverse_mode_only((params, states, xs, resets, reset_states))
+    _check_whole(xs, time_major)
     batch = _batch_spec(xs, time_major)
     if not batch:
         return on_device(*sharding.whole(arguments))
-    everywhere, state = PartitionSpec(), PartitionSpec(*batch, None)
-    sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
-    by_rank = {1: everywhere, len(state): state, len(sequence): sequence}
-    specs = (
-        jax.tree.map(lambda _: everywhere, params),
-        jax.tree.map(lambda _: state, states),
-        sequence,
-        jax.tree.map(lambda _: PartitionSpec(*sequence[:-1]), resets),
-        jax.tree.map(lambda x: by_rank[x.ndim], reset_states),
-    )
+    specs, state, sequence = _specs(batch, time_major, params, states, resets, reset_states)
     results: Any = tuple(state for _ in cell.states), tuple(sequence for _ in returned)
     results = (results, results) if reverse == "odd" else results
     return sharding.on_each_device(on_device, jax.typeof(xs).sharding.mesh, specs, results, arguments)

@@ -105,7 +105,11 @@ def check_array(name: str, x: Any) -> None:
     """Raises ValueError unless `x` is an array, of JAX or NumPy, of numbers."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise ValueError(f"{name} must be an array, got {type(x).__name__}: jnp.asarray makes one")
-    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+    try:
+        is_of_numbers = jnp.issubdtype(x.dtype, jnp.number) or jnp.issubdtype(x.dtype, jnp.bool_)
+    except TypeError:  # a dtype of another library
+        is_of_numbers = False
+    if not is_of_numbers:
         raise ValueError(f"{name} must be an array of numbers, got one of {x.dtype}")
 
 

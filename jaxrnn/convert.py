@@ -598,9 +598,7 @@ def _check_params(source: str, params: Any, projected: bool = False) -> str:
     arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None}
     if "params.w_hr" in arrays:
         if not projected:
-            raise ValueError(
-                f"{source}: there is no place for params.w_hr, a projection: of these, PyTorch alone has it"
-            )
+            raise ValueError(f"{source}: there is no place for params.w_hr, a projection: to_torch has one")
         if arrays["params.w_hr"].ndim != 2:
             raise ValueError(f"{source}: params.w_hr must be a matrix, got {arrays['params.w_hr'].shape}")
         hidden, width = arrays["params.w_hr"].shape

@@ -875,7 +875,9 @@ class ScannedRNN(nn.Module):
                 f"ScannedRNN takes (carry, (ins, resets)), got {type(x).__name__} instead of (ins, resets)"
             )
         ins, resets = x
-        hidden = jax.tree.leaves(carry)[-1].shape[-1]
+        if not (states := jax.tree.leaves(carry)) or not all(jnp.ndim(state) for state in states):
+            raise ValueError("carry must be [*batch, H], for an LSTM (c, h): initialize_carry makes one")
+        hidden = states[-1].shape[-1]
         if self.hidden_state_dim not in (None, hidden):
             raise ValueError(f"the carry must be {self.hidden_state_dim} wide, as hidden_state_dim says, got {hidden}")
         make = cell_class(self.cell_type)

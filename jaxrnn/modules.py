@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrnn import norms
+from jaxrnn.checks import check_array, check_reset_state
 from jaxrnn.recurrent import bidirectional_gru, bidirectional_lstm, gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams, expand_resets, is_reset
+from jaxrnn.reference import GRUParams, LSTMParams, accumulation_dtype, expand_resets, is_reset
 
 if TYPE_CHECKING:
     from jax import Array
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def cast(params: Any, dtype: DTypeLike) -> Any:
     """Casts weights to the dtype that Flax multiplies in; biases are added in float32, as gates are."""
-    bias_dtype = jnp.promote_types(dtype, jnp.float32)
+    bias_dtype = accumulation_dtype(dtype)
     given = {name: x for name, x in params._asdict().items() if x is not None}
     return type(params)(**{name: x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in given.items()})
 
@@ -54,14 +54,16 @@ def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
     if any(function is one for one in known):
         return True
     jitted: Any = type(jax.nn.sigmoid)  # functions are copied as themselves, these are not
-    return type(function) is jitted and any(type(one) is jitted and _compute_alike(function, one) for one in known)
+    return type(function) is jitted and _program(function) in [_program(one) for one in known if type(one) is jitted]
 
 
 @functools.lru_cache(maxsize=256)
-def _compute_alike(function: Callable[..., Array], other: Callable[..., Array]) -> bool:
-    x = np.concatenate([np.linspace(-20, 20, 401), [-1e4, 1e4, np.inf, -np.inf]]).astype(np.float32)
-    with jax.ensure_compile_time_eval():
-        return np.array_equal(function(x), other(x))
+def _program(function: Callable[..., Array]) -> str:
+    """What a function of one number computes, gradients of its own and effects included: its jaxpr, without `jit`s."""
+    jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+    while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
+        jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
+    return str(jaxpr)
 
 
 def hidden_and_carries(outputs: Any) -> tuple[Array, Carry | None]:
@@ -112,7 +114,7 @@ def normalize(
 ) -> Any:
     """`jaxrnn.rms_norm` or `jaxrnn.layer_norm` as Flax's modules have it: of any numbers, with y in `dtype`."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        x, residual = jax.tree.map(lambda y: jnp.asarray(y, jnp.float32), (x, residual))
     return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, **options)
 
 
@@ -184,7 +186,8 @@ def over_time(
     batch_and_time = inputs.shape[: inputs.ndim - feature_axes]
     time_axis = 0 if time_major else len(batch_and_time) - 1
     batch = batch_and_time[:time_axis] + batch_and_time[time_axis + 1 :]
-    check_seq_lengths(seq_lengths, batch)
+    seq_lengths = checked_seq_lengths(seq_lengths, batch)
+    check_steps(resets, reset_carry, carry, batch_and_time, time_major)
 
     def flip(x: Array) -> Array:
         return flip_sequences(x, seq_lengths, len(batch), time_axis)
@@ -192,7 +195,9 @@ def over_time(
     flip_inputs = reverse and seq_lengths is not None
     if flip_inputs:
         inputs, resets = flip(inputs), None if resets is None else flip(resets)
-        reset_carry = jax.tree.map(lambda x: flip(x) if jnp.ndim(x) > len(batch) + 1 else x, reset_carry)
+        if reset_carry is not None:
+            stepped = lambda new, old: jnp.ndim(new) > jnp.ndim(old)  # noqa: E731
+            reset_carry = jax.tree.map(lambda new, old: flip(new) if stepped(new, old) else new, reset_carry, carry)
     last, outputs, carries = run(
         carry,
         inputs,
@@ -211,14 +216,37 @@ def over_time(
     return last, outputs
 
 
-def check_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> None:
-    """Raises ValueError unless there is one length for each sequence, or none at all."""
+def checked_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> Array | None:
+    """Returns lengths as int32; raises ValueError unless there is one for each sequence, or none at all."""
     if seq_lengths is None:
-        return
+        return None
+    check_array("seq_lengths", seq_lengths)
     if jnp.shape(seq_lengths) != batch:
         raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
     if not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
         raise ValueError(f"seq_lengths must be whole numbers of steps, got {jnp.result_type(seq_lengths)}")
+    return jnp.asarray(seq_lengths, jnp.int32)
+
+
+def check_steps(
+    resets: Array | None, reset_carry: Carry | None, carry: Carry, batch_and_time: tuple[int, ...], time_major: bool
+) -> None:
+    """Raises ValueError unless what there is of every step has the batch axes and the time of the inputs.
+
+    Before these are brought into another order, where too few of them would be repeated.
+    """
+    layout = "[T, *batch]" if time_major else "[*batch, T]"
+    if resets is not None:
+        check_array("resets", resets)
+        if jnp.shape(resets) != batch_and_time:
+            raise ValueError(f"resets must be {layout} = {batch_and_time} as in inputs, got {jnp.shape(resets)}")
+    structures: Any = jax.tree.structure(reset_carry), jax.tree.structure(carry)
+    if structures[0] != structures[1]:  # as of none; the loop says what is wrong with others
+        return
+    for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
+        if jnp.ndim(new) > jnp.ndim(old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
+            axes = layout.replace("]", ", H]")
+            raise ValueError(f"reset_carry must be {axes} = {batch_and_time} and H as in inputs, got {jnp.shape(new)}")
 
 
 def resetting(
@@ -498,7 +526,11 @@ def run_stack(
       options: of `run_layer`, `jaxrnn.gru` and `jaxrnn.lstm`.
     """
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
-    check_seq_lengths(seq_lengths, batch)
+    seq_lengths = checked_seq_lengths(seq_lengths, batch)
+    check_steps(options["resets"], None, carry, xs.shape[:-1], time_major)
+    if options["resets"] is not None and reset_carry is not None:
+        for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
+            check_reset_state("reset_carry", new, options["resets"], old, xs, time_major)
     last = []
     for k, params in enumerate(layers):
         if k:

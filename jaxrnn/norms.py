@@ -165,7 +165,7 @@ def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array
         return False
     dtypes = [dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
     reason = _bridge.unsupported_norm(dtypes, columns)
-    spec = _spec(x)
+    spec = sharding.spec_of(x)
     if reason is None and spec[-1] is not None:
         reason = (
             f"needs whole features on a device, and x is sharded as {spec}: jax.reshard it to be sharded over other "
@@ -197,6 +197,10 @@ def _xla(
     static: _Static, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """The norm in `jax.numpy`; compiled, so that an eager call finds what the one before has compiled."""
+    if sharding.on_explicit_mesh(x):  # all else goes to where x is
+        spec, mesh = sharding.spec_of(x), jax.typeof(x).sharding.mesh
+        weight, bias = (sharding.place(w, mesh, None if w is None else PartitionSpec(spec[-1])) for w in (weight, bias))
+        residual = sharding.place(residual, mesh, None if residual is None else PartitionSpec(*spec))
     dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
     dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # by no promotion: JAX may be told to refuse it
     total = x if residual is None else _sum(x, residual)
@@ -218,19 +222,13 @@ def _sum(x: Array, y: Array) -> Array:
     return jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(x.dtype)
 
 
-def _spec(x: Array) -> tuple[Any, ...]:
-    """How the axes of `x` are sharded over an explicit mesh, None where they are whole."""
-    spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
-    return spec + (None,) * (x.ndim - len(spec))
-
-
 def _run_triton(
     static: _Static, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """Runs the kernels, on each device of an explicit mesh for its part of the rows."""
     run = functools.partial(_run_on_device, static)
     arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
-    spec = _spec(x)
+    spec = sharding.spec_of(x)
     if all(axis is None for axis in spec):
         return run(*sharding.whole(arguments))
     rows, whole = PartitionSpec(*spec), PartitionSpec()

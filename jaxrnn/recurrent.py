@@ -279,6 +279,9 @@ def _xla(
     reset_state: Any, **options: Any,
 ) -> Any:  # fmt: skip
     """The reference; compiled, so that an eager call finds what the one before has compiled."""
+    params, carry, xs, resets, reset_state = canonical.place(
+        params, carry, xs, resets, reset_state, options["time_major"]
+    )
     carry = sharding.vary_alike(carry, (params, xs, resets, reset_state))  # as the scan returns it
 
     def run(params: Any, carry: Any, xs: Array, reset_state: Any) -> Any:

@@ -52,7 +52,8 @@ class LSTMParams(NamedTuple):
 
 def accumulation_dtype(*dtypes: DTypeLike) -> jnp.dtype:
     """The dtype gates and carry are computed in: float32, or float64 where an operand is."""
-    return jnp.result_type(jnp.float32, *dtypes)
+    wide = jnp.float64 in map(jnp.result_type, dtypes)  # by no promotion: JAX may be told to refuse it
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:

@@ -41,6 +41,27 @@ def _reshard(x: Array, sharding: NamedSharding) -> Array:
     return reshard(x, sharding)
 
 
+def spec_of(x: Array) -> tuple[Any, ...]:
+    """How the axes of `x` are sharded over an explicit mesh, None where they are whole."""
+    spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
+    return spec + (None,) * (x.ndim - len(spec))
+
+
+def on_explicit_mesh(*trees: Any) -> bool:
+    """Whether any array is on an explicit mesh."""
+    return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in jax.tree.leaves(trees))
+
+
+def place(tree: Any, mesh: Any, specs: Any) -> Any:
+    """`tree`, each of its arrays sharded over an explicit mesh as `specs` have it; as it is where it is so already."""
+
+    def to(x: Array, spec: PartitionSpec) -> Array:
+        there = jax.typeof(x).sharding.mesh == mesh and spec_of(x) == (*spec, *(None,) * (x.ndim - len(spec)))
+        return x if there else _reshard(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(to, tree, specs)
+
+
 def whole(tree: Any) -> Any:
     """`tree`, all of each array on every device of an explicit mesh that it is sharded over."""
 

@@ -535,6 +535,47 @@ def test_a_deep_copy_is_fused_too(cell):
         random_variables(copy.deepcopy(other), xs)
 
 
+def straight_through(x):
+    """A sigmoid whose gradient is that of its input."""
+    return nn.sigmoid(x)
+
+
+straight_through = jax.custom_vjp(straight_through)
+straight_through.defvjp(lambda x: (nn.sigmoid(x), None), lambda _, cotangent: (cotangent,))
+
+
+@pytest.mark.parametrize(
+    "gate",
+    [straight_through, lambda x: jnp.where(jnp.abs(x - 0.03) < 0.02, 0.9, nn.sigmoid(x))],
+    ids=["another_gradient", "other_values_between_those_of_a_grid"],
+)
+def test_a_jitted_activation_is_taken_for_no_other(gate):
+    cell, xs = nn.GRUCell(H, gate_fn=jax.jit(gate)), rnn_inputs(False)
+    theirs, ours = nn.RNN(cell), linen.RNN(cell)
+    variables = random_variables(theirs, xs)
+    want, got = (
+        jax.value_and_grad(lambda variables, rnn=rnn: jnp.sum(jnp.sin(rnn.apply(variables, xs))))(variables)
+        for rnn in (theirs, ours)
+    )
+    assert_close(got, want)
+    with pytest.raises(NotImplementedError, match="another gate_fn"):
+        random_variables(linen.RNN(cell, implementation="triton"), xs)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
+def test_16_bits_where_jax_may_promote_nothing(dtype):
+    """As Flax's own: the state is float32 between steps, and nothing that is given is mixed."""
+    xs, resets = rnn_inputs(True).astype(dtype), jnp.zeros((T, B), bool).at[2].set(True)
+    for module in (linen.RNN(linen.GRUCell(H, dtype=dtype, param_dtype=dtype), time_major=True),
+                   linen.RNN(linen.LSTMCell(H, dtype=dtype, param_dtype=dtype), time_major=True),
+                   linen.GRU(H, dtype=dtype, param_dtype=dtype, time_major=True, bidirectional=True)):  # fmt: skip
+        call = {"resets": resets, "seq_lengths": jnp.array([1, 2, T, 3], jnp.int16)}
+        variables = random_variables(module, xs, **call)
+        want = module.apply(variables, xs, **call)
+        with jax.numpy_dtype_promotion("strict"):
+            assert_close(module.apply(variables, xs, **call), want, tol=0)
+
+
 @pytest.mark.parametrize("steps", [1, T])
 def test_a_program_of_any_batch_is_exported(steps):
     module, xs = linen.ScannedRNN(), normal(0, (steps, B, H))
@@ -728,6 +769,19 @@ def test_a_custom_cell_refuses_triton_by_itself_too():
         ({"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
         ({"seq_lengths": jnp.ones(B)}, "seq_lengths must be whole numbers of steps, got float32"),
         ({"initial_carry": jnp.zeros((B,))}, "carry must be"),
+        (
+            {"reverse": True, "resets": jnp.zeros((1, T)), "seq_lengths": jnp.ones(B, int)},
+            r"resets must be .* got \(1, 7\)",
+        ),
+        (
+            {
+                "reverse": True,
+                "resets": jnp.zeros((B, T)),
+                "reset_carry": jnp.zeros((1, T, H)),
+                "seq_lengths": jnp.ones(B, int),
+            },
+            r"reset_carry must be \[\*batch, T, H\] = \(4, 7\) and H as in inputs, got \(1, 7, 6\)",
+        ),
     ],
     ids=[
         "resets_time_major",
@@ -736,6 +790,8 @@ def test_a_custom_cell_refuses_triton_by_itself_too():
         "seq_lengths_shape",
         "seq_lengths_dtype",
         "carry_shape",
+        "resets_of_one_sequence_in_reverse",
+        "reset_carry_of_one_sequence_in_reverse",
     ],
 )
 def test_rnn_says_what_is_wrong(call, message):

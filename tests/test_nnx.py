@@ -481,7 +481,7 @@ def test_state_that_is_not_carried_is_scanned():
     ("cell", "call", "message"),
     [
         ("GRUCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
-        ("SimpleCell", {"resets": jnp.zeros((T, B))}, "resets must have the batch and time axes"),
+        ("SimpleCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
         ("GRUCell", {"reset_carry": jnp.zeros((H,))}, "reset_carry is given but resets is None"),
         ("GRUCell", {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
         ("GRUCell", {"initial_carry": (jnp.zeros((B, H)),) * 2}, "carry of a GRU is one array"),

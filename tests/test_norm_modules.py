@@ -132,6 +132,15 @@ def test_a_residual_is_added_first(kind, dtype, implementation):
         assert_alike(y, norm(total))
 
 
+@every_kind
+def test_integers_take_integers_for_a_residual(kind):
+    x = jnp.arange(2 * N).reshape(2, N) % 7
+    for norm in (OURS[kind][0]().bind(OURS[kind][0]().init(jax.random.key(0), x)), OURS[kind][1](N, rngs=nnx.Rngs(0))):
+        y, total = norm(x, residual=x)
+        np.testing.assert_array_equal(total, 2 * x)
+        assert_alike(y, norm(2 * x))
+
+
 def test_nnx_takes_its_own_promotion():
     def promote(arrays, dtype=None):
         return tuple(None if x is None else x.astype(jnp.float16) for x in arrays)

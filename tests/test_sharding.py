@@ -28,6 +28,7 @@ def platform(request):
 
 
 T, B, D, H = 5, 8, 3, 6
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
 
 
 def make_arguments(cell, batch=(B,), seed=0):
@@ -139,15 +140,16 @@ def test_pmap(cell):
     assert_close(got, want)
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("axes", [("data",), ("data", "agents")])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
-def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes):
+def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes, implementation):
     arguments = make_arguments(cell, batch=(B, 4)[: len(axes)])
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
     mesh = make_mesh(AxisType.Explicit, axes)
     specs = P(), P(*axes), P(None, *axes), P(), P(None, *axes)
     arguments = place(mesh, specs, arguments)
-    run = jax.jit(with_gradients(cell, "triton"))
+    run = jax.jit(with_gradients(cell, implementation))
     got = run(*arguments)
     assert_close(got, want)
     ((_, ys), (_, _, d_xs, _)) = got
@@ -155,17 +157,83 @@ def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes):
     assert "all-gather" not in run.lower(*arguments).compile().as_text()
 
 
-def test_what_comes_in_whole_is_cut_to_the_batch_of_an_explicit_mesh():
-    params, carry, xs, reset_state, resets = make_arguments("gru")
-    want = loss("gru", "xla", params, carry, xs, reset_state, resets)
+# Of parameters, carry, inputs, reset state and resets: what is not as the kernels or a scan take it.
+MISPLACED = {
+    "whole": (P(), P(), P(None, "data"), P(), P()),
+    "by features": (P("data"), P(None, "data"), P(None, "data"), P("data"), P(None, "data")),
+    "by time": (P(), P("data"), P(None, "data"), P(), P("data")),
+    "whole inputs": (P(), P("data"), P(), P(), P(None, "data")),
+}
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("misplaced", MISPLACED)
+def test_all_goes_to_where_the_inputs_of_an_explicit_mesh_are(misplaced, steps, implementation):
+    rng, B, D, H = np.random.default_rng(0), 8, 8, 16  # all of which four devices can share out
+    draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)  # noqa: E731
+    params = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(3 * H), draw(H))
+    arguments = params, draw(B, H), draw(steps, B, D), draw(H), jnp.asarray(rng.random((steps, B)) < 0.3)
+    specs = list(MISPLACED[misplaced])
+    if steps == 1 and misplaced == "by time":
+        specs[4] = P()
+    want = loss("gru", "xla", *arguments)
     mesh = make_mesh(AxisType.Explicit)
-    xs = jax.device_put(xs, NamedSharding(mesh, P(None, "data")))
-    whole = jax.device_put((params, carry, reset_state, resets), NamedSharding(mesh, P()))
-    got = loss("gru", "triton", whole[0], whole[1], xs, *whole[2:])
+    sharded = place(mesh, specs, arguments)
+    for run in (loss, jax.jit(loss, static_argnums=(0, 1))):
+        got = run("gru", implementation, *sharded)
+        assert_close(got, want)
+        assert got[1].sharding.spec == P(*specs[2], *(None,) * (3 - len(specs[2])))
+    with jax.set_mesh(mesh):
+        got = jax.jit(with_gradients("gru", implementation))(*sharded)
+    assert_close(got, with_gradients("gru", "xla")(*arguments))
+
+
+@pytest.mark.parametrize("make", ["RNN", "GRU", "bidirectional GRU", "ScannedRNN"])
+def test_modules_make_a_carry_for_an_explicit_mesh(make):
+    """It is whole, and goes to where the inputs are."""
+    from jaxrnn import linen
+
+    _, _, xs, _, resets = make_arguments("gru")
+    if make == "ScannedRNN":  # a step of a rollout
+        module, given, spec = linen.ScannedRNN(), (jnp.zeros((B, H)), (xs[:1], resets[:1])), P(None, "data")
+    else:
+        xs = xs.swapaxes(0, 1)
+        module = linen.RNN(linen.GRUCell(H)) if make == "RNN" else linen.GRU(H, bidirectional="bi" in make)
+        given, spec = (xs,), P("data")
+    variables = module.init(jax.random.key(0), *given)
+    want = module.apply(variables, *given)
+    mesh = make_mesh(AxisType.Explicit)
+    put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))  # noqa: E731
+    given = (put(given[0], spec),) if len(given) == 1 else (put(given[0], P()), put(given[1], spec))
+    with jax.set_mesh(mesh):
+        assert_close(module.apply(put(variables, P()), *given), want)
+
+
+@pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P()], ids=str)
+@pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
+def test_what_a_norm_takes_goes_to_where_its_rows_are(norm, spec):
+    rng = np.random.default_rng(0)
+    x, residual, weight, bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 16), (8, 16), 16, 16))
+    run = functools.partial(getattr(jaxrnn, norm), implementation="xla")
+    want = run(x, weight, bias, residual=residual)
+    mesh = make_mesh(AxisType.Explicit)
+    put = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
+    got = run(put(x, spec), put(weight, P("data")), put(bias, P()), residual=put(residual, P(None, "data")))
     assert_close(got, want)
+    assert all(y.sharding.spec == P(*spec, *(None,) * (2 - len(spec))) for y in got)
 
 
-def test_one_of_two_reset_states_on_an_explicit_mesh():
+def test_xla_brings_sequences_of_an_explicit_mesh_together():
+    params, carry, xs, *_ = make_arguments("gru")
+    xs = xs.repeat(8, axis=0)
+    want = jaxrnn.gru(params, carry, xs, implementation="xla")
+    xs = jax.device_put(xs, NamedSharding(make_mesh(AxisType.Explicit), P("data")))
+    assert_close(jaxrnn.gru(params, carry, xs, implementation="xla"), want)
+
+
+@IMPLEMENTATIONS
+def test_one_of_two_reset_states_on_an_explicit_mesh(implementation):
     arguments = make_arguments("lstm")
 
     def gradients(implementation, *arguments):
@@ -180,14 +248,15 @@ def test_one_of_two_reset_states_on_an_explicit_mesh():
         jax.tree.map(lambda x, spec=spec: jax.device_put(x, NamedSharding(mesh, spec)), x)
         for x, spec in zip(arguments, specs, strict=True)
     ]
-    assert_close(jax.jit(functools.partial(gradients, "triton"))(*arguments), want)
+    assert_close(jax.jit(functools.partial(gradients, implementation))(*arguments), want)
 
 
-def test_a_sharded_carry_goes_to_where_whole_inputs_of_an_explicit_mesh_are():
+@IMPLEMENTATIONS
+def test_a_sharded_carry_goes_to_where_whole_inputs_of_an_explicit_mesh_are(implementation):
     arguments = make_arguments("gru")
     mesh = make_mesh(AxisType.Explicit)
     sharded = place(mesh, (P(), P("data"), P(), P(), P()), arguments)
-    got = jax.jit(with_gradients("gru", "triton"))(*sharded)
+    got = jax.jit(with_gradients("gru", implementation))(*sharded)
     assert_close(got, jax.jit(with_gradients("gru", "xla"))(*arguments))
     assert got[1][1].sharding.spec == P("data", None)
 

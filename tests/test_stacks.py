@@ -436,6 +436,7 @@ def test_bfloat16_multiplies_in_bfloat16_and_carries_float32():
     assert jnp.any(ys != ys.astype(jnp.bfloat16))
 
 
+LENGTHS = np.array([1, T, 2])
 BAD = [
     ("GRU", {"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
     ("GRU", {"dropout_rate": 1.5}, {}, "dropout_rate is a probability between 0 and 1, got 1.5"),
@@ -466,6 +467,18 @@ BAD = [
         r"reset_carry .* a pair \(forward, backward\), each a pair \(c",
     ),
     ("LSTM", {}, {"resets": RESETS, "reset_carry": ((jnp.zeros((T, H)),) * 2,)}, r"must be \[H\] = \(6,\)"),
+    ("GRU", {"reverse": True}, {"resets": RESETS[:, 0], "seq_lengths": LENGTHS}, r"resets must be .*, got \(7,\)"),
+    ("GRU", {"reverse": True}, {"resets": RESETS[:1], "seq_lengths": LENGTHS}, r"resets must be .*, got \(1, 3\)"),
+    ("GRU", {"bidirectional": True}, {"resets": RESETS[:, :1], "seq_lengths": LENGTHS}, r"got \(7, 1\)"),
+    ("GRU", {"bidirectional": True}, {"resets": RESETS.tolist()}, "resets must be an array, got list"),
+    ("GRU", {"bidirectional": True}, {"resets": jax.random.split(jax.random.key(0), (T, B))}, "an array of numbers"),
+    (
+        "GRU",
+        {"reverse": True},
+        {"resets": RESETS, "reset_carry": (jnp.zeros((1, H)),), "seq_lengths": LENGTHS},
+        r"reset_carry must be \[H\] = \(6,\), .* got \(1, 6\)",
+    ),
+    ("GRU", {"reverse": True}, {"seq_lengths": [1, 2, 3]}, "seq_lengths must be an array, got list"),
 ]
 
 

@@ -264,6 +264,16 @@ def test_jax_may_be_told_to_promote_nothing(cell, implementation, remat):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
+@every_cell
+def test_16_bits_where_jax_may_promote_nothing(cell, dtype):
+    args = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, arguments(cell))
+    call = runner(cell, "xla")
+    want = jax.jit(call)(*args)
+    with jax.numpy_dtype_promotion("strict"):
+        assert_close(jax.jit(call)(*args), want)
+
+
 @kernels_only
 @every_cell
 def test_scan_around_equals_one_long_run(cell, implementation):
