@@ -33,7 +33,9 @@ def measured_on(report: Report) -> str:
     if len(commits) < 2:
         return machine.line(report.machine)
     parts = [f"{commit} ({'; '.join(cases)})" for commit, cases in commits[:-1]]
-    return machine.line({**report.machine, "commit": f"{', '.join(parts)} and {commits[-1][0]} (all others)"})
+    mixed = set(commits[-1][1]).intersection(*(cases for _, cases in commits[:-1]))
+    rest = f"{commits[-1][0]} (all others{', and rows of these that say so' if mixed else ''})"
+    return machine.line({**report.machine, "commit": f"{', '.join(parts)} and {rest}"})
 
 
 def console() -> Console:

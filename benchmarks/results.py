@@ -121,6 +121,8 @@ class Report:
         """Cases by the commit that rows of theirs are of: the report's, or the one that a note names ("at 2a7dca1")."""
         cases: dict[str, list[str]] = {}
         for row in self.rows:
+            if isinstance(row, Row) and row.value is None:
+                continue
             noted = re.search(r"(?:^|; )at ([0-9a-f]{7,})$", row.note) if isinstance(row, Row) else None
             found = cases.setdefault(noted[1] if noted else self.machine["commit"], [])
             if row.case not in found:

@@ -54,13 +54,21 @@ def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
     if any(function is one for one in known):
         return True
     jitted: Any = type(jax.nn.sigmoid)  # functions are copied as themselves, these are not
-    return type(function) is jitted and _program(function) in [_program(one) for one in known if type(one) is jitted]
+    if type(function) is not jitted or (program := _program(function)) is None:
+        return False
+    return program in [_program(one) for one in known if type(one) is jitted]
 
 
 @functools.lru_cache(maxsize=256)
-def _program(function: Callable[..., Array]) -> str:
-    """What a function of one number computes, gradients of its own and effects included: its jaxpr, without `jit`s."""
-    jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+def _program(function: Callable[..., Array]) -> str | None:
+    """What a function of one number computes, gradients of its own and effects included: its jaxpr, without `jit`s.
+
+    None of a function that does not take one number, as one that needs an axis.
+    """
+    try:
+        jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
+    except Exception:  # whatever it says of what it does not take
+        return None
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
     return str(jaxpr)
@@ -114,7 +122,9 @@ def normalize(
 ) -> Any:
     """`jaxrnn.rms_norm` or `jaxrnn.layer_norm` as Flax's modules have it: of any numbers, with y in `dtype`."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x, residual = jax.tree.map(lambda y: jnp.asarray(y, jnp.float32), (x, residual))
+        x = x.astype(jnp.float32)
+        if residual is not None and not jnp.issubdtype(jnp.result_type(residual), jnp.inexact):
+            residual = jnp.asarray(residual, jnp.float32)
     return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, **options)
 
 
@@ -195,9 +205,10 @@ def over_time(
     flip_inputs = reverse and seq_lengths is not None
     if flip_inputs:
         inputs, resets = flip(inputs), None if resets is None else flip(resets)
-        if reset_carry is not None:
-            stepped = lambda new, old: jnp.ndim(new) > jnp.ndim(old)  # noqa: E731
-            reset_carry = jax.tree.map(lambda new, old: flip(new) if stepped(new, old) else new, reset_carry, carry)
+        if _goes_with(reset_carry, carry):
+            reset_carry = jax.tree.map(
+                lambda new, old: flip(new) if _is_stepped(new, old) else new, reset_carry, carry, is_leaf=_is_none
+            )
     last, outputs, carries = run(
         carry,
         inputs,
@@ -216,16 +227,33 @@ def over_time(
     return last, outputs
 
 
-def checked_seq_lengths(seq_lengths: Array | None, batch: tuple[int, ...]) -> Array | None:
+def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...]) -> Array | None:
     """Returns lengths as int32; raises ValueError unless there is one for each sequence, or none at all."""
     if seq_lengths is None:
         return None
+    if isinstance(seq_lengths, int) and not isinstance(seq_lengths, bool):  # of one sequence
+        seq_lengths = jnp.asarray(seq_lengths)
     check_array("seq_lengths", seq_lengths)
     if jnp.shape(seq_lengths) != batch:
         raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
     if not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
         raise ValueError(f"seq_lengths must be whole numbers of steps, got {jnp.result_type(seq_lengths)}")
     return jnp.asarray(seq_lengths, jnp.int32)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _goes_with(reset_carry: Carry | None, carry: Carry) -> bool:
+    """Whether a reset carry has the structure of a carry; its arrays may be None, for zeros."""
+    structures: Any = jax.tree.structure(reset_carry, is_leaf=_is_none), jax.tree.structure(carry)
+    return bool(structures[0] == structures[1])
+
+
+def _is_stepped(new: Array | None, old: Array) -> bool:
+    """Whether an array of a reset carry has time, which one of a carry has not."""
+    return new is not None and jnp.ndim(new) > jnp.ndim(old)
 
 
 def check_steps(
@@ -240,11 +268,10 @@ def check_steps(
         check_array("resets", resets)
         if jnp.shape(resets) != batch_and_time:
             raise ValueError(f"resets must be {layout} = {batch_and_time} as in inputs, got {jnp.shape(resets)}")
-    structures: Any = jax.tree.structure(reset_carry), jax.tree.structure(carry)
-    if structures[0] != structures[1]:  # as of none; the loop says what is wrong with others
+    if not _goes_with(reset_carry, carry):  # none at all; or the loop says what is wrong
         return
-    for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
-        if jnp.ndim(new) > jnp.ndim(old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
+    for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
+        if _is_stepped(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
             axes = layout.replace("]", ", H]")
             raise ValueError(f"reset_carry must be {axes} = {batch_and_time} and H as in inputs, got {jnp.shape(new)}")
 

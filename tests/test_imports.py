@@ -135,7 +135,7 @@ ARROWS = {
     "fused": ("_bridge", "cells", "layouts", "reference", "sharding"),
     "canonical": ("_bridge", "cells", "fused", "lstm_projection", "reference", "sharding"),
     "recurrent": ("_bridge", "canonical", "cells", "checks", "fused", "reference", "sharding"),
-    "modules": ("norms", "recurrent", "reference"),
+    "modules": ("checks", "norms", "recurrent", "reference"),
     "linen": ("checks", "modules", "reference"),
     "nnx": ("checks", "modules", "reference"),
 }

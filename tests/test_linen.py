@@ -562,6 +562,34 @@ def test_a_jitted_activation_is_taken_for_no_other(gate):
         random_variables(linen.RNN(cell, implementation="triton"), xs)
 
 
+def test_an_activation_may_need_an_axis():
+    xs = rnn_inputs(False)
+    for activation in (lambda x: nn.softmax(x, axis=-1), lambda x: x - x.mean(-1, keepdims=True)):
+        cell = nn.GRUCell(H, activation_fn=jax.jit(activation))
+        variables = random_variables(nn.RNN(cell), xs)
+        assert_close(linen.RNN(cell).apply(variables, xs), nn.RNN(cell).apply(variables, xs))
+
+
+@pytest.mark.parametrize("stepped", [False, True])
+def test_one_of_two_reset_carries_in_reverse_with_lengths(stepped):
+    """None is zeros."""
+    xs, resets, lengths = rnn_inputs(False), jnp.zeros((B, T), bool).at[:, 2].set(True), np.array([T, 1, 3, 5])
+    rnn, given = linen.RNN(nn.LSTMCell(H), reverse=True), normal(4, (B, T, H) if stepped else (B, H))
+    variables = random_variables(rnn, xs)
+    call = {"resets": resets, "seq_lengths": lengths}
+    want = rnn.apply(variables, xs, reset_carry=(jnp.zeros_like(given), given), **call)
+    assert_close(rnn.apply(variables, xs, reset_carry=(None, given), **call), want, tol=0)
+    if stepped:
+        with pytest.raises(ValueError, match="reset_carry must be"):
+            rnn.apply(variables, xs, reset_carry=(None, given[:1]), **call)
+
+
+def test_the_length_of_one_sequence_may_be_a_number():
+    xs, rnn = normal(0, (T, D)), linen.RNN(nn.GRUCell(H), reverse=True, return_carry=True)
+    variables = random_variables(rnn, xs)
+    assert_close(rnn.apply(variables, xs, seq_lengths=3), rnn.apply(variables, xs, seq_lengths=np.array(3)), tol=0)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
 def test_16_bits_where_jax_may_promote_nothing(dtype):
     """As Flax's own: the state is float32 between steps, and nothing that is given is mixed."""
