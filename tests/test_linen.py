@@ -594,11 +594,11 @@ def test_the_length_of_one_sequence_may_be_a_number():
 def test_16_bits_where_jax_may_promote_nothing(dtype):
     """As Flax's own: the state is float32 between steps, and nothing that is given is mixed."""
     xs, resets = rnn_inputs(True).astype(dtype), jnp.zeros((T, B), bool).at[2].set(True)
-    for module in (linen.RNN(linen.GRUCell(H, dtype=dtype, param_dtype=dtype), time_major=True),
-                   linen.RNN(linen.LSTMCell(H, dtype=dtype, param_dtype=dtype), time_major=True),
-                   linen.GRU(H, dtype=dtype, param_dtype=dtype, time_major=True, bidirectional=True)):  # fmt: skip
+    for module in (linen.RNN(linen.GRUCell(H, dtype=dtype), time_major=True),
+                   linen.RNN(linen.LSTMCell(H, dtype=dtype), time_major=True),
+                   linen.GRU(H, dtype=dtype, time_major=True, bidirectional=True)):  # fmt: skip
         call = {"resets": resets, "seq_lengths": jnp.array([1, 2, T, 3], jnp.int16)}
-        variables = random_variables(module, xs, **call)
+        variables = jax.tree.map(lambda x: x.astype(dtype), random_variables(module, xs, **call))
         want = module.apply(variables, xs, **call)
         with jax.numpy_dtype_promotion("strict"):
             assert_close(module.apply(variables, xs, **call), want, tol=0)
