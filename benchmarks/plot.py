@@ -39,6 +39,11 @@ def draw(folder: Path) -> list[Path]:
     return made
 
 
+def _say_where(figure: Figure, report: Report) -> None:
+    """Writes below a figure what it was measured on, in as many lines as that takes."""
+    figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
+
+
 def _figure(report: Report, title: str, width: float) -> Figure:
     figure = Figure(figsize=(width, 4.6), layout="constrained")
     axes = figure.add_subplot()
@@ -50,7 +55,7 @@ def _figure(report: Report, title: str, width: float) -> Figure:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_ylabel("milliseconds")
-    figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
+    _say_where(figure, report)
     return figure
 
 
@@ -142,7 +147,7 @@ def norm(report: Report) -> Figure:
     panels[1][1].set_xlabel("length of a row")
     figure.supylabel("bandwidth, of a device copy's", fontsize=10)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
+    _say_where(figure, report)
     return figure
 
 

@@ -130,7 +130,7 @@ def run_scan(params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array
     return jax.lax.scan(step, carry, (xs, resets))
 
 
-# 3. Kernel.
+# 3. jaxrnn.
 
 
 def run_jaxrnn(implementation: str | None, params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn import norms
-from jaxrnn.checks import check_array, check_reset_state
+from jaxrnn.checks import check_array, check_reset_state, check_resets
 from jaxrnn.recurrent import bidirectional_gru, bidirectional_lstm, gru, lstm
 from jaxrnn.reference import GRUParams, LSTMParams, accumulation_dtype, expand_resets, is_reset
 
@@ -554,7 +554,7 @@ def run_stack(
     """
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     seq_lengths = checked_seq_lengths(seq_lengths, batch)
-    check_steps(options["resets"], None, carry, xs.shape[:-1], time_major)
+    check_resets(options["resets"], xs, time_major)
     if options["resets"] is not None and reset_carry is not None:
         for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
             check_reset_state("reset_carry", new, options["resets"], old, xs, time_major)
