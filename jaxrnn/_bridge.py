@@ -290,6 +290,16 @@ def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any
     return weight_grads.pays(problem, _device())
 
 
+def may_save_float32(hidden: int, reset_state: str) -> bool:
+    """Whether forward some kernel multiplies float32 as it is where TF32 would do: what that saves is no coarser.
+
+    For kernels that round, launches narrow what is declared float32: which it will be, only a launch knows.
+    """
+    from torch_bridge import config
+
+    return hidden <= config.FLOAT32_WIDTH and reset_state == "zeros"
+
+
 def features_first_pays(rows: int, gates: int) -> bool:
     """Whether a product of TF32 that sums over so many rows is faster with `layouts.features_first` of an operand.
 
@@ -477,7 +487,7 @@ class _Kernels:
         raise NotImplementedError
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        """The launch of a part, of `torch_bridge`: nothing is compiled yet."""
+        """The launch of a part, of `torch_bridge`: nothing is compiled yet. Its problem may narrow what arrays hold."""
         raise NotImplementedError
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
@@ -522,9 +532,11 @@ class _Recurrences(_Kernels):
         return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        from torch_bridge.config import as_saved
         from torch_bridge.launch import Launch
 
-        return Launch(_problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params), device)
+        problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
+        return Launch(as_saved(problem, device), device)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         if name in WEIGHTS:
@@ -670,6 +682,10 @@ def _unfused(arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
+def _as(x: Array, dtype: str) -> Array:
+    return x if str(x.dtype) == dtype else x.astype(dtype)
+
+
 def _call(
     kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
 ) -> Callable[..., list[Array]]:
@@ -681,6 +697,13 @@ def _call(
         launch = kernels.launch(arrays, params, kind)
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
+        # casts lie outside of the barriers: of what one launch widens and another narrows, XLA drops both
+        dtypes = dict(launch.problem.dtypes)
+        arrays = tuple(_as(x, dtypes[name]) for name, x in zip(params["inputs"], arrays, strict=True))
+        results = [
+            jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtypes[output.name]))
+            for output, x in zip(params["outputs"], results, strict=True)
+        ]
         if captured:
             arrays = (*_unfused(arrays),)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
@@ -697,7 +720,8 @@ def _call(
             command_buffer_compatible=captured,
         )  # fmt: skip
         written = list(function(*arrays)[: len(params["outputs"])])
-        return _unfused(written) if captured else written
+        written = _unfused(written) if captured else written
+        return [_as(x, str(output.dtype)) for output, x in zip(params["outputs"], written, strict=True)]
 
     return call
 

@@ -221,14 +221,18 @@ def _operand(w: Array, kernel_precision: str) -> Array:
     return jnp.where(jnp.isnan(w), w + w, rounded)  # a NaN of low bits alone would be truncated to infinity
 
 
-def _saved_dtype(name: str, operand_dtype: Any, kernel_precision: str) -> Any:
-    """What the backward pass needs is saved in: float16 rounds no worse than the products of TF32 or bfloat16 do.
+def _rounds_saved(static: Static) -> bool:
+    """Whether the backward pass may need what it needs in float16 alone: it rounds no worse than the products do."""
+    return static.of_tf32 or static.operand_dtype == jnp.bfloat16
+
+
+def _saved_dtype(name: str, static: Static, hidden: int) -> Any:
+    """What the backward pass needs is saved in; float32 where only a launch knows, which narrows if its kernel rounds.
 
     `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
     """
-    products = "bfloat16" if operand_dtype == jnp.bfloat16 else kernel_precision
-    wide = name == "keep" or operand_dtype == jnp.float16 or products == "tf32x3"
-    return jnp.dtype(jnp.float32 if wide else jnp.float16)
+    left_open = static.of_tf32 and _bridge.may_save_float32(hidden, static.reset_state)
+    return jnp.dtype(jnp.float16 if _rounds_saved(static) and name != "keep" and not left_open else jnp.float32)
 
 
 # From this size on of the input projections, of one model and as they are traced, memory counts for more than time. On
@@ -255,7 +259,7 @@ def _saved(static: Static, hidden: int, in_place: bool) -> list[_bridge.Output]:
         name, width = static.cell.in_place
         return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
     return [
-        _bridge.Output(name, True, width * hidden, _saved_dtype(name, static.operand_dtype, static.kernel_precision))
+        _bridge.Output(name, True, width * hidden, _saved_dtype(name, static, hidden))
         for name, width in static.cell.saved
     ]
 
@@ -349,7 +353,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
             for array in kept:
-                if array.dtype != f32:  # as the kernel
+                if array.name != "keep" and _rounds_saved(static):  # as the kernel
                     factors[array.name] = jnp.clip(factors[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}

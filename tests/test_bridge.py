@@ -3,7 +3,9 @@
 import dataclasses
 import functools
 import itertools
+import re
 
+import calls
 import cases
 import jax
 import jax.numpy as jnp
@@ -193,6 +195,50 @@ def test_few_steps_of_many_sequences_take_tiles(cell, hidden, steps, forward, ba
 def test_few_steps_of_a_wide_gru_take_what_costs_less():
     taken = functools.partial(_takes_a_program_a_sequence, "gru", 128, "tf32x3")
     assert taken(528, steps=2) == [False, False] and taken(528, steps=7) == taken(132, steps=2) == [True, True]
+
+
+def _as_saved(cell, direction, hidden, batch, kind="tf32", capability=90, **changes):
+    """The dtypes of what a kernel saves, or reads of that, of a program that has all of it in float32."""
+    from benchmarks.launches import make_problem
+    from torch_bridge.config import Device, as_saved, heuristic
+
+    device, p = Device(capability), make_problem(cell, direction, kind, hidden, batch, **changes)
+    declared = {name: "float32" if name in ("factors", "through") else dtype for name, dtype in p.dtypes}
+    wide = dataclasses.replace(p, dtypes=tuple(declared.items()))
+    held = as_saved(wide, device)
+    assert heuristic(held, device) == heuristic(wide, device) and held in (p, wide)
+    return {dict(held.dtypes)[name] for name in ("factors", "through") if name in declared}
+
+
+@pytest.mark.interpret
+def test_under_tf32_what_is_saved_is_as_fine_as_the_products():
+    """In float32 where these are of float32 as it is: of 33 to 64 units of few sequences, without a reset state."""
+    for cell, direction in itertools.product(("gru", "lstm"), ("fwd", "bwd")):
+        held = functools.partial(_as_saved, cell, direction)
+        assert held(33, 264) == held(64, 264) == held(48, 4, "tf32x3") == {"float32"}
+        assert held(33, 265) == held(64, 265) == held(48, 4, capability=80) == held(65, 4) == {"float16"}
+    assert _as_saved("gru", "fwd", 64, 9999, in_place=True) == {"float32"}
+    assert _as_saved("lstm", "fwd", 48, 4, reset_state="stepped") == {"float16"}
+    for hidden, kind in itertools.product((33, 63, 64, 65, 96, 128), ("zeros", "fixed", "stepped")):
+        float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", 4, reset_state=kind)
+        assert _bridge.may_save_float32(hidden, kind) == float32_as_it_is
+
+
+@calls.kernels_only
+@pytest.mark.parametrize("mapped", [None, "sequences", "models"])
+@calls.every_cell
+def test_what_one_launch_widens_and_another_narrows_is_never_wide(cell, mapped, implementation):
+    """Of a program's float32 that the kernels have in float16: of a jitted gradient XLA drops both casts."""
+    lead = (2,) if mapped == "models" else ()
+    batch = (2, 300) if mapped == "sequences" else (300,)
+    *arguments, _ = calls.arguments(cell, batch, steps=2, hidden=48, lead=lead)
+    call = calls.with_gradients(calls.runner(cell, implementation, precision=None))
+    if mapped:
+        call = jax.vmap(call, (None, 0, 1, 1, None) if mapped == "sequences" else 0)
+    lowered = jax.jit(call).lower(*arguments, None)
+    assert re.search(r"xf16>\) -> tensor<\w*xf32>", lowered.as_text())
+    text = lowered.compile().as_text()
+    assert "f16[" in text and not re.search(r"= f16\[\S* convert\(", text)
 
 
 @pytest.mark.interpret

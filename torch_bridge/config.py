@@ -186,6 +186,8 @@ class KernelConfig:
         return self.num_stages * stage + (8 if wide else 20) * self.block_h * self.block_b
 
 
+# Hidden units up to which a kernel may multiply float32 as it is where TF32 would do.
+FLOAT32_WIDTH = 64
 # Fewer do not pay for bringing all weights on chip.
 _MANY_STEPS = 8
 
@@ -303,6 +305,18 @@ def choose(problem: Problem, device: Device) -> KernelConfig:
     return (measured and measured.find(problem, device)) or heuristic(problem, device)
 
 
+def as_saved(problem: Problem, device: Device) -> Problem:
+    """`problem` with what is saved of every step in the dtype of its kernel, where a program has all of it in float32.
+
+    That is float16 where products are of TF32, whose rounding is no finer; float32 where they are of float32 as it is.
+    """
+    dtypes = dict(problem.dtypes)  # without "keep", of what is saved in place
+    if _kind(problem) != "tf32" or "keep" not in dtypes or choose(problem, device).variant == "sm90_fma":
+        return problem
+    dtypes |= {name: "float16" for name in ("factors", "through") if name in dtypes}
+    return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))
+
+
 @functools.lru_cache(maxsize=4096)
 def heuristic(problem: Problem, device: Device) -> KernelConfig:
     """The tiling for a problem.
@@ -386,7 +400,7 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 352
     # bytes and before up to 72, costs little beside what programs that share the units take
     full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
-    covered &= problem.hidden <= (64 if problem.operand_dtype == "float32" else 32) or full
+    covered &= problem.hidden <= (FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
     if not covered or device.capability != 90 or device.interpreted:
         return []
     block = max(16, _power_of_2(problem.hidden))
