@@ -487,8 +487,12 @@ class _Kernels:
         raise NotImplementedError
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        """The launch of a part, of `torch_bridge`: nothing is compiled yet. Its problem may narrow what arrays hold."""
+        """The launch of a part, of `torch_bridge`: nothing is compiled yet."""
         raise NotImplementedError
+
+    def held(self, launch: Any) -> dict[str, str]:
+        """The dtypes that a launch has arrays in, by name, where these may not be the program's."""
+        return {}
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         """The name of each axis of an array of `apart`: of those that devices share out, and of one that all need."""
@@ -537,6 +541,9 @@ class _Recurrences(_Kernels):
 
         problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
         return Launch(as_saved(problem, device), device)
+
+    def held(self, launch: Any) -> dict[str, str]:
+        return dict(launch.problem.dtypes)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         if name in WEIGHTS:
@@ -682,8 +689,8 @@ def _unfused(arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _as(x: Array, dtype: str) -> Array:
-    return x if str(x.dtype) == dtype else x.astype(dtype)
+def _as(x: Array, dtype: Any) -> Array:
+    return x if x.dtype == jnp.dtype(dtype) else x.astype(dtype)
 
 
 def _call(
@@ -698,10 +705,10 @@ def _call(
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
         # casts lie outside of the barriers: of what one launch widens and another narrows, XLA drops both
-        dtypes = dict(launch.problem.dtypes)
-        arrays = tuple(_as(x, dtypes[name]) for name, x in zip(params["inputs"], arrays, strict=True))
+        held = kernels.held(launch)
+        arrays = tuple(_as(x, held.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True))
         results = [
-            jax.ShapeDtypeStruct(x.shape, jnp.dtype(dtypes[output.name]))
+            jax.ShapeDtypeStruct(x.shape, jnp.dtype(held.get(output.name, x.dtype)))
             for output, x in zip(params["outputs"], results, strict=True)
         ]
         if captured:
@@ -721,7 +728,7 @@ def _call(
         )  # fmt: skip
         written = list(function(*arrays)[: len(params["outputs"])])
         written = _unfused(written) if captured else written
-        return [_as(x, str(output.dtype)) for output, x in zip(params["outputs"], written, strict=True)]
+        return [_as(x, output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
 
     return call
 

@@ -133,11 +133,12 @@ def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state
     """The same arrays, of the same shapes and dtypes."""
     from benchmarks.launches import make_arrays, make_problem, outputs_of, shape_of
     from jaxrnn import _bridge
+    from torch_bridge.config import as_saved
 
     found, original = [], _bridge._problem
 
     def problem_of(arrays, sizes, params):
-        problem = original(arrays, sizes, params)
+        problem = as_saved(original(arrays, sizes, params), Device(interpreted=True))
         shapes = {name: x.shape for name, x in zip(params["inputs"], arrays, strict=True)}
         for output, x in zip(params["outputs"], _bridge._result_types(sizes, params["outputs"]), strict=True):
             shapes[output.name] = x.shape
