@@ -32,15 +32,17 @@ def make_problem(
     steps: int = 64,
     reset_state: ResetState = "zeros",
     in_place: bool = False,
+    halves: bool = True,
 ) -> Problem:
     """A problem with every array that a kernel can take with a reset state: the most that one has to hold.
 
     With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. With
-    `in_place` what a GRU saves in TF32 lies where its input projections were.
+    `in_place` what a GRU saves in TF32 lies where its input projections were. Without `halves` what is saved is float32
+    in TF32 too, as JAX may have it: see `torch_bridge.config.as_saved`.
     """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
-    saved = "float16" if precision == "tf32" else "float32"
+    saved = "float16" if precision == "tf32" and halves else "float32"
     if in_place:
         backward = {"factors": "float32"}
     else:

@@ -290,14 +290,15 @@ def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any
     return weight_grads.pays(problem, _device())
 
 
-def may_save_float32(hidden: int, reset_state: str) -> bool:
-    """Whether forward some kernel multiplies float32 as it is where TF32 would do: what that saves is no coarser.
+def may_save_float32(hidden: int, sequences: Any, reset_state: Any) -> bool:
+    """Whether a forward kernel may multiply float32 as it is where TF32 would do: then what it saves is no coarser.
 
-    For kernels that round, launches narrow what is declared float32: which it will be, only a launch knows.
+    Whether it does is known when it is lowered, since `vmap` adds sequences; for others, launches narrow what is
+    declared float32. Not of a number of sequences that is not known yet, of a symbolic shape.
     """
     from torch_bridge import config
 
-    return hidden <= config.FLOAT32_WIDTH and reset_state == "zeros"
+    return isinstance(sequences, int) and config.may_save_float32(hidden, sequences, reset_state, _device())
 
 
 def features_first_pays(rows: int, gates: int) -> bool:
@@ -704,7 +705,7 @@ def _call(
         launch = kernels.launch(arrays, params, kind)
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
-        # casts lie outside of the barriers: of what one launch widens and another narrows, XLA drops both
+        # outside of the barriers: of casts that one launch adds and its gradient's undoes, XLA drops both
         held = kernels.held(launch)
         arrays = tuple(_as(x, held.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True))
         results = [

@@ -98,7 +98,7 @@ def _forward_on_device(
     outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
     if keep and not static.remat:
         in_place = _saves_in_place(static, hidden, math.prod(xs.shape[:-1]))
-        outputs += _saved(static, hidden, in_place)
+        outputs += _saved(static, hidden, xs, in_place)
 
     stepped = reset_states if static.reset_state == "stepped" else None
 
@@ -221,18 +221,20 @@ def _operand(w: Array, kernel_precision: str) -> Array:
     return jnp.where(jnp.isnan(w), w + w, rounded)  # a NaN of low bits alone would be truncated to infinity
 
 
-def _rounds_saved(static: Static) -> bool:
-    """Whether the backward pass may need what it needs in float16 alone: it rounds no worse than the products do."""
-    return static.of_tf32 or static.operand_dtype == jnp.bfloat16
+def _fits_float16(name: str, static: Static) -> bool:
+    """Whether what the backward pass needs is saved within float16: it rounds no worse than TF32 or bfloat16 do.
 
-
-def _saved_dtype(name: str, static: Static, hidden: int) -> Any:
-    """What the backward pass needs is saved in; float32 where only a launch knows, which narrows if its kernel rounds.
-
-    `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
+    `keep` is not: it multiplies the gradient at every step, so its rounding would grow with their number.
     """
-    left_open = static.of_tf32 and _bridge.may_save_float32(hidden, static.reset_state)
-    return jnp.dtype(jnp.float16 if _rounds_saved(static) and name != "keep" and not left_open else jnp.float32)
+    return name != "keep" and (static.of_tf32 or static.operand_dtype == jnp.bfloat16)
+
+
+def _saved_dtype(name: str, static: Static, hidden: int, sequences: Any) -> Any:
+    """The dtype that a program has what is saved in: float32 if that, or float16 after all, is up to the launch."""
+    if not _fits_float16(name, static):
+        return jnp.dtype(jnp.float32)
+    up_to_launch = static.of_tf32 and _bridge.may_save_float32(hidden, sequences, static.reset_state)
+    return jnp.dtype(jnp.float32 if up_to_launch else jnp.float16)
 
 
 # From this size on of the input projections, of one model and as they are traced, memory counts for more than time. On
@@ -253,13 +255,13 @@ def _saves_in_place(static: Static, hidden: int, rows: int) -> bool:
     return static.cell.in_place is not None and static.of_tf32 and not static.remat and large
 
 
-def _saved(static: Static, hidden: int, in_place: bool) -> list[_bridge.Output]:
-    """What the forward pass saves of every step for the backward pass."""
+def _saved(static: Static, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
+    """What the forward pass saves of every step of `xs` for the backward pass."""
     if in_place and static.cell.in_place:
         name, width = static.cell.in_place
         return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
     return [
-        _bridge.Output(name, True, width * hidden, _saved_dtype(name, static, hidden))
+        _bridge.Output(name, True, width * hidden, _saved_dtype(name, static, hidden, xs.shape[0] * xs.shape[2]))
         for name, width in static.cell.saved
     ]
 
@@ -327,7 +329,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
-    kept = _saved(static, hidden, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys())
+    kept = _saved(static, hidden, xs, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys())
     over = next((array.name for array in kept if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
@@ -353,7 +355,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
             for array in kept:
-                if array.name != "keep" and _rounds_saved(static):  # as the kernel
+                if _fits_float16(array.name, static):  # as the kernel
                     factors[array.name] = jnp.clip(factors[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}

@@ -14,6 +14,7 @@ import pytest
 from cases import Case
 from jax.lax import Precision
 
+import jaxrnn
 from jaxrnn import _bridge, fused
 
 # (precision, of a hidden width up to 32, of a wider one)
@@ -202,12 +203,11 @@ def _as_saved(cell, direction, hidden, batch, kind="tf32", capability=90, **chan
     from benchmarks.launches import make_problem
     from torch_bridge.config import Device, as_saved, heuristic
 
-    device, p = Device(capability), make_problem(cell, direction, kind, hidden, batch, **changes)
-    declared = {name: "float32" if name in ("factors", "through") else dtype for name, dtype in p.dtypes}
-    wide = dataclasses.replace(p, dtypes=tuple(declared.items()))
+    make = functools.partial(make_problem, cell, direction, kind, hidden, batch, **changes)
+    device, wide = Device(capability), make(halves=False)
     held = as_saved(wide, device)
-    assert heuristic(held, device) == heuristic(wide, device) and held in (p, wide)
-    return {dict(held.dtypes)[name] for name in ("factors", "through") if name in declared}
+    assert heuristic(held, device) == heuristic(wide, device) and held in (wide, make())
+    return {dtype for name, dtype in held.dtypes if name in ("factors", "through")}
 
 
 @pytest.mark.interpret
@@ -220,25 +220,43 @@ def test_under_tf32_what_is_saved_is_as_fine_as_the_products():
     assert _as_saved("gru", "fwd", 64, 9999, in_place=True) == {"float32"}
     assert _as_saved("lstm", "fwd", 48, 4, reset_state="stepped") == {"float16"}
     for hidden, kind in itertools.product((33, 63, 64, 65, 96, 128), ("zeros", "fixed", "stepped")):
-        float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", 4, reset_state=kind)
-        assert _bridge.may_save_float32(hidden, kind) == float32_as_it_is
+        for batch in (4, 264, 265):
+            float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", batch, reset_state=kind)
+            assert _bridge.may_save_float32(hidden, batch, kind) == float32_as_it_is
 
 
 @calls.kernels_only
-@pytest.mark.parametrize("mapped", [None, "sequences", "models"])
+@pytest.mark.parametrize("mapped", ["sequences", "models"])
 @calls.every_cell
-def test_what_one_launch_widens_and_another_narrows_is_never_wide(cell, mapped, implementation):
-    """Of a program's float32 that the kernels have in float16: of a jitted gradient XLA drops both casts."""
+def test_casts_of_what_is_saved_are_dropped(cell, mapped, implementation):
+    """Traced of few sequences in float32, it is narrowed of many: of a jitted gradient no cast is left."""
     lead = (2,) if mapped == "models" else ()
-    batch = (2, 300) if mapped == "sequences" else (300,)
+    batch = (2, 150) if mapped == "sequences" else (150,)
     *arguments, _ = calls.arguments(cell, batch, steps=2, hidden=48, lead=lead)
     call = calls.with_gradients(calls.runner(cell, implementation, precision=None))
-    if mapped:
-        call = jax.vmap(call, (None, 0, 1, 1, None) if mapped == "sequences" else 0)
-    lowered = jax.jit(call).lower(*arguments, None)
+    lowered = jax.jit(jax.vmap(call, (None, 0, 1, 1, None) if mapped == "sequences" else 0)).lower(*arguments, None)
     assert re.search(r"xf16>\) -> tensor<\w*xf32>", lowered.as_text())
     text = lowered.compile().as_text()
     assert "f16[" in text and not re.search(r"= f16\[\S* convert\(", text)
+
+
+@calls.kernels_only
+def test_beyond_float16_what_is_saved_is_its_largest(implementation):
+    """Whatever kernels have it: so too where more cotangents than sequences take another one backward."""
+    params, (c, h), xs, *_ = calls.arguments("lstm", (3,), steps=2, hidden=48)
+
+    def run(params, c, xs, remat=False):
+        run = functools.partial(jaxrnn.lstm, precision="default", remat=remat, implementation=implementation)
+        return run(params, (c, h), xs)[0][0]
+
+    _, vjp = jax.vjp(run, params, 1e6 * c, xs)
+    _, recomputing = jax.vjp(functools.partial(run, remat=True), params, 1e6 * c, xs)
+    cotangents = calls.random_like(jnp.zeros((300, *c.shape)))
+    together = jax.vmap(vjp)(cotangents)
+    alone, recomputed = (calls.stack([vjp(each) for each in cotangents[:2]]) for vjp in (vjp, recomputing))
+    for x, y, z in zip(*map(jax.tree.leaves, (together, alone, recomputed)), strict=True):
+        assert np.isfinite(x).all()
+        assert max(cases.oracle.error(x[:2], y), cases.oracle.error(z, y)) < 5e-3
 
 
 @pytest.mark.interpret

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import re
 import subprocess
 import sys
 import threading
@@ -73,6 +74,16 @@ def test_what_is_loaded_was_begun_when_it_was_traced(name, h200):
     assert {kind for kind, _ in h200} == {"begin"} and len(begun) == count
     traced.lower(lowering_platforms=("cuda",))
     assert {what for kind, what in h200 if kind == "load"} == begun
+
+
+@pytest.mark.parametrize("sequences", [132, 133])
+def test_what_is_saved_is_cast_outside_of_barriers(h200, sequences):
+    """Between them XLA could not drop it. Two models of so many sequences: of more than 264, factors are in float16."""
+    function, arrays = seeds(Case("gru", T=20, B=sequences, H=48))
+    text = jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
+    held = [re.findall(r"\dx192x(\w+)>", line) for line in barriers]
+    assert [each for each in held if each] == ([["f32"]] * 2 if sequences == 132 else [["f16"]] * 2)
 
 
 def test_of_nothing_nothing_is_compiled(h200):

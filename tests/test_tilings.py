@@ -133,12 +133,11 @@ def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state
     """The same arrays, of the same shapes and dtypes."""
     from benchmarks.launches import make_arrays, make_problem, outputs_of, shape_of
     from jaxrnn import _bridge
-    from torch_bridge.config import as_saved
 
     found, original = [], _bridge._problem
 
     def problem_of(arrays, sizes, params):
-        problem = as_saved(original(arrays, sizes, params), Device(interpreted=True))
+        problem = original(arrays, sizes, params)
         shapes = {name: x.shape for name, x in zip(params["inputs"], arrays, strict=True)}
         for output, x in zip(params["outputs"], _bridge._result_types(sizes, params["outputs"]), strict=True):
             shapes[output.name] = x.shape
@@ -151,10 +150,10 @@ def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in cases.make_inputs(case).items() if x is not None
     }
     jax.jit(functools.partial(cases._with_gradients, case, "triton")).lower(inputs)
-    kinds = {None: "zeros", "h": "fixed", "tbh": "stepped"}
+    kind, halves = {None: "zeros", "h": "fixed", "tbh": "stepped"}[reset_state], reset_state is not None
     assert [problem.direction for problem, _, _ in found] == ["fwd", "bwd"]
     for problem, shapes, outputs in found:
-        made = make_problem(cell, problem.direction, "tf32", 40, 5, steps=3, reset_state=kinds[reset_state])
+        made = make_problem(cell, problem.direction, "tf32", 40, 5, steps=3, reset_state=kind, halves=halves)
         assert dict(made.dtypes) == dict(problem.dtypes)
         backward = {} if problem.direction == "fwd" else {"reset_state": "zeros"}  # there it does not matter
         assert dataclasses.replace(made, dtypes=problem.dtypes, **backward) == problem

@@ -305,6 +305,12 @@ def choose(problem: Problem, device: Device) -> KernelConfig:
     return (measured and measured.find(problem, device)) or heuristic(problem, device)
 
 
+def may_save_float32(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
+    """Whether the forward kernel for such a problem may save float32 where TF32 would do: see `as_saved`."""
+    few = sequences <= _FMA_FOR_TF32 * device.multiprocessors
+    return few and hidden <= FLOAT32_WIDTH and reset_state == "zeros" and device.capability == 90
+
+
 def as_saved(problem: Problem, device: Device) -> Problem:
     """`problem` with what is saved of every step in the dtype of its kernel, where a program has all of it in float32.
 

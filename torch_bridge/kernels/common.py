@@ -95,10 +95,16 @@ def store_tile(ptr, rows, cols, width, mask, value):
 
 
 @triton.jit
+def within_half(x):
+    """`x`, beyond the range of float16 the largest of its sign."""
+    return tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
+
+
+@triton.jit
 def half_bits(x, BOUNDED: tl.constexpr):
-    """The 16 bits of `x` in float16; unless BOUNDED says that it fits, beyond its range the largest of its sign."""
+    """The 16 bits of `x` in float16, `within_half` unless BOUNDED says that it is."""
     if not BOUNDED:
-        x = tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
+        x = within_half(x)
     return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 

@@ -15,7 +15,7 @@ as many steps, or two, so that nothing that is on its way is moved.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_weight, time_order, unpack_halves
+from torch_bridge.kernels.common import load_weight, time_order, unpack_halves, within_half
 from torch_bridge.kernels.common_sm90 import pack
 
 
@@ -146,12 +146,14 @@ def _pair(a, b):
 
 
 @gluon.jit
-def save_fours(ptr, at, mask, a, b, c, d):
-    """As `common.store_factors`, of units at `at`."""
+def save_fours(ptr, at, mask, a, b, c, d, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
+    """As `common.store_factors`, of units at `at`; float32 that may be TF32 is within the range of float16, too."""
     words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if ptr.dtype.element_ty == gl.float16:
         gl.store(words + at, pack(a, b, c, d), mask=mask)
     else:
+        if DTYPE == gl.float32 and PRECISION == "tf32":
+            a, b = within_half(a), within_half(b)
         gl.store(words + at * 2, _pair(a, b), mask=mask)
         gl.store(words + at * 2 + 1, _pair(c, d), mask=mask)
 

@@ -34,7 +34,7 @@ def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constex
 def _forward_step(
     i, h, inputs, buffers, w_r, w_z, w_n, b_hn,
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
-    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     x_r, x_z, x_n, reset = inputs
@@ -55,7 +55,8 @@ def _forward_step(
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
     if factors_ptr is not None:
         f_n = (1.0 - z) * (1.0 - n * n)
-        save_fours(factors_ptr, at, live, f_n * a_n * r * (1.0 - r), (h - n) * z * (1.0 - z), f_n, f_n * r)
+        f_r, f_z = f_n * a_n * r * (1.0 - r), (h - n) * z * (1.0 - z)
+        save_fours(factors_ptr, at, live, f_r, f_z, f_n, f_n * r, DTYPE, PRECISION)
         gl.store(keep_ptr + at, z, mask=live)
     gl.store(h_last_ptr + seq * H + unit, new_h, mask=mask & (i == T - 1))
     return new_h, inputs
@@ -65,7 +66,7 @@ def _forward_step(
 def fwd_kernel(
     w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
     T, B, Q,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
@@ -84,7 +85,7 @@ def fwd_kernel(
             h, next_inputs = _forward_step(
                 i + k, h, inputs[0], buffers[k % 2], w_r, w_z, w_n, b_hn,
                 xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
-                H, DEPTH, DTYPE, REVERSE,
+                H, DEPTH, DTYPE, REVERSE, PRECISION,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 

@@ -43,7 +43,7 @@ def _forward_step(
     i, h, c, inputs, buffers, w,
     xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
     seq, row, T, stride, unit, mask,
-    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     x_i, x_f, x_g, x_o, reset = inputs
@@ -72,7 +72,7 @@ def _forward_step(
     if factors_ptr is not None:
         f_i, f_f = g_g * g_i * (1.0 - g_i), c * g_f * (1.0 - g_f)
         f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-        save_fours(factors_ptr, at, live, f_i, f_f, f_g, f_o)
+        save_fours(factors_ptr, at, live, f_i, f_f, f_g, f_o, DTYPE, PRECISION)
         through = g_o * (1.0 - tanh_c * tanh_c)
         gl.store(through_ptr + at, through.to(through_ptr.dtype.element_ty), mask=live)
         gl.store(keep_ptr + at, g_f, mask=live)
@@ -87,7 +87,7 @@ def fwd_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     factors_ptr, through_ptr, keep_ptr,
     T, B, Q,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
@@ -106,7 +106,7 @@ def fwd_kernel(
             h, c, next_inputs = _forward_step(
                 i + k, h, c, inputs[0], buffers[k % 2], w,
                 xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
-                seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
+                seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE, PRECISION,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 
