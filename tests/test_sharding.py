@@ -6,6 +6,7 @@ On eight CPU devices, whose kernels are interpreted, or on the GPUs if there are
 import functools
 import re
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -475,6 +476,18 @@ def test_seeds_and_batches_share_a_mesh_that_jax_manages():
     for x in jax.tree.leaves(d_params):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, P("seeds")), x.ndim)
     assert "all-gather" not in text
+
+
+def test_casts_of_what_is_saved_are_dropped_on_a_mesh_that_jax_manages(platform):
+    """Of few sequences a seed, and many in all: what a program has in float32 every device has in float16."""
+    seeds = 40 if platform == "gpu" else 2
+    *arguments, _ = calls.arguments("gru", (16,), steps=2, hidden=48, lead=(seeds,))
+    call = jax.vmap(calls.with_gradients(calls.runner("gru", "triton", precision=None)))
+    sequence = P(None, None, "data")
+    sharded = place(make_mesh(AxisType.Auto), (P(), P(None, "data"), sequence, sequence), arguments)
+    got, text = compiled(call, (*sharded, None))
+    calls.assert_close(got, jax.vmap(calls.reference("gru"))(*arguments, None), 5e-3)
+    assert re.search(r"f16\[\d+,2,\d+,192\]", text) and not re.search(r"= f16\[\S* convert\(", text)
 
 
 def test_both_directions_on_a_mesh_that_jax_manages():
