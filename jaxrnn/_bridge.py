@@ -690,10 +690,6 @@ def _unfused(arrays: Sequence[Any]) -> list[Any]:
     return results
 
 
-def _as(x: Array, dtype: Any) -> Array:
-    return x if x.dtype == jnp.dtype(dtype) else x.astype(dtype)
-
-
 def _call(
     kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
 ) -> Callable[..., list[Array]]:
@@ -707,7 +703,7 @@ def _call(
             launch.load(ordinal)
         # outside of the barriers: of casts that one launch adds and its gradient's undoes, XLA drops both
         held = kernels.held(launch)
-        arrays = tuple(_as(x, held.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True))
+        arrays = tuple(x.astype(held.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True))
         results = [
             jax.ShapeDtypeStruct(x.shape, jnp.dtype(held.get(output.name, x.dtype)))
             for output, x in zip(params["outputs"], results, strict=True)
@@ -729,7 +725,7 @@ def _call(
         )  # fmt: skip
         written = list(function(*arrays)[: len(params["outputs"])])
         written = _unfused(written) if captured else written
-        return [_as(x, output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
+        return [x.astype(output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
 
     return call
 

@@ -23,7 +23,7 @@ def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any,
     check_sequence(xs, carry, time_major)
     wide = 3 * hidden
     check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
-    check_resets(resets, xs, time_major)
+    check_resets(resets, xs.shape[:-1], time_major, f"xs {xs.shape}")
     check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
 
 
@@ -40,7 +40,7 @@ def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any
     shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
     shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
     check_params(params, shapes)
-    check_resets(resets, xs, time_major)
+    check_resets(resets, xs.shape[:-1], time_major, f"xs {xs.shape}")
     new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
     for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
         check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
@@ -169,14 +169,14 @@ def check_params(params: GRUParams | LSTMParams, shapes: dict[str, tuple[int, ..
             )
 
 
-def check_resets(resets: Array | None, xs: Array, time_major: bool) -> None:
-    """Raises ValueError unless `resets` has one entry a step and sequence."""
+def check_resets(resets: Array | None, shape: tuple[int, ...], time_major: bool, of: str) -> None:
+    """Raises ValueError unless `resets` has one entry a step and sequence: `shape`, of the inputs that `of` names."""
     if resets is None:
         return
     check_array("resets", resets)
-    if jnp.shape(resets) != xs.shape[:-1]:
+    if jnp.shape(resets) != shape:
         layout = "[T, *batch]" if time_major else "[*batch, T]"
-        raise ValueError(f"resets must be {layout} = {xs.shape[:-1]} as in xs {xs.shape}, got {jnp.shape(resets)}")
+        raise ValueError(f"resets must be {layout} = {shape} as in {of}, got {jnp.shape(resets)}")
 
 
 def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array, xs: Array, time_major: bool) -> None:

@@ -263,16 +263,12 @@ def check_steps(
 
     Before these are brought into another order, where too few of them would be repeated.
     """
-    layout = "[T, *batch]" if time_major else "[*batch, T]"
-    if resets is not None:
-        check_array("resets", resets)
-        if jnp.shape(resets) != batch_and_time:
-            raise ValueError(f"resets must be {layout} = {batch_and_time} as in inputs, got {jnp.shape(resets)}")
+    check_resets(resets, batch_and_time, time_major, "inputs")
     if not _goes_with(reset_carry, carry):  # none at all; or the loop says what is wrong
         return
     for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
         if _is_stepped(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
-            axes = layout.replace("]", ", H]")
+            axes = "[T, *batch, H]" if time_major else "[*batch, T, H]"
             raise ValueError(f"reset_carry must be {axes} = {batch_and_time} and H as in inputs, got {jnp.shape(new)}")
 
 
@@ -554,7 +550,7 @@ def run_stack(
     """
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     seq_lengths = checked_seq_lengths(seq_lengths, batch)
-    check_resets(options["resets"], xs, time_major)
+    check_resets(options["resets"], xs.shape[:-1], time_major, f"xs {xs.shape}")
     if options["resets"] is not None and reset_carry is not None:
         for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
             check_reset_state("reset_carry", new, options["resets"], old, xs, time_major)

@@ -198,9 +198,11 @@ def _xla(
 ) -> tuple[Array, Array]:
     """The norm in `jax.numpy`; compiled, so that an eager call finds what the one before has compiled."""
     if sharding.on_explicit_mesh(x):  # all else goes to where x is
-        spec, mesh = sharding.spec_of(x), jax.typeof(x).sharding.mesh
-        weight, bias = (sharding.place(w, mesh, None if w is None else PartitionSpec(spec[-1])) for w in (weight, bias))
-        residual = sharding.place(residual, mesh, None if residual is None else PartitionSpec(*spec))
+        spec = sharding.spec_of(x)
+        rows, columns = PartitionSpec(*spec), PartitionSpec(spec[-1])
+        weight, bias, residual = sharding.place(
+            (weight, bias, residual), jax.typeof(x).sharding.mesh, (columns, columns, rows)
+        )
     dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
     dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # by no promotion: JAX may be told to refuse it
     total = x if residual is None else _sum(x, residual)

@@ -53,13 +53,18 @@ def on_explicit_mesh(*trees: Any) -> bool:
 
 
 def place(tree: Any, mesh: Any, specs: Any) -> Any:
-    """`tree`, each of its arrays sharded over an explicit mesh as `specs` have it; as it is where it is so already."""
+    """`tree`, each of its arrays sharded over an explicit mesh as `specs` have it; as it is where it is so already.
 
-    def to(x: Array, spec: PartitionSpec) -> Array:
+    None, in place of an array, stays None whatever its spec.
+    """
+
+    def to(x: Array | None, spec: PartitionSpec) -> Array | None:
+        if x is None:
+            return None
         there = jax.typeof(x).sharding.mesh == mesh and spec_of(x) == (*spec, *(None,) * (x.ndim - len(spec)))
         return x if there else _reshard(x, NamedSharding(mesh, spec))
 
-    return jax.tree.map(to, tree, specs)
+    return jax.tree.map(to, tree, specs, is_leaf=lambda x: x is None)
 
 
 def whole(tree: Any) -> Any:

@@ -187,7 +187,7 @@ class KernelConfig:
 
 
 # Hidden units up to which a kernel may multiply float32 as it is where TF32 would do.
-FLOAT32_WIDTH = 64
+_FLOAT32_WIDTH = 64
 # Fewer do not pay for bringing all weights on chip.
 _MANY_STEPS = 8
 
@@ -308,7 +308,7 @@ def choose(problem: Problem, device: Device) -> KernelConfig:
 def may_save_float32(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
     """Whether the forward kernel for such a problem may save float32 where TF32 would do: see `as_saved`."""
     few = sequences <= _FMA_FOR_TF32 * device.multiprocessors
-    return few and hidden <= FLOAT32_WIDTH and reset_state == "zeros" and device.capability == 90
+    return few and hidden <= _FLOAT32_WIDTH and reset_state == "zeros" and device.capability == 90
 
 
 def as_saved(problem: Problem, device: Device) -> Problem:
@@ -406,7 +406,7 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 352
     # bytes and before up to 72, costs little beside what programs that share the units take
     full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
-    covered &= problem.hidden <= (FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
+    covered &= problem.hidden <= (_FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
     if not covered or device.capability != 90 or device.interpreted:
         return []
     block = max(16, _power_of_2(problem.hidden))
