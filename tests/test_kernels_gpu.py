@@ -76,8 +76,11 @@ def test_sequences_of_every_size_keep_their_accuracy(case, largest):
     got, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "xla"))
     sizes = []  # every sequence counts by its own size
     for b in range(case.B):
-        own = {name: of_sequence(name, x, b) for name, x in (inputs | want).items() if x is not None}
-        norms = {name: np.linalg.norm(x.astype(np.float64)) for name, x in own.items() if x is not None}
+        norms = {
+            name: np.linalg.norm(own.astype(np.float64))
+            for name, x in (inputs | want).items()
+            if (own := of_sequence(name, x, b)) is not None
+        }
         # A gradient that gates in saturation leave nothing of would make luck of all: it counts by float32's rounding
         # of what it comes from.
         least = 2.0**-24 * np.linalg.norm([norm for name, norm in norms.items() if name.startswith("ct_")])
