@@ -2,15 +2,17 @@
 
     python -m benchmarks headline small                      # measure; needs an NVIDIA GPU
     python -m benchmarks small --only jaxrnn,flax --rows "GRU 8,"
+    python -m benchmarks headline --as a100                  # kernels of an A100, on the GPU at hand
     python -m benchmarks show headline                       # the tables again, from the last results
     python -m benchmarks show --out FOLDER headline          # from results elsewhere
     python -m benchmarks table                               # the README's table
     python -m benchmarks plot                                # the figures
     python -m benchmarks tune                                # times tilings, writes torch_bridge/tables/GPU.json
 
-Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm; with none named,
-all of them. Results go to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is stopped
-keeps what it has.
+Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice; with none
+named, all of them. Results go to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is
+stopped keeps what it has. --as chooses kernels as for another GPU, compiles them to its PTX and assembles that for the
+GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU. Peers run as they are.
 `tune` writes the table that launches on this GPU take their tilings from; --rows "GRU fwd" --add tunes a part again.
 """
 
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.settings import Settings
+from torch_bridge.devices import PROFILES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,13 +36,13 @@ if TYPE_CHECKING:
 
 SUITES = (
     "headline", "small", "sweep", "vmap", "torch", "torch-step", "acting", "dispatch", "memory", "compile", "accuracy",
-    "ppo", "norm",
+    "ppo", "norm", "choice",
 )  # fmt: skip
 VIEWS = ("show", "table", "plot")
 TUNE = "tune"
 TUNE_SECONDS = 0.05
 # The options that each takes; measuring takes all of them.
-TAKEN = {**dict.fromkeys(VIEWS, ("out",)), TUNE: ("out", "rows", "add", "seconds", "rounds", "commit")}
+TAKEN = {**dict.fromkeys(VIEWS, ("out", "profile")), TUNE: ("out", "rows", "add", "seconds", "rounds", "commit")}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -64,6 +67,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--first-call-limit", type=float, metavar="SECONDS",
         help=f"for a first call that may take minutes (default: {Settings.first_call_limit})",
     )  # fmt: skip
+    add("--as", dest="profile", choices=list(PROFILES), help="choose and compile kernels as for this GPU")
     add("--commit", help="of the code (default: JAXRNN_COMMIT, or ask git)")
     options = parser.parse_intermixed_args(arguments)
     special = (*VIEWS, TUNE)
@@ -72,8 +76,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         parser.error(f"{options.view} takes no suites{'; --rows chooses' if options.view == TUNE else ''}")
     given = [name for name, value in vars(options).items() if name not in ("commands", "view") and value is not None]
     if ignored := [name for name in given if name not in TAKEN.get(options.view, given)]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in ignored)
-        taken = ", ".join(f"--{name}" for name in TAKEN[options.view])
+        flags = ", ".join(_flag(name) for name in ignored)
+        taken = ", ".join(_flag(name) for name in TAKEN[options.view])
         parser.error(f"{options.view} has no use for {flags}: of the options it takes {taken}")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
@@ -96,15 +100,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     return options
 
 
+def _flag(name: str) -> str:
+    return "--as" if name == "profile" else f"--{name.replace('_', '-')}"
+
+
 def _names(text: str) -> tuple[str, ...]:
     return tuple(filter(None, text.split(",")))
 
 
-def results_folder(out: Path | None) -> Path:
-    """`out`, or the one folder there is under `RESULTS`."""
+def results_folder(out: Path | None, profile: str | None = None) -> Path:
+    """Returns `out`, or the one folder under `RESULTS`: of kernels run as `profile`, or of those run as they are."""
     if out is not None:
         return out
-    folders = sorted({path.parent for path in RESULTS.glob("*/*.json")})
+    all_of_them = {path.parent for path in RESULTS.glob("*/*.json")}
+    folders = sorted(x for x in all_of_them if x.name.startswith(f"as-{profile or ''}") == bool(profile))
     if len(folders) != 1:
         found = ", ".join(folder.name for folder in folders) or "none"
         raise SystemExit(f"name the folder of the results with --out; under {RESULTS} there are: {found}")
@@ -116,7 +125,7 @@ def view(options: argparse.Namespace) -> None:
     from benchmarks import plot, report
     from benchmarks.results import Report
 
-    folder = results_folder(options.out)
+    folder = results_folder(options.out, options.profile)
     suites = {"plot": plot.FIGURES, "table": ("headline",)}.get(options.view, options.suites)
     paths = [path for path in (folder / f"{suite}.json" for suite in suites) if path.exists()]
     if not paths:
@@ -148,7 +157,11 @@ def measure(options: argparse.Namespace) -> int:
             f'the suites time an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
             "that has one, after pip install '.[bench,cuda13]'; show, table and plot work everywhere"
         )
-    here = machine.describe(options.commit)
+    if options.profile:
+        from torch_bridge import launch
+
+        launch.run_as(PROFILES[options.profile])
+    here = machine.describe(options.commit, options.profile or "")
     folder = RESULTS / machine.slug(here) if options.out is None else options.out
     console, bad = report.console(), 0
     for name in options.suites:

@@ -1,10 +1,12 @@
 """The first call of a provider in a process of its own, with cold caches or with a time limit.
 
-As a program, `python -m benchmarks.first_call PROVIDER CASE LIMIT [check]`, it makes that call and prints its seconds.
+As a program, `python -m benchmarks.first_call PROVIDER CASE LIMIT [--check] [--as PROFILE]`, it makes that call and
+prints its seconds.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import faulthandler
 import functools
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from benchmarks.cases import Case
 
@@ -36,7 +38,7 @@ class FirstCall:
     reason: str = ""
 
 
-def run(provider: str, case: Case, *, limit: float, cold: bool = False) -> FirstCall:
+def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile: str = "") -> FirstCall:
     """Makes the first call; gives it `limit` seconds once inputs are on the device.
 
     Args:
@@ -45,6 +47,7 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False) -> First
       limit: in seconds.
       cold: with empty caches, and the result is checked. Otherwise what it compiles is left in Triton's cache, where
         this process finds it, and checking is left to the caller.
+      profile: as in `benchmarks.settings.Settings`.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
@@ -59,7 +62,8 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False) -> First
             provider,
             str(case),
             str(limit),
-            *(["check"] if cold else []),
+            *(["--check"] if cold else []),
+            *(["--as", profile] if profile else []),
         ]
         try:
             process = subprocess.run(
@@ -77,18 +81,30 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False) -> First
     return FirstCall(reason=last[:200] or f"ended with status {process.returncode}")
 
 
-def main(provider: str, label: str, limit: str, check: str = "") -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Makes the call in this process: says when all is ready for it, then how long it took. Exits at the limit."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
+    parser.add_argument("provider")
+    parser.add_argument("case")
+    parser.add_argument("limit", type=float)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--as", dest="profile", default="")
+    options = parser.parse_args(arguments)
+
     import jax
 
     from benchmarks import cases, harness, providers
     from benchmarks.oracle import Oracle
     from benchmarks.results import Row
 
-    chosen = providers.PROVIDERS[provider]
+    if options.profile:
+        from torch_bridge import devices, launch
+
+        launch.run_as(devices.PROFILES[options.profile])
+    chosen = providers.PROVIDERS[options.provider]
     for name in chosen.needs:
         importlib.import_module(name)
-    case = cases.find(label)
+    case = cases.find(options.case)
     inputs = providers.Inputs(cases.make_inputs(case))
     built = chosen.build(case, inputs)
     if isinstance(built, providers.JaxPass):
@@ -101,13 +117,13 @@ def main(provider: str, label: str, limit: str, check: str = "") -> None:
         first, wait = built.run, lambda _: torch.cuda.synchronize()
         wait(None)
     print(_READY, flush=True)
-    faulthandler.dump_traceback_later(float(limit), exit=True)  # works inside a compiler too, where no signal would
+    faulthandler.dump_traceback_later(options.limit, exit=True)  # works inside a compiler too, where no signal would
     began = time.perf_counter()
     result = first()
     wait(result)
     print(_DONE, time.perf_counter() - began, flush=True)
     faulthandler.cancel_dump_traceback_later()
-    if not check:
+    if not options.check:
         return
     checked = harness.check(chosen, harness.Ready(lambda: result, built.canonical), Oracle(case, inputs.jax))
     if isinstance(checked, Row):
@@ -117,7 +133,7 @@ def main(provider: str, label: str, limit: str, check: str = "") -> None:
 if __name__ == "__main__":
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
-        main(*sys.argv[1:])
+        main()
     except Exception as error:  # the last line of stderr is what the table says
         traceback.print_exc()
         from benchmarks.timing import first_line

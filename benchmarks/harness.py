@@ -75,8 +75,8 @@ class Ready:
 class FirstCalls:
     """Which slow starters have been seen to start in time; tried apart, since a first call cannot be interrupted."""
 
-    def __init__(self, limit: float) -> None:
-        self._limit = limit
+    def __init__(self, limit: float, profile: str = "") -> None:
+        self._limit, self._profile = limit, profile
         self._started: set[tuple[str, str, int]] = set()
         self._unfinished: dict[str, Case] = {}
 
@@ -88,7 +88,7 @@ class FirstCalls:
         slow = self._unfinished.get(provider.name)
         if slow is not None and case.H >= slow.H:
             return "skipped", f"its first call at {slow}, no wider, was unfinished after {self._limit:g} s"
-        result = first_call.run(provider.name, case, limit=self._limit)
+        result = first_call.run(provider.name, case, limit=self._limit, profile=self._profile)
         if result.reason == first_call.UNFINISHED:
             self._unfinished[provider.name] = case
             return "unfinished", f"first call unfinished after {self._limit:g} s"

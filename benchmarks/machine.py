@@ -9,16 +9,21 @@ from pathlib import Path
 import jax
 
 from torch_bridge import config
+from torch_bridge.devices import PROFILES
 
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
 
 
-def describe(revision: str | None = None) -> dict[str, str]:
-    """GPU (or platform), driver, versions of the packages involved, and the commit (default: ask git)."""
+def describe(revision: str | None = None, profile: str = "") -> dict[str, str]:
+    """Returns GPU (or platform), driver, versions of the packages involved, and the commit (default: ask git).
+
+    With `profile`, a key of `torch_bridge.devices.PROFILES`, "as" names the GPU that kernels were chosen for.
+    """
     device = jax.devices()[0]
     versions = {name: _version(name) for name in PACKAGES}
     return {
         "gpu": device.device_kind if device.platform == "gpu" else device.platform,
+        **({"as": profile} if profile else {}),
         "driver": _output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split("\n")[0]
         or "none",
         **{name: version for name, version in versions.items() if version},
@@ -28,12 +33,16 @@ def describe(revision: str | None = None) -> dict[str, str]:
 
 def line(machine: dict[str, str]) -> str:
     """The same in one line: `NVIDIA H200, driver 580.159.04, jax 0.11.2, ..., commit b9d0fc8`."""
-    return ", ".join(value if name == "gpu" else f"{name} {value}" for name, value in machine.items())
+    parts = {name: value if name == "gpu" else f"{name} {value}" for name, value in machine.items()}
+    if "as" in machine:
+        parts["as"] = f"kernels chosen and compiled for {PROFILES[machine['as']].name}"
+    return ", ".join(parts.values())
 
 
 def slug(machine: dict[str, str]) -> str:
-    """The GPU's name as a folder: `nvidia-h200`."""
-    return config.slug(machine["gpu"])
+    """The GPU's name as a folder: `nvidia-h200`, or `as-a100-on-nvidia-h200`."""
+    gpu = config.slug(machine["gpu"])
+    return f"as-{machine['as']}-on-{gpu}" if "as" in machine else gpu
 
 
 def _version(package: str) -> str | None:

@@ -577,6 +577,13 @@ ALL = (
         "this project, all arrays in bfloat16", dtype="bf16", precision="bf16", needs=("torch", "triton"),
     ),
     Provider(
+        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, what is faster",
+    ),
+    Provider(
+        "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"),
+        "the same, all arrays in bfloat16", dtype="bf16", precision="bf16",
+    ),
+    Provider(
         "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's module for Flax",
         needs=("torch", "triton"),
     ),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import cases, machine
+from benchmarks import cases, choice, machine
 from benchmarks.results import LARGER_IS_BETTER, AccuracyRow, Row
 
 if TYPE_CHECKING:
@@ -105,7 +105,10 @@ def broken(row: Row | AccuracyRow) -> bool:
     """Whether a row says that something of this project does not work, or is not accurate."""
     if isinstance(row, AccuracyRow):
         return not row.good
-    return row.provider.startswith(("jaxrnn", "torch_bridge", "and our launch")) and row.status in ("wrong", "failed")
+    if row.provider == choice.DEFAULT and met(row) is False:
+        return True
+    ours = ("jaxrnn", "torch_bridge", "and our launch", choice.DEFAULT, *choice.IMPLEMENTATIONS)
+    return row.provider.startswith(ours) and row.status in ("wrong", "failed")
 
 
 def _quartiles(row: Row) -> str:

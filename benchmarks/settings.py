@@ -23,6 +23,8 @@ class Settings:
       only: names of providers to measure; empty for all.
       skip: names not to measure.
       rows: parts of the names of cases to measure; empty for all.
+      profile: GPU that kernels are chosen and compiled for, a key of `torch_bridge.devices.PROFILES`; empty for the GPU
+        at hand.
     """
 
     seconds: float = 0.3
@@ -31,6 +33,7 @@ class Settings:
     only: tuple[str, ...] = ()
     skip: tuple[str, ...] = ()
     rows: tuple[str, ...] = ()
+    profile: str = ""
 
     def __post_init__(self) -> None:
         for name in ("seconds", "first_call_limit"):

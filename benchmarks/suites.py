@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cases, first_call, harness, norms, oracle, scans, timing
+from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, timing
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     Suite = Callable[[Settings, Progress], Iterator[Row] | Iterator[AccuracyRow]]
 
 
-# Who takes part in most suites only if named: this project's module for Flax, its `lax.scan`, its modules for PyTorch,
-# and a loop.
+# Who takes part in most suites only if named: this project's default, its module for Flax, its `lax.scan`, its modules
+# for PyTorch, and a loop.
 IF_NAMED = (
-    "jaxrnn-linen", "jaxrnn-xla", "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cell",
+    "jaxrnn-default", "jaxrnn-default-bf16", "jaxrnn-linen", "jaxrnn-xla", "torch_bridge", "torch_bridge-compiled",
+    "torch_bridge-cudagraphs", "torch-cell",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def passes(
 ) -> Iterator[Row]:  # fmt: skip
     """Times a pass of every provider in every case: of `providers`, or of all that are `compared`."""
     providers = compared(settings) if providers is None else providers
-    first_calls = FirstCalls(settings.first_call_limit)
+    first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     for case in chosen:
         if settings.wants_case(str(case)):
             progress(str(case))
@@ -112,7 +113,9 @@ def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
     if settings.wants_case(label):
         progress(label)
         providers = settings.chosen([PROVIDERS[name] for name in TORCH_STEP])
-        for row in harness.time_steps(case, providers, settings, FirstCalls(settings.first_call_limit), progress):
+        for row in harness.time_steps(
+            case, providers, settings, FirstCalls(settings.first_call_limit, settings.profile), progress
+        ):
             yield dataclasses.replace(row, case=label, ours="torch_bridge")
 
 
@@ -199,7 +202,7 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
     case = cases.MEMORY
     if not settings.wants_case(str(case)):
         return
-    first_calls = FirstCalls(settings.first_call_limit)
+    first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     numbers = cases.make_inputs(case)
     truth = Oracle(case, lambda dtype, resets: Inputs(numbers).jax(dtype, resets))
     for provider in compared(settings):
@@ -240,7 +243,9 @@ def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
             elif reason := provider.unsupported(case):
                 yield dataclasses.replace(row, status="unsupported", reason=reason)
             else:
-                result = first_call.run(provider.name, case, limit=settings.first_call_limit, cold=True)
+                result = first_call.run(
+                    provider.name, case, limit=settings.first_call_limit, cold=True, profile=settings.profile
+                )
                 if result.reason == first_call.UNFINISHED:
                     reason = f"first call unfinished after {settings.first_call_limit:g} s"
                     yield dataclasses.replace(row, status="unfinished", reason=reason)
@@ -401,4 +406,5 @@ SUITES: dict[str, Suite] = {
     "accuracy": accuracy,
     "ppo": ppo,
     "norm": norms.norm,
+    "choice": choice.choice,
 }

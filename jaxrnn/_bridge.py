@@ -26,7 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxrnn import sharding
+from jaxrnn import cells, scan_launch, sharding
 
 if TYPE_CHECKING:
     from jax import Array
@@ -210,14 +210,16 @@ def launch(
     reset_state: str,
     reverse: Reverse,
     precision: str,
+    may_scan: bool = False,
 ) -> dict[str, Array]:
     """Launches one kernel: takes its arrays by name (None ones are left out) and returns its outputs by name.
 
     With `reverse` "odd" the innermost `jax.vmap` around it must be of two, over weights too: forward and in reverse.
+    With `may_scan`, `scan_launch` computes the outputs where that is faster.
     """
     return _bind(
         launch_p, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
-        precision=precision,
+        precision=precision, may_scan=may_scan,
     )  # fmt: skip
 
 
@@ -308,7 +310,13 @@ def features_first_pays(rows: int, gates: int) -> bool:
     32,128,256 0.603 for 0.605, LSTM 1024,128,256 2.57 for 2.64; of 384 gates, GRU 2048,256,128 3.35 for 3.31.
     """
     device = _device()
-    return device.capability == 90 and not device.interpreted and rows >= 4096 and gates >= 768
+    return device.has_wgmma and rows >= 4096 and gates >= 768
+
+
+def round_to_tf32(w: Array) -> Array:
+    """Rounds float32 to the 10 bits of mantissa that TF32 has: tensor cores would truncate to them, a bias."""
+    rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
+    return jnp.where(jnp.isnan(w), w + w, rounded)  # a NaN of low bits alone would be truncated to infinity
 
 
 def _bind(
@@ -491,6 +499,18 @@ class _Kernels:
         """The launch of a part, of `torch_bridge`: nothing is compiled yet."""
         raise NotImplementedError
 
+    def scans(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
+        """Whether `scan` computes the outputs of a launch in its place: permitted, and faster by the estimates."""
+        return False
+
+    def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        """Returns the outputs of a launch, computed by XLA."""
+        raise NotImplementedError
+
+    def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        """Returns the arrays as a launch multiplies them."""
+        return arrays
+
     def held(self, launch: Any) -> dict[str, str]:
         """The dtypes that a launch has arrays in, by name, where these may not be the program's."""
         return {}
@@ -542,6 +562,29 @@ class _Recurrences(_Kernels):
 
         problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
         return Launch(as_saved(problem, device), device)
+
+    def scans(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
+        from torch_bridge.config import prefers_scan
+
+        if not params["may_scan"]:
+            return False
+        return prefers_scan(_problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params), device)
+
+    def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        results = scan_launch.run(
+            cells.BY_NAME[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
+            {output.name: output.dtype for output in params["outputs"]}, reset_state=params["reset_state"],
+            reverse=params["reverse"], precision=params["precision"],
+        )  # fmt: skip
+        return [results[output.name] for output in params["outputs"]]
+
+    def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        if launch.config.variant != "plain" or params["precision"] != "tf32":
+            return arrays  # kernels in Gluon round what they load
+        return [
+            round_to_tf32(x) if name in ("w_hh", "w_hh_t") and x.dtype == jnp.float32 else x
+            for name, x in zip(params["inputs"], arrays, strict=True)
+        ]
 
     def held(self, launch: Any) -> dict[str, str]:
         return dict(launch.problem.dtypes)
@@ -698,12 +741,15 @@ def _call(
     def call(*arrays: Array, **params: Any) -> list[Array]:
         results = kernels.types([x.shape for x in arrays], params)
         kind, ordinals = device()
+        if kernels.scans(arrays, params, kind):
+            return kernels.scan(arrays, params)
         launch = kernels.launch(arrays, params, kind)
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
         # outside of the barriers: of casts that one launch adds and its gradient's undoes, XLA drops both
         held = kernels.held(launch)
         arrays = tuple(x.astype(held.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True))
+        arrays = tuple(kernels.operands(launch, arrays, params))
         results = [
             jax.ShapeDtypeStruct(x.shape, jnp.dtype(held.get(output.name, x.dtype)))
             for output, x in zip(params["outputs"], results, strict=True)
@@ -903,7 +949,8 @@ def _compile_ahead(kernels: _Kernels, avals: Sequence[Any], params: dict[str, An
         for name, aval in zip(params["inputs"], avals, strict=True)
     ]
     device, ordinals = _cuda_device()
-    kernels.launch(arrays, params, device).begin_loading(ordinals[0])
+    if not kernels.scans(arrays, params, device):
+        kernels.launch(arrays, params, device).begin_loading(ordinals[0])
 
 
 @functools.lru_cache(maxsize=1024)

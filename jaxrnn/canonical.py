@@ -77,7 +77,7 @@ def place(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, t
 
 def run_kernels(
     cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, reverse: Reverse,
-    time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...],
+    time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], *, may_scan: bool,
 ) -> Any:  # fmt: skip
     """Runs a recurrence by the kernels, on each device of an explicit mesh for its part of the batch.
 
@@ -93,11 +93,14 @@ def run_kernels(
       precision: as of `gru`.
       remat: as of `gru`.
       returned: the states of which to return every step.
+      may_scan: whether XLA may compute in place of a launch where that is faster.
 
     Returns:
       The last states, and those of every step that `returned` names, each in the dtype of its first; or a pair of that.
     """
-    options = {"time_major": time_major, "precision": precision, "remat": remat, "returned": returned}
+    options = {
+        "time_major": time_major, "precision": precision, "remat": remat, "returned": returned, "may_scan": may_scan
+    }  # fmt: skip
     if reverse == "odd":
         on_device = functools.partial(_run_both_on_device, cell, **options)
     else:
@@ -149,7 +152,7 @@ def _run_both_on_device(
 def _run_on_device(
     cell: cells.Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array | None, ...], *, reverse: Reverse, time_major: bool, precision: Any,
-    remat: bool, returned: tuple[str, ...],
+    remat: bool, returned: tuple[str, ...], may_scan: bool,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """As `run_kernels`, all of it here, for an LSTM with a projection too.
 
@@ -157,7 +160,9 @@ def _run_on_device(
     """
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
     params, states, xs, resets, reset_states = sharding.vary_alike((params, states, xs, resets, reset_states))
-    options: dict[str, Any] = {"reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned}
+    options: dict[str, Any] = {
+        "reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned, "may_scan": may_scan
+    }  # fmt: skip
     if getattr(params, "w_hr", None) is None:
         operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
         return _run_canonical(
@@ -200,7 +205,7 @@ def _split_axis(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
 def _run_canonical(
     cell: cells.Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
-    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...],
+    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], may_scan: bool,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """Brings the arguments into canonical form, runs the kernels, and brings the results back: `_run_on_device`.
 
@@ -246,6 +251,7 @@ def _run_canonical(
         kernel_precision=str(fused.kernel_precision(precision, hidden)),
         remat=remat,
         returned=returned,
+        may_scan=may_scan,
     )
     last, sequences = fused.recurrence(
         static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),

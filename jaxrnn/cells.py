@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.reference import GRUParams, LSTMParams, along_last, matmul
+from jaxrnn.reference import GRUParams, LSTMParams, along_last, gru_cell, lstm_cell, matmul
 
 if TYPE_CHECKING:
     from jax import Array
@@ -26,7 +26,10 @@ class Cell:
       saved: what the forward kernel saves of every step for the backward kernel: `(name, width over H)`.
       in_place: what it saves instead where `xp` may be written over, `(name, width over H)`: as wide as `xp`, under a
         name that is in `saved`. None if it has no such form.
-      save: (params, xp, h_prev @ w_hh, states before each step by name) -> the same in float32, recomputed.
+      step: (params, xp, h_prev @ w_hh, states before the step by name) -> the states after it.
+      save: (params, xp, h_prev @ w_hh, states before each step by name) -> what `saved` names in float32, recomputed.
+      grad_step: (what `saved` names, gradients of the states after the step by name) -> gradients `[..., gates * H]` of
+        xp and of h_prev @ w_hh, and of the states before the step but for what comes through h_prev @ w_hh.
       history: the states before each step that `save` needs.
       hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
         Empty, or "dhn": of the last gate's hidden product, to which `b_hn` is added.
@@ -40,7 +43,9 @@ class Cell:
     states: tuple[str, ...]
     saved: tuple[tuple[str, int], ...]
     in_place: tuple[str, int] | None
+    step: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
     save: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
+    grad_step: Callable[[dict[str, Array], dict[str, Array]], tuple[Array, Array, dict[str, Array]]]
     history: tuple[str, ...]
     hidden_grads: tuple[str, ...]
     bias: str
@@ -52,9 +57,19 @@ def _sum(x: Array) -> Array:
     return jnp.sum(x, axis=(0, 1, 2), dtype=jnp.float32)
 
 
+def _separate(factors: Array, count: int) -> list[Array]:
+    """The inverse of `_interleave`."""
+    return list(jnp.unstack(factors.reshape(*factors.shape[:-1], -1, count), axis=-1))
+
+
 def _interleave(factors: Sequence[Array]) -> Array:
     """`[..., H, 4]` as `[..., 4H]`."""
     return jnp.stack(factors, axis=-1).reshape(*factors[0].shape[:-1], -1)
+
+
+def _gru_step(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
+    (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(hp, 3, axis=-1)
+    return {"h": gru_cell(x_r + h_r, x_z + h_z, x_n, h_n + along_last(params.b_hn, h_n), previous["h"])}
 
 
 def _gru_saved(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
@@ -67,6 +82,12 @@ def _gru_saved(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Arra
     return {"factors": _interleave(factors), "keep": z}
 
 
+def _gru_grad_step(saved: dict[str, Array], dstates: dict[str, Array]) -> tuple[Array, Array, dict[str, Array]]:
+    dh = dstates["h"]
+    dr, dz, dn, dhn = (dh * f for f in _separate(saved["factors"], 4))
+    return jnp.concatenate((dr, dz, dn), -1), jnp.concatenate((dr, dz, dhn), -1), {"h": dh * saved["keep"]}
+
+
 def _gru_recurrent_grads(
     contract: Callable[[Array], Array], dxp: Array, hidden_grads: dict[str, Array]
 ) -> dict[str, Array]:
@@ -74,6 +95,12 @@ def _gru_recurrent_grads(
     dhn = hidden_grads["dhn"]
     width = 2 * dhn.shape[-1]
     return {"w_hh": jnp.concatenate([contract(dxp)[:, :width], contract(dhn)], axis=-1), "b_hn": _sum(dhn)}
+
+
+def _lstm_step(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
+    i, f, g, o = jnp.split(xp + hp, 4, axis=-1)
+    c, h = lstm_cell(i, f, g, o, previous["c"])
+    return {"h": h, "c": c}
 
 
 def _lstm_saved(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
@@ -84,13 +111,23 @@ def _lstm_saved(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Ar
     return {"factors": _interleave(factors), "through": o * (1 - tanh_c * tanh_c), "keep": f}
 
 
+def _lstm_grad_step(saved: dict[str, Array], dstates: dict[str, Array]) -> tuple[Array, Array, dict[str, Array]]:
+    dh = dstates["h"]
+    dc = dstates["c"] + dh * saved["through"]
+    f_i, f_f, f_g, f_o = _separate(saved["factors"], 4)
+    gates = jnp.concatenate((dc * f_i, dc * f_f, dc * f_g, dh * f_o), -1)
+    return gates, gates, {"h": jnp.zeros_like(dh), "c": dc * saved["keep"]}
+
+
 GRU = Cell(
     name="gru",
     gates=3,
     states=("h",),
     saved=(("factors", 4), ("keep", 1)),
     in_place=("factors", 3),
+    step=_gru_step,
     save=_gru_saved,
+    grad_step=_gru_grad_step,
     history=("h",),
     hidden_grads=("dhn",),
     bias="b_ih",
@@ -103,7 +140,9 @@ LSTM = Cell(
     states=("h", "c"),
     saved=(("factors", 4), ("through", 1), ("keep", 1)),
     in_place=None,
+    step=_lstm_step,
     save=_lstm_saved,
+    grad_step=_lstm_grad_step,
     history=("h", "c"),
     hidden_grads=(),
     bias="b",
@@ -121,3 +160,6 @@ def project(cell: Cell, params: Any, xs: Array, precision: Any) -> Array:
 def bias_grad(dxp: Array) -> Array:
     """Gradient of the bias that is added to the input projection."""
     return _sum(dxp)
+
+
+BY_NAME = {cell.name: cell for cell in (GRU, LSTM)}

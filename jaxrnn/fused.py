@@ -53,6 +53,7 @@ class Static:
     kernel_precision: str
     remat: bool
     returned: tuple[str, ...]
+    may_scan: bool
 
     @property
     def of_tf32(self) -> bool:
@@ -87,7 +88,7 @@ def _forward_on_device(
     """`_forward`, where no axis that devices share out is mapped."""
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
-    w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
+    w_hh = params.w_hh.astype(operand_dtype)
     weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
     weights |= {name: b.astype(f32)[None] for name, b in cell.hidden_biases(params).items()}
     outputs = [
@@ -111,7 +112,7 @@ def _forward_on_device(
         arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
         results = _bridge.launch(
             cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
-            precision=static.kernel_precision,
+            precision=static.kernel_precision, may_scan=static.may_scan,
         )  # fmt: skip
         return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
@@ -140,7 +141,9 @@ def _input_projection(
     inputs, gates = params.w_ih.shape
     by_kernel = (static.of_tf32 or dtype == jnp.bfloat16) and first is None and not static.remat
     if by_kernel and _bridge.projection_pays(math.prod(xs.shape[:-1]), inputs, gates, dtype):
-        w_ih = _operand(params.w_ih.astype(dtype), static.kernel_precision)
+        w_ih = params.w_ih.astype(dtype)
+        if static.of_tf32:
+            w_ih = _bridge.round_to_tf32(w_ih)
         bias = getattr(params, cell.bias).astype(jnp.float32)
         out = jnp.float32 if static.of_tf32 else jnp.float16
         return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out)
@@ -211,14 +214,6 @@ def _in_chunks(
         lambda everything, start: (chunk(everything, start, size), None), everything, starts, reverse=last_first
     )
     return everything
-
-
-def _operand(w: Array, kernel_precision: str) -> Array:
-    """Weights as the kernels multiply them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
-    if w.dtype != jnp.float32 or kernel_precision != "tf32":
-        return w
-    rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    return jnp.where(jnp.isnan(w), w + w, rounded)  # a NaN of low bits alone would be truncated to infinity
 
 
 def _fits_float16(name: str, static: Static) -> bool:
@@ -328,7 +323,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
-    w_hh = _operand(params.w_hh.astype(operand_dtype), static.kernel_precision)
+    w_hh = params.w_hh.astype(operand_dtype)
     kept = _saved(static, hidden, xs, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys())
     over = next((array.name for array in kept if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
@@ -364,7 +359,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
-            precision=static.kernel_precision,
+            precision=static.kernel_precision, may_scan=static.may_scan,
         )  # fmt: skip
 
         dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}

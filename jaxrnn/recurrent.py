@@ -81,8 +81,9 @@ def gru(
     params, carry, xs, resets, reset_state = jax.tree.map(jnp.asarray, (params, carry, xs, resets, reset_state))
     if _use_triton(implementation, precision, time_major, carry, xs, params):
         (h,), (hs,) = canonical.run_kernels(
-            cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat, ("h",)
-        )
+            cells.GRU, params, (carry,), xs, resets, (reset_state,), reverse, time_major, precision, remat, ("h",),
+            may_scan=implementation is None,
+        )  # fmt: skip
         return h, hs
 
     return _xla(
@@ -148,7 +149,7 @@ def lstm(
         reset_c, reset_h = (None, None) if reset_state is None else reset_state
         (h, c), sequences = canonical.run_kernels(
             cells.LSTM, params, (h0, c0), xs, resets, (reset_h, reset_c), reverse, time_major, precision, remat,
-            ("h", "c") if return_cells else ("h",),
+            ("h", "c") if return_cells else ("h",), may_scan=implementation is None,
         )  # fmt: skip
         return (c, h), (sequences[0], sequences[1]) if return_cells else sequences[0]
 
@@ -208,7 +209,7 @@ def bidirectional_gru(
     if _use_triton(implementation, precision, time_major, carry[0], xs, params[0]):
         both = canonical.run_kernels(
             cells.GRU, params, tuple((h,) for h in carry), xs, resets, tuple((h,) for h in reset_state), "odd",
-            time_major, precision, remat, ("h",),
+            time_major, precision, remat, ("h",), may_scan=implementation is None,
         )  # fmt: skip
         forward, backward = ((h, hs) for (h,), (hs,) in both)
         return forward, backward
@@ -261,7 +262,7 @@ def bidirectional_lstm(
         both = canonical.run_kernels(
             cells.LSTM, params, tuple((h, c) for c, h in carry), xs, resets,
             tuple((None, None) if state is None else (state[1], state[0]) for state in reset_state), "odd",
-            time_major, precision, remat, ("h", "c") if return_cells else ("h",),
+            time_major, precision, remat, ("h", "c") if return_cells else ("h",), may_scan=implementation is None,
         )  # fmt: skip
         forward, backward = (((c, h), each if return_cells else each[0]) for (h, c), each in both)
         return forward, backward

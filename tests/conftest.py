@@ -25,6 +25,27 @@ NEED_TORCH = frozenset(("torch", "interpret", "gpu", "several_gpus", "compile_on
 left_out: frozenset[str] = frozenset()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--as", dest="profile", choices=("a100", "rtx3090", "rtx4090"),
+        help="choose and compile kernels as for this GPU, and assemble them for the one at hand",
+    )  # fmt: skip
+    parser.addoption(
+        "--full", action="store_true",
+        help="compile_only: all configurations for every GPU, not a part of them for those that differ little",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def run_as_another_gpu(request: pytest.FixtureRequest) -> None:
+    profile = request.config.option.profile
+    if profile is None:
+        return
+    from torch_bridge import devices, launch
+
+    launch.run_as(devices.PROFILES[profile])
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Runs before any test module, and so before anything imports Triton or JAX."""
     global left_out
@@ -45,6 +66,8 @@ def pytest_configure(config: pytest.Config) -> None:
         left_out |= {"several_gpus"} if gpus < 2 else set()
         # XLA else times its matmuls and picks: two compilations of one program may round differently.
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
+    if config.option.profile and (interpreted or not gpu):
+        raise pytest.UsageError(f"--as {config.option.profile} runs compiled kernels: it needs an NVIDIA GPU")
     left_out |= {"compile_only"} if interpreted else {"interpret"}
     if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
         left_out |= NEED_TORCH

@@ -390,7 +390,7 @@ def test_a_case_is_timed_and_every_provider_has_a_row():
 def test_a_slow_starter_is_stopped_and_then_left_alone(monkeypatch):
     calls = []
 
-    def never(name, case, limit, cold=False):
+    def never(name, case, limit, cold=False, profile=""):
         calls.append(case)
         return harness.first_call.FirstCall(reason=harness.first_call.UNFINISHED)
 

@@ -16,6 +16,7 @@ from jax.lax import Precision
 
 import jaxrnn
 from jaxrnn import _bridge, fused
+from torch_bridge.devices import PROFILES, Device
 
 # (precision, of a hidden width up to 32, of a wider one)
 PRECISIONS = [
@@ -93,29 +94,24 @@ def test_the_default_precision_of_jax_reaches_the_kernels(cell):
         assert {problem.precision for problem in traced.__wrapped__(case).values()} == {"tf32x3"}
 
 
-# An RTX 4090, an A100, an H200 and parts of one: capability, multiprocessors, and the shared memory a program can have.
-DEVICES = {
-    "99KB": (89, 128, 101_376),
-    "163KB": (80, 108, 166_912),
-    "227KB": (90, 132, 232_448),
-    "part": (90, 26, 232_448),
-    "small-part": (90, 16, 232_448),
-}
+# Two parts of an H200 besides, as MIG makes them.
+DEVICES = PROFILES | {"part": Device(multiprocessors=26), "small-part": Device(multiprocessors=16)}
+every_profile = pytest.mark.parametrize("device", PROFILES.values(), ids=PROFILES)
+every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 HIDDEN = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 500, 512, 513, 1000, 1024, 1536, 2048, 4096)
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
-    from torch_bridge.config import Device, heuristic, widest
+    from torch_bridge.config import heuristic, widest
 
-    device = Device(*DEVICES[device])
     widths = [hidden for hidden in HIDDEN if hidden <= widest(device)]
     for hidden, batch, models, steps in itertools.product(widths, (1, 8, 100, 2048, 100_000), (1, 7), (5, 16)):
         p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models, steps=steps)
         config = heuristic(p, device)
         assert config == heuristic.__wrapped__(p, device)
-        width = 128 if config.variant == "sm90_rows" else config.block_h  # those programs come by four
+        width = 128 if config.variant == "rows" else config.block_h  # those programs come by four
         covered = config.block_h * config.splits
         assert covered % width == 0 and covered >= hidden > covered - width
         assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)
@@ -126,52 +122,124 @@ def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(
-    ("batch", "models", "want"),
-    [(4, 1, 1), (512, 1, 4), (1056, 1, 8), (1057, 1, 16), (2048, 1, 16), (2112, 1, 16), (2113, 1, 8), (4096, 1, 16),
-     (64, 16, 8), (64, 32, 16), (64, 36, 8)],
-)  # fmt: skip
-def test_tiles_on_hopper_are_as_small_as_run_at_once_or_of_sixteen_where_that_saves_turns(batch, models, want):
+@pytest.mark.parametrize("multiprocessors", [82, 108, 128, 132])
+@pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
+def test_the_number_of_sms_decides_tile_sizes(capability, multiprocessors):
+    """Tiles are as small as run at once, or of sixteen where that saves turns, on any chip."""
     from benchmarks.launches import make_problem
-    from torch_bridge.config import Device, heuristic
+    from torch_bridge.config import heuristic
 
-    def chosen(cell="gru", direction="fwd", kind="tf32", hidden=128):
+    n, device = multiprocessors, Device(capability, multiprocessors)
+
+    def chosen(batch, models, cell="gru", direction="fwd", kind="tf32", hidden=128):
         p = make_problem(cell, direction, kind, hidden, batch)
-        config = heuristic(dataclasses.replace(p, models=models, groups=models), Device())
-        return config.block_b if config.variant == "sm90" else None
+        config = heuristic(dataclasses.replace(p, models=models, groups=models), device)
+        return config.block_b if config.variant == "resident" else None
 
-    assert [chosen(), chosen(kind="bf16"), chosen(kind="bf16", direction="bwd")] == [want] * 3
-    assert [chosen(direction="bwd"), chosen("lstm"), chosen(hidden=120)] == [min(want, 8)] * 3
+    for batch, models, want in (
+        (4, 1, 1), (n, 1, 1), (n + 1, 1, 2), (2 * n, 1, 2), (4 * n, 1, 4), (8 * n, 1, 8), (8 * n + 1, 1, 16),
+        (16 * n, 1, 16), (16 * n + 1, 1, 8), (32 * n, 1, 16),
+        (64, n // 8, 8), (64, n // 8 * 2, 16), (64, n // 4 + 1, 8),
+    ):  # fmt: skip
+        tile = functools.partial(chosen, batch, models)
+        assert [tile(), tile(kind="bf16"), tile(kind="bf16", direction="bwd")] == [want] * 3
+        assert [tile(direction="bwd"), tile("lstm"), tile(hidden=120)] == [min(want, 8)] * 3
 
 
-def _takes_a_program_a_sequence(cell, hidden, kind, batch, capability=90, **changes):
+def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **changes):  # noqa: B008  # it is frozen
     """Whether forward, and whether backward."""
     from benchmarks.launches import make_problem
-    from torch_bridge.config import Device, heuristic
+    from torch_bridge.config import heuristic
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
-    return [heuristic(problem, Device(capability)).variant == "sm90_fma" for problem in problems]
+    return [heuristic(problem, device).variant == "fma" for problem in problems]
 
 
 @pytest.mark.interpret
-def test_few_units_take_a_program_a_sequence():
+@every_profile
+def test_few_units_take_a_program_a_sequence(device):
     """Float32 of up to 32 units, or 128 that are not of TF32, or 64 of few sequences; of 16 bits up to 32."""
-    taken = _takes_a_program_a_sequence
+    taken, n = functools.partial(_takes_a_program_a_sequence, device=device), device.multiprocessors
     both, backward, none = [True, True], [False, True], [False, False]
     for cell in ("gru", "lstm"):
         for hidden, kind in itertools.product((1, 16, 32), ("tf32x3", "tf32")):
             assert taken(cell, hidden, kind, 4) == taken(cell, hidden, kind, 9999) == both
             assert taken(cell, hidden, kind, 4, reset_state="stepped") == backward
-            assert taken(cell, hidden, kind, 4, capability=80) == none
-        assert taken(cell, 32, "bf16", 16 * 132) == both and taken(cell, 32, "bf16", 16 * 132 + 1) == none
-        assert taken(cell, 64, "tf32x3", 8 * 132) == both and taken(cell, 64, "tf32x3", 4, capability=80) == none
-        assert taken(cell, 64, "tf32", 2 * 132) == both and taken(cell, 64, "tf32", 2 * 132 + 1) == none
+        assert taken(cell, 32, "bf16", 16 * n) == both and taken(cell, 32, "bf16", 16 * n + 1) == none
+        assert taken(cell, 64, "tf32x3", 8 * n) == both
+        assert taken(cell, 64, "tf32", 2 * n) == both and taken(cell, 64, "tf32", 2 * n + 1) == none
         assert taken(cell, 64, "tf32", 4, reset_state="stepped") == backward and taken(cell, 65, "tf32", 4) == none
         assert taken(cell, 33, "bf16", 4) == none
-        assert taken(cell, 65, "tf32x3", 132) == taken(cell, 128, "tf32x3", 132) == both
-        assert taken(cell, 65, "tf32x3", 132, reset_state="stepped") == backward
-        assert taken(cell, 129, "tf32x3", 132) == none
-    assert taken("gru", 64, "tf32x3", 8 * 132 + 1) == backward and taken("lstm", 64, "tf32x3", 8 * 132 + 1) == both
+        assert taken(cell, 65, "tf32x3", n) == taken(cell, 128, "tf32x3", n) == both
+        assert taken(cell, 65, "tf32x3", n, reset_state="stepped") == backward
+        assert taken(cell, 129, "tf32x3", n) == none
+    assert taken("gru", 64, "tf32x3", 8 * n + 1) == backward and taken("lstm", 64, "tf32x3", 8 * n + 1) == both
+
+
+def _variants(device):
+    """The kernels that `device` offers for any of many problems."""
+    from benchmarks.launches import KINDS, make_problem
+    from torch_bridge.config import candidates
+
+    options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 32, 64, 128, 256, 512, 1000), (1, 64, 2048))
+    return {config.variant for option in options for config in candidates(make_problem(*option), device)}
+
+
+@pytest.mark.interpret
+@every_device
+def test_every_kernel_runs_from_capability_8_on_but_those_that_need_wgmma(device):
+    needs_wgmma = {"split", "rows"}
+    assert _variants(device) == {"plain", "resident", "fma"} | (needs_wgmma if device.capability == 90 else set())
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("device", [Device(75), Device(interpreted=True)], ids=["sm_75", "interpreted"])
+def test_where_gluon_does_not_run_kernels_are_plain(device):
+    assert _variants(device) == {"plain"}
+
+
+@pytest.mark.interpret
+@every_profile
+def test_the_gates_of_an_lstm_in_shared_memory_are_as_many_as_fit(device):
+    """An LSTM of 128 units keeps the weights of two gates there backward, of one where a program has 99 KB."""
+    from benchmarks.launches import make_problem
+    from torch_bridge.config import heuristic
+
+    forward, backward = (
+        heuristic(make_problem("lstm", direction, "tf32x3", 128, 4), device) for direction in ("fwd", "bwd")
+    )
+    assert forward.variant == backward.variant == "fma"
+    assert forward.shared_gates == 1
+    assert backward.shared_gates == (1 if device.capability in (86, 89, 120) else 2)
+
+
+@pytest.mark.interpret
+@every_device
+def test_the_choice_does_not_depend_on_the_name_of_the_device(device):
+    """Without a table of measured tilings, which is found by the name."""
+    from benchmarks.launches import KINDS, make_problem
+    from torch_bridge import config, input_projections, norms, weight_grads
+
+    others = [dataclasses.replace(device, name=name) for name in ("", "NVIDIA A40", "NVIDIA H200")]
+    options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 33, 64, 128, 256, 1000), (4, 300, 2048))
+    for problem in (make_problem(*option) for option in options):
+        for other in others:
+            assert config.candidates(problem, other) == config.candidates(problem, device)
+    projections = [
+        input_projections.Problem(1, 8192, inputs, 384, (("x", "bfloat16"), ("xp", "float16"))) for inputs in (64, 256)
+    ]
+    rows = [
+        norms.Problem("layer", "bwd", 1, 4096, columns, 1e-6, (("dy", "float32"), ("x", "float32"), ("dx", "float32")))
+        for columns in (512, 16384)
+    ]
+    gradients = weight_grads.Problem(1, 1, 64, 64, 128, 128, 384, (("x", "bfloat16"), ("dhn", "bfloat16")))
+    for other in others:
+        for module, problem in [
+            *((input_projections, problem) for problem in projections),
+            *((norms, problem) for problem in rows),
+            (weight_grads, gradients),
+        ]:
+            assert module.choose(problem, other) == module.choose(problem, device)
 
 
 @pytest.mark.interpret
@@ -198,30 +266,34 @@ def test_few_steps_of_a_wide_gru_take_what_costs_less():
     assert taken(528, steps=2) == [False, False] and taken(528, steps=7) == taken(132, steps=2) == [True, True]
 
 
-def _as_saved(cell, direction, hidden, batch, kind="tf32", capability=90, **changes):
+def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # it is frozen
     """The dtypes of what a kernel saves, or reads of that, of a program that has all of it in float32."""
     from benchmarks.launches import make_problem
-    from torch_bridge.config import Device, as_saved, heuristic
+    from torch_bridge.config import as_saved, heuristic
 
     make = functools.partial(make_problem, cell, direction, kind, hidden, batch, **changes)
-    device, wide = Device(capability), make(halves=False)
+    wide = make(halves=False)
     held = as_saved(wide, device)
     assert heuristic(held, device) == heuristic(wide, device) and held in (wide, make())
     return {dtype for name, dtype in held.dtypes if name in ("factors", "through")}
 
 
 @pytest.mark.interpret
-def test_under_tf32_what_is_saved_is_as_fine_as_the_products():
+@every_profile
+def test_under_tf32_what_is_saved_is_as_fine_as_the_products(device, monkeypatch):
     """In float32 where these are of float32 as it is: of 33 to 64 units of few sequences, without a reset state."""
+    few = 2 * device.multiprocessors
     for cell, direction in itertools.product(("gru", "lstm"), ("fwd", "bwd")):
-        held = functools.partial(_as_saved, cell, direction)
-        assert held(33, 264) == held(64, 264) == held(48, 4, "tf32x3") == {"float32"}
-        assert held(33, 265) == held(64, 265) == held(48, 4, capability=80) == held(65, 4) == {"float16"}
-    assert _as_saved("gru", "fwd", 64, 9999, in_place=True) == {"float32"}
-    assert _as_saved("lstm", "fwd", 48, 4, reset_state="stepped") == {"float16"}
+        held = functools.partial(_as_saved, cell, direction, device=device)
+        assert held(33, few) == held(64, few) == held(48, 4, "tf32x3") == {"float32"}
+        assert held(33, few + 1) == held(64, few + 1) == held(65, 4) == {"float16"}
+        assert _as_saved(cell, direction, 48, 4, device=Device(75)) == {"float16"}  # its kernels are plain
+    assert _as_saved("gru", "fwd", 64, 9999, device=device, in_place=True) == {"float32"}
+    assert _as_saved("lstm", "fwd", 48, 4, device=device, reset_state="stepped") == {"float16"}
+    monkeypatch.setattr(_bridge, "_device", lambda: device)
     for hidden, kind in itertools.product((33, 63, 64, 65, 96, 128), ("zeros", "fixed", "stepped")):
-        for batch in (4, 264, 265):
-            float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", batch, reset_state=kind)
+        for batch in (4, few, few + 1):
+            float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", batch, device, reset_state=kind)
             assert _bridge.may_save_float32(hidden, batch, kind) == float32_as_it_is
 
 
@@ -266,11 +338,10 @@ def test_beyond_float16_what_is_saved_is_its_largest(implementation):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("device", DEVICES)
+@every_device
 def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
-    from torch_bridge.config import Device, UnsupportedError, heuristic
+    from torch_bridge.config import UnsupportedError, heuristic
 
-    device = Device(*DEVICES[device])
     widest = 64 * device.multiprocessors
     assert heuristic(dataclasses.replace(problem, hidden=widest), device).splits == device.multiprocessors
     assert issubclass(UnsupportedError, NotImplementedError)
@@ -282,7 +353,6 @@ def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize(("hidden", "shortest"), [(24, 1), (300, 8)])  # of wide states few steps take another kernel
 def test_another_time_or_batch_takes_the_same_kernel(problem, hidden, shortest):
-    from torch_bridge.config import Device
     from torch_bridge.launch import Launch
 
     def specialization(**changes):
@@ -320,7 +390,6 @@ def test_a_view_has_the_address_of_the_array():
 
 @pytest.mark.interpret
 def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
-    from torch_bridge.config import Device
     from torch_bridge.launch import Launch
 
     class Kernel:

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
-from jaxrnn import _bridge, fused
+from jaxrnn import _bridge
 
 interpreted_or_not = pytest.mark.parametrize(
     "dtype",
@@ -116,8 +116,8 @@ NANS = 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0
 def test_weights_that_are_no_numbers_stay_none_to_tensor_cores():
     """Which leave out the low bits."""
     w = np.array(NANS, np.uint32).view(np.float32)
-    for run in (fused._operand, jax.jit(fused._operand, static_argnums=1)):
-        got = np.asarray(run(jnp.asarray(w), "tf32")).view(np.uint32) & 0xFFFFE000
+    for run in (_bridge.round_to_tf32, jax.jit(_bridge.round_to_tf32)):
+        got = np.asarray(run(jnp.asarray(w))).view(np.uint32) & 0xFFFFE000
         assert np.isnan(got.view(np.float32)).all()
 
 
@@ -134,7 +134,7 @@ def test_every_nan_stays_one(dtype, bits):
 
     @jax.jit
     def run(x, w, bias):
-        return _bridge.launch_projection(x, fused._operand(w, "tf32"), bias, jnp.float32)
+        return _bridge.launch_projection(x, _bridge.round_to_tf32(w), bias, jnp.float32)
 
     got = np.asarray(run(put(x, (2, 7)), w, bias))
     assert np.isnan(got[2]).all() and np.isfinite(np.delete(got, 2, axis=0)).all()

@@ -57,7 +57,9 @@ def test_an_entry_is_used_for_its_problem_alone(tables):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"splits": 5}, {"block_b": 128}, {"num_stages": 9}, {"variant": "sm90"}], ids=lambda x: next(iter(x))
+    "changes",
+    [{"splits": 5}, {"block_b": 128}, {"num_stages": 9}, {"variant": "resident"}],
+    ids=lambda x: next(iter(x)),
 )
 def test_a_tiling_that_the_problem_cannot_run_with_is_not_used(tables, changes):
     write(tables, COMMON, dataclasses.replace(other_tiling(), **changes))
@@ -69,7 +71,7 @@ def test_a_dtype_that_has_no_such_kernel_does_not_get_it(tables):
         dataclasses.replace(COMMON, dtypes=(("w_hh_t", dtype), *COMMON.dtypes[1:])) for dtype in ("bfloat16", "float16")
     )
     assert config.key(brain) == config.key(half)
-    tiling = next(c for c in config.candidates(brain, H200)[1:] if c.variant == "sm90_split")
+    tiling = next(c for c in config.candidates(brain, H200)[1:] if c.variant == "split")
     write(tables, brain, tiling)
     assert config.choose(brain, H200) == tiling
     assert config.choose(half, H200) == config.heuristic(half, H200)

@@ -17,13 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from torch_bridge.devices import Device as Device
+
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
 # Which models run from the last step to the first: none, all, or those of odd index.
 Reverse = bool | Literal["odd"]
-# Which kernels of a cell: in plain Triton, or in Gluon for capability 9.0 those of the module of that ending.
-Variant = Literal["plain", "sm90", "sm90_fma", "sm90_split", "sm90_rows"]
+# Which kernels of a cell: in plain Triton, or in Gluon those of the module of that ending. "resident" and "fma" run
+# from capability 8.0 on; "split" and "rows" multiply by wgmma, which capability 9.0 alone has.
+Variant = Literal["plain", "resident", "fma", "split", "rows"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 # Gates of each cell: the width of its input projection over H.
@@ -97,27 +100,11 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Device:
-    """What the choice of a tiling needs to know of a device.
-
-    Attributes:
-      capability: compute capability times ten.
-      multiprocessors: how many.
-      shared_memory: bytes that one program can have of a multiprocessor's.
-      interpreted: kernels run in Triton's interpreter, which has no Gluon.
-      name: as the driver has it, of the table; empty for a device that has none.
-    """
-
-    capability: int = 90
-    multiprocessors: int = 132
-    shared_memory: int = 232_448
-    interpreted: bool = False
-    name: str = ""
-
-
-@dataclass(frozen=True)
 class KernelConfig:
-    """A tiling. With `splits == 1` a program has the weights of all units on chip, else so many share its units."""
+    """A tiling. With `splits == 1` a program has the weights of all units on chip, else so many share its units.
+
+    `shared_gates` says of how many gates the "fma" kernels keep the weights in shared memory, not in registers.
+    """
 
     block_h: int
     block_b: int
@@ -126,6 +113,7 @@ class KernelConfig:
     num_warps: int
     num_stages: int
     variant: Variant = "plain"
+    shared_gates: int = 0
 
     def tiles(self, problem: Problem) -> int:
         """Batch tiles of one model."""
@@ -145,11 +133,11 @@ class KernelConfig:
         if self.splits == 1:
             return []
         forward, gates, workers = problem.direction == "fwd", GATES[problem.cell], self.workers(problem, device)
-        if self.variant == "sm90_split":
+        if self.variant == "split":
             # two buffers; forward, a word and its number for two sequences; backward, a word from each program to each
             words = 2 * self.block_h * self.block_b * self.splits * workers
             return [("exchange", words if forward else words * self.splits, "int32", True)]
-        if self.variant == "sm90_rows":
+        if self.variant == "rows":
             width = self.splits * self.block_h * (1 if forward else gates)
             scaled = problem.operand_dtype == "float32"
             exchange = 2 * workers * self.block_b * width, "float16" if scaled else problem.operand_dtype, False
@@ -165,16 +153,15 @@ class KernelConfig:
         """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
         gates, wide = GATES[problem.cell], problem.operand_dtype == "float32"
         size = 4 if wide else 2
-        if self.variant == "sm90_split":
+        if self.variant == "split":
             operands = self.splits if problem.direction == "fwd" else gates
             return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
-        if self.variant == "sm90_rows":
+        if self.variant == "rows":
             return 2 * gates * self.block_h * self.block_h * self.splits + 1024
-        if self.variant == "sm90_fma":
-            forward = problem.direction == "fwd"
-            weights = (1 if forward else 2) if problem.cell == "lstm" and self.block_h > 64 else 0
-            return 8 * self.block_h * (1 if forward else gates) + weights * 4 * self.block_h**2
-        if self.variant == "sm90":
+        if self.variant == "fma":
+            operands = 1 if problem.direction == "fwd" else gates
+            return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2
+        if self.variant == "resident":
             # weights on their way to registers, operands of two steps, bounds of their size
             operands = 1 if problem.direction == "fwd" else gates
             return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 1024
@@ -308,7 +295,7 @@ def choose(problem: Problem, device: Device) -> KernelConfig:
 def may_save_float32(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
     """Whether the forward kernel for such a problem may save float32 where TF32 would do: see `as_saved`."""
     few = sequences <= _FMA_FOR_TF32 * device.multiprocessors
-    return few and hidden <= _FLOAT32_WIDTH and reset_state == "zeros" and device.capability == 90
+    return few and hidden <= _FLOAT32_WIDTH and reset_state == "zeros" and device.capability >= 80
 
 
 def as_saved(problem: Problem, device: Device) -> Problem:
@@ -317,7 +304,7 @@ def as_saved(problem: Problem, device: Device) -> Problem:
     That is float16 where products are of TF32, whose rounding is no finer; float32 where they are of float32 as it is.
     """
     dtypes = dict(problem.dtypes)  # without "keep", of what is saved in place
-    if _kind(problem) != "tf32" or "keep" not in dtypes or choose(problem, device).variant == "sm90_fma":
+    if _kind(problem) != "tf32" or "keep" not in dtypes or choose(problem, device).variant == "fma":
         return problem
     dtypes |= {name: "float16" for name in ("factors", "through") if name in dtypes}
     return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))
@@ -344,10 +331,10 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
       UnsupportedError: as `heuristic`.
     """
     # to keep the weights on chip is faster than any way that reads them at every step, by more than the figures err
-    kept = _by_cost(_hopper_shares(problem, device) + _hopper_rows(problem, device))
+    kept = _by_cost(_split_configs(problem, device) + _rows_configs(problem, device))
     few = _fma_configs(problem, device)
     read = _by_cost(_plain_shares(problem, device) + [way for way in few if way[0]])
-    resident = _hopper_configs(problem, device) + _resident_configs(problem, device)
+    resident = _resident_configs(problem, device) + _plain_resident_configs(problem, device)
     found = [config for cost, config in few if not cost] + resident + kept + read
     if not found:
         raise UnsupportedError(
@@ -357,12 +344,11 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     return found
 
 
-def _in_gluon(problem: Problem, device: Device) -> bool:
-    """Whether there are kernels in Gluon for it: products of 16 bits, and forward no reset state."""
+def _has_16_bit_kernels(problem: Problem) -> bool:
+    """Whether "resident", "split" and "rows" support it: operands of 16 bits, and forward no reset state."""
     covered = _kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
     covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
-    covered &= problem.steps > 1  # to bring the weights on chip takes longer than a step
-    return covered and device.capability == 90 and not device.interpreted
+    return covered and problem.steps > 1  # to bring the weights on chip takes longer than a step
 
 
 # Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, of the GRU
@@ -407,11 +393,16 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     # bytes and before up to 72, costs little beside what programs that share the units take
     full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
     covered &= problem.hidden <= (_FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
-    if not covered or device.capability != 90 or device.interpreted:
+    if not covered or not device.runs_gluon:
         return []
     block = max(16, _power_of_2(problem.hidden))
     warps = {64: 4, 128: 8}.get(block, 1)
-    config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="sm90_fma")
+    config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="fma")
+    if problem.cell == "lstm" and block == 128:
+        # registers hold three gates of 128 units; backward two are faster where shared memory has room for the others
+        config = dataclasses.replace(config, shared_gates=1 if forward else 2)
+        if config.shared_memory(problem) > device.shared_memory:
+            config = dataclasses.replace(config, shared_gates=1)
     turns = problem.models * problem.sequences / device.multiprocessors
     if full:
         step = _FMA_STEP[problem.cell][problem.direction]
@@ -419,31 +410,129 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     return [(0.0 if turns <= _fma_turns(problem, block) else math.inf, config)]
 
 
-def _eights_spill(problem: Problem) -> bool:
+# Microseconds of a step under `jaxrnn.scan_launch`, by cell, kind of product and direction: fixed; per 1024 units and
+# sqrt(sequences / 256), up to 256 sequences; per 1e5 states; per 1e8 products of a gate; and per 1e6 weights of a gate
+# where there is one sequence, whose products are of a matrix and a vector. Fitted to 180 timings on an H200 (jax
+# 0.11.2) of 1 to 4096 sequences and 256 to 1024 units: within 22 %, mostly within 10 %.
+_SCAN_STEP_COST = {
+    ("gru", "tf32", "fwd"): (10.0, 8.9, 3.6, 0.92, 1.1),
+    ("gru", "tf32", "bwd"): (7.3, 13.0, 3.3, 0.69, 9.5),
+    ("gru", "16-bit", "fwd"): (10.0, 5.9, 3.2, 0.59, 1.3),
+    ("gru", "16-bit", "bwd"): (7.7, 5.6, 2.8, 0.38, 8.5),
+    ("gru", "tf32x3", "fwd"): (15.0, 3.8, 1.8, 15.0, 0.0),
+    ("gru", "tf32x3", "bwd"): (9.9, 12.0, 3.9, 11.0, 0.0),
+    ("lstm", "tf32", "fwd"): (13.0, 6.7, 4.8, 1.4, 1.0),
+    ("lstm", "tf32", "bwd"): (7.9, 12.0, 3.3, 1.7, 12.0),
+    ("lstm", "16-bit", "fwd"): (13.0, 5.7, 4.1, 1.1, 1.9),
+    ("lstm", "16-bit", "bwd"): (8.6, 7.7, 2.4, 0.87, 13.0),
+    ("lstm", "tf32x3", "fwd"): (15.0, 14.0, 3.7, 16.0, 0.0),
+    ("lstm", "tf32x3", "bwd"): (9.6, 12.0, 4.0, 15.0, 0.0),
+}
+# Microseconds of a step of the plain kernels whose programs share the units, on GPUs without wgmma. Of a tile: fixed;
+# per 100 KB of exchanged state; per 100 KB of weights; per million products; per 100 programs that share it. And per
+# 1e5 states of all tiles. Fitted to 448 timings of the tilings that are chosen for an A100 and an RTX 3090, run as
+# these on an H200 (Triton 3.6): within 17 %, but for "tf32x3" of the GRU forward. `_STEP_COST` ranks tilings, and is
+# not their time here.
+_PLAIN_STEP_COST = {
+    ("gru", "tf32", "fwd"): (2.8, 0.0, 2.4, 0.0, 14.0, 1.3),
+    ("gru", "tf32", "bwd"): (2.1, 3.5, 0.56, 0.0, 17.0, 1.8),
+    ("gru", "16-bit", "fwd"): (3.1, 0.0, 3.1, 0.0, 19.0, 0.53),
+    ("gru", "16-bit", "bwd"): (1.4, 3.8, 0.84, 0.0, 5.2, 1.8),
+    ("gru", "tf32x3", "fwd"): (4.1, 0.0, 6.7, 0.0, 18.0, 0.0),
+    ("gru", "tf32x3", "bwd"): (2.6, 13.0, 3.6, 0.0, 0.0, 2.3),
+    ("lstm", "tf32", "fwd"): (2.7, 0.0, 5.1, 0.0, 0.0, 0.43),
+    ("lstm", "tf32", "bwd"): (2.7, 0.0, 2.6, 0.0, 0.0, 1.8),
+    ("lstm", "16-bit", "fwd"): (2.0, 0.0, 0.0, 6.9, 0.0, 0.29),
+    ("lstm", "16-bit", "bwd"): (2.8, 4.5, 0.16, 0.0, 19.0, 1.3),
+    ("lstm", "tf32x3", "fwd"): (2.4, 0.0, 9.0, 0.0, 0.0, 2.5),
+    ("lstm", "tf32x3", "bwd"): (2.9, 13.0, 3.8, 0.0, 0.0, 2.8),
+}
+# Bytes of weights that the memory of a GPU delivers in a microsecond, which a scan of several models waits for.
+_WEIGHT_BYTES_PER_US = 2.5e6
+# How many times as fast a scan has to be: the host launches its steps, and most hosts are slower than that of the H200.
+_SCAN_MARGIN = 1.1
+
+
+def prefers_scan(problem: Problem, device: Device) -> bool:
+    """Whether `lax.scan` computes a problem faster than the kernel that would be chosen for it, by the estimates here.
+
+    It may where the chosen kernel is a plain one whose programs share the units, and so reads weights at every step.
+    The benchmark `choice` holds the decision to the better of both.
+    """
+    config = choose(problem, device)
+    if config.variant != "plain" or config.splits == 1 or device.interpreted:
+        return False
+    return _SCAN_MARGIN * _scan_us(problem) < _plain_us(problem, config, device)
+
+
+def _scan_us(problem: Problem) -> float:
+    """Estimates the microseconds of a step of all sequences under `lax.scan`."""
+    fixed, per_root, per_state, per_product, per_weight = _SCAN_STEP_COST[_cost_key(problem)]
+    sequences, hidden = problem.models * problem.sequences, problem.hidden
+    root = hidden / 1024 * (min(sequences, 256) / 256) ** 0.5
+    step = fixed + per_root * root + per_state * sequences * hidden / 1e5
+    step += per_product * sequences * hidden**2 / 1e8
+    if problem.sequences == 1:
+        step += per_weight * hidden**2 / 1e6
+    size = 2 if _kind(problem) == "16-bit" else 4
+    return step + (problem.models - 1) * GATES[problem.cell] * hidden**2 * size / _WEIGHT_BYTES_PER_US
+
+
+def _plain_us(problem: Problem, config: KernelConfig, device: Device) -> float:
+    """Estimates the microseconds of a step of all sequences in the plain kernel with programs that share the units."""
+    rounds = config.rounds(problem, device)
+    if device.has_wgmma:
+        return rounds * _tile_cost(problem, config, _STEP_COST[_kind(problem), problem.direction])
+    *per_tile, per_program, per_state = _PLAIN_STEP_COST[_cost_key(problem)]
+    tile = _tile_cost(problem, config, tuple(per_tile)) + per_program * config.splits / 100
+    return rounds * tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5
+
+
+def _cost_key(problem: Problem) -> tuple[str, str, str]:
+    return problem.cell, _kind(problem), problem.direction
+
+
+def _tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) -> float:
+    """Microseconds of a step of one tile, by what `_STEP_COST` has: fixed, per state, weights and products."""
+    fixed, per_state, per_weight, per_product = cost
+    gates, row = GATES[problem.cell], problem.hidden * (2 if _kind(problem) == "16-bit" else 4) / 1e5
+    state = config.block_b * row * (1 if problem.direction == "fwd" else gates)
+    products = gates * config.block_h * config.block_b * problem.hidden / 1e6
+    return fixed + per_state * state + per_weight * gates * config.block_h * row + per_product * products
+
+
+def _eights_spill(problem: Problem, device: Device) -> bool:
     """Whether the kernel with all units in a program has too few registers for tiles of eight sequences."""
-    if problem.cell != "lstm" or not 64 < problem.hidden < 128:
+    if problem.cell != "lstm" or not 64 < problem.hidden <= 128:
         return False
     old, new, halves = _triton() < (3, 7), _triton() > (3, 7), _kind(problem) == "16-bit"
-    if problem.direction == "fwd":
-        return halves and problem.uneven and new
-    return not problem.common and (problem.uneven and old if halves else new)
+    forward, full = problem.direction == "fwd", problem.hidden == 128
+    if not device.has_wgmma:
+        # Triton 3.7 spills 8 to 80 bytes of odd widths; of 128 units 24 bytes on 12.0
+        if problem.uneven and (forward or not problem.common):
+            return True
+        if full and device.capability == 120 and not (forward or halves or problem.common):
+            return True
+    if forward:  # TF32 of 127 units 16 bytes
+        return problem.uneven and (new or not halves)
+    return not full and not problem.common and (problem.uneven and old if halves else new)
 
 
-def _hopper_configs(problem: Problem, device: Device) -> list[KernelConfig]:
+def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     """The kernels in Gluon, where they have one: weights in registers, in 16 bits, for a quarter of the time of a step.
 
     Products take eight sequences or none, but loads and stores are the price. H200, H=128, B=64: a step of the GRU
     takes 1.23 us with one sequence a tile, 2.0 us with eight. So tiles are as small as lets all of them run at once.
     Where that takes more than eight, tiles of sixteen may.
     """
-    if not 32 < problem.hidden <= 128 or not _in_gluon(problem, device):
+    if not 32 < problem.hidden <= 128 or not (device.runs_gluon and _has_16_bit_kernels(problem)):
         return []
     block = 64 if problem.hidden <= 64 else 128
     tilings = [
-        KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="sm90")
+        KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="resident")
         for block_b in (1, 2, 4, 8)
     ]
-    if _eights_spill(problem):
+    if _eights_spill(problem, device):
         tilings.pop()
     fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
     best = next(fast, tilings[-1])
@@ -490,7 +579,7 @@ _ELSEWHERE_WARPS = {
 }
 
 
-def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
+def _plain_resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     """One program a tile, if it can hold all weights.
 
     A step's latency is the price, so tiles are small while they all run at once. H200, H=128, T=128, B=64: 2.0 us a
@@ -500,7 +589,7 @@ def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     block = max(16, _power_of_2(problem.hidden))
     even = problem.hidden == block
     key = problem.cell, _kind(problem), problem.direction
-    by_block = _RESIDENT_WARPS[key] | (_ELSEWHERE_WARPS.get(key, {}) if device.capability != 90 else {})
+    by_block = _RESIDENT_WARPS[key] | ({} if device.has_wgmma else _ELSEWHERE_WARPS.get(key, {}))
     warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.uneven):
         return []  # the latter spills
@@ -510,7 +599,7 @@ def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
         return []
     side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
     # elsewhere than on Hopper, or with masks, the larger tile spills
-    fits = block == 128 and even and device.capability == 90 and large.shared_memory(problem) <= device.shared_memory
+    fits = block == 128 and even and device.has_wgmma and large.shared_memory(problem) <= device.shared_memory
     if not fits:
         return [small]
     return [large, small] if problem.models * small.tiles(problem) > side_by_side else [small, large]
@@ -565,7 +654,7 @@ _STEP_COST = {
 # The kernels in Gluon whose programs have 64 units each: sequences of a tile, warps, and microseconds of a step of one
 # tile: fixed, per program that shares the units. Read off 250 timings on an H200, of B from 8 to 2048 and H from 192 to
 # 512, and taken for 65 to 576 units.
-_HOPPER_SHARES = {
+_SPLIT_COST = {
     ("gru", "fwd"): ((8, 4, 0.75, 0.35), (16, 4, 1.6, 0.35), (32, 8, 3.0, 0.5)),
     ("gru", "bwd"): ((8, 4, 0.6, 0.42), (16, 4, 1.6, 0.47), (32, 8, 2.4, 0.8)),
     ("lstm", "fwd"): ((8, 4, 1.3, 0.33), (16, 4, 2.2, 0.35), (32, 8, 3.6, 0.6)),
@@ -573,19 +662,19 @@ _HOPPER_SHARES = {
 }
 
 
-def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+def _split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
     """Ways to share the units with all weights on chip, and what a step of all tiles costs."""
-    if not _in_gluon(problem, device):
+    if not (device.has_wgmma and _has_16_bit_kernels(problem)):
         return []
     splits = _cdiv(problem.hidden, 64)
     if problem.steps < _MANY_STEPS or not 1 < splits <= device.multiprocessors:
         return []
     ways: list[tuple[float, KernelConfig]] = []
-    tiles: tuple[tuple[int, int, float, float], ...] = _HOPPER_SHARES[problem.cell, problem.direction]
+    tiles: tuple[tuple[int, int, float, float], ...] = _SPLIT_COST[problem.cell, problem.direction]
     if problem.cell == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
         tiles = tiles[:1]  # with further gradients Triton 3.9 spills the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
-        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, variant="sm90_split")
+        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, variant="split")
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways
@@ -593,7 +682,7 @@ def _hopper_shares(problem: Problem, device: Device) -> list[tuple[float, Kernel
 
 # The kernels in Gluon whose products have sequences as rows, and whose programs, a multiple of four, 32 units each: the
 # same figures. Read off 60 timings on an H200 of B from 8 to 1024 and H from 256 to 1024.
-_HOPPER_ROWS = {
+_ROWS_COST = {
     ("gru", "fwd"): ((64, 4, 3.7, 0.09), (128, 8, 3.5, 0.23)),
     ("gru", "bwd"): ((64, 4, 4.4, 0.13), (128, 8, 5.0, 0.285)),
     ("lstm", "fwd"): ((64, 4, 4.3, 0.13), (128, 8, 3.8, 0.39)),
@@ -620,10 +709,10 @@ def _rows_spill(problem: Problem, block_b: int, splits: int) -> bool:
     )
 
 
-def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+def _rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
     """The same for states too wide for the ways above, and for many sequences."""
     splits = 4 * _cdiv(problem.hidden, 128)
-    if not _in_gluon(problem, device) or problem.steps < _MANY_STEPS:
+    if not (device.has_wgmma and _has_16_bit_kernels(problem)) or problem.steps < _MANY_STEPS:
         return []
     if not 4 < splits <= min(32, device.multiprocessors):
         return []
@@ -633,10 +722,10 @@ def _hopper_rows(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     if scaled_backward and problem.reverse == "odd" and problem.cell == "lstm" and splits == 16 and not problem.common:
         return []  # spills
     ways: list[tuple[float, KernelConfig]] = []
-    for block_b, num_warps, fixed, per_split in _HOPPER_ROWS[problem.cell, problem.direction]:
+    for block_b, num_warps, fixed, per_split in _ROWS_COST[problem.cell, problem.direction]:
         if _rows_spill(problem, block_b, splits):
             continue
-        config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="sm90_rows")
+        config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="rows")
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways
@@ -653,17 +742,16 @@ def widest(device: Device) -> int:
 
 def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
     """Ways to share the units that read the weights from L2 at every step, and what a step of all tiles costs."""
-    gates, kind = GATES[problem.cell], _kind(problem)
-    fixed, per_state, per_weight, per_product = _STEP_COST[kind, problem.direction]
-    row = problem.hidden * (2 if kind == "16-bit" else 4) / 1e5
+    kind = _kind(problem)
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
     tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if problem.uneven else _TILINGS[key]
-    if problem.common and not problem.uneven and device.capability == 90:
+    if problem.common and not problem.uneven and device.has_wgmma:
         # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
-        tilings = (_UNEVEN_TILINGS[-1] if problem.uneven else _WIDEST_TILING,)
+        spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma  # with two stages, 32 bytes on 8.6
+        tilings = (_UNEVEN_TILINGS[-1] if problem.uneven or spills else _WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = _cdiv(problem.hidden, block_h)
         if not 1 < splits <= device.multiprocessors:
@@ -673,8 +761,6 @@ def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelC
             config = dataclasses.replace(config, num_stages=config.num_stages - 1)
         if config.shared_memory(problem) > device.shared_memory:
             continue
-        state = block_b * row * (1 if problem.direction == "fwd" else gates)
-        products = gates * block_h * block_b * problem.hidden / 1e6
-        step = fixed + per_state * state + per_weight * gates * block_h * row + per_product * products
+        step = _tile_cost(problem, config, _STEP_COST[kind, problem.direction])
         ways.append((config.rounds(problem, device) * step, config))
     return ways

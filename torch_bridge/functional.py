@@ -62,7 +62,7 @@ def gru(
       reverse: run from the last step to the first; outputs stay in the order of the inputs.
       batch_first: the layout of all that has a time axis. Neither is copied into the other.
       precision: of float32 products in the time loop on a GPU: "tf32", "tf32x3" (float32's accuracy, by three TF32
-        products for one, or of few units on Hopper by float32's own), or None: TF32 where `torch.backends.cuda.matmul`
+        products for one, or of few units by float32's own), or None: TF32 where `torch.backends.cuda.matmul`
         allows it and H is above 32. All other products are PyTorch's own, and go by its settings.
       implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
         operations that autograd sees: slow, any derivative of any order), or None: the kernels where they can run,

@@ -8,6 +8,7 @@ that kernels are compiled side by side.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import os
 import threading
@@ -266,7 +267,7 @@ class Calls:
     """
 
     def __init__(self, device: Device):
-        self.early = device.capability >= 90 and not device.interpreted and _records_early_launches()
+        self.early = device.has_early_launch and _records_early_launches()
         self.kernels: list[KernelCall] = []
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self._capability = device.capability
@@ -355,6 +356,7 @@ class Specialization:
             "BLOCK_K": self.config.block_k,
             "SPLITS": self.config.splits,
             "STAGES": self.config.num_stages,
+            "SHARED_GATES": self.config.shared_gates,
             "RESET_STATE": _config.RESET_STATES.index(self.reset_state),
             "REVERSE": self.reverse,
             "PRECISION": self.precision,
@@ -393,8 +395,8 @@ def driver_fails() -> str | None:
 
 
 @functools.cache
-def device(ordinal: int = 0) -> Device:
-    """Facts about a CUDA device of this process."""
+def gpu(ordinal: int = 0) -> Device:
+    """Returns the facts about a CUDA device of this process."""
     import torch
 
     properties = torch.cuda.get_device_properties(ordinal)
@@ -402,8 +404,49 @@ def device(ordinal: int = 0) -> Device:
         properties.major * 10 + properties.minor,
         properties.multi_processor_count,
         properties.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing from torch's stubs
+        properties.max_threads_per_multi_processor,
         name=properties.name,
     )
+
+
+# The GPU that kernels are chosen and compiled for in place of the one at hand: see `run_as`.
+_profile: Device | None = None
+
+
+def device(ordinal: int = 0) -> Device:
+    """Returns the facts that kernels on a CUDA device are chosen by: its own, or those that `run_as` was given."""
+    if _profile is None:
+        return gpu(ordinal)
+    return dataclasses.replace(_profile, name=f"{_profile.name} on {gpu(ordinal).name}")
+
+
+def run_as(profile: Device) -> None:
+    """Chooses kernels as for another GPU from now on, compiles them to its PTX, and assembles that for the GPU at hand.
+
+    This runs the code of a GPU that is not there, on other hardware: for benchmarks and tests. PTX of an older
+    capability runs on a newer GPU, not the other way round. Call it before anything is traced. Compiled code goes to a
+    folder of its own in Triton's cache.
+
+    Raises:
+      ValueError: the GPU at hand has a lower capability than the profile.
+    """
+    global _profile
+    capability = gpu().capability
+    if profile.capability > capability:
+        raise ValueError(
+            f"code for {profile.name} (compute capability {profile.capability / 10}) does not run on {gpu().name} "
+            f"({capability / 10}): choose a profile of at most {capability / 10}"
+        )
+
+    def assemble_for_this_gpu(backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> Any:
+        if stages is None:  # Triton 3.7 and newer ask what to add to the key of its cache
+            return (f"assembled for sm_{capability}",) * 2
+        stages["cubin"] = lambda ptx, metadata: backend.make_cubin(ptx, metadata, options, capability)
+        return None
+
+    triton.knobs.runtime.add_stages_inspection_hook = assemble_for_this_gpu
+    triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, f"assembled-for-sm_{capability}")
+    _profile = profile
 
 
 class Launch:

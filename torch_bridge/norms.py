@@ -122,7 +122,7 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
         num_warps = 32 if max(block_n, sums) <= _STAGED_LIGHT else 16
         chunk = num_warps * 32 * 16 // size
         if slots := _slots(problem, chunk, device):
-            return Tiling(1, chunk, num_warps, _programs(problem, problem.rows, device), slots=slots)
+            return Tiling(1, chunk, num_warps, _programs(problem, problem.rows, device, num_warps), slots=slots)
     if not kept:
         block_n = _CHUNK // size
     block_r = _clamp(1024 // block_n, 1, 64)
@@ -138,7 +138,7 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
         heavy = layer and size == 2 and block_n in (2048, 4096)
         num_warps = _clamp(block_n * size // (32 if heavy else 16) // 32, 4, 16)
         side_by_side = 1 if size * block_n >= 16384 else (16 if heavy else 32) // num_warps
-    programs = _programs(problem, -(-problem.rows // block_r), device, side_by_side)
+    programs = _programs(problem, -(-problem.rows // block_r), device, num_warps, side_by_side)
     return Tiling(block_r, block_n, num_warps, programs, side_by_side)
 
 
@@ -146,16 +146,16 @@ def _slots(problem: Problem, chunk: int, device: Device) -> int:
     """Chunks of x and of dy that shared memory is to hold, of a row or up to two; 0 where it cannot."""
     sizes = [_BYTES[dict(problem.dtypes)[name]] for name in ("x", "dy")]
     # copies are of 16 bytes
-    if device.interpreted or device.capability < 80 or any(problem.columns * size % 16 for size in sizes):
+    if not device.runs_gluon or any(problem.columns * size % 16 for size in sizes):
         return 0
     row, most = -(-problem.columns // chunk), (device.shared_memory - 4096) // (sum(sizes) * chunk)
     # of 32768 columns 12 chunks are faster than the 13 that fit: 0.85 of a copy's bandwidth for 0.79 (H200)
     return next((slots for slots in (2 * row, row + row // 2, row + row // 4, row) if slots <= most), 0)
 
 
-def _programs(problem: Problem, tiles: int, device: Device, side_by_side: int = 1) -> int:
+def _programs(problem: Problem, tiles: int, device: Device, num_warps: int, side_by_side: int = 1) -> int:
     """Of each model: as many as the device runs at once, or as few as take no more tiles in turn than those would."""
-    at_once = max(1, -(-device.multiprocessors * side_by_side // problem.models))
+    at_once = max(1, -(-device.multiprocessors * device.programs_per_sm(num_warps, side_by_side) // problem.models))
     return -(-tiles // -(-tiles // at_once))
 
 

@@ -9,7 +9,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torch_bridge.kernels.common_sm90 import async_load
+from torch_bridge.kernels.gluon_common import async_load
 
 
 @gluon.jit

@@ -1,13 +1,13 @@
 """LSTM time loop for Hopper in Gluon, for wide states: as `lstm.py`, weights on chip, sequences as rows of products.
 
-What programs keep and exchange is as in `gru_sm90_rows.py`; the cell states of its units a program keeps.
+What programs keep and exchange is as in `gru_rows.py`; the cell states of its units a program keeps.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
-from torch_bridge.kernels.common_sm90 import (
+from torch_bridge.kernels.gluon_common import (
     backward_rows,
     forward_rows,
     inverse,
@@ -15,9 +15,8 @@ from torch_bridge.kernels.common_sm90 import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.lstm_sm90 import factors_of, load_factors, new_state, save_factors
-from torch_bridge.kernels.rows_sm90 import (
+from torch_bridge.kernels.lstm_resident import factors_of, load_factors, new_state, save_factors
+from torch_bridge.kernels.rows_common import (
     allocate_weights,
     box,
     exchange_bounds,
@@ -38,6 +37,7 @@ from torch_bridge.kernels.rows_sm90 import (
     store_operand_rows,
     wait_for_flags,
 )
+from torch_bridge.kernels.split_common import opaque_zero
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
@@ -47,7 +47,7 @@ def fwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but two, which are as in `gru_sm90_rows.py`."""
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but two, which are as in `gru_rows.py`."""
     WARPS: gl.constexpr = gl.num_warps()
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
@@ -115,7 +115,7 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but four, which are as in `gru_sm90_rows.py`."""
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but four, which are as in `gru_rows.py`."""
     PARTS: gl.constexpr = parts(SPLITS)
     LENGTH: gl.constexpr = SPLITS // PARTS
     WARPS: gl.constexpr = gl.num_warps()

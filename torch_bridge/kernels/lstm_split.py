@@ -1,13 +1,13 @@
 """LSTM time loop for Hopper in Gluon, units shared among programs: as `lstm.py` with SPLITS > 1, weights on chip.
 
-What programs keep and send is as in `gru_sm90_split.py`; the cell states of its units a program keeps.
+What programs keep and send is as in `gru_split.py`; the cell states of its units a program keeps.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
-from torch_bridge.kernels.common_sm90 import (
+from torch_bridge.kernels.gluon_common import (
     backward_rows,
     forward_rows,
     inverse,
@@ -16,7 +16,8 @@ from torch_bridge.kernels.common_sm90 import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.exchange_sm90 import (
+from torch_bridge.kernels.lstm_resident import factors_of, load_factors, new_state, save_factors
+from torch_bridge.kernels.split_common import (
     allocate_operands,
     allocate_share,
     first_state_scale,
@@ -31,7 +32,6 @@ from torch_bridge.kernels.exchange_sm90 import (
     send_state,
     store_operand,
 )
-from torch_bridge.kernels.lstm_sm90 import factors_of, load_factors, new_state, save_factors
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])

@@ -1,11 +1,10 @@
-"""LSTM time loop for Hopper in Gluon, for few units: as `lstm.py` with SPLITS == 1 and, forward, no reset state."""
+"""LSTM time loop in Gluon, for few units (capability 8.0 on): as `lstm.py` with SPLITS == 1, forward no reset state."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import sigmoid, tanh
-from torch_bridge.kernels.common_sm90 import backward_rows, barrier, forward_rows, load_inputs
-from torch_bridge.kernels.fma_sm90 import (
+from torch_bridge.kernels.fma_common import (
     allocate_operands,
     in_registers,
     leave,
@@ -21,6 +20,7 @@ from torch_bridge.kernels.fma_sm90 import (
     then,
     unpack_fours,
 )
+from torch_bridge.kernels.gluon_common import backward_rows, barrier, forward_rows, load_inputs
 
 
 @gluon.jit
@@ -87,9 +87,9 @@ def fwd_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     factors_ptr, through_ptr, keep_ptr,
     T, B, Q,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, and how many gates' weights are in shared memory."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
@@ -97,7 +97,7 @@ def fwd_kernel(
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (4 * H * H)
-    w = own_gates(w_ptr, H * H, H, H, BLOCK_H, 4, 0 if BLOCK_H <= 64 else 1)
+    w = own_gates(w_ptr, H * H, H, H, BLOCK_H, 4, SHARED_GATES)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
@@ -184,9 +184,9 @@ def bwd_kernel(
     w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     T, B, Q,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
+    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, and how many gates' weights are in shared memory."""
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
@@ -198,7 +198,7 @@ def bwd_kernel(
         )
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (4 * H * H)
-    w = own_gates(w_ptr, H, H, 4 * H, BLOCK_H, 4, 0 if BLOCK_H <= 64 else 2)
+    w = own_gates(w_ptr, H, H, 4 * H, BLOCK_H, 4, SHARED_GATES)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(4, BLOCK_H)

@@ -1,4 +1,4 @@
-"""LSTM time loop for Hopper in Gluon: as `lstm.py` with SPLITS == 1 and, forward, no reset state.
+"""LSTM time loop in Gluon, for capability 8.0 and newer: as `lstm.py` with SPLITS == 1 and, forward, no reset state.
 
 Four gates of 128 units leave few registers for the rest: forward, eight sequences' results are stored at once and not
 when the next step's product runs; backward, a step loads the next one's inputs after it has stored its own results.
@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels.common import step_time, unpack_halves
-from torch_bridge.kernels.common_sm90 import (
+from torch_bridge.kernels.gluon_common import (
     backward_rows,
     barrier,
     by_unit,
@@ -211,7 +211,7 @@ def fwd_kernel(
 
 @gluon.jit
 def load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q):
-    """As in `gru_sm90.py`."""
+    """As in `gru_resident.py`."""
     factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
     through = gl.load(through_ptr + at, mask=mask, other=0.0)
     keep = gl.load(keep_ptr + at, mask=mask, other=0.0)

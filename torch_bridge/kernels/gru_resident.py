@@ -1,11 +1,11 @@
-"""GRU time loop for Hopper in Gluon: as `gru.py` with SPLITS == 1 and, forward, no reset state."""
+"""GRU time loop in Gluon, for capability 8.0 and newer: as `gru.py` with SPLITS == 1 and, forward, no reset state."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels.common import join_words, split_words, step_time, unpack_halves
-from torch_bridge.kernels.common_sm90 import (
+from torch_bridge.kernels.gluon_common import (
     backward_rows,
     barrier,
     by_unit,

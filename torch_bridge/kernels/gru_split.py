@@ -10,7 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order
-from torch_bridge.kernels.common_sm90 import (
+from torch_bridge.kernels.gluon_common import (
     backward_rows,
     forward_rows,
     inverse,
@@ -19,7 +19,8 @@ from torch_bridge.kernels.common_sm90 import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.exchange_sm90 import (
+from torch_bridge.kernels.gru_resident import factors_of, load_factors, new_state, save_factors, unpack_factors
+from torch_bridge.kernels.split_common import (
     allocate_operands,
     allocate_share,
     first_state_scale,
@@ -34,7 +35,6 @@ from torch_bridge.kernels.exchange_sm90 import (
     send_state,
     store_operand,
 )
-from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors, unpack_factors
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])

@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order
-from torch_bridge.kernels.common_sm90 import (
+from torch_bridge.kernels.gluon_common import (
     backward_rows,
     forward_rows,
     inverse,
@@ -12,9 +12,8 @@ from torch_bridge.kernels.common_sm90 import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.exchange_sm90 import opaque_zero
-from torch_bridge.kernels.gru_sm90 import factors_of, load_factors, new_state, save_factors, unpack_factors
-from torch_bridge.kernels.rows_sm90 import (
+from torch_bridge.kernels.gru_resident import factors_of, load_factors, new_state, save_factors, unpack_factors
+from torch_bridge.kernels.rows_common import (
     allocate_weights,
     box,
     exchange_bounds,
@@ -35,6 +34,7 @@ from torch_bridge.kernels.rows_sm90 import (
     store_operand_rows,
     wait_for_flags,
 )
+from torch_bridge.kernels.split_common import opaque_zero
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])

@@ -12,8 +12,8 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common_sm90 import barrier, inverse, scale_to_float16, to_operand
-from torch_bridge.kernels.exchange_sm90 import load_rows, opaque_zero, repeat
+from torch_bridge.kernels.gluon_common import barrier, inverse, scale_to_float16, to_operand
+from torch_bridge.kernels.split_common import load_rows, opaque_zero, repeat
 
 # Programs whose operands are one factor of a product.
 TOGETHER = gl.constexpr(4)

@@ -1,4 +1,4 @@
-"""Gradients of all weights and biases of a recurrence, for Hopper in Gluon: one pass over what they are sums of.
+"""Gradients of all weights and biases of a recurrence, in Gluon: one pass over what they are sums of.
 
     dw_ih = x^T dxp,   dw_hh = h^T dhp,   db = sum(dxp),   db_hn = sum(dhn)
 
@@ -7,17 +7,18 @@ of its last gate. A program has 128 columns of gates beside 128 inputs and 128 s
 its gate gradients once for both products and the sums, and the states before its steps from those after the steps
 before, zeros where an episode begins. What the programs of a model add up, `sums.sum_kernel` adds up.
 
-Products are wgmma's. Of 16 bits it reads both operands from shared memory, where they were copied. Of TF32 it needs the
-gate gradients along rows, and both operands rounded (it would cut them off, a bias): so those go through registers once
-more, and inputs and states come from there.
+On Hopper products are wgmma's. Of 16 bits it reads both operands from shared memory, where they were copied. Of TF32 it
+needs the gate gradients along rows, and both operands rounded (it would cut them off, a bias): so those go through
+registers once more, and inputs and states come from there. Elsewhere products are mma.sync's, which takes operands from
+registers.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from torch_bridge.kernels.common_sm90 import async_load, barrier
+from torch_bridge.kernels.gluon_common import async_load, barrier
 
 
 @gluon.jit
@@ -164,6 +165,24 @@ def _add_up(
             gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
 
 
+@gluon.jit
+def _locate(
+    partial_ptr, rows, share, programs, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, SEPARATE: gl.constexpr
+):  # fmt: skip
+    """The tile of this program: its first unit and gate, its rows, and where its sums go."""
+    unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
+    tiles: gl.constexpr = unit_tiles * ((W + 127) // 128)
+    tile = gl.program_id(0) % tiles
+    program = gl.program_id(0) // tiles
+    model = program // programs
+    start = model * rows + program % programs * share
+    TOTAL: gl.constexpr = (D + H + 1) * W + (H if SEPARATE else 0)
+    return (
+        tile % unit_tiles * 128, tile // unit_tiles * 128, start, gl.minimum(start + share, (model + 1) * rows),
+        partial_ptr + program.to(gl.int64) * TOTAL,
+    )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
 def weight_grads_kernel(
     x_ptr,        # [S, rows, D] inputs; rows are groups, steps and sequences, [G, T, B]
@@ -189,17 +208,7 @@ def weight_grads_kernel(
         gl.SwizzledSharedLayout(8, 1, 4, [1, 0]) if WIDE else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     )
     FOURS: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if WIDE else UNITS
-    unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
-    tiles: gl.constexpr = unit_tiles * ((W + 127) // 128)
-    tile = gl.program_id(0) % tiles
-    program = gl.program_id(0) // tiles
-    first_unit = tile % unit_tiles * 128
-    first_gate = tile // unit_tiles * 128
-    model = program // programs
-    start = model * rows + program % programs * share
-    end = gl.minimum(start + share, (model + 1) * rows)
-    TOTAL: gl.constexpr = (D + H + 1) * W + (H if SEPARATE else 0)
-    partial_ptr += program.to(gl.int64) * TOTAL
+    first_unit, first_gate, start, end, partial_ptr = _locate(partial_ptr, rows, share, programs, D, H, W, SEPARATE)
     T = T.to(gl.int32)
     B = B.to(gl.int32)
     xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
@@ -229,4 +238,118 @@ def weight_grads_kernel(
         _add_up(
             (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end,
             first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _add_up_by_mma(
+    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end, first_unit,
+    first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr,
+):  # fmt: skip
+    """As `_add_up`, by mma.sync: operands go from shared memory to registers a few rows at a time."""
+    xs, ps, gs, ns = buffers
+    WARPS: gl.constexpr = gl.num_warps()
+    WIDE: gl.constexpr = xs.dtype == gl.float32
+    SEPARATE: gl.constexpr = dhn_ptr is not None
+    DEPTH: gl.constexpr = 16  # rows of one product, the fewest that there are
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // 2, 2], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 1 if WIDE else 2)
+    LOAD: gl.constexpr = gl.BlockedLayout(
+        [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
+    )  # fmt: skip
+    SUMMED: gl.constexpr = WARPS if WIDE else 2 * WARPS
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    cols = gl.arange(0, 128, gl.SliceLayout(0, LOAD))
+    product_x = gl.zeros([128, 128], gl.float32, ACC)
+    product_h = gl.zeros([128, 128], gl.float32, ACC)
+    sum_x = gl.zeros([SUMMED, 128], gl.float32, LOAD)
+    sum_h = gl.zeros([SUMMED, 128], gl.float32, LOAD)
+    for stage in gl.static_range(STAGES - 1):
+        row = start + stage * ROWS + rows
+        goes_on = _load_goes_on(reset_ptr, row, end)
+        _copy(
+            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
+            cols, D, H, W, REVERSE,
+        )  # fmt: skip
+    goes_on = _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+    slot = 0
+    for at in range(start, end, ROWS):
+        async_copy.wait_group(STAGES - 2)
+        barrier()  # what all threads copied is there, and all have read what lies where the next copies go
+        row = at + (STAGES - 1) * ROWS + rows
+        into = slot + STAGES - 1
+        into = gl.where(into >= STAGES, into - STAGES, into)
+        _copy(
+            buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
+            cols, D, H, W, REVERSE,
+        )  # fmt: skip
+        goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
+        for k in gl.static_range(0, ROWS, DEPTH):
+            x = xs.index(slot).slice(k, DEPTH, 0).permute([1, 0]).load(LEFT)
+            h = ps.index(slot).slice(k, DEPTH, 0).permute([1, 0]).load(LEFT)
+            g = gs.index(slot).slice(k, DEPTH, 0).load(RIGHT)
+            n = g
+            if SEPARATE:
+                n = ns.index(slot).slice(k, DEPTH, 0).load(RIGHT)
+            if WIDE:
+                x, h, g, n = _round(x), _round(h), _round(g), _round(n)
+            product_x = mma_v2(x, g, product_x, input_precision="tf32" if WIDE else None)
+            product_h = mma_v2(h, n, product_h, input_precision="tf32" if WIDE else None)
+        for k in gl.static_range(0, ROWS, SUMMED):
+            sum_x += gs.index(slot).slice(k, SUMMED, 0).load(LOAD).to(gl.float32)
+            if SEPARATE:
+                sum_h += ns.index(slot).slice(k, SUMMED, 0).load(LOAD).to(gl.float32)
+        slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
+    async_copy.wait_group(0)
+    _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
+    _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
+    if first_unit == 0:
+        gate = first_gate + gl.arange(0, 128, gl.SliceLayout(0, LOAD))
+        sums_ptr = partial_ptr + (D + H) * W
+        gl.store(sums_ptr + gate, gl.sum(sum_x, 0), mask=gate < W)
+        if SEPARATE:
+            gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
+
+
+@gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
+def weight_grads_mma_kernel(
+    x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr,  # as of weight_grads_kernel
+    rows, share, programs, T, B,
+    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    REVERSE: gl.constexpr,
+):  # fmt: skip
+    """The same from capability 8.0 on, without wgmma."""
+    TYPE: gl.constexpr = x_ptr.dtype.element_ty
+    # read as operands of mma.sync without bank conflicts
+    LAYOUT: gl.constexpr = (
+        gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
+        if TYPE == gl.float32
+        else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
+    )
+    first_unit, first_gate, start, end, partial_ptr = _locate(
+        partial_ptr, rows, share, programs, D, H, W, dhn_ptr is not None
+    )
+    T = T.to(gl.int32)
+    B = B.to(gl.int32)
+    xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
+    ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
+    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
+    if dhn_ptr is not None:
+        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
+        if first_gate >= W - H:
+            _add_up_by_mma(
+                (xs, ps, gs, ns), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end,
+                first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+            )  # fmt: skip
+        else:
+            _add_up_by_mma(
+                (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end,
+                first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+            )  # fmt: skip
+    else:
+        _add_up_by_mma(
+            (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end, first_unit,
+            first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
         )  # fmt: skip

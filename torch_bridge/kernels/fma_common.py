@@ -16,7 +16,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import load_weight, time_order, unpack_halves, within_half
-from torch_bridge.kernels.common_sm90 import pack
+from torch_bridge.kernels.gluon_common import pack
 
 
 @gluon.constexpr_function

@@ -1,10 +1,11 @@
 """What the kernels in Gluon share: weights and operands in 16 bits, scaled, activations, packed stores.
 
-Where one program has all units (`gru_sm90.py`, `lstm_sm90.py`), its weights are in registers for the whole sequence: a
-warp owns 16 hidden units of every gate. Only the other operand, hidden states (forward) or gate gradients (backward),
-goes through shared memory, in two buffers written in turn, with no change of layout. Products are mma.sync's: wgmma,
-which reads shared memory itself, would need a fence at every step, that waits for all stores before it. Where programs
-share the units (`*_sm90_split.py`, with `exchange_sm90.py`), both operands are in shared memory, for wgmma.
+Where one program has all units (`gru_resident.py`, `lstm_resident.py`), its weights are in registers for the whole
+sequence: a warp owns 16 hidden units of every gate. Only the other operand, hidden states (forward) or gate gradients
+(backward), goes through shared memory, in two buffers written in turn, with no change of layout. Products are
+mma.sync's, which every GPU since Ampere has: wgmma, which reads shared memory itself, would need a fence at every step,
+and that fence waits for all stores before it. Where programs share the units (`*_split.py`, with `split_common.py`),
+both operands are in shared memory, for wgmma.
 
 Products of float32 are made of float16 operands, which have the ten bits of mantissa that TF32 has. Their range is
 kept by powers of two, exact to apply and to undo: one scale for the weights, one a sequence for the other operand.

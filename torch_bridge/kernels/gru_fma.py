@@ -1,11 +1,10 @@
-"""GRU time loop for Hopper in Gluon, for few units: as `gru.py` with SPLITS == 1 and, forward, no reset state."""
+"""GRU time loop in Gluon, for few units and capability 8.0 on: as `gru.py` with SPLITS == 1, forward no reset state."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.common import sigmoid, tanh
-from torch_bridge.kernels.common_sm90 import backward_rows, barrier, forward_rows, load_inputs
-from torch_bridge.kernels.fma_sm90 import (
+from torch_bridge.kernels.fma_common import (
     allocate_operands,
     leave,
     load_fours,
@@ -20,6 +19,7 @@ from torch_bridge.kernels.fma_sm90 import (
     then,
     unpack_fours,
 )
+from torch_bridge.kernels.gluon_common import backward_rows, barrier, forward_rows, load_inputs
 
 
 @gluon.jit

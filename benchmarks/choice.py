@@ -1,0 +1,264 @@
+"""Measures whether `implementation=None` picks the faster implementation, over the shapes of RL code.
+
+Rows are a problem under the default, under "triton" and under "xla"; the default's target is the better of the two plus
+`TOLERANCE`. Where the default lowers to the program of one of them it has that one's time: two timings of one program
+differ by some percent. Where it has launches of both, forward and backward, it is timed by itself.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import cases, harness, oracle, timing
+from benchmarks.results import Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from benchmarks.settings import Settings
+
+    Arrays = dict[str, jax.Array]
+
+# How much slower than the better implementation the default may be.
+TOLERANCE = 0.03
+DEFAULT, IMPLEMENTATIONS = "default", ("triton", "xla")
+# Passes run in a loop inside one program, so that dispatch does not count: about so many seconds of them under "xla",
+# which takes some 20 us a step, and what the products take.
+LOOPED_SECONDS, STEP_SECONDS, FLOPS = 0.02, 2e-5, 1e14
+MOST_PASSES = 64
+# Problems whose programs are compiled side by side.
+AT_ONCE = 12
+
+
+class Problem(NamedTuple):
+    """A call of `jaxrnn.gru` or `lstm`.
+
+    Attributes:
+      cell, B, T, H: cell, batch, time, and hidden units, which inputs have too.
+      models: length of the axis that `jax.vmap` maps over, weights too; 0 for none.
+      gradients: whether the pass has a backward pass.
+      dtype: of all arrays.
+      precision: of products, as `jaxrnn.gru` takes it.
+      reset_state: None or "h": a state `[H]` that episodes start from.
+    """
+
+    cell: cases.Cell
+    B: int
+    T: int
+    H: int
+    models: int = 0
+    gradients: bool = True
+    dtype: cases.Dtype = "f32"
+    precision: Literal["default", "highest"] = "default"
+    reset_state: Literal["h"] | None = None
+
+    def __str__(self) -> str:
+        """`GRU 64,128,128` for B, T, H; of the rest, what is not the default."""
+        rest = {
+            f"x{self.models}": self.models,
+            "forward": not self.gradients,
+            self.dtype: self.dtype != "f32",
+            self.precision: self.precision != "default",
+            "reset state": self.reset_state,
+        }
+        return " ".join(
+            [f"{self.cell.upper()} {self.B},{self.T},{self.H}", *(name for name, told in rest.items() if told)]
+        )
+
+
+def _grid() -> Iterator[Problem]:
+    # T by turns, with fewer steps where there are many states
+    lengths, narrow, wide = itertools.cycle((16, 128, 64, 256, 32)), (1, 64, 1024), (1, 16, 64, 256, 1024, 4096)
+    for cell, H in itertools.product(cases.GATES, (8, 32, 64, 128, 256, 512, 1024)):
+        for B in wide if H >= 256 else narrow:
+            T = next(lengths)
+            while T > 16 and B * T * H > 2**25:
+                T //= 2
+            yield Problem(cell, B, T, H)
+
+
+# Defaults of JAX RL code bases (docs/codebases.md), by sequences of a minibatch.
+_CODE_BASES = (
+    Problem("gru", 1, 128, 128), Problem("gru", 32, 128, 128), Problem("gru", 512, 256, 128),  # purejaxrl, JaxMARL
+    Problem("gru", 8, 1024, 256), Problem("gru", 128, 64, 512), Problem("lstm", 256, 128, 512),  # popjaxrl, Craftax
+    Problem("gru", 512, 32, 1024), Problem("gru", 512, 16, 1024), Problem("gru", 64, 64, 256),  # xland, Kinetix
+    Problem("lstm", 32, 256, 256), Problem("gru", 64, 120, 512), Problem("lstm", 64, 120, 512),  # jaxued, R2D2
+    Problem("gru", 8, 256, 1024), Problem("gru", 1, 1024, 512), Problem("lstm", 1024, 128, 256),
+)  # fmt: skip
+_SEEDS = tuple(
+    Problem(cell, B, T, H, models=models)
+    for cell in cases.GATES
+    for B, T, H, models in ((8, 128, 128, 16), (8, 64, 32, 8), (8, 128, 256, 8), (32, 64, 512, 4), (64, 16, 1024, 2))
+)
+_STEPS = tuple(
+    Problem(cell, B, 1, H, gradients=False)
+    for cell in cases.GATES
+    for B, H in ((1, 64), (64, 128), (1024, 512), (64, 1024))
+)
+_FORWARD = tuple(
+    Problem(cell, B, T, H, gradients=False)
+    for cell in cases.GATES
+    for B, T, H in ((64, 128, 128), (64, 120, 512), (1024, 16, 256))
+)
+_OTHERS = (
+    Problem("gru", 64, 128, 128, dtype="bf16"), Problem("gru", 1024, 32, 256, dtype="bf16"),
+    Problem("gru", 256, 32, 1024, dtype="bf16"), Problem("lstm", 1024, 32, 512, dtype="bf16"),
+    Problem("gru", 64, 128, 128, precision="highest"), Problem("lstm", 64, 64, 512, precision="highest"),
+    Problem("gru", 256, 32, 1024, precision="highest"), Problem("lstm", 1024, 32, 256, precision="highest"),
+    Problem("gru", 64, 128, 128, reset_state="h"), Problem("lstm", 64, 64, 128, reset_state="h"),
+    Problem("gru", 1024, 32, 256, reset_state="h"), Problem("lstm", 64, 64, 512, reset_state="h"),
+)  # fmt: skip
+PROBLEMS = tuple(dict.fromkeys((*_grid(), *_CODE_BASES, *_SEEDS, *_STEPS, *_FORWARD, *_OTHERS)))
+
+
+def make_arrays(problem: Problem) -> Arrays:
+    """Operands, resets and the cotangent of the outputs, and a reset state if the problem has one."""
+    case = cases.Case(problem.cell, problem.B, problem.T, problem.H, models=problem.models)
+    arrays = dict(cases.make_inputs(case))
+    if problem.reset_state:
+        names = ("reset_h",) if problem.cell == "gru" else ("reset_c", "reset_h")
+        arrays |= {name: arrays["h0"][..., 0, :] for name in names}
+    dtype = cases.NUMPY_DTYPES[problem.dtype]
+    return jax.device_put({name: x if x.dtype == bool else x.astype(dtype) for name, x in arrays.items()})
+
+
+def run(problem: Problem, implementation: Any, arrays: Arrays) -> Arrays:
+    """Outputs of the problem and, if it has gradients, those of everything that takes one."""
+    fixed: Arrays = {name: arrays[name] for name in ("h0", "c0", "resets", "ct_ys") if name in arrays}
+    differentiated = {name: x for name, x in arrays.items() if name not in fixed}
+
+    def forward(differentiated: Arrays) -> jax.Array:
+        given = dict(differentiated)
+        states = [given.pop(name) for name in ("reset_c", "reset_h") if name in given]
+        options: dict[str, Any] = {"implementation": implementation, "precision": problem.precision}
+        if states:
+            options["reset_state"] = states[0] if problem.cell == "gru" else tuple(states)
+        return oracle.forward(given, fixed, **options)
+
+    if not problem.gradients:
+        return {"ys": forward(differentiated)}
+    ys, vjp = jax.vjp(forward, differentiated)
+    (gradients,) = vjp(fixed["ct_ys"])
+    return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
+
+
+def one_pass(problem: Problem, implementation: str | None) -> Callable[[Arrays], Arrays]:
+    """The pass of a problem, mapped over models if it has some."""
+    one = functools.partial(run, problem, implementation)
+    return jax.vmap(one) if problem.models else one
+
+
+def passes(problem: Problem) -> int:
+    """Passes of a timed program."""
+    models, backward = problem.models or 1, 3 if problem.gradients else 1
+    products = 4 * cases.GATES[problem.cell] * models * problem.B * problem.T * problem.H**2 * backward
+    return max(1, min(MOST_PASSES, int(LOOPED_SECONDS / (problem.T * STEP_SECONDS + products / FLOPS))))
+
+
+def looped(problem: Problem, implementation: str | None) -> Callable[[Arrays], Arrays]:
+    """Many passes in turn, each waiting for the one before; returns what the last one does."""
+    one = one_pass(problem, implementation)
+
+    def loop(arrays: Arrays) -> Arrays:
+        def turn(_: Any, before: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
+            given, _ = before
+            after = one(arrays | given)
+            # no pass can be moved out of the loop, and weights are the loop's, as an agent's are
+            first = 0 * jax.tree.leaves(after)[0].ravel()[0]
+            return {name: w + first.astype(w.dtype) for name, w in given.items()}, after
+
+        weights = {name: x for name, x in arrays.items() if name.startswith(("w_", "b"))}
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(one, arrays))
+        return jax.lax.fori_loop(0, passes(problem), turn, (weights, zeros))[1]
+
+    return loop
+
+
+class Compiled(NamedTuple):
+    """A problem with its programs, and what went wrong with those it has not.
+
+    Attributes:
+      same: the implementation whose program is that of the default too; None if the default has one of its own.
+    """
+
+    problem: Problem
+    arrays: Arrays
+    same: str | None
+    programs: Mapping[str, Callable[[], Arrays]]
+    failures: dict[str, Exception]
+
+
+def prepare(problems: tuple[Problem, ...]) -> Iterator[Compiled]:
+    """Compiles the programs of several problems side by side, each program once."""
+    pending = []
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        for problem in problems:
+            arrays, futures, failures, texts = make_arrays(problem), {}, {}, {}
+            for name in (*IMPLEMENTATIONS, DEFAULT):
+                try:
+                    lowered = jax.jit(looped(problem, None if name == DEFAULT else name)).lower(arrays)
+                    texts[name] = lowered.as_text()
+                    if name != DEFAULT or texts[name] not in [texts.get(other) for other in IMPLEMENTATIONS]:
+                        futures[name] = pool.submit(lowered.compile)
+                except Exception as error:
+                    failures[name] = error
+            same = next((name for name in IMPLEMENTATIONS if texts.get(name) == texts.get(DEFAULT)), None)
+            pending.append((problem, arrays, same, futures, failures))
+    for problem, arrays, same, futures, failures in pending:
+        programs = {}
+        for name, future in futures.items():
+            try:
+                programs[name] = functools.partial(future.result(), arrays)
+            except Exception as error:
+                failures[name] = error
+        yield Compiled(problem, arrays, same, programs, failures)
+
+
+def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) -> list[Row]:
+    """A row for the default and for each implementation: timed unless one is far from the others' results."""
+    label, count = str(one.problem), passes(one.problem)
+    rows = {name: Row(label, name, ours=DEFAULT) for name in (DEFAULT, *IMPLEMENTATIONS)}
+    for name, error in one.failures.items():
+        rows[name] = harness.failed(rows[name], error)
+    limit = 2 * oracle.TOLERANCE["bf16" if one.problem.dtype == "bf16" else "tf32"]
+    want = one.programs["xla"]() if "xla" in one.programs else None
+    clocks = {}
+    for name, program in one.programs.items():
+        if want is not None and name != "xla":
+            errors = {array: rms for array, (rms, _) in oracle.errors(program(), want).items()}
+            worst = max(errors, key=lambda array: errors[array] if errors[array] == errors[array] else float("inf"))
+            rows[name] = dataclasses.replace(rows[name], error=errors[worst], error_of=worst)
+            if not errors[worst] <= limit:
+                reason = f"not timed: {worst} is off xla's by {errors[worst]:.2g}, more than {limit:g}"
+                rows[name] = dataclasses.replace(rows[name], status="wrong", reason=reason)
+                continue
+        clocks[name] = timing.jax_clock(program, program, count)
+    del want
+    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+    for name, (device, wall) in spreads.items():
+        rows[name] = harness.timed(rows[name], device, wall, scale=1e3, method=clocks[name].method)
+    if one.same is not None:
+        rows[DEFAULT] = dataclasses.replace(rows[one.same], provider=DEFAULT, note=f"runs {one.same}")
+    else:
+        rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], note="has launches of both")
+    values = [value for name in IMPLEMENTATIONS if (value := rows[name].value) is not None]
+    if values:
+        rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], target=(1 + TOLERANCE) * min(values))
+    return list(rows.values())
+
+
+def choice(settings: Settings, progress: Callable[[str], None]) -> Iterator[Row]:
+    """The default beside each implementation, over the shapes of RL code."""
+    wanted = tuple(problem for problem in PROBLEMS if settings.wants_case(str(problem)))
+    for first in range(0, len(wanted), AT_ONCE):
+        for one in prepare(wanted[first : first + AT_ONCE]):
+            progress(str(one.problem))
+            yield from measure(one, settings, progress)
+        harness.release()

@@ -1,0 +1,204 @@
+"""A recurrence's launch as a `lax.scan`: the outputs of the forward or backward kernel, from the same arrays, by XLA.
+
+`implementation=None` runs this in place of a kernel where it is faster: wide states with many sequences, on GPUs whose
+kernels read the weights at every step. The choice is made when a launch is lowered, so it knows the sizes that `vmap`
+gave it, and it is made for each direction by itself. Gradients of the weights are sums over all steps either way.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn import reference
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from jax import Array
+
+    from jaxrnn.cells import Cell
+
+_LARGEST_FLOAT16 = 65504.0
+
+
+def run(
+    cell: Cell, direction: str, arrays: Mapping[str, Array], dtypes: Mapping[str, Any], *, reset_state: str,
+    reverse: bool | str, precision: str,
+) -> dict[str, Array]:  # fmt: skip
+    """Returns the outputs of a launch by name.
+
+    Args:
+      cell: an entry of the cell table.
+      direction: "fwd" or "bwd".
+      arrays: of the launch, by name: weights `[S, ...]`, sequences `[G, T, B, W]` and states `[G, B, H]`, where G is a
+        multiple of S.
+      dtypes: of the outputs, by name.
+      reset_state: as of the launch: "zeros", "fixed" or "stepped".
+      reverse: as of the launch; "odd" runs models of odd index in reverse.
+      precision: of float32 products: "tf32", or "tf32x3" for float32's accuracy.
+    """
+    weight = "w_hh_t" if direction == "fwd" else "w_hh"
+    weights = {name: x for name, x in arrays.items() if name in (weight, "b_hn")}
+    models = weights[weight].shape[0]
+    # [S, G / S, ...]: each model with its own groups
+    others = {
+        name: x.reshape(models, x.shape[0] // models, *x.shape[1:]) for name, x in arrays.items() if name not in weights
+    }
+    one: Callable[..., dict[str, Array]] = functools.partial(
+        _forward if direction == "fwd" else _backward, cell, dtypes, reset_state,
+        jax.lax.Precision.HIGHEST if precision == "tf32x3" else jax.lax.Precision.DEFAULT,
+    )  # fmt: skip
+    if reverse == "odd":
+        in_reverse = jnp.arange(models) % 2 == 1
+        results = jax.vmap(one)(weights, others, in_reverse)
+    elif models == 1:  # without a batch axis in its products
+        results = one(*jax.tree.map(lambda x: x[0], (weights, others)), reverse)
+        results = jax.tree.map(lambda x: x[None], results)
+    else:
+        results = jax.vmap(lambda weights, others: one(weights, others, reverse))(weights, others)
+    return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
+
+
+class _Steps:
+    """Brings arrays of one model, `[N, T, B, W]`, to `[T, N * B, W]` in the order of the steps, and back."""
+
+    def __init__(self, sequence: Array, in_reverse: bool | Array):
+        self.groups, self.steps, self.batch = sequence.shape[:3]
+        self._in_reverse = in_reverse
+
+    def _ordered(self, x: Array) -> Array:
+        if isinstance(self._in_reverse, bool):
+            return x  # `lax.scan` has the order
+        return jnp.where(self._in_reverse, jnp.flip(x, 0), x)
+
+    def split(self, x: Array) -> Array:
+        x = jnp.moveaxis(x, 1, 0)
+        return self._ordered(x.reshape(self.steps, self.groups * self.batch, *x.shape[3:]))
+
+    def join(self, x: Array) -> Array:
+        x = self._ordered(x).reshape(self.steps, self.groups, self.batch, *x.shape[2:])
+        return jnp.moveaxis(x, 0, 1)
+
+    def state(self, x: Array) -> Array:
+        return x.reshape(self.groups * self.batch, x.shape[-1])
+
+    def groups_of(self, x: Array) -> Array:
+        return x.reshape(self.groups, self.batch, x.shape[-1])
+
+    def scan(self, step: Callable[..., Any], carry: Any, xs: Any, *, last_first: bool = False) -> tuple[Any, Any]:
+        return jax.lax.scan(step, carry, xs, reverse=(self._in_reverse is True) != last_first)
+
+
+def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
+    """`x @ w` in float32, with `x` in the dtype of the weights."""
+    return reference.matmul(x.astype(w.dtype), w, precision, jnp.float32)
+
+
+def _to(x: Array, dtype: Any) -> Array:
+    """`x` in a dtype; float16 holds what is beyond its range as its largest number."""
+    return (jnp.clip(x, -_LARGEST_FLOAT16, _LARGEST_FLOAT16) if dtype == jnp.float16 else x).astype(dtype)
+
+
+def _forward(
+    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
+    arrays: dict[str, Array], in_reverse: bool | Array,
+) -> dict[str, Array]:  # fmt: skip
+    """The forward launch of one model."""
+    steps = _Steps(arrays["xp"], in_reverse)
+    params, w = SimpleNamespace(b_hn=weights.get("b_hn")), weights["w_hh_t"].T
+    fixed = {s: steps.state(arrays[f"reset_{s}"]) for s in cell.states if reset_state == "fixed"}
+    in_words = "factors" in dtypes and "keep" not in dtypes
+    saved = [name for name, _ in cell.saved if name in dtypes] if not in_words else []
+
+    def step(states: dict[str, Array], inputs: Any) -> Any:
+        xp, reset, new = inputs
+        if reset is not None:
+            for s in cell.states:
+                state = (new or fixed).get(s, jnp.zeros_like(states[s]))
+                states = states | {s: jnp.where(reset[:, None], state.astype(jnp.float32), states[s])}
+        xp, hp = xp.astype(jnp.float32), _product(states["h"], w, precision)
+        after = cell.step(params, xp, hp, states)
+        results = {f"{s}s": after[s].astype(dtypes[f"{s}s"]) for s in cell.states if f"{s}s" in dtypes}
+        if saved or in_words:
+            residuals = cell.save(params, xp, hp, states)
+            results |= {name: _to(residuals[name], dtypes[name]) for name in saved}
+            if in_words:
+                results["factors"] = to_words(residuals["factors"], residuals["keep"])
+        return after, results
+
+    carry = {s: steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states}
+    reset = arrays.get("reset")
+    new = {s: steps.split(arrays[f"reset_{s}"]) for s in cell.states} if reset_state == "stepped" else None
+    resets = None if reset is None else steps.split(reference.is_reset(reset))
+    last, results = steps.scan(step, carry, (steps.split(arrays["xp"]), resets, new))
+    joined = {name: steps.join(x) for name, x in results.items()}
+    return joined | {f"{s}_last": steps.groups_of(last[s]).astype(dtypes[f"{s}_last"]) for s in cell.states}
+
+
+def _backward(
+    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
+    arrays: dict[str, Array], in_reverse: bool | Array,
+) -> dict[str, Array]:  # fmt: skip
+    """The backward launch of one model."""
+    del reset_state  # no gradient crosses a reset, wherever the episode starts from
+    steps = _Steps(arrays["dhs"], in_reverse)
+    w_t = weights["w_hh"].T
+    in_words = "keep" not in arrays
+
+    def step(dstates: dict[str, Array], inputs: Any) -> Any:
+        saved, d_each, reset = inputs
+        if in_words:
+            saved = dict(zip(("factors", "keep"), from_words(saved["factors"]), strict=True))
+        saved = {name: x.astype(jnp.float32) for name, x in saved.items()}
+        dstates = {s: d + d_each[s].astype(jnp.float32) if s in d_each else d for s, d in dstates.items()}
+        dxp, dhp, direct = cell.grad_step(saved, dstates)
+        results = {"dxp": dxp.astype(dtypes["dxp"])}
+        hidden = direct["h"].shape[-1]
+        results |= {name: dhp[:, -hidden:].astype(dtypes[name]) for name in cell.hidden_grads}
+        dstates = direct | {"h": direct["h"] + _product(dhp, w_t, precision)}
+        if reset is not None:
+            start = reset[:, None]
+            for s in cell.states:
+                if f"dreset_{s}" in dtypes:
+                    results[f"dreset_{s}"] = jnp.where(start, dstates[s], 0.0).astype(dtypes[f"dreset_{s}"])
+            dstates = {s: jnp.where(start, 0.0, d) for s, d in dstates.items()}
+        return dstates, results
+
+    carry = {s: steps.state(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states}
+    saved = {name: steps.split(arrays[name]) for name, _ in cell.saved if name in arrays}
+    d_each = {s: steps.split(arrays[f"d{s}s"]) for s in cell.states if f"d{s}s" in arrays}
+    reset = arrays.get("reset")
+    resets = None if reset is None else steps.split(reference.is_reset(reset))
+    first, results = steps.scan(step, carry, (saved, d_each, resets), last_first=True)
+    results = {name: steps.join(x) for name, x in results.items()}
+    for s in cell.states:
+        results[f"d{s}0"] = steps.groups_of(first[s]).astype(dtypes[f"d{s}0"])
+        if f"dreset_{s}" in dtypes and reset is None:  # nothing resets
+            results[f"dreset_{s}"] = jnp.zeros(arrays["dhs"].shape, dtypes[f"dreset_{s}"])
+    return results
+
+
+def to_words(factors: Array, keep: Array) -> Array:
+    """Packs `factors [..., 4H]` in float16 and `keep [..., H]` as three words of 32 bits, `[..., 3H]` float32.
+
+    The format is that of `torch_bridge.kernels.common.split_words`: the words of all units lie one after the other.
+    """
+    halves = _to(factors, jnp.float16).reshape(*keep.shape, 4)
+    a, b, c, d = jnp.unstack(jax.lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32), axis=-1)
+    bits = jax.lax.bitcast_convert_type(keep, jnp.uint32)
+    words = jnp.concatenate((d | a << 16, (bits & 0xFFFF) | b << 16, bits >> 16 | c << 16), axis=-1)
+    return jax.lax.bitcast_convert_type(words, jnp.float32)
+
+
+def from_words(words: Array) -> tuple[Array, Array]:
+    """The inverse of `to_words`: `factors [..., 4H]` in float16 and `keep [..., H]` in float32."""
+    first, second, third = jnp.split(jax.lax.bitcast_convert_type(words, jnp.uint32), 3, axis=-1)
+    halves = jnp.stack((first >> 16, second >> 16, third >> 16, first & 0xFFFF), axis=-1).astype(jnp.uint16)
+    keep = (second & 0xFFFF) | third << 16
+    factors = jax.lax.bitcast_convert_type(halves, jnp.float16).reshape(*keep.shape[:-1], -1)
+    return factors, jax.lax.bitcast_convert_type(keep, jnp.float32)

@@ -1,0 +1,162 @@
+"""The suite that holds the default to the better implementation, and runs as another GPU."""
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import __main__ as command
+from benchmarks import choice, machine, report
+from benchmarks.results import Report, Row
+from benchmarks.settings import Settings
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_problems_are_those_of_agents():
+    """At least 100: both cells, 1 to 4096 sequences, 8 to 1024 units, 16 to 1024 steps, models, and single steps."""
+    problems = choice.PROBLEMS
+    assert len(problems) >= 100 and len(set(map(str, problems))) == len(problems)
+    assert {problem.cell for problem in problems} == {"gru", "lstm"}
+    assert {1, 4096} <= {problem.B for problem in problems} and {8, 1024} <= {problem.H for problem in problems}
+    assert {1, 16, 1024} <= {problem.T for problem in problems} and any(problem.models for problem in problems)
+    assert {problem.gradients for problem in problems if problem.T == 1} == {False}
+    assert {"bf16"} <= {problem.dtype for problem in problems}
+    assert any(problem.reset_state for problem in problems)
+    assert "highest" in {problem.precision for problem in problems}
+
+
+def test_short_passes_are_timed_many_at_a_time():
+    assert choice.passes(choice.Problem("gru", 1, 1024, 512)) == 1
+    assert choice.passes(choice.Problem("gru", 64, 1, 128, gradients=False)) == choice.MOST_PASSES
+    assert 2 < choice.passes(choice.Problem("gru", 64, 128, 128)) < 16
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Rows of one small problem, where "triton" is a slower or wrong twin of "xla"."""
+
+    def measure(problem, *, default="xla", wrong=0.0):
+        def run(problem, implementation, arrays):
+            results = original(problem, "xla", arrays)
+            if (implementation or default) == "triton":
+                results = {name: x + wrong + jnp.sum(x) * 0 for name, x in results.items()}
+            return results
+
+        original = choice.run
+        monkeypatch.setattr(choice, "run", run)
+        monkeypatch.setattr(choice, "PROBLEMS", (problem,))
+        monkeypatch.setattr(choice, "MOST_PASSES", 2)
+        return {row.provider: row for row in choice.choice(Settings(seconds=0.01, rounds=1), lambda _: None)}
+
+    return measure
+
+
+@pytest.mark.parametrize("default", ["xla", "triton"])
+def test_the_default_has_the_time_of_the_program_that_it_is(measured, default):
+    rows = measured(choice.Problem("gru", 4, 5, 8, models=2), default=default)
+    assert list(rows) == ["default", "triton", "xla"]
+    assert rows["default"].note == f"runs {default}"
+    assert rows["default"].value == rows[default].value
+    assert rows["default"].target == pytest.approx(1.03 * min(rows["triton"].value, rows["xla"].value))
+
+
+def test_what_is_wrong_is_not_timed(measured):
+    rows = measured(choice.Problem("lstm", 4, 5, 8, gradients=False), wrong=0.5)
+    assert rows["triton"].status == "wrong" and rows["triton"].value is None and "off xla's" in rows["triton"].reason
+    assert rows["default"].value == rows["xla"].value and report.broken(rows["triton"])
+
+
+def test_a_problem_with_all_options_runs():
+    problem = choice.Problem("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h")
+    assert str(problem) == "LSTM 3,40,8 x2 bf16 highest reset state"
+    results = choice.one_pass(problem, "xla")(choice.make_arrays(problem))
+    assert {"ys", "dxs", "dw_ih", "dw_hh", "db", "dreset_c", "dreset_h"} == results.keys()
+    assert results["dreset_h"].shape == (2, 8) and results["ys"].dtype == jnp.bfloat16
+
+
+def test_a_default_that_loses_is_broken():
+    row = Row("GRU 1,2,3", choice.DEFAULT, value=1.04, target=1.03)
+    assert report.broken(row) and not report.broken(dataclasses.replace(row, value=1.02))
+
+
+# Running as another GPU.
+
+
+def test_results_of_another_gpu_have_a_folder_and_a_line_of_their_own(monkeypatch, tmp_path):
+    here = {"gpu": "NVIDIA H200", "as": "a100", "driver": "580.1"}
+    assert machine.slug(here) == "as-a100-on-nvidia-h200"
+    assert machine.line(here) == "NVIDIA H200, kernels chosen and compiled for NVIDIA A100, driver 580.1"
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    for folder in ("nvidia-h200", "as-a100-on-nvidia-h200", "as-rtx3090-on-nvidia-h200"):
+        Report("choice", here, {}, []).save(tmp_path / folder)
+    assert command.results_folder(None).name == "nvidia-h200"
+    assert command.results_folder(None, "rtx3090").name == "as-rtx3090-on-nvidia-h200"
+    with pytest.raises(SystemExit, match="there are: none"):
+        command.results_folder(None, "rtx4090")
+
+
+def test_the_command_line_takes_a_profile():
+    assert command.parse_arguments(["headline", "--as", "a100"]).settings.profile == "a100"
+    assert command.parse_arguments(["show", "headline", "--as", "a100"]).profile == "a100"
+    assert command.parse_arguments(["headline"]).settings.profile == ""
+    for bad in (["headline", "--as", "a1000"], ["tune", "--as", "a100"]):
+        with pytest.raises(SystemExit):
+            command.parse_arguments(bad)
+
+
+@pytest.mark.torch
+def test_running_as_a_newer_gpu_is_refused(monkeypatch):
+    from torch_bridge import devices, launch
+
+    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: devices.PROFILES["a100"])
+    with pytest.raises(ValueError, match=r"NVIDIA H200 \(compute capability 9.0\) does not run on NVIDIA A100 \(8.0\)"):
+        launch.run_as(devices.PROFILES["h200"])
+
+
+@pytest.mark.compile_only
+def test_running_as_another_gpu_assembles_its_ptx_for_the_one_at_hand(monkeypatch, tmp_path):
+    import triton
+
+    from benchmarks.launches import make_problem
+    from torch_bridge import devices, launch
+
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
+    monkeypatch.setattr(launch, "_profile", None)
+    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: devices.PROFILES["h200"])
+    problem = make_problem("gru", "fwd", "tf32", 64, 16)
+    launch.run_as(devices.PROFILES["rtx3090"])
+    device = launch.device()
+    assert (device.capability, device.multiprocessors) == (86, 82)
+    assert device.name == "NVIDIA GeForce RTX 3090 on NVIDIA H200"
+    compiled = launch.Launch(problem, device).specialization.compile()
+    assert ".target sm_86" in compiled.asm["ptx"]
+    assert machine_of(compiled.asm["cubin"], tmp_path) == 90
+    assert Path(triton.knobs.cache.dir).parent == tmp_path
+
+
+def machine_of(cubin, folder):
+    """The capability that a cubin is for."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    text = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"code for sm_(\d+)", text)[1])
+
+
+def test_without_a_gpu_running_as_another_says_so():
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    for arguments in (["benchmarks", "choice", "--as", "a100"], ["pytest", "--as", "a100", "tests/test_choice.py"]):
+        result = subprocess.run(
+            [sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
+        )
+        assert result.returncode not in (0, 5) and "an NVIDIA GPU" in result.stderr + result.stdout
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,193 @@
+"""A launch as a `lax.scan`, which `implementation=None` runs where a kernel is slower: the kernel's results."""
+
+import dataclasses
+import functools
+import itertools
+
+import calls
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrnn import _bridge, recurrent, scan_launch
+
+
+@pytest.fixture
+def scans(monkeypatch):
+    """Makes the default run every launch as a scan; returns the directions of those that were."""
+    from torch_bridge import config
+
+    directions = []
+
+    def prefers_scan(problem, device):
+        directions.append(problem.direction)
+        return True
+
+    monkeypatch.setattr(_bridge, "preferred", lambda steps: True)
+    monkeypatch.setattr(config, "prefers_scan", prefers_scan)
+    return directions
+
+
+def run(case, inputs):
+    """Outputs and gradients by the default, compiled anew: what it chose before may not stand."""
+    one = functools.partial(cases._with_gradients, case, None)
+    given = {name: x for name, x in inputs.items() if x is not None}
+    results = jax.jit(jax.vmap(one) if case.models else one)(given)
+    return {name: np.asarray(x) for name, x in results.items()}
+
+
+def check(case, got, inputs):
+    """Holds results to twice XLA's error; in TF32, to which XLA rounds nothing on a CPU, to a bound of their own."""
+    want = cases.run_oracle(case, inputs)
+    assert got.keys() == want.keys()
+    if (case.dtype, case.precision) == ("f32", "default"):
+        cases.compare(got, want, lambda name: 2e-3)
+    else:
+        cases.check(case, got, cases.run(case, inputs, "xla"), want)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", cases.INTERPRETED, ids=str)
+def test_outputs_and_gradients_match_the_oracle(scans, case):
+    inputs = cases.make_inputs(case)
+    got = run(case, inputs)
+    assert set(scans) == {"fwd", "bwd"}
+    check(case, got, inputs)
+
+
+ON_A_GPU = [
+    cases.Case(cell, T=13, B=B, H=H, **changes)
+    for cell in ("gru", "lstm")
+    for B, H, changes in (
+        (64, 256, {}), (3, 512, {"resets": "none"}), (64, 1024, {"reset_state": "h"}), (300, 256, {"reverse": True}),
+        (16, 512, {"reset_state": "tbh", "time_major": False, "reverse": True}), (64, 256, {"models": 3}),
+        (64, 512, {"dtype": "bf16"}), (16, 256, {"dtype": "bf16", "carry_dtype": "bf16", "remat": True}),
+        (64, 256, {"precision": "highest"}), (16, 256, {"reset_state": "bh", "models": 2, "dtype": "f16"}),
+    )
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_A_GPU, ids=str)
+def test_on_a_gpu_errors_are_within_twice_those_of_xla(scans, case):
+    inputs = cases.make_inputs(case)
+    got, again = run(case, inputs), run(case, inputs)
+    assert set(scans) == {"fwd", "bwd"}
+    cases.check(case, got, cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
+    for name, x in got.items():
+        np.testing.assert_array_equal(again[name], x, err_msg=name)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_a_named_kernel_is_never_a_scan(scans, cell):
+    case = cases.Case(cell, T=3, B=2, H=8)
+    one = functools.partial(cases._with_gradients, case, "triton")
+    text = str(jax.make_jaxpr(one)({k: v for k, v in cases.make_inputs(case).items() if v is not None}))
+    assert "jaxrnn_launch" in text and "may_scan=False" in text and "may_scan=True" not in text
+    assert not scans
+
+
+def test_words_are_those_of_the_kernels():
+    """Packing and unpacking give float16 factors, clamped to its range, and the float32 numbers bit for bit."""
+    rng = np.random.default_rng(0)
+    factors = rng.standard_normal((3, 5, 28)).astype(np.float32)
+    factors[0, 0, :4] = [1e6, -1e6, 3e-8, 0.0]
+    keep = rng.random((3, 5, 7)).astype(np.float32)
+    words = scan_launch.to_words(jnp.asarray(factors), jnp.asarray(keep))
+    assert words.shape == (3, 5, 21) and words.dtype == jnp.float32
+    halves, back = scan_launch.from_words(words)
+    np.testing.assert_array_equal(back, keep)
+    np.testing.assert_array_equal(halves, np.clip(factors, -65504, 65504).astype(np.float16))
+    first = np.asarray(words).view(np.uint32)[..., :7]
+    np.testing.assert_array_equal(first >> 16, np.asarray(halves).view(np.uint16)[..., ::4])
+    np.testing.assert_array_equal(first & 0xFFFF, np.asarray(halves).view(np.uint16)[..., 3::4])
+
+
+@pytest.mark.interpret
+def test_saving_in_place_gives_the_same_gradients(scans, monkeypatch):
+    from jaxrnn import fused
+
+    # of more than 64 units residuals apart are float16 too
+    case = cases.Case("gru", T=5, B=3, H=128, precision="default")
+    inputs = cases.make_inputs(case)
+    apart = run(case, inputs)
+    monkeypatch.setattr(fused, "_IN_PLACE_BYTES", 0)
+    in_place = run(case, inputs)
+    for name, x in apart.items():
+        np.testing.assert_allclose(in_place[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_each_direction_runs_its_own_way(monkeypatch, scans, cell):
+    """A kernel reads what a scan saved, and the other way round; both directions of a layer too."""
+    from torch_bridge import config
+
+    case = cases.Case(cell, T=4, B=3, H=40, reset_state="h", precision="default")
+    for changes, direction in itertools.product(({}, {"models": 2, "reverse": True}), ("fwd", "bwd")):
+        monkeypatch.setattr(config, "prefers_scan", lambda problem, device, d=direction: problem.direction == d)
+        changed = dataclasses.replace(case, **changes)
+        inputs = cases.make_inputs(changed)
+        check(changed, run(changed, inputs), inputs)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_both_directions_of_a_layer_run_as_scans(scans, cell):
+    """The models of odd index in reverse."""
+    params, carry, xs, resets, _ = calls.arguments(cell, batch=(3,), steps=5, hidden=12)
+    both = getattr(recurrent, f"bidirectional_{cell}")
+    pair = jax.tree.map(lambda x: x + 0.1, params), carry
+
+    def run(implementation):
+        def loss(params, xs):
+            results = both(
+                (params, pair[0]), (carry, pair[1]), xs, resets=(resets, resets[::-1]), precision="highest",
+                implementation=implementation,
+            )  # fmt: skip
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(results)), results
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, xs)
+
+    calls.assert_close(run(None), run("xla"), 1e-5)
+    assert set(scans) == {"fwd", "bwd"}
+
+
+def choices(cell, hidden, batch, name, kind="tf32", **changes):
+    """Whether forward, and whether backward, a launch is left to a scan."""
+    from benchmarks.launches import make_problem
+    from torch_bridge import config, devices
+
+    problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
+    return [config.prefers_scan(problem, devices.PROFILES[name]) for problem in problems]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_scans_take_what_kernels_are_slow_at(cell):
+    """Wide states with many sequences, on GPUs whose kernels read the weights at every step."""
+    for name in ("a100", "rtx3090", "rtx4090"):
+        for kind, hidden, batch in itertools.product(("tf32", "bf16"), (8, 64, 128), (1, 64, 4096)):
+            assert choices(cell, hidden, batch, name, kind) == [False, False]
+        assert choices(cell, 256, 64, name) == [False, False]
+        assert choices(cell, 1024, 4096, name) == choices(cell, 512, 4096, name) == [True, True]
+        assert choices(cell, 1024, 2048, name, "tf32x3") == [True, True]
+    for hidden, batch in itertools.product((64, 256, 512, 1024), (1, 64, 1024)):  # weights stay on chip
+        if (cell, hidden) != ("lstm", 1024):
+            assert choices(cell, hidden, batch, "h200") == [False, False]
+
+
+@pytest.mark.torch
+def test_the_choice_counts_the_models_that_vmap_adds():
+    from benchmarks.launches import make_problem
+    from torch_bridge import config, devices
+
+    problem = make_problem("gru", "fwd", "tf32", 512, 64)
+    taken = [
+        config.prefers_scan(dataclasses.replace(problem, models=n, groups=n), devices.PROFILES["rtx3090"])
+        for n in (1, 64)
+    ]
+    assert taken == [False, True]

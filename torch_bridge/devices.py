@@ -1,0 +1,59 @@
+"""GPUs: what a launch is chosen by, and the profiles of GPUs that kernels are compiled for without having one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """The facts about a GPU that the choice of a kernel and its tiling depends on. The name is for people.
+
+    Attributes:
+      capability: compute capability times ten.
+      multiprocessors: number of SMs.
+      shared_memory: bytes of shared memory that one program may use.
+      threads: threads that an SM holds at once.
+      interpreted: kernels run in Triton's interpreter, which has no Gluon.
+      name: as the driver reports it; a table of measured tilings is found by it. Empty for a device without a table.
+    """
+
+    capability: int = 90
+    multiprocessors: int = 132
+    shared_memory: int = 232_448
+    threads: int = 2048
+    interpreted: bool = False
+    name: str = ""
+
+    @property
+    def runs_gluon(self) -> bool:
+        """Whether kernels written in Gluon run here; those that need wgmma need `has_wgmma` besides."""
+        return not self.interpreted and self.capability >= 80
+
+    @property
+    def has_wgmma(self) -> bool:
+        """Whether the SMs have Hopper's wgmma, which neither earlier nor later GPUs have."""
+        return not self.interpreted and self.capability == 90
+
+    @property
+    def has_early_launch(self) -> bool:
+        """Whether a kernel can start before the previous one ends (programmatic dependent launch)."""
+        return not self.interpreted and self.capability >= 90
+
+    def programs_per_sm(self, num_warps: int, wanted: int) -> int:
+        """Returns how many programs an SM holds at once: `wanted`, or as many as its threads allow."""
+        return max(1, min(wanted, self.threads // (32 * num_warps)))
+
+
+# Facts from NVIDIA's data sheets and the CUDA programming guide (table "Technical Specifications per Compute
+# Capability"). The A40 and A6000 have the chip of the RTX 3090, the L40S that of the RTX 4090.
+PROFILES = {
+    "a100": Device(80, 108, 166_912, 2048, name="NVIDIA A100"),
+    "rtx3090": Device(86, 82, 101_376, 1536, name="NVIDIA GeForce RTX 3090"),
+    "rtx4090": Device(89, 128, 101_376, 1536, name="NVIDIA GeForce RTX 4090"),
+    "h100": Device(90, 132, 232_448, 2048, name="NVIDIA H100 80GB HBM3"),
+    "h200": Device(90, 132, 232_448, 2048, name="NVIDIA H200"),
+    "b200": Device(100, 148, 232_448, 2048, name="NVIDIA B200"),
+    "b300": Device(103, 148, 232_448, 2048, name="NVIDIA B300"),
+    "rtx5090": Device(120, 170, 101_376, 1536, name="NVIDIA GeForce RTX 5090"),
+}
