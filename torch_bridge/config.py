@@ -507,15 +507,14 @@ def _eights_spill(problem: Problem, device: Device) -> bool:
         return False
     old, new, halves = _triton() < (3, 7), _triton() > (3, 7), _kind(problem) == "16-bit"
     forward, full = problem.direction == "fwd", problem.hidden == 128
-    if not device.has_wgmma:
-        # Triton 3.7 spills 8 to 80 bytes of odd widths; of 128 units 24 bytes on 12.0
-        if problem.uneven and (forward or not problem.common):
-            return True
-        if full and device.capability == 120 and not (forward or halves or problem.common):
-            return True
-    if forward:  # TF32 of 127 units 16 bytes
-        return problem.uneven and (new or not halves)
-    return not full and not problem.common and (problem.uneven and old if halves else new)
+    if forward:  # of 127 units 8 bytes in 16 bits, 16 in TF32
+        return problem.uneven
+    if problem.common:
+        return False
+    # Triton 3.7 spills 8 to 80 bytes of odd widths; of 128 units 24 bytes on 12.0
+    if not device.has_wgmma and (problem.uneven or (full and device.capability == 120 and not halves)):
+        return True
+    return not full and (problem.uneven and old if halves else new)
 
 
 def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
@@ -635,6 +634,10 @@ _HOPPER_TILINGS = {
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
+# In place of these where the hidden size is no multiple of `block_k`: masks take registers, and they spill.
+_PARTLY_FILLED = {
+    ("lstm", "16-bit", "bwd"): {(64, 16, 64, 4, 4): (64, 16, 64, 8, 4), (64, 32, 64, 8, 4): (64, 32, 32, 8, 4)},
+}
 # Of uneven problems; and how many of these do not spill.
 _UNEVEN_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
 _UNEVEN = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
@@ -746,6 +749,8 @@ def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelC
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
     tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if problem.uneven else _TILINGS[key]
+    partly_filled = _PARTLY_FILLED.get(key, {})
+    tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)
     if problem.common and not problem.uneven and device.has_wgmma:
         # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings

@@ -68,6 +68,22 @@ def _copy(
 
 
 @gluon.jit
+def _prefetch(
+    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T, B,
+    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Starts the copies of the first STAGES - 1 blocks of rows. Returns whether episodes go on at the rows after."""
+    for stage in gl.static_range(STAGES - 1):
+        row = start + stage * ROWS + rows
+        goes_on = _load_goes_on(reset_ptr, row, end)
+        _copy(
+            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
+            cols, D, H, W, REVERSE,
+        )  # fmt: skip
+    return _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+
+
+@gluon.jit
 def _transpose(gs, slot, gt, LAYOUT: gl.constexpr):
     """Brings gate gradients to `gt` along rows and rounded; returns them as they were."""
     g = gs.index(slot).load(LAYOUT)
@@ -80,6 +96,22 @@ def _store_tile(ptr, tile, first_row, first_col, ROWS: gl.constexpr, COLS: gl.co
     row = (first_row + gl.arange(0, 128, gl.SliceLayout(1, ACC)))[:, None]
     col = (first_col + gl.arange(0, 128, gl.SliceLayout(0, ACC)))[None, :]
     gl.store(ptr + row * COLS + col, tile, mask=(row < ROWS) & (col < COLS))
+
+
+@gluon.jit
+def _store(
+    partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D: gl.constexpr, H: gl.constexpr,
+    W: gl.constexpr, SEPARATE: gl.constexpr, ACC: gl.constexpr, SUM: gl.constexpr,
+):  # fmt: skip
+    """Stores the two products, and from the programs of the first units the sums for the biases."""
+    _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
+    _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
+    if first_unit == 0:
+        gate = first_gate + gl.arange(0, 128, gl.SliceLayout(0, SUM))
+        sums_ptr = partial_ptr + (D + H) * W
+        gl.store(sums_ptr + gate, gl.sum(sum_x, 0), mask=gate < W)
+        if SEPARATE:
+            gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
 
 
 @gluon.jit
@@ -108,14 +140,10 @@ def _add_up(
     product_h = gl.zeros([128, 128], gl.float32, ACC)
     sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
     sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
-    for stage in gl.static_range(STAGES - 1):
-        row = start + stage * ROWS + rows
-        goes_on = _load_goes_on(reset_ptr, row, end)
-        _copy(
-            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
-            cols, D, H, W, REVERSE,
-        )  # fmt: skip
-    goes_on = _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+    goes_on = _prefetch(
+        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T,
+        B, D, H, W, ROWS, STAGES, REVERSE,
+    )  # fmt: skip
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -155,14 +183,9 @@ def _add_up(
         product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
-    _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
-    if first_unit == 0:
-        gate = first_gate + gl.arange(0, 128, gl.SliceLayout(0, SUM))
-        sums_ptr = partial_ptr + (D + H) * W
-        gl.store(sums_ptr + gate, gl.sum(sum_x, 0), mask=gate < W)
-        if SEPARATE:
-            gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
+    _store(
+        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, SUM
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -266,14 +289,10 @@ def _add_up_by_mma(
     product_h = gl.zeros([128, 128], gl.float32, ACC)
     sum_x = gl.zeros([SUMMED, 128], gl.float32, LOAD)
     sum_h = gl.zeros([SUMMED, 128], gl.float32, LOAD)
-    for stage in gl.static_range(STAGES - 1):
-        row = start + stage * ROWS + rows
-        goes_on = _load_goes_on(reset_ptr, row, end)
-        _copy(
-            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
-            cols, D, H, W, REVERSE,
-        )  # fmt: skip
-    goes_on = _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
+    goes_on = _prefetch(
+        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T,
+        B, D, H, W, ROWS, STAGES, REVERSE,
+    )  # fmt: skip
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -303,14 +322,9 @@ def _add_up_by_mma(
                 sum_h += ns.index(slot).slice(k, SUMMED, 0).load(LOAD).to(gl.float32)
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
-    _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
-    _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
-    if first_unit == 0:
-        gate = first_gate + gl.arange(0, 128, gl.SliceLayout(0, LOAD))
-        sums_ptr = partial_ptr + (D + H) * W
-        gl.store(sums_ptr + gate, gl.sum(sum_x, 0), mask=gate < W)
-        if SEPARATE:
-            gl.store(sums_ptr + H + gate, gl.sum(sum_h, 0), mask=gate < W)
+    _store(
+        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, LOAD
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
