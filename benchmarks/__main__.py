@@ -7,20 +7,17 @@
     python -m benchmarks show --out FOLDER headline          # from results elsewhere
     python -m benchmarks table                               # the README's table
     python -m benchmarks plot                                # the figures
-    python -m benchmarks tune                                # times tilings, writes torch_bridge/tables/GPU.json
 
 Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice; with none
 named, all of them. Results go to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is
 stopped keeps what it has. --as chooses kernels as for another GPU, compiles them to its PTX and assembles that for the
 GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU. Peers run as they are.
-`tune` writes the table that launches on this GPU take their tilings from; --rows "GRU fwd" --add tunes a part again.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -39,10 +36,8 @@ SUITES = (
     "ppo", "norm", "choice",
 )  # fmt: skip
 VIEWS = ("show", "table", "plot")
-TUNE = "tune"
-TUNE_SECONDS = 0.05
-# The options that each takes; measuring takes all of them.
-TAKEN = {**dict.fromkeys(VIEWS, ("out", "profile")), TUNE: ("out", "rows", "add", "seconds", "rounds", "commit")}
+# The options that a view takes; measuring takes all of them.
+VIEW_OPTIONS = ("out", "profile")
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -52,16 +47,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot, tune")
-    add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU, of tune torch_bridge/tables)")
+    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot")
+    add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
     # None, as the default of all of them, is an option that was not given.
     add("--only", action="extend", type=_names, metavar="A,B", help="measure only these providers; repeatable")
     add("--skip", action="extend", type=_names, metavar="A,B", help="do not measure these providers; repeatable")
     add("--rows", action="append", metavar="TEXT", help="only cases with this in their name; repeatable")
     kept = "keep the results that are there of other cases, same machine and commit"
     add("--add", action="store_const", const=True, help=kept)
-    seconds = f"of each provider in each row (default: {Settings.seconds}), of each tiling (default: {TUNE_SECONDS})"
-    add("--seconds", type=float, help=seconds)
+    add("--seconds", type=float, help=f"of each provider in each row (default: {Settings.seconds})")
     add("--rounds", type=int, help=f"turns that each provider takes (default: {Settings.rounds})")
     add(
         "--first-call-limit", type=float, metavar="SECONDS",
@@ -70,18 +64,17 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--as", dest="profile", choices=list(PROFILES), help="choose and compile kernels as for this GPU")
     add("--commit", help="of the code (default: JAXRNN_COMMIT, or ask git)")
     options = parser.parse_intermixed_args(arguments)
-    special = (*VIEWS, TUNE)
-    options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in special else None
-    if options.view in ("table", "plot", TUNE) and options.commands:
-        parser.error(f"{options.view} takes no suites{'; --rows chooses' if options.view == TUNE else ''}")
+    options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in VIEWS else None
+    if options.view in ("table", "plot") and options.commands:
+        parser.error(f"{options.view} takes no suites")
     given = [name for name, value in vars(options).items() if name not in ("commands", "view") and value is not None]
-    if ignored := [name for name in given if name not in TAKEN.get(options.view, given)]:
+    if ignored := [name for name in given if options.view and name not in VIEW_OPTIONS]:
         flags = ", ".join(_flag(name) for name in ignored)
-        taken = ", ".join(_flag(name) for name in TAKEN[options.view])
+        taken = ", ".join(_flag(name) for name in VIEW_OPTIONS)
         parser.error(f"{options.view} has no use for {flags}: of the options it takes {taken}")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
-        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(special)}")
+        parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(VIEWS)}")
     if named := (*(options.only or ()), *(options.skip or ())):
         from benchmarks.providers import PROVIDERS
         from benchmarks.suites import OTHER_NAMES
@@ -91,9 +84,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
             parser.error(f"no provider {', '.join(unknown)}; there are {', '.join(known)}")
     settings = {f.name: getattr(options, f.name) for f in dataclasses.fields(Settings) if f.name in given}
     settings |= {name: tuple(getattr(options, name) or ()) for name in ("only", "skip", "rows")}
-    defaults = {"seconds": TUNE_SECONDS} if options.view == TUNE else {}
     try:
-        options.settings = Settings(**defaults | settings)
+        options.settings = Settings(**settings)
     except ValueError as error:
         parser.error(str(error))
     options.commit = options.commit or os.environ.get("JAXRNN_COMMIT")
@@ -188,14 +180,6 @@ def measure(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 1 if a row of this project is wrong or failed."""
     options = parse_arguments(arguments)
-    if options.view == TUNE:
-        if missing := [name for name in ("torch", "triton") if importlib.util.find_spec(name) is None]:
-            raise SystemExit(
-                f"tune times kernels on an NVIDIA GPU and needs {' and '.join(missing)}: pip install '.[torch]'"
-            )
-        from benchmarks import tune
-
-        return 1 if tune.main(options) else 0
     if options.view:
         view(options)
         return 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 from pathlib import Path
 
 import jax
 
-from torch_bridge import config
 from torch_bridge.devices import PROFILES
 
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
@@ -41,7 +41,7 @@ def line(machine: dict[str, str]) -> str:
 
 def slug(machine: dict[str, str]) -> str:
     """The GPU's name as a folder: `nvidia-h200`, or `as-a100-on-nvidia-h200`."""
-    gpu = config.slug(machine["gpu"])
+    gpu = re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
     return f"as-{machine['as']}-on-{gpu}" if "as" in machine else gpu
 
 

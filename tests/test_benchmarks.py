@@ -687,10 +687,7 @@ def test_the_command_line():
     assert options.settings.wants_case("GRU 8,1024,256") and not options.settings.wants_case("GRU 64,128,128")
     assert command.parse_arguments([]).suites == command.SUITES
     assert command.parse_arguments(["show", "small"]).view == "show"
-    tune = command.parse_arguments(["tune", "--rows", "GRU fwd"])
-    assert tune.view == "tune" and tune.settings == Settings(seconds=0.05, rows=("GRU fwd",))
-    assert command.parse_arguments(["tune", "--seconds", "0.3"]).settings.seconds == 0.3
-    assert tune.commit is None and command.parse_arguments(["small", "--commit", "abc"]).commit == "abc"
+    assert options.commit is None and command.parse_arguments(["small", "--commit", "abc"]).commit == "abc"
 
 
 def test_options_stand_where_they_like(tmp_path):
@@ -706,16 +703,14 @@ def test_options_stand_where_they_like(tmp_path):
     [
         ("no-such-suite", "no suite no-such-suite; there are headline"),
         ("show no-such-suite", "no suite no-such-suite; there are headline"),
-        ("tune small", "tune takes no suites; --rows chooses"),
         ("plot small", "plot takes no suites"),
         ("table headline", "table takes no suites"),
         ("show torch-step --rows zzz", "show has no use for --rows: of the options it takes --out"),
         ("--rounds -3 show", "show has no use for --rounds"),
         ("table --only flax --add", "table has no use for --only, --add"),
         ("plot --commit abc", "plot has no use for --commit"),
-        ("tune --skip flax --first-call-limit 9", "tune has no use for --skip, --first-call-limit"),
+        ("table --skip flax --first-call-limit 9", "table has no use for --skip, --first-call-limit"),
         ("--rounds 0", "rounds must be at least 1, got 0"),
-        ("tune --rounds -3", "rounds must be at least 1, got -3"),
         ("--seconds -1", "seconds must be above 0 and finite, got -1.0"),
         ("--first-call-limit nan", "first_call_limit must be above 0 and finite, got nan"),
         ("--only flax,nope", "no provider nope; there are jaxrnn"),
@@ -781,164 +776,13 @@ def test_nobody_need_read_to_the_end(what, tmp_path):
     assert (result.returncode, result.stderr) == (1, "")
 
 
-@pytest.mark.parametrize("what", ["headline", "norm", "tune"])
+@pytest.mark.parametrize("what", ["headline", "norm"])
 def test_without_a_gpu_measuring_says_so(what):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", what], cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert result.returncode == 1 and "an NVIDIA GPU" in result.stderr and "Traceback" not in result.stderr
-
-
-# Tuning.
-
-
-def pretended(seconds):
-    """Clocks of launches whose calls take `seconds(tiling)`."""
-
-    def clock(run):
-        second = seconds(run.launch.config)
-        return timing.Clock(lambda calls: calls * second, lambda: second, "pretended")
-
-    return clock
-
-
-def hand_made(**us):
-    """What tuning gives for a problem: the first is the heuristic's."""
-    from benchmarks import tune
-    from benchmarks.launches import make_problem
-    from torch_bridge.config import Device
-
-    problem = make_problem("gru", "fwd", "tf32", 256, 8, steps=32)
-    tilings = tune.tilings(problem, Device())
-    return tune.Result(problem, tilings[0], dict(zip(tilings, us.values(), strict=False)), {})
-
-
-@pytest.mark.torch
-def test_the_grid_has_problems_of_every_kind():
-    from benchmarks import tune
-    from torch_bridge.config import Device, key
-
-    problems = list(tune.grid())
-    labels = [tune.label(problem) for problem in problems]
-    assert len(set(labels)) == len({key(problem) for problem in problems}) == len(problems) == 336
-    assert labels[0] == "GRU fwd tf32 8,32,64" and labels[-1] == "LSTM bwd bf16 2048,32,1024"
-    assert all(problem.common and problem.models == 1 for problem in problems)
-    for problem in problems:
-        tilings = tune.tilings(problem, Device())
-        assert len(set(tilings)) == len(tilings)
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize(("cell", "direction"), [("gru", "fwd"), ("gru", "bwd"), ("lstm", "bwd")])
-def test_tilings_are_compared_and_timed(cell, direction):
-    from benchmarks import tune
-    from benchmarks.launches import make_problem
-    from torch_bridge.config import Device
-
-    device = Device(interpreted=True, name="Pretended")
-    problem = make_problem(cell, direction, "tf32", 136, 9, steps=2)
-    first, *others = tune.tilings(problem, device)
-    seconds = {tiling: 2e-3 for tiling in others} | {first: 1.1e-3, others[-1]: 1e-3}
-    result = tune.measure(problem, device, Settings(rounds=2), place="cpu", clock=pretended(seconds.get))
-    assert result.bad == {} and result.fastest == others[-1]
-    assert result.us == pytest.approx({first: 550.0, others[-1]: 500.0})  # the others are hopeless
-    assert (result.entry.config, result.entry.us, result.entry.heuristic_us) == (others[-1], 500.0, 550.0)
-
-
-@pytest.mark.interpret
-def test_a_tiling_that_is_wrong_is_not_timed(monkeypatch):
-    from benchmarks import launches, tune
-    from torch_bridge.config import Device
-
-    device = Device(interpreted=True)
-    problem = launches.make_problem("gru", "bwd", "tf32", 136, 3, steps=2)
-    first, wrong, broken, *_ = tune.tilings(problem, device)
-
-    class Run(launches.Run):
-        def __call__(self):
-            if self.launch.config == broken:
-                raise RuntimeError("out of resources\nsecond line")
-            super().__call__()
-            if self.launch.config == wrong:
-                self._tensors["dh0"][0, 1, 2] += 10
-
-    monkeypatch.setattr(tune, "Run", Run)
-    result = tune.measure(problem, device, Settings(rounds=1), place="cpu", clock=pretended(lambda _: 1e-3))
-    assert result.bad.keys() == {wrong, broken} and first in result.us and result.entry is None
-    assert "dh0 is off by" in result.bad[wrong] and result.bad[broken] == "RuntimeError: out of resources"
-    monkeypatch.setattr(tune, "tilings", lambda *_: [broken, first])
-    result = tune.measure(problem, device, Settings(rounds=1), place="cpu", clock=pretended(lambda _: 1e-3))
-    assert result.us == {} and result.fastest is None and result.entry is None and result.bad.keys() == {broken}
-
-
-@pytest.mark.torch
-def test_only_what_beats_the_heuristic_is_an_entry():
-    from benchmarks import tune
-    from torch_bridge.config import Device, Table
-
-    clear, close, best = hand_made(a=3.0, b=2.5), hand_made(a=3.0, b=2.95), hand_made(a=3.0, b=4.0)
-    assert (clear.entry.us, clear.entry.heuristic_us) == (2.5, 3.0)
-    assert close.fastest != close.heuristic and close.entry is None
-    assert best.fastest == best.heuristic and best.entry is None
-
-    device, about = Device(name="NVIDIA H200"), {"commit": "abc"}
-    other = dataclasses.replace(clear.entry, hidden=512)
-    old = Table(device, about, (clear.entry, other))
-    assert tune.make_table([close], device, about, old).entries == (other,)
-    assert tune.make_table([clear], device, about, old).entries == (clear.entry, other)
-    assert tune.make_table([clear], device, {"commit": "abd"}, old).entries == (clear.entry,)
-    console = report.Console(width=200, record=True, file=io.StringIO())
-    failed = dataclasses.replace(close, us={}, bad={close.heuristic: "RuntimeError: no"})
-    console.print(tune.report([clear, close, failed], "NVIDIA H200"))
-    lines = [line for line in console.export_text().split("\n") if "GRU fwd tf32 8,32,256" in line]
-    assert [" 1.200 " in lines[0], " 1.017 " in lines[1], "RuntimeError: no" in lines[2]] == [True] * 3
-    assert ["entry" in line for line in lines] == [True, False, False]
-
-
-@pytest.mark.compile_only
-def test_tuning_compiles_measures_and_writes_a_table(monkeypatch, tmp_path):
-    """All but the measuring, for which it takes the GPU."""
-    import torch
-
-    from benchmarks import tune
-    from torch_bridge import launch
-    from torch_bridge.config import Device, Table
-
-    def measured(problem, device, settings):
-        tilings = tune.tilings(problem, device)
-        return tune.Result(problem, tilings[0], {tiling: 3.0 - i for i, tiling in enumerate(tilings[:2])}, {})
-
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(launch, "device", lambda ordinal: Device(name="NVIDIA H200"))
-    monkeypatch.setattr(tune, "measure", measured)
-    arguments = ["tune", "--out", str(tmp_path), "--commit", "abc", "--rows"]
-    assert command.main([*arguments, "GRU fwd bf16 8,32,64"]) == 0
-    problem = next(problem for problem in tune.grid() if tune.label(problem) == "GRU fwd bf16 8,32,64")
-    kernels = len(tune.tilings(problem, launch.device(0)))
-    assert len(list((tmp_path / "cache").glob("*/*.cubin"))) == kernels > 1
-    table = Table.load(tmp_path / "nvidia-h200.json")
-    assert table.device == Device(name="NVIDIA H200") and table.about["commit"] == "abc"
-    assert [(entry.cell, entry.hidden, entry.sequences, entry.us) for entry in table.entries] == [("gru", 64, 8, 2.0)]
-    assert command.main([*arguments, "GRU bwd bf16 8,32,64", "--add"]) == 0
-    assert {entry.direction for entry in Table.load(tmp_path / "nvidia-h200.json").entries} == {"fwd", "bwd"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("direction", ["fwd", "bwd"])
-@pytest.mark.parametrize("kind", ["tf32", "bf16"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_tilings_agree_and_are_timed_on_the_gpu(cell, kind, direction):
-    from benchmarks import tune
-    from benchmarks.launches import make_problem
-    from torch_bridge import launch
-
-    for hidden, batch in ((64, 8), (256, 32)):
-        problem = make_problem(cell, direction, kind, hidden, batch, steps=tune.STEPS)
-        result = tune.measure(problem, launch.device(0), Settings(seconds=0.01, rounds=2))
-        assert result.bad == {} and all(0.1 < us < 1000 for us in result.us.values())
 
 
 @pytest.mark.gpu

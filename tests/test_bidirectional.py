@@ -252,7 +252,7 @@ def assert_each_model_as_by_itself(problem, device, tiling, place):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @every_cell
 def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling):
-    from benchmarks.launches import make_problem
+    from problems import make_problem
 
     layout = {"models": 2, "groups": 4, "batch": 3, "steps": 2}
     problem = dataclasses.replace(make_problem(cell, direction, "tf32", 24, 1, reset_state="stepped"), **layout)
@@ -265,7 +265,8 @@ def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling)
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @every_cell
 def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge import launch
 
     device = launch.device(0)

@@ -126,7 +126,8 @@ def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
 def test_the_number_of_sms_decides_tile_sizes(capability, multiprocessors):
     """Tiles are as small as run at once, or of sixteen where that saves turns, on any chip."""
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge.config import heuristic
 
     n, device = multiprocessors, Device(capability, multiprocessors)
@@ -148,7 +149,8 @@ def test_the_number_of_sms_decides_tile_sizes(capability, multiprocessors):
 
 def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **changes):  # noqa: B008  # it is frozen
     """Whether forward, and whether backward."""
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge.config import heuristic
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
@@ -178,7 +180,8 @@ def test_few_units_take_a_program_a_sequence(device):
 
 def _variants(device):
     """The kernels that `device` offers for any of many problems."""
-    from benchmarks.launches import KINDS, make_problem
+    from problems import KINDS, make_problem
+
     from torch_bridge.config import candidates
 
     options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 32, 64, 128, 256, 512, 1000), (1, 64, 2048))
@@ -202,7 +205,8 @@ def test_where_gluon_does_not_run_kernels_are_plain(device):
 @every_profile
 def test_the_gates_of_an_lstm_in_shared_memory_are_as_many_as_fit(device):
     """An LSTM of 128 units keeps the weights of two gates there backward, of one where a program has 99 KB."""
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge.config import heuristic
 
     forward, backward = (
@@ -217,7 +221,8 @@ def test_the_gates_of_an_lstm_in_shared_memory_are_as_many_as_fit(device):
 @every_device
 def test_the_choice_does_not_depend_on_the_name_of_the_device(device):
     """Without a table of measured tilings, which is found by the name."""
-    from benchmarks.launches import KINDS, make_problem
+    from problems import KINDS, make_problem
+
     from torch_bridge import config, input_projections, norms, weight_grads
 
     others = [dataclasses.replace(device, name=name) for name in ("", "NVIDIA A40", "NVIDIA H200")]
@@ -268,7 +273,8 @@ def test_few_steps_of_a_wide_gru_take_what_costs_less():
 
 def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # it is frozen
     """The dtypes of what a kernel saves, or reads of that, of a program that has all of it in float32."""
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge.config import as_saved, heuristic
 
     make = functools.partial(make_problem, cell, direction, kind, hidden, batch, **changes)

@@ -105,9 +105,8 @@ def test_the_command_line_takes_a_profile():
     assert command.parse_arguments(["headline", "--as", "a100"]).settings.profile == "a100"
     assert command.parse_arguments(["show", "headline", "--as", "a100"]).profile == "a100"
     assert command.parse_arguments(["headline"]).settings.profile == ""
-    for bad in (["headline", "--as", "a1000"], ["tune", "--as", "a100"]):
-        with pytest.raises(SystemExit):
-            command.parse_arguments(bad)
+    with pytest.raises(SystemExit):
+        command.parse_arguments(["headline", "--as", "a1000"])
 
 
 @pytest.mark.torch
@@ -122,8 +121,8 @@ def test_running_as_a_newer_gpu_is_refused(monkeypatch):
 @pytest.mark.compile_only
 def test_running_as_another_gpu_assembles_its_ptx_for_the_one_at_hand(monkeypatch, tmp_path):
     import triton
+    from problems import make_problem
 
-    from benchmarks.launches import make_problem
     from torch_bridge import devices, launch
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))

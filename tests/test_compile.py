@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+from problems import KINDS, make_problem
 
-from benchmarks.launches import KINDS, make_problem
 from jaxrnn import fused
 from torch_bridge import config
 from torch_bridge.config import Device, KernelConfig, Problem
@@ -129,18 +129,6 @@ def whole(full, target):
 def test_configurations_fit_and_do_not_spill(target, full, direction, cell, kind, in_place):
     device = TARGETS[target]
     bad = misfits(shipped(cell, direction, kind, device, in_place, full), device)
-    assert not bad, "\n".join(bad)
-
-
-@pytest.mark.parametrize("path", sorted(config.TABLES.glob("*.json")), ids=lambda path: path.stem)
-def test_tilings_of_tables_fit_and_do_not_spill(path):
-    table, picked = config.Table.load(path), {}
-    for entry, (cell, kind, in_place) in itertools.product(table.entries, [form.values for form in FORMS]):
-        p = make_problem(cell, entry.direction, kind, entry.hidden, entry.sequences, in_place=in_place)
-        if config.key(p) == entry.key:
-            divided = entry.hidden % entry.config.block_k == 0
-            picked.setdefault((cell, entry.direction, kind, in_place, entry.config, divided), (p, entry.config))
-    bad = misfits(picked.values(), table.device)
     assert not bad, "\n".join(bad)
 
 

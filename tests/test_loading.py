@@ -311,8 +311,8 @@ def test_triton_is_hashed_beside_the_first_c_compiler(loading, monkeypatch):
 @pytest.mark.compile_only
 def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
     import triton
+    from problems import make_problem
 
-    from benchmarks.launches import make_problem
     from torch_bridge import launch
     from torch_bridge.config import Device
 

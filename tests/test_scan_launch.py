@@ -158,7 +158,8 @@ def test_both_directions_of_a_layer_run_as_scans(scans, cell):
 
 def choices(cell, hidden, batch, name, kind="tf32", **changes):
     """Whether forward, and whether backward, a launch is left to a scan."""
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge import config, devices
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
@@ -182,7 +183,8 @@ def test_scans_take_what_kernels_are_slow_at(cell):
 
 @pytest.mark.torch
 def test_the_choice_counts_the_models_that_vmap_adds():
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge import config, devices
 
     problem = make_problem("gru", "fwd", "tf32", 512, 64)

@@ -19,8 +19,7 @@ LAYOUT = {"models": 2, "groups": 4, "batch": 11, "steps": 9}
 def outputs(problem, device, tiling, place):
     """What a launch writes, as bits: `np.ndarray` by name."""
     import torch
-
-    from benchmarks.launches import Run, make_arrays, outputs_of
+    from problems import Run, make_arrays, outputs_of
 
     arrays = make_arrays(problem, place)
     Run(problem, device, tiling, arrays)()
@@ -65,9 +64,8 @@ def multiply(a, b, dtype):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, direction, tiling):
+    from problems import make_problem
     from triton.runtime import interpreter
-
-    from benchmarks.launches import make_problem
 
     class Numpy:
         matmul = staticmethod(multiply)
@@ -100,7 +98,8 @@ COMPILED = {
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
-    from benchmarks.launches import make_problem
+    from problems import make_problem
+
     from torch_bridge import launch
 
     device = launch.device(0)
@@ -131,7 +130,8 @@ def fits(problem, device, tiling):
 @pytest.mark.parametrize("cell", CELLS)
 def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state):
     """The same arrays, of the same shapes and dtypes."""
-    from benchmarks.launches import make_arrays, make_problem, outputs_of, shape_of
+    from problems import make_arrays, make_problem, outputs_of, shape_of
+
     from jaxrnn import _bridge
 
     found, original = [], _bridge._problem

@@ -1,20 +1,13 @@
-"""Which tiling a launch uses: a pure function of the problem and the device, no measuring on a user's call.
-
-`tables/DEVICE.json` has the tilings that `python -m benchmarks tune` found to be faster than the heuristic's.
-"""
+"""Which tiling a launch uses: a pure function of the problem and the device, no measuring on a user's call."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import importlib.metadata
-import json
 import math
-import re
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal, NamedTuple
 
 from torch_bridge.devices import Device as Device
@@ -31,7 +24,6 @@ Variant = Literal["plain", "resident", "fma", "split", "rows"]
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
 # Gates of each cell: the width of its input projection over H.
 GATES = {"gru": 3, "lstm": 4}
-TABLES = Path(__file__).parent / "tables"
 
 
 class UnsupportedError(NotImplementedError):
@@ -192,106 +184,6 @@ def _kind(problem: Problem) -> str:
     return problem.precision if problem.operand_dtype == "float32" else "16-bit"
 
 
-@dataclass(frozen=True)
-class Entry:
-    """Of the tilings of common problems of some size, the fastest.
-
-    Attributes:
-      cell: as of the problem, like `direction` and `hidden`.
-      kind: of products: "tf32", "tf32x3" or "16-bit".
-      sequences: a power of two, the number of sequences or the next above it.
-      config: the fastest tiling.
-      us: microseconds of a step.
-      heuristic_us: the same of the heuristic's tiling.
-    """
-
-    cell: str
-    direction: str
-    kind: str
-    hidden: int
-    sequences: int
-    config: KernelConfig
-    us: float
-    heuristic_us: float
-
-    @property
-    def key(self) -> tuple[str, str, str, int, int]:
-        """What it is found by."""
-        return self.cell, self.direction, self.kind, self.hidden, self.sequences
-
-
-@dataclass(frozen=True)
-class Table:
-    """The tilings of a device that were measured to be faster than the heuristic's.
-
-    Attributes:
-      device: that it was measured on. One of the same name but with, say, fewer multiprocessors does not use it.
-      about: driver, versions and commit that it was measured with.
-      entries: in the order of their keys.
-    """
-
-    device: Device
-    about: Mapping[str, str]
-    entries: tuple[Entry, ...]
-
-    def save(self, folder: Path = TABLES) -> Path:
-        """Writes `folder/DEVICE.json`, a line for each entry."""
-        header = {"device": dataclasses.asdict(self.device), "about": dict(self.about)}
-        lines = [json.dumps(dataclasses.asdict(entry)) for entry in sorted(self.entries, key=lambda entry: entry.key)]
-        text = json.dumps(header, indent=1).removesuffix("\n}") + ',\n "entries": [\n' + ",\n".join(lines) + "\n]}\n"
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{slug(self.device.name)}.json"
-        path.write_text(text)
-        return path
-
-    @classmethod
-    def load(cls, path: Path) -> Table:
-        """Reads what `save` wrote."""
-        table = json.loads(path.read_text())
-        entries = (Entry(**entry | {"config": KernelConfig(**entry["config"])}) for entry in table["entries"])
-        return cls(Device(**table["device"]), table["about"], tuple(entries))
-
-    @functools.cached_property
-    def _configs(self) -> dict[tuple[str, str, str, int, int], KernelConfig]:
-        return {entry.key: entry.config for entry in self.entries}
-
-    def find(self, problem: Problem, device: Device) -> KernelConfig | None:
-        """The tiling for a problem, or None: of another device, of an uncommon problem, of what was not measured."""
-        if device != self.device or not problem.common or problem.models > 1 or problem.steps < _MANY_STEPS:
-            return None
-        config = self._configs.get(key(problem))
-        # another kind of 16 bits, or another state of the code, may not have the tiling
-        return config if config in candidates(problem, device) else None
-
-
-def key(problem: Problem) -> tuple[str, str, str, int, int]:
-    """What entries of tables know a problem by."""
-    return problem.cell, problem.direction, _kind(problem), problem.hidden, _power_of_2(problem.sequences)
-
-
-def slug(name: str) -> str:
-    """A device's name as that of a file: `nvidia-h200`."""
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-
-
-@functools.cache
-def table(name: str) -> Table | None:
-    """The table of devices of this name, if there is one."""
-    path = TABLES / f"{slug(name)}.json"
-    return Table.load(path) if name and path.exists() else None
-
-
-@functools.lru_cache(maxsize=4096)
-def choose(problem: Problem, device: Device) -> KernelConfig:
-    """The tiling for a problem: of the device's table, where that has one, else the heuristic's.
-
-    Raises:
-      UnsupportedError: as `heuristic`.
-    """
-    measured = table(device.name)
-    return (measured and measured.find(problem, device)) or heuristic(problem, device)
-
-
 def may_save_float32(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
     """Whether the forward kernel for such a problem may save float32 where TF32 would do: see `as_saved`."""
     few = sequences <= _FMA_FOR_TF32 * device.multiprocessors
@@ -304,7 +196,7 @@ def as_saved(problem: Problem, device: Device) -> Problem:
     That is float16 where products are of TF32, whose rounding is no finer; float32 where they are of float32 as it is.
     """
     dtypes = dict(problem.dtypes)  # without "keep", of what is saved in place
-    if _kind(problem) != "tf32" or "keep" not in dtypes or choose(problem, device).variant == "fma":
+    if _kind(problem) != "tf32" or "keep" not in dtypes or heuristic(problem, device).variant == "fma":
         return problem
     dtypes |= {name: "float16" for name in ("factors", "through") if name in dtypes}
     return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))
@@ -459,7 +351,7 @@ def prefers_scan(problem: Problem, device: Device) -> bool:
     It may where the chosen kernel is a plain one whose programs share the units, and so reads weights at every step.
     The benchmark `choice` holds the decision to the better of both.
     """
-    config = choose(problem, device)
+    config = heuristic(problem, device)
     if config.variant != "plain" or config.splits == 1 or device.interpreted:
         return False
     return _SCAN_MARGIN * _scan_us(problem) < _plain_us(problem, config, device)

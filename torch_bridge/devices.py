@@ -15,7 +15,7 @@ class Device:
       shared_memory: bytes of shared memory that one program may use.
       threads: threads that an SM holds at once.
       interpreted: kernels run in Triton's interpreter, which has no Gluon.
-      name: as the driver reports it; a table of measured tilings is found by it. Empty for a device without a table.
+      name: as the driver reports it, for messages.
     """
 
     capability: int = 90

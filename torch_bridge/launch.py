@@ -459,7 +459,7 @@ class Launch:
 
     def __init__(self, problem: Problem, device: Device, config: KernelConfig | None = None):
         self.problem = problem
-        self.config = config or _config.choose(problem, device)
+        self.config = config or _config.heuristic(problem, device)
         self.workers = self.config.workers(problem, device)
         self.tiles = self.config.tiles(problem)
         self.workspaces = self.config.workspaces(problem, device)

@@ -1,4 +1,4 @@
-"""Problems, the arrays that a launch of one takes, and launches on them: what `tune` times and tests compare."""
+"""Problems of `torch_bridge.config`, the arrays that a launch of one takes, and launches on them."""
 
 from __future__ import annotations
 
@@ -116,19 +116,6 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
                 x = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)  # rounded to TF32, as callers do
         arrays[name] = x.to(getattr(torch, dtype))
     return arrays
-
-
-def numbers_of(problem: Problem, name: str, x: torch.Tensor) -> torch.Tensor:
-    """What an array of a problem stands for, to be compared: `x`, or of words the five numbers in three of them."""
-    import torch
-
-    if not _in_words(problem, name):
-        return x.float()
-    words = x.view(torch.int32).unflatten(-1, (3, -1))
-    first, second, third = words.unbind(-2)
-    keep = ((second & 0xFFFF) | (third << 16)).view(torch.float32)
-    halves = [bits.to(torch.int16).view(torch.float16).float() for bits in (first, *(words >> 16).unbind(-2))]
-    return torch.stack([*halves, keep], -2)
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
