@@ -141,7 +141,7 @@ def our_call(h: jax.Array) -> jax.Array:
     from jaxrnn import _bridge
     from torch_bridge.launch import Calls, interpreting
 
-    class Scale(_bridge._Kernels):
+    class Scale(_bridge._LaunchKind):
         def types(self, shapes: Any, params: Any) -> list[jax.ShapeDtypeStruct]:
             return [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
 

@@ -40,7 +40,7 @@ ROW_WEIGHTS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("mean", "rstd")
 # What is a sum over rows, or over steps and sequences: it has an axis of models and no other such.
 WEIGHT_GRADS = ("dweight", "dbias", "sums")
 # The axes that devices may share out; time and features stay whole.
-SHARED_OUT = ("models", "groups", "batch")
+SHARDABLE = ("models", "groups", "batch")
 
 
 class Output(NamedTuple):
@@ -187,14 +187,14 @@ def _primitive(name: str) -> Primitive:
 
 
 # A launch; and what a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
-launch_p, part_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_part")
+launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_part")
 norm_p, norm_part_p = _primitive("jaxrnn_norm"), _primitive("jaxrnn_norm_part")
 projection_p, projection_part_p = _primitive("jaxrnn_projection"), _primitive("jaxrnn_projection_part")
 weight_grads_p, weight_grads_part_p = _primitive("jaxrnn_weight_grads"), _primitive("jaxrnn_weight_grads_part")
 
 
 @functools.cache
-def _asks_for_devices() -> Any:
+def _mesh_marker() -> Any:
     """A jaxpr that, found among a primitive's parameters, makes JAX tell its lowering rule the devices and the mesh."""
     identity = custom_partitioning(lambda x: x)
     identity.def_partition(lambda mesh, x, y: (mesh, lambda x: x, y.sharding, (x.sharding,)), sharding_rule="->")
@@ -214,7 +214,7 @@ def launch(
 ) -> dict[str, Array]:
     """Launches one kernel: takes its arrays by name (None ones are left out) and returns its outputs by name.
 
-    With `reverse` "odd" the innermost `jax.vmap` around it must be of two, over weights too: forward and in reverse.
+    With `reverse` "bidirectional" the innermost `jax.vmap` maps weights too, over two directions: forward and reverse.
     With `may_scan`, `scan_launch` computes the outputs where that is faster.
     """
     return _bind(
@@ -243,7 +243,7 @@ def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
     return _bind(projection_p, arrays, [NamedOutput("xp", jnp.dtype(dtype))])["xp"][0]
 
 
-def projection_pays(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
+def is_projection_profitable(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
     """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum.
 
     Not for a number that is not known yet, of a symbolic shape.
@@ -253,7 +253,7 @@ def projection_pays(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
     if not isinstance(rows, int):
         return False
     problem = input_projections.Problem(1, rows, inputs, gates, (("x", str(jnp.dtype(dtype))),))
-    return input_projections.pays(problem, _device())
+    return input_projections.is_profitable(problem, _device())
 
 
 def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
@@ -278,7 +278,9 @@ def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> di
     }
 
 
-def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, separate: bool) -> bool:
+def is_weight_grads_launch_profitable(
+    shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, separate: bool
+) -> bool:
     """Whether `launch_weight_grads` works here, and is faster than XLA's products and sums.
 
     Of inputs `[G, T, B, D]` and gradients `[G, T, B, gates]`; `separate`: and "dhn".
@@ -289,10 +291,10 @@ def weight_grads_pay(shape: tuple[int, ...], hidden: int, gates: int, dtype: Any
     dtypes = tuple((name, str(jnp.dtype(dtype))) for name in names)
     groups, steps, batch, inputs = shape
     problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, dtypes)
-    return weight_grads.pays(problem, _device())
+    return weight_grads.is_profitable(problem, _device())
 
 
-def may_save_float32(hidden: int, sequences: Any, reset_state: Any) -> bool:
+def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) -> bool:
     """Whether a forward kernel may multiply float32 as it is where TF32 would do: then what it saves is no coarser.
 
     Whether it does is known when it is lowered, since `vmap` adds sequences; for others, launches narrow what is
@@ -300,10 +302,10 @@ def may_save_float32(hidden: int, sequences: Any, reset_state: Any) -> bool:
     """
     from torch_bridge import config
 
-    return isinstance(sequences, int) and config.may_save_float32(hidden, sequences, reset_state, _device())
+    return isinstance(sequences, int) and config.may_have_float32_residuals(hidden, sequences, reset_state, _device())
 
 
-def features_first_pays(rows: int, gates: int) -> bool:
+def is_features_first_profitable(rows: int, gates: int) -> bool:
     """Whether a product of TF32 that sums over so many rows is faster with `layouts.features_first` of an operand.
 
     Of the gradients of weights in passes on an H200: GRU 512,32,1024 2.31 ms for 2.80, 128,64,512 0.762 for 0.818,
@@ -324,10 +326,10 @@ def _bind(
 ) -> dict[str, Array]:
     present = {name: x for name, x in arrays.items() if x is not None}
     results = primitive.bind(
-        *present.values(), inputs=tuple(present), outputs=tuple(outputs), of_devices=_asks_for_devices(), **params
+        *present.values(), inputs=tuple(present), outputs=tuple(outputs), mesh_marker=_mesh_marker(), **params
     )
     # what a primitive without a rule for it returns varies over no axis
-    return dict(zip((output.name for output in outputs), sharding.vary_alike(results, present), strict=True))
+    return dict(zip((output.name for output in outputs), sharding.unify_varying_axes(results, present), strict=True))
 
 
 def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
@@ -484,11 +486,11 @@ class _InterpretedCallback(_Callback):
         self.launch.interpret(dict(zip(self.names, tensors, strict=True)))
 
 
-class _Kernels:
+class _LaunchKind:
     """What the launches of one kind of kernels have of their own; the rest of this module is the same for all."""
 
-    whole: Primitive
-    part: Primitive
+    launch_p: Primitive
+    shard_p: Primitive
     batch: Callable[..., tuple[list[Array], list[int]]]
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
@@ -511,33 +513,35 @@ class _Kernels:
         """Returns the arrays as a launch multiplies them."""
         return arrays
 
-    def held(self, launch: Any) -> dict[str, str]:
+    def array_dtypes(self, launch: Any) -> dict[str, str]:
         """The dtypes that a launch has arrays in, by name, where these may not be the program's."""
         return {}
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        """The name of each axis of an array of `apart`: of those that devices share out, and of one that all need."""
+        """Returns the name of each axis of an array of this rank, as `split_model_axis` returns it."""
         raise NotImplementedError
 
-    def shared_out(self, axis: str) -> bool:
+    def is_shardable(self, axis: str) -> bool:
         """Whether devices may share out the axis of this name."""
-        return axis in SHARED_OUT
+        return axis in SHARDABLE
 
-    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        """Operands of `whole` with every axis that may be shared out by itself."""
+    def split_model_axis(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        """Operands of `launch_p` with every axis that may be shared out by itself."""
         return arrays
 
-    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        """Results of `on_device`, as those of `whole`."""
+    def merge_model_axis(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        """Results of `bind_shard`, as those of `launch_p`."""
         return results
 
-    def flat(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in which `part` takes an array of `whole`, where one device computes all of it."""
+    def merged_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in which `shard_p` takes an array of `launch_p`, where one device computes all of it."""
         return shape
 
-    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        """Binds `part` on what `apart` returns, or a device's part of it."""
-        results: Sequence[Array] = self.part.bind(*arrays, slot=slot, **params)
+    def bind_shard(
+        self, slot: _PartitionedCallback | None, arrays: Sequence[Array], params: dict[str, Any]
+    ) -> Sequence[Array]:
+        """Binds `shard_p` on what `split_model_axis` returns, or a device's part of it."""
+        results: Sequence[Array] = self.shard_p.bind(*arrays, slot=slot, **params)
         return results
 
 
@@ -548,20 +552,20 @@ def _axes_of_sequences(name: str, rank: int) -> tuple[str, ...]:
     return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
 
 
-class _Recurrences(_Kernels):
+class _RecurrenceKind(_LaunchKind):
     """Of `launch`. Where axes are apart, groups are apart from their models, `[S, G / S, ...]`."""
 
-    whole, part, batch = launch_p, part_p, staticmethod(_batch)
+    launch_p, shard_p, batch = launch_p, launch_shard_p, staticmethod(_batch)
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
         return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        from torch_bridge.config import as_saved
+        from torch_bridge.config import with_residual_dtypes
         from torch_bridge.launch import Launch
 
         problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
-        return Launch(as_saved(problem, device), device)
+        return Launch(with_residual_dtypes(problem, device), device)
 
     def scans(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
         from torch_bridge.config import prefers_scan
@@ -586,7 +590,7 @@ class _Recurrences(_Kernels):
             for name, x in zip(params["inputs"], arrays, strict=True)
         ]
 
-    def held(self, launch: Any) -> dict[str, str]:
+    def array_dtypes(self, launch: Any) -> dict[str, str]:
         return dict(launch.problem.dtypes)
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
@@ -594,49 +598,53 @@ class _Recurrences(_Kernels):
             return ("models", *(f"{name}_{k}" for k in range(1, rank)))
         return _axes_of_sequences(name, rank)
 
-    def apart(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+    def split_model_axis(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         models = _sizes(params["inputs"], [x.shape for x in arrays]).models
         return [
             x if name in WEIGHTS else x.reshape(models, x.shape[0] // models, *x.shape[1:])
             for name, x in zip(params["inputs"], arrays, strict=True)
         ]
 
-    def together(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+    def merge_model_axis(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         return [x.reshape(-1, *x.shape[2:]) for x in results]
 
-    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+    def bind_shard(
+        self, slot: _PartitionedCallback | None, arrays: Sequence[Array], params: dict[str, Any]
+    ) -> Sequence[Array]:
         merged = [
             x if name in WEIGHTS else x.reshape(-1, *x.shape[2:])
             for name, x in zip(params["inputs"], arrays, strict=True)
         ]
         models = _sizes(params["inputs"], [x.shape for x in merged]).models
-        results = part_p.bind(*merged, slot=slot, **params)
+        results = launch_shard_p.bind(*merged, slot=slot, **params)
         return [x.reshape(models, -1, *x.shape[1:]) for x in results]
 
 
-class _OfRows(_Kernels):
+class _RowLaunchKind(_LaunchKind):
     """Of what works on rows by themselves, `[S, *rows, N]`. A part has rows as one axis, `[S, R, N]`."""
 
-    def shared_out(self, axis: str) -> bool:
+    def is_shardable(self, axis: str) -> bool:
         return axis not in ("columns", "gates")
 
-    def flat(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def merged_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         if name in ROW_WEIGHTS:
             return shape
         columns = () if name in ROW_STATISTICS else shape[-1:]
         return (shape[0], math.prod(shape[1 : len(shape) - len(columns)]), *columns)
 
-    def on_device(self, slot: _Slot | None, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+    def bind_shard(
+        self, slot: _PartitionedCallback | None, arrays: Sequence[Array], params: dict[str, Any]
+    ) -> Sequence[Array]:
         types = self.types([x.shape for x in arrays], params)
-        flat = [x.reshape(self.flat(name, x.shape)) for name, x in zip(params["inputs"], arrays, strict=True)]
-        results = self.part.bind(*flat, slot=slot, **params)
+        flat = [x.reshape(self.merged_shape(name, x.shape)) for name, x in zip(params["inputs"], arrays, strict=True)]
+        results = self.shard_p.bind(*flat, slot=slot, **params)
         return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
 
 
-class _Norms(_OfRows):
+class _NormKind(_RowLaunchKind):
     """Of `launch_norm`."""
 
-    whole, part, batch = norm_p, norm_part_p, staticmethod(functools.partial(_batch_rows, norm_p))
+    launch_p, shard_p, batch = norm_p, norm_part_p, staticmethod(functools.partial(_batch_rows, norm_p))
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
         like = dict(zip(params["inputs"], shapes, strict=True))["x"]  # [S, *rows, N]
@@ -666,10 +674,14 @@ class _Norms(_OfRows):
         return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)
 
 
-class _Projections(_OfRows):
+class _ProjectionKind(_RowLaunchKind):
     """Of `launch_projection`."""
 
-    whole, part, batch = projection_p, projection_part_p, staticmethod(functools.partial(_batch_rows, projection_p))
+    launch_p, shard_p, batch = (
+        projection_p,
+        projection_part_p,
+        staticmethod(functools.partial(_batch_rows, projection_p)),
+    )
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
         by_name = dict(zip(params["inputs"], shapes, strict=True))
@@ -691,10 +703,10 @@ class _Projections(_OfRows):
         return ("models", *(f"rows_{k}" for k in range(1, rank - 1)), "columns" if name == "x" else "gates")
 
 
-class _WeightGrads(_Kernels):
+class _WeightGradsKind(_LaunchKind):
     """Of `launch_weight_grads`. What devices add up over sequences that they share out is added up over devices."""
 
-    whole, part = weight_grads_p, weight_grads_part_p
+    launch_p, shard_p = weight_grads_p, weight_grads_part_p
     batch = staticmethod(functools.partial(_batch_rows, weight_grads_p))
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
@@ -721,12 +733,12 @@ class _WeightGrads(_Kernels):
 
 # What a launch takes from slices of a scan's inputs, or leaves in its outputs, is an array of its own up to this size.
 # XLA would fuse the slices into the launch, and leave that out of its CUDA graphs: 8 to 25 us an iteration (H200).
-_UNFUSED_BYTES = 2**22
+_UNFUSED_SLICE_BYTES = 2**22
 
 
-def _unfused(arrays: Sequence[Any]) -> list[Any]:
+def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
     """`arrays`, the small ones behind a barrier that no slice is fused through: XLA copies instead."""
-    small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _UNFUSED_BYTES]
+    small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _UNFUSED_SLICE_BYTES]
     results = list(arrays)
     for k, x in zip(small, jax.lax.optimization_barrier([arrays[k] for k in small]), strict=True):
         results[k] = x
@@ -734,7 +746,7 @@ def _unfused(arrays: Sequence[Any]) -> list[Any]:
 
 
 def _call(
-    kernels: _Kernels, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
+    kernels: _LaunchKind, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
 ) -> Callable[..., list[Array]]:
     """What computes a part: compiled for all devices here, when it is traced; launched by what XLA calls."""
 
@@ -747,15 +759,17 @@ def _call(
         for ordinal in ordinals:  # at call time there is only time to launch
             launch.load(ordinal)
         # outside of the barriers: of casts that one launch adds and its gradient's undoes, XLA drops both
-        held = kernels.held(launch)
-        arrays = tuple(x.astype(held.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True))
+        array_dtypes = kernels.array_dtypes(launch)
+        arrays = tuple(
+            x.astype(array_dtypes.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)
+        )
         arrays = tuple(kernels.operands(launch, arrays, params))
         results = [
-            jax.ShapeDtypeStruct(x.shape, jnp.dtype(held.get(output.name, x.dtype)))
+            jax.ShapeDtypeStruct(x.shape, jnp.dtype(array_dtypes.get(output.name, x.dtype)))
             for output, x in zip(params["outputs"], results, strict=True)
         ]
         if captured:
-            arrays = (*_unfused(arrays),)
+            arrays = (*_prevent_slice_fusion(arrays),)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
         for name, length, dtype, zeroed in launch.workspaces:
@@ -770,7 +784,7 @@ def _call(
             command_buffer_compatible=captured,
         )  # fmt: skip
         written = list(function(*arrays)[: len(params["outputs"])])
-        written = _unfused(written) if captured else written
+        written = _prevent_slice_fusion(written) if captured else written
         return [x.astype(output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
 
     return call
@@ -802,7 +816,7 @@ def _cpu_device() -> tuple[Any, Sequence[int]]:
     return Device(interpreted=True), ()
 
 
-class _Slot:
+class _PartitionedCallback:
     """The host callback of a launch in a program that XLA partitions: calls what a part of it was lowered to.
 
     XLA knows callbacks by their index in the program. It counts them before it compiles, and parts are lowered when it
@@ -823,7 +837,9 @@ class _Slot:
         return part(ctx, *buffers)
 
 
-def _lower_part(call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: _Slot | None, **params: Any) -> Any:
+def _lower_part(
+    call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: _PartitionedCallback | None, **params: Any
+) -> Any:
     """Lowers a launch for one device; into `slot` if the program around it is lowered already."""
     lower = mlir.lower_fun(call, multiple_results=True)
     if slot is None:
@@ -837,9 +853,9 @@ def _lower_part(call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot
     return results
 
 
-def _lower(kernels: _Kernels, ctx: Any, *operands: Any, of_devices: Any, **params: Any) -> Any:
+def _lower(kernels: _LaunchKind, ctx: Any, *operands: Any, mesh_marker: Any, **params: Any) -> Any:
     """Lowers a launch: on a mesh that JAX manages as what XLA partitions over all axes that may be shared out."""
-    del of_devices
+    del mesh_marker
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
     if any(0 in aval.shape for aval in ctx.avals_out):  # vmap over an axis of length zero
@@ -848,18 +864,18 @@ def _lower(kernels: _Kernels, ctx: Any, *operands: Any, of_devices: Any, **param
     if not managed or not getattr(jax.config, "jax_use_shardy_partitioner", True):
         function = functools.partial(_on_one_device, kernels, params)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-    slot = _Slot()
+    slot = _PartitionedCallback()
     slot.index = len(ctx.module_context.host_callbacks)
     ctx.module_context.add_host_callback(slot)
     return mlir.lower_fun(_partitioned(kernels, slot, params), multiple_results=True)(ctx, *operands)
 
 
-def _on_one_device(kernels: _Kernels, params: dict[str, Any], *arrays: Array) -> Sequence[Array]:
-    """What `whole` computes, by one launch of all of it."""
-    return kernels.together(kernels.on_device(None, kernels.apart(arrays, params), params), params)
+def _on_one_device(kernels: _LaunchKind, params: dict[str, Any], *arrays: Array) -> Sequence[Array]:
+    """What `launch_p` computes, by one launch of all of it."""
+    return kernels.merge_model_axis(kernels.bind_shard(None, kernels.split_model_axis(arrays, params), params), params)
 
 
-def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Callable[..., Any]:
+def _partitioned(kernels: _LaunchKind, slot: _PartitionedCallback, params: dict[str, Any]) -> Callable[..., Any]:
     """A launch of which XLA may share out to devices what is independent, each axis of that by itself."""
     inputs = params["inputs"]
     names = (*inputs, *(output.name for output in params["outputs"]))
@@ -876,19 +892,21 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
         axes = axes_of(operands, results)
         arrays = [" ".join(each) for each in axes]
         in_order = dict.fromkeys(axis for each in axes for axis in each)
-        whole = tuple(axis for axis in in_order if not kernels.shared_out(axis))
+        whole = tuple(axis for axis in in_order if not kernels.is_shardable(axis))
         text = f"{', '.join(arrays[: len(inputs)])} -> {', '.join(arrays[len(inputs) :])}"
         return text, {"need_replication_factors": whole}
 
     def partition(mesh: Any, operands: Any, results: Any) -> Any:
         axes = axes_of(operands, results)
         given = [
-            {axis: at for axis, at in zip(each, x.sharding.spec, strict=False) if kernels.shared_out(axis)}
+            {axis: at for axis, at in zip(each, x.sharding.spec, strict=False) if kernels.is_shardable(axis)}
             for each, x in zip(axes, (*operands, *results), strict=True)
         ]
         # they agree, but for what is whole
-        shared = max(given, key=lambda each: _parts(mesh, *each.values()))
-        if params.get("reverse") == "odd" and operands[0].shape[0] % (2 * _parts(mesh, shared.get("models"))):
+        shared = max(given, key=lambda each: _num_shards(mesh, *each.values()))
+        if params.get("reverse") == "bidirectional" and operands[0].shape[0] % (
+            2 * _num_shards(mesh, shared.get("models"))
+        ):
             shared["models"] = None  # a model runs in reverse if its index is odd: on a device too
         lengths = {
             axis: length
@@ -897,7 +915,7 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
         }
         for axis in shared:
             added_up = any(axis not in each for each in axes[len(inputs) :])
-            if added_up and lengths[axis] % _parts(mesh, shared[axis]):
+            if added_up and lengths[axis] % _num_shards(mesh, shared[axis]):
                 shared[axis] = None  # XLA fills up the last part with anything, and a sum would count that
         shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, each))) for each in axes]
         # what is a sum over axes that are shared out
@@ -909,8 +927,8 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
             tuple(shardings[: len(inputs)]),
         )
 
-    def local(slot: _Slot | None, sums: list[list[str]] | None, *arrays: Array) -> tuple[Array, ...]:
-        results = kernels.on_device(slot, arrays, params | {"outputs": wide})
+    def local(slot: _PartitionedCallback | None, sums: list[list[str]] | None, *arrays: Array) -> tuple[Array, ...]:
+        results = kernels.bind_shard(slot, arrays, params | {"outputs": wide})
         if sums is not None:
             results = [jax.lax.psum(x, tuple(over)) if over else x for x, over in zip(results, sums, strict=True)]
         return tuple(x.astype(output.dtype) for x, output in zip(results, params["outputs"], strict=True))
@@ -919,7 +937,7 @@ def _partitioned(kernels: _Kernels, slot: _Slot, params: dict[str, Any]) -> Call
     on_devices.def_partition(partition, sharding_rule=rule, decode_shardings=True)
 
     def call(*arrays: Array) -> Sequence[Array]:
-        return kernels.together(on_devices(*kernels.apart(arrays, params)), params)
+        return kernels.merge_model_axis(on_devices(*kernels.split_model_axis(arrays, params)), params)
 
     return call
 
@@ -929,12 +947,12 @@ def _mesh_axes(*axes: Any) -> list[str]:
     return [name for axis in axes if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
 
 
-def _parts(mesh: Any, *axes: Any) -> int:
+def _num_shards(mesh: Any, *axes: Any) -> int:
     """How many parts these axes of an array are cut into."""
     return math.prod(mesh.shape[name] for name in _mesh_axes(*axes))
 
 
-def _compile_ahead(kernels: _Kernels, avals: Sequence[Any], params: dict[str, Any]) -> None:
+def _compile_in_background(kernels: _LaunchKind, avals: Sequence[Any], params: dict[str, Any]) -> None:
     """Begins to compile a launch that is traced, so that all of a program are compiled side by side.
 
     In vain where that is not what is lowered: of shapes alone, of bodies that JAX traces again for `vmap` or gradients,
@@ -945,7 +963,7 @@ def _compile_ahead(kernels: _Kernels, avals: Sequence[Any], params: dict[str, An
     if interpreting() or not on_gpu() or not all(isinstance(n, int) and n for aval in avals for n in aval.shape):
         return
     arrays = [
-        jax.ShapeDtypeStruct(kernels.flat(name, aval.shape), aval.dtype)
+        jax.ShapeDtypeStruct(kernels.merged_shape(name, aval.shape), aval.dtype)
         for name, aval in zip(params["inputs"], avals, strict=True)
     ]
     device, ordinals = _cuda_device()
@@ -958,10 +976,10 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., list[Array]]:
     return jax.jit(functools.partial(primitive.bind, **params))
 
 
-def _register(kernels: _Kernels) -> None:
+def _register(kernels: _LaunchKind) -> None:
     """The rules of the two primitives of `kernels`."""
 
-    def abstract(*avals: Any, slot: Any = None, of_devices: Any = None, **params: Any) -> list[jax.core.ShapedArray]:
+    def abstract(*avals: Any, slot: Any = None, mesh_marker: Any = None, **params: Any) -> list[jax.core.ShapedArray]:
         mesh = avals[0].sharding.mesh
         return [
             jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))))
@@ -969,27 +987,27 @@ def _register(kernels: _Kernels) -> None:
         ]
 
     def traced(*avals: Any, **params: Any) -> list[jax.core.ShapedArray]:
-        _compile_ahead(kernels, avals, params)
+        _compile_in_background(kernels, avals, params)
         return abstract(*avals, **params)
 
     def run(*arrays: Array, **params: Any) -> list[Array]:
         with jax.disable_jit(False):  # a launch is compiled: to take it apart would end here again
-            return _jitted(kernels.whole, **params)(*arrays)
+            return _jitted(kernels.launch_p, **params)(*arrays)
 
-    kernels.whole.def_abstract_eval(traced)
-    kernels.part.def_abstract_eval(abstract)
-    kernels.whole.def_impl(run)
-    batching.primitive_batchers[kernels.whole] = kernels.batch
-    ad.primitive_jvps[kernels.whole] = _refuse_to_differentiate
-    mlir.register_lowering(kernels.whole, functools.partial(_lower, kernels))
+    kernels.launch_p.def_abstract_eval(traced)
+    kernels.shard_p.def_abstract_eval(abstract)
+    kernels.launch_p.def_impl(run)
+    batching.primitive_batchers[kernels.launch_p] = kernels.batch
+    ad.primitive_jvps[kernels.launch_p] = _refuse_to_differentiate
+    mlir.register_lowering(kernels.launch_p, functools.partial(_lower, kernels))
     for platform, call in (
         ("cuda", _call(kernels, _cuda_device, _Callback, True)),
         ("cpu", _call(kernels, _cpu_device, _InterpretedCallback, False)),
     ):
-        mlir.register_lowering(kernels.part, functools.partial(_lower_part, call), platform=platform)
+        mlir.register_lowering(kernels.shard_p, functools.partial(_lower_part, call), platform=platform)
 
 
-_register(_Recurrences())
-_register(_Norms())
-_register(_Projections())
-_register(_WeightGrads())
+_register(_RecurrenceKind())
+_register(_NormKind())
+_register(_ProjectionKind())
+_register(_WeightGradsKind())

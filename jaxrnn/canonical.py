@@ -33,7 +33,7 @@ def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
     return batch if any(axis is not None for axis in batch) else ()
 
 
-def _check_whole(xs: Array, time_major: bool) -> None:
+def _check_only_batch_axes_sharded(xs: Array, time_major: bool) -> None:
     """Raises NotImplementedError unless axes of `xs` that are sharded over an explicit mesh are batch axes."""
     spec = sharding.spec_of(xs)
     if any(axis is not None for axis in (spec[0] if time_major else spec[-2], spec[-1])):
@@ -43,7 +43,7 @@ def _check_whole(xs: Array, time_major: bool) -> None:
         )
 
 
-def _specs(
+def _partition_specs(
     batch: tuple[Any, ...], time_major: bool, params: Any, states: Any, resets: Any, reset_states: Any
 ) -> tuple[tuple[Any, ...], PartitionSpec, PartitionSpec]:
     """Of a recurrence whose batch axes are sharded as `batch`, how all that it takes is, and a state and a sequence."""
@@ -70,9 +70,9 @@ def place(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, t
         return arguments
     batch = _batch_spec(xs, time_major)
     if not batch:
-        return sharding.whole(arguments)
-    specs, _, _ = _specs(batch, time_major, params, states, resets, reset_states)
-    return sharding.place(arguments, jax.typeof(xs).sharding.mesh, specs)
+        return sharding.replicate(arguments)
+    specs, _, _ = _partition_specs(batch, time_major, params, states, resets, reset_states)
+    return sharding.reshard(arguments, jax.typeof(xs).sharding.mesh, specs)
 
 
 def run_kernels(
@@ -83,12 +83,12 @@ def run_kernels(
 
     Args:
       cell: an entry of the cell table.
-      params: as of `gru` or `lstm`; a pair, forward and in reverse, with `reverse` "odd".
+      params: as of `gru` or `lstm`; a pair, forward and in reverse, with `reverse` "bidirectional".
       states: what it starts from, in the order of `cell.states`, the hidden state first; or a pair of such.
       xs: as of `gru`.
       resets: as of `gru`, or a pair.
       reset_states: for each state as of `gru`, or a pair.
-      reverse: as of `gru`; "odd" runs both directions.
+      reverse: as of `gru`; "bidirectional" runs both directions.
       time_major: as of `gru`.
       precision: as of `gru`.
       remat: as of `gru`.
@@ -101,27 +101,27 @@ def run_kernels(
     options = {
         "time_major": time_major, "precision": precision, "remat": remat, "returned": returned, "may_scan": may_scan
     }  # fmt: skip
-    if reverse == "odd":
-        on_device = functools.partial(_run_both_on_device, cell, **options)
+    if reverse == "bidirectional":
+        on_device = functools.partial(_run_bidirectional_on_device, cell, **options)
     else:
         on_device = functools.partial(_run_on_device, cell, None, reverse=reverse, **options)
     arguments = _bridge.reverse_mode_only((params, states, xs, resets, reset_states))
-    _check_whole(xs, time_major)
+    _check_only_batch_axes_sharded(xs, time_major)
     batch = _batch_spec(xs, time_major)
     if not batch:
-        return on_device(*sharding.whole(arguments))
-    specs, state, sequence = _specs(batch, time_major, params, states, resets, reset_states)
+        return on_device(*sharding.replicate(arguments))
+    specs, state, sequence = _partition_specs(batch, time_major, params, states, resets, reset_states)
     results: Any = tuple(state for _ in cell.states), tuple(sequence for _ in returned)
-    results = (results, results) if reverse == "odd" else results
-    return sharding.on_each_device(on_device, jax.typeof(xs).sharding.mesh, specs, results, arguments)
+    results = (results, results) if reverse == "bidirectional" else results
+    return sharding.shard_over_mesh(on_device, jax.typeof(xs).sharding.mesh, specs, results, arguments)
 
 
 # States from which on one direction by itself fills a GPU, and to bring both side by side costs more than a launch
 # saves. H200: one launch takes 0.6 to 0.8 of the time of two up to 256 sequences of 128 units, and 1.2 of it at 2048.
-_FILLS_A_GPU = 2**18
+_STATES_THAT_FILL_A_GPU = 2**18
 
 
-def _run_both_on_device(
+def _run_bidirectional_on_device(
     cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, *, remat: bool,
     **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
@@ -130,7 +130,7 @@ def _run_both_on_device(
     steps = xs.shape[0] if time_major else xs.shape[-2]
     both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
     in_chunks = remat and fused.chunk_steps(cell, both, hidden) < steps  # which go through time in one order
-    if in_chunks or math.prod(states[0][-1].shape) >= _FILLS_A_GPU:
+    if in_chunks or math.prod(states[0][-1].shape) >= _STATES_THAT_FILL_A_GPU:
         forward, backward = (
             _run_on_device(cell, None, *each[:2], xs, *each[2:], reverse=reverse, remat=remat, **options)
             for reverse, each in zip((False, True), zip(params, states, resets, reset_states, strict=True), strict=True)
@@ -140,7 +140,7 @@ def _run_both_on_device(
     def run(in_reverse: Array, each: Any) -> Any:
         params, states, resets, reset_states = each
         return _run_on_device(
-            cell, in_reverse, params, states, xs, resets, reset_states, reverse="odd", remat=remat, **options
+            cell, in_reverse, params, states, xs, resets, reset_states, reverse="bidirectional", remat=remat, **options
         )
 
     directions = zip(params, states, resets, reset_states, strict=True)
@@ -156,10 +156,10 @@ def _run_on_device(
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """As `run_kernels`, all of it here, for an LSTM with a projection too.
 
-    With `reverse` "odd" it is under a `jax.vmap` over two directions, and `in_reverse` says which one this is.
+    With `reverse` "bidirectional", a `jax.vmap` over two directions calls this, and `in_reverse` says which one it is.
     """
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
-    params, states, xs, resets, reset_states = sharding.vary_alike((params, states, xs, resets, reset_states))
+    params, states, xs, resets, reset_states = sharding.unify_varying_axes((params, states, xs, resets, reset_states))
     options: dict[str, Any] = {
         "reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned, "may_scan": may_scan
     }  # fmt: skip
@@ -180,8 +180,8 @@ def _run_on_device(
         params, h0, xs, resets, reset_h, in_reverse=from_last, time_major=time_major, precision=precision
     )
     (_, c), (ms, *cs) = _run_canonical(
-        cell, in_reverse, plain.params, (sharding.vary_alike(plain.m0, xs), c0), plain.xs, resets, (None, reset_c),
-        plain.first, plain.m0.dtype, precision=precision, **options,
+        cell, in_reverse, plain.params, (sharding.unify_varying_axes(plain.m0, xs), c0), plain.xs, resets, (None,
+        reset_c), plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
     # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
     hs = lstm_projection.product(ms, w_hr.astype(jnp.float32), precision).astype(h0.dtype)
@@ -237,12 +237,12 @@ def _run_canonical(
     if any(x is not None for x in reset_states):
         # to the dtype of the kernel first, so that gradients of what is then repeated add up in it
         given = [
-            sharding.vary_alike(jnp.zeros((hidden,), dtype), states) if x is None else x.astype(dtype)
+            sharding.unify_varying_axes(jnp.zeros((hidden,), dtype), states) if x is None else x.astype(dtype)
             for x, dtype in zip(reset_states, dtypes, strict=True)
         ]
         kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
         canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
-    static = fused.Static(
+    static = fused.RecurrenceSpec(
         cell=cell,
         operand_dtype=operand_dtype,
         reset_state=kind,

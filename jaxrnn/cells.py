@@ -57,14 +57,14 @@ def _sum(x: Array) -> Array:
     return jnp.sum(x, axis=(0, 1, 2), dtype=jnp.float32)
 
 
-def _separate(factors: Array, count: int) -> list[Array]:
+def _separate(local_grads: Array, count: int) -> list[Array]:
     """The inverse of `_interleave`."""
-    return list(jnp.unstack(factors.reshape(*factors.shape[:-1], -1, count), axis=-1))
+    return list(jnp.unstack(local_grads.reshape(*local_grads.shape[:-1], -1, count), axis=-1))
 
 
-def _interleave(factors: Sequence[Array]) -> Array:
+def _interleave(local_grads: Sequence[Array]) -> Array:
     """`[..., H, 4]` as `[..., 4H]`."""
-    return jnp.stack(factors, axis=-1).reshape(*factors[0].shape[:-1], -1)
+    return jnp.stack(local_grads, axis=-1).reshape(*local_grads[0].shape[:-1], -1)
 
 
 def _gru_step(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
@@ -78,14 +78,14 @@ def _gru_saved(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Arra
     h_n = h_n + along_last(params.b_hn, h_n)
     n = jnp.tanh(x_n + r * h_n)
     f_n = (1 - z) * (1 - n * n)
-    factors = f_n * h_n * r * (1 - r), (previous["h"] - n) * z * (1 - z), f_n, f_n * r
-    return {"factors": _interleave(factors), "keep": z}
+    local_grads = f_n * h_n * r * (1 - r), (previous["h"] - n) * z * (1 - z), f_n, f_n * r
+    return {"local_grads": _interleave(local_grads), "carry_gate": z}
 
 
 def _gru_grad_step(saved: dict[str, Array], dstates: dict[str, Array]) -> tuple[Array, Array, dict[str, Array]]:
     dh = dstates["h"]
-    dr, dz, dn, dhn = (dh * f for f in _separate(saved["factors"], 4))
-    return jnp.concatenate((dr, dz, dn), -1), jnp.concatenate((dr, dz, dhn), -1), {"h": dh * saved["keep"]}
+    dr, dz, dn, dhn = (dh * f for f in _separate(saved["local_grads"], 4))
+    return jnp.concatenate((dr, dz, dn), -1), jnp.concatenate((dr, dz, dhn), -1), {"h": dh * saved["carry_gate"]}
 
 
 def _gru_recurrent_grads(
@@ -107,24 +107,24 @@ def _lstm_saved(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Ar
     i, f, g, o = jnp.split(xp + hp, 4, axis=-1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
     tanh_c = jnp.tanh(f * previous["c"] + i * g)
-    factors = g * i * (1 - i), previous["c"] * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)
-    return {"factors": _interleave(factors), "through": o * (1 - tanh_c * tanh_c), "keep": f}
+    local_grads = g * i * (1 - i), previous["c"] * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)
+    return {"local_grads": _interleave(local_grads), "dc_dh": o * (1 - tanh_c * tanh_c), "carry_gate": f}
 
 
 def _lstm_grad_step(saved: dict[str, Array], dstates: dict[str, Array]) -> tuple[Array, Array, dict[str, Array]]:
     dh = dstates["h"]
-    dc = dstates["c"] + dh * saved["through"]
-    f_i, f_f, f_g, f_o = _separate(saved["factors"], 4)
+    dc = dstates["c"] + dh * saved["dc_dh"]
+    f_i, f_f, f_g, f_o = _separate(saved["local_grads"], 4)
     gates = jnp.concatenate((dc * f_i, dc * f_f, dc * f_g, dh * f_o), -1)
-    return gates, gates, {"h": jnp.zeros_like(dh), "c": dc * saved["keep"]}
+    return gates, gates, {"h": jnp.zeros_like(dh), "c": dc * saved["carry_gate"]}
 
 
 GRU = Cell(
     name="gru",
     gates=3,
     states=("h",),
-    saved=(("factors", 4), ("keep", 1)),
-    in_place=("factors", 3),
+    saved=(("local_grads", 4), ("carry_gate", 1)),
+    in_place=("local_grads", 3),
     step=_gru_step,
     save=_gru_saved,
     grad_step=_gru_grad_step,
@@ -138,7 +138,7 @@ LSTM = Cell(
     name="lstm",
     gates=4,
     states=("h", "c"),
-    saved=(("factors", 4), ("through", 1), ("keep", 1)),
+    saved=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
     in_place=None,
     step=_lstm_step,
     save=_lstm_saved,

@@ -46,7 +46,7 @@ def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any
         check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
 
 
-def pairs(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
+def split_directions(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
     """Two directions' `(params, carry, resets, reset state)`, of pairs of each."""
     pairs = {"params": params, "carry": carry, "resets": resets, "reset_state": reset_state}
     for name, pair in pairs.items():
@@ -58,7 +58,7 @@ def pairs(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, 
     return forward, backward
 
 
-def check_alike(directions: tuple[Any, Any]) -> None:
+def check_same_types(directions: tuple[Any, Any]) -> None:
     """Raises ValueError unless what two directions were given has the same shapes and dtypes."""
     names = "params", "carry", "resets", "reset_state"
     for name, *pair in zip(names, *directions, strict=True):
@@ -76,9 +76,7 @@ def check_implementation(name: Any) -> None:
         raise ValueError(f'implementation must be "triton", "xla" or None, got {name!r}')
 
 
-def raise_or_scan(
-    reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str
-) -> bool:
+def must_scan(reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str) -> bool:
     """Whether a cell has to run under `scan`, "nn.scan" or "nnx.scan": if there is a `reason`.
 
     Raises if it has to, but is asked for more than that can.

@@ -443,7 +443,7 @@ def _two_biases(params: Params) -> tuple[Array, Array]:
 def _from_dense(source: str, order: str, tree: Mapping[str, Any]) -> Params:
     """The parameters from a dense layer for each operand and gate; a bias that is not there is zero."""
     named = {
-        f"{name}.{part}": x for name in _dense_names(order) for part, x in _parts(source, name, tree[name]).items()
+        f"{name}.{part}": x for name in _dense_names(order) for part, x in _num_shards(source, name, tree[name]).items()
     }
     arrays = _arrays(source, named, named)
     first = [arrays[f"{operand}{order[0]}.kernel"] for operand in "ih"]
@@ -506,7 +506,7 @@ def _nnx_tree(source: str, cell: Any) -> dict[str, Any]:
             f"{source} takes an nnx.GRUCell or OptimizedLSTMCell ({', '.join(fused)}) or an nnx.LSTMCell "
             f"({', '.join(apart)}), or the state of one; got a {type(cell).__name__} with {_what(entries)}"
         )
-    return {name: _parts(source, name, x) if name in layers else x for name, x in entries.items()}
+    return {name: _num_shards(source, name, x) if name in layers else x for name, x in entries.items()}
 
 
 def _check_fits(source: str, tree: dict[str, Any], given: dict[str, Any]) -> None:
@@ -619,7 +619,7 @@ def _check_params(source: str, params: Any, projected: bool = False) -> str:
     return order
 
 
-def _parts(source: str, name: str, entry: Any) -> dict[str, Any]:
+def _num_shards(source: str, name: str, entry: Any) -> dict[str, Any]:
     """Kernel and bias of a dense layer, given as a module or a mapping."""
     if not isinstance(entry, Mapping):
         entry = {part: x for part in ("kernel", "bias") if (x := getattr(entry, part, None)) is not None}

@@ -42,7 +42,7 @@ def kernel_precision(precision: Any, hidden: int) -> str | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Static:
+class RecurrenceSpec:
     """What a recurrence is specialised on, besides shapes and dtypes."""
 
     cell: cells.Cell
@@ -56,7 +56,7 @@ class Static:
     may_scan: bool
 
     @property
-    def of_tf32(self) -> bool:
+    def uses_tf32(self) -> bool:
         """Whether products are of float32 operands rounded to TF32."""
         return self.operand_dtype == jnp.float32 and self.kernel_precision == "tf32"
 
@@ -64,26 +64,28 @@ class Static:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def recurrence(
-    static: Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
     """Runs the recurrence on canonical arrays: returns the last states, and by name those of every step."""
-    last, sequences, _ = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=False)
+    last, sequences, _ = _forward(
+        static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=False
+    )
     return last, sequences
 
 
 def _forward(
-    static: Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, keep: bool,
+    static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, save_residuals: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """As `recurrence`, and returns the arrays of all steps; with `keep`, what the backward pass needs too."""
-    run = functools.partial(_forward_on_device, static, keep)
-    return sharding.on_each_device_of_vmap(run, params, states, xs, resets, reset_states, first, in_reverse)
+    """As `recurrence`, and returns the arrays of all steps; with `save_residuals`, what the backward pass needs too."""
+    run = functools.partial(_forward_on_device, static, save_residuals)
+    return sharding.shard_over_vmapped_axes(run, params, states, xs, resets, reset_states, first, in_reverse)
 
 
 def _forward_on_device(
-    static: Static, keep: bool, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
-    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+    static: RecurrenceSpec, save_residuals: bool, params: Any, states: tuple[Array, ...], xs: Array,
+    resets: Array | None, reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
     """`_forward`, where no axis that devices share out is mapped."""
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
@@ -94,18 +96,18 @@ def _forward_on_device(
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
         for s, x in zip(cell.states, states, strict=True)
-        if s == "h" or s in static.returned or (keep and static.remat and s in cell.history)
+        if s == "h" or s in static.returned or (save_residuals and static.remat and s in cell.history)
     ]
     outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
-    if keep and not static.remat:
-        in_place = _saves_in_place(static, hidden, math.prod(xs.shape[:-1]))
-        outputs += _saved(static, hidden, xs, in_place)
+    if save_residuals and not static.remat:
+        in_place = _has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
+        outputs += _compute_residuals(static, hidden, xs, in_place)
 
     stepped = reset_states if static.reset_state == "stepped" else None
 
     def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
         x, reset, new = sequences
-        beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
+        beginnings = _possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         xp = _input_projection(static, params, x, first, beginnings)
         arrays: dict[str, Array | None] = weights | {"xp": xp}
         arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
@@ -116,14 +118,16 @@ def _forward_on_device(
         )  # fmt: skip
         return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
-    size = chunk_steps(cell, xs, hidden) if keep and static.remat else steps
+    size = chunk_steps(cell, xs, hidden) if save_residuals and static.remat else steps
     if size < steps:
         states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
     last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
     return last, {s: results[f"{s}s"] for s in static.returned}, results
 
 
-def _beginnings(static: Static, in_reverse: Array | None, start: Any, size: int, steps: int) -> list[tuple[int, Any]]:
+def _possible_first_steps(
+    static: RecurrenceSpec, in_reverse: Array | None, start: Any, size: int, steps: int
+) -> list[tuple[int, Any]]:
     """Which of `size` steps from `start` on, of `steps`, the loop may begin with: `(index, whether it does)`."""
     if in_reverse is not None:
         return [(0, ~in_reverse), (size - 1, in_reverse)]
@@ -131,7 +135,7 @@ def _beginnings(static: Static, in_reverse: Array | None, start: Any, size: int,
 
 
 def _input_projection(
-    static: Static, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
+    static: RecurrenceSpec, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
 ) -> Array:
     """`[G, T, B, gates * H]`, with `first` added at the step that the loop begins with.
 
@@ -139,13 +143,13 @@ def _input_projection(
     """
     cell, dtype = static.cell, static.operand_dtype
     inputs, gates = params.w_ih.shape
-    by_kernel = (static.of_tf32 or dtype == jnp.bfloat16) and first is None and not static.remat
-    if by_kernel and _bridge.projection_pays(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+    by_kernel = (static.uses_tf32 or dtype == jnp.bfloat16) and first is None and not static.remat
+    if by_kernel and _bridge.is_projection_profitable(math.prod(xs.shape[:-1]), inputs, gates, dtype):
         w_ih = params.w_ih.astype(dtype)
-        if static.of_tf32:
+        if static.uses_tf32:
             w_ih = _bridge.round_to_tf32(w_ih)
         bias = getattr(params, cell.bias).astype(jnp.float32)
-        out = jnp.float32 if static.of_tf32 else jnp.float16
+        out = jnp.float32 if static.uses_tf32 else jnp.float16
         return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out)
     xp = cells.project(cell, params, xs, static.precision)
     if first is not None:
@@ -198,7 +202,7 @@ def _in_chunks(
     _, sums, parts = jax.eval_shape(lambda carry: run(carry, part(0, size), 0), carry)
     joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], steps, *x.shape[2:]), x.dtype), parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    everything = carry, *sharding.vary_alike((zeros, joined), sequences)
+    everything = carry, *sharding.unify_varying_axes((zeros, joined), sequences)
 
     def chunk(everything: Any, start: Any, size: int) -> Any:
         carry, sums, joined = everything
@@ -216,19 +220,19 @@ def _in_chunks(
     return everything
 
 
-def _fits_float16(name: str, static: Static) -> bool:
+def _residual_fits_float16(name: str, static: RecurrenceSpec) -> bool:
     """Whether what the backward pass needs is saved within float16: it rounds no worse than TF32 or bfloat16 do.
 
-    `keep` is not: it multiplies the gradient at every step, so its rounding would grow with their number.
+    `save_residuals` is not: it multiplies the gradient at every step, so its rounding would grow with their number.
     """
-    return name != "keep" and (static.of_tf32 or static.operand_dtype == jnp.bfloat16)
+    return name != "carry_gate" and (static.uses_tf32 or static.operand_dtype == jnp.bfloat16)
 
 
-def _saved_dtype(name: str, static: Static, hidden: int, sequences: Any) -> Any:
+def _residual_dtype(name: str, static: RecurrenceSpec, hidden: int, sequences: Any) -> Any:
     """The dtype that a program has what is saved in: float32 if that, or float16 after all, is up to the launch."""
-    if not _fits_float16(name, static):
+    if not _residual_fits_float16(name, static):
         return jnp.dtype(jnp.float32)
-    up_to_launch = static.of_tf32 and _bridge.may_save_float32(hidden, sequences, static.reset_state)
+    up_to_launch = static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, sequences, static.reset_state)
     return jnp.dtype(jnp.float32 if up_to_launch else jnp.float16)
 
 
@@ -240,38 +244,40 @@ _IN_PLACE_BYTES = 2**29
 _IN_PLACE_UNITS = 64
 
 
-def _saves_in_place(static: Static, hidden: int, rows: int) -> bool:
+def _has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> bool:
     """Whether what is saved takes as much as the input projections, and gate gradients as much as what is saved.
 
     Then each is written over the one before, and two arrays fewer of that size are held: where it is large. `rows` are
     those of the projections.
     """
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
-    return static.cell.in_place is not None and static.of_tf32 and not static.remat and large
+    return static.cell.in_place is not None and static.uses_tf32 and not static.remat and large
 
 
-def _saved(static: Static, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
+def _compute_residuals(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
     """What the forward pass saves of every step of `xs` for the backward pass."""
     if in_place and static.cell.in_place:
         name, width = static.cell.in_place
         return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
     return [
-        _bridge.Output(name, True, width * hidden, _saved_dtype(name, static, hidden, xs.shape[0] * xs.shape[2]))
+        _bridge.Output(name, True, width * hidden, _residual_dtype(name, static, hidden, xs.shape[0] * xs.shape[2]))
         for name, width in static.cell.saved
     ]
 
 
 def _recurrence_fwd(
-    static: Static, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[Any, Any]:  # fmt: skip
-    last, sequences, results = _forward(static, params, states, xs, resets, reset_states, first, in_reverse, keep=True)
+    last, sequences, results = _forward(
+        static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=True
+    )
     needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
     saved = {name: results[name] for name in needed if name in results}
     return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
 
 
-def _before(static: Static, history: Array, state: Array, start: Any, size: int) -> Array:
+def _state_before(static: RecurrenceSpec, history: Array, state: Array, start: Any, size: int) -> Array:
     """`[G, B, H]` the state that the first of these steps started from, resets not applied."""
     steps = history.shape[1]
     if size == steps:
@@ -288,13 +294,13 @@ def _shifted(history: Array, state: Array, reverse: bool) -> Array:
     """
     steps = history.shape[1]
     low, high, first = (-1, 1, steps - 1) if reverse else (1, -1, 0)
-    zero = sharding.vary_alike(jnp.zeros((), history.dtype), history)
+    zero = sharding.unify_varying_axes(jnp.zeros((), history.dtype), history)
     later = jax.lax.pad(history, zero, ((0, 0, 0), (low, high, 0), (0, 0, 0), (0, 0, 0)))
     return jnp.where((jnp.arange(steps) == first)[:, None, None], state[:, None], later)
 
 
-def _previous(
-    static: Static, history: Array, state: Array, resets: Array | None, reset_state: Array | None,
+def _states_before(
+    static: RecurrenceSpec, history: Array, state: Array, resets: Array | None, reset_state: Array | None,
     in_reverse: Array | None,
 ) -> Array:  # fmt: skip
     """`[G, T, B, H]` the state that every step started from, resets applied; the first from `state`."""
@@ -310,21 +316,23 @@ def _previous(
     return jnp.where(reference.is_reset(resets)[..., None], new, previous)
 
 
-def _recurrence_bwd(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _recurrence_bwd(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     run = functools.partial(_backward_on_device, static)
-    dparams, dstates, dxs, dreset_states, dfirst = sharding.on_each_device_of_vmap(run, residuals, cotangents)
+    dparams, dstates, dxs, dreset_states, dfirst = sharding.shard_over_vmapped_axes(run, residuals, cotangents)
     _, _, _, resets, _, _, in_reverse, _ = residuals
-    return dparams, dstates, dxs, _no_gradient(resets), dreset_states, dfirst, _no_gradient(in_reverse)
+    return dparams, dstates, dxs, _zero_cotangent(resets), dreset_states, dfirst, _zero_cotangent(in_reverse)
 
 
-def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     """The gradients of `recurrence` to what has one, where no axis that devices share out is mapped."""
     params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
-    kept = _saved(static, hidden, xs, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys())
+    kept = _compute_residuals(
+        static, hidden, xs, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys()
+    )
     over = next((array.name for array in kept if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
@@ -336,25 +344,27 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
     fused = _fuses_weight_grads(static, xs, hidden)
 
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
-        x, reset, new, factors, d_each = sequences
+        x, reset, new, local_grads, d_each = sequences
         new = new or reset_states
-        beginnings = _beginnings(static, in_reverse, start, x.shape[1], steps)
+        beginnings = _possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         previous = {}
         for k, s in enumerate(cell.states):
             if f"{s}s" in saved and not fused:
-                before = _before(static, saved[f"{s}s"], states[k], start, x.shape[1])
-                previous[s] = _previous(static, factors[f"{s}s"], before, reset, new[k] if new else None, in_reverse)
+                before = _state_before(static, saved[f"{s}s"], states[k], start, x.shape[1])
+                previous[s] = _states_before(
+                    static, local_grads[f"{s}s"], before, reset, new[k] if new else None, in_reverse
+                )
         if static.remat:
             h_prev = previous["h"].astype(operand_dtype)
             xp = _input_projection(static, params, x, first, beginnings)
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
-            factors = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
+            local_grads = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
             for array in kept:
-                if _fits_float16(array.name, static):  # as the kernel
-                    factors[array.name] = jnp.clip(factors[array.name], -65504.0, 65504.0).astype(array.dtype)
+                if _residual_fits_float16(array.name, static):  # as the kernel
+                    local_grads[array.name] = jnp.clip(local_grads[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
-        arrays |= {array.name: factors[array.name] for array in kept}
+        arrays |= {array.name: local_grads[array.name] for array in kept}
         arrays |= {f"d{s}s": d for s, d in d_each.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
@@ -366,7 +376,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
         if fused:
-            sums = _fused_weight_grads(static, x, factors["hs"], states[0], reset, dxp, hidden_grads)
+            sums = _fused_weight_grads(static, x, local_grads["hs"], states[0], reset, dxp, hidden_grads)
         else:
             sums = _weight_grads(static, x, previous["h"], dxp, hidden_grads)
         parts = {}
@@ -399,7 +409,7 @@ def _backward_on_device(static: Static, residuals: Any, cotangents: Any) -> tupl
 
 
 def _weight_grads(
-    static: Static, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
+    static: RecurrenceSpec, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
 ) -> dict[str, Array]:
     """The gradients of weights and biases by field of the params, of the states before each step."""
     cell, spec = static.cell, "gtbx,gtby->xy"
@@ -410,7 +420,7 @@ def _weight_grads(
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
     recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= FULL_PRECISION_WIDTH else static.precision
-    if static.of_tf32 and _bridge.features_first_pays(math.prod(xs.shape[:-1]), dxp.shape[-1]):
+    if static.uses_tf32 and _bridge.is_features_first_profitable(math.prod(xs.shape[:-1]), dxp.shape[-1]):
         xs, h_prev, spec = layouts.features_first(xs), layouts.features_first(h_prev), "xgtb,gtby->xy"
     contract_states = functools.partial(contract, h_prev, precision=recurrent)
     return {
@@ -419,18 +429,24 @@ def _weight_grads(
     }  # fmt: skip
 
 
-def _fuses_weight_grads(static: Static, xs: Array, hidden: int) -> bool:
+def _fuses_weight_grads(static: RecurrenceSpec, xs: Array, hidden: int) -> bool:
     """Whether one launch adds up the gradients of weights and biases: if steps are all there, in one order."""
-    if static.remat or static.reset_state != "zeros" or static.reverse == "odd":
+    if static.remat or static.reset_state != "zeros" or static.reverse == "bidirectional":
         return False
-    if static.operand_dtype == jnp.float32 and not static.of_tf32:
+    if static.operand_dtype == jnp.float32 and not static.uses_tf32:
         return False
     gates, separate = static.cell.gates * hidden, bool(static.cell.hidden_grads)
-    return _bridge.weight_grads_pay(xs.shape, hidden, gates, static.operand_dtype, separate)
+    return _bridge.is_weight_grads_launch_profitable(xs.shape, hidden, gates, static.operand_dtype, separate)
 
 
 def _fused_weight_grads(
-    static: Static, xs: Array, hs: Array, h0: Array, resets: Array | None, dxp: Array, hidden_grads: dict[str, Array]
+    static: RecurrenceSpec,
+    xs: Array,
+    hs: Array,
+    h0: Array,
+    resets: Array | None,
+    dxp: Array,
+    hidden_grads: dict[str, Array],
 ) -> dict[str, Array]:
     """As `_weight_grads`, of the states after each step."""
     cell, dtype = static.cell, static.operand_dtype
@@ -441,7 +457,7 @@ def _fused_weight_grads(
     return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}
 
 
-def _no_gradient(resets: Array | None) -> Any:
+def _zero_cotangent(resets: Array | None) -> Any:
     if resets is None:
         return None
     if jnp.issubdtype(resets.dtype, jnp.floating):

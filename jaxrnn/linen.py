@@ -29,7 +29,7 @@ from flax.typing import Dtype, Initializer, PRNGKey
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, raise_or_scan
+from jaxrnn.checks import Implementation, must_scan
 from jaxrnn.reference import GRUParams, LSTMParams
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
@@ -87,11 +87,11 @@ class FusedCell(nn.RNNCellBase):
           ValueError: shapes or dtypes disagree.
           NotImplementedError: the named implementation cannot run this cell.
         """
-        if raise_or_scan(reason_to_scan(self, SCAN_OPTIONS), self.precision, self.implementation, "nn.scan"):
+        if must_scan(reason_to_scan(self, SCAN_OPTIONS), self.precision, self.implementation, "nn.scan"):
             return super().__call__(carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
-        carry, inputs = modules.of_one_batch(carry, inputs)
+        carry, inputs = modules.broadcast_batch_axes(carry, inputs)
         options = {"precision": self.precision, "implementation": self.implementation}
         carry, ys, _ = self.run(carry, inputs[None], **options)
         return carry, ys[0]
@@ -242,7 +242,7 @@ def run_cell(
     modules.check_reset_carry(resets, reset_carry)
     if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
         reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
-    if raise_or_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan"):
+    if must_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan"):
         return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
     if type(cell) in FUSED:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
@@ -280,7 +280,7 @@ def scan_cell(
 ) -> tuple[Carry, Array, Carry | None]:
     """Runs any cell with `nn.scan`; returns as `run_cell` does."""
     shape = xs.shape[: xs.ndim - cell.num_feature_axes]
-    stepped, reset = modules.resetting(carry, resets, reset_carry, shape, time_axis)
+    stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
 
     def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
         x, *of_step = inputs
@@ -371,7 +371,7 @@ class RNN(nn.RNN):
             init_key=init_key,
             scan_options={"unroll": self.unroll} | {name: getattr(self, name) for name in SCAN_OPTIONS},
         )
-        return modules.over_time(
+        return modules.run_over_time(
             run,
             inputs,
             carry,
@@ -559,7 +559,7 @@ class FusedStack(nn.Module):
         shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
         if self.learned_carry:
             learned = self.for_each(self.learned)
-            default = modules.for_batch(learned, shape[:-1])
+            default = modules.broadcast_carry(learned, shape[:-1])
             reset_carry = learned if reset_carry is None else reset_carry
         else:
             default = self.initialize_carry(jax.random.key(0) if init_key is None else init_key, shape)
@@ -608,7 +608,7 @@ class FusedStack(nn.Module):
                 "the carry is learned, a parameter: use stack.apply(variables, rng, input_shape, "
                 'method="initialize_carry")'
             )
-        return modules.for_batch(self.for_each(self.learned), input_shape[:-1])
+        return modules.broadcast_carry(self.for_each(self.learned), input_shape[:-1])
 
     @nn.nowrap
     def widths(self) -> tuple[int, ...]:

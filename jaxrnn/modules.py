@@ -128,7 +128,7 @@ def normalize(
     return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, **options)
 
 
-def for_batch(carry: Carry, batch: tuple[int, ...]) -> Carry:
+def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:
     """A carry of arrays `[H]` as one of `[*batch, H]`."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
 
@@ -160,7 +160,7 @@ def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Ar
     return jnp.where(index == 0, initial, last.squeeze(time_axis))
 
 
-def of_one_batch(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
     """Carry and inputs of a step with the batch axes that they broadcast to, as in Flax's cells."""
     batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
     if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):
@@ -175,7 +175,7 @@ def of_one_batch(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
     return carry, inputs
 
 
-def over_time(
+def run_over_time(
     run: Callable[..., tuple[Carry, Array, Carry | None]],
     inputs: Array,
     carry: Carry,
@@ -205,7 +205,7 @@ def over_time(
     flip_inputs = reverse and seq_lengths is not None
     if flip_inputs:
         inputs, resets = flip(inputs), None if resets is None else flip(resets)
-        if _goes_with(reset_carry, carry):
+        if _has_same_structure(reset_carry, carry):
             reset_carry = jax.tree.map(
                 lambda new, old: flip(new) if _is_stepped(new, old) else new, reset_carry, carry, is_leaf=_is_none
             )
@@ -245,7 +245,7 @@ def _is_none(x: Any) -> bool:
     return x is None
 
 
-def _goes_with(reset_carry: Carry | None, carry: Carry) -> bool:
+def _has_same_structure(reset_carry: Carry | None, carry: Carry) -> bool:
     """Whether a reset carry has the structure of a carry; its arrays may be None, for zeros."""
     structures: Any = jax.tree.structure(reset_carry, is_leaf=_is_none), jax.tree.structure(carry)
     return bool(structures[0] == structures[1])
@@ -264,7 +264,7 @@ def check_steps(
     Before these are brought into another order, where too few of them would be repeated.
     """
     check_resets(resets, batch_and_time, time_major, "inputs")
-    if not _goes_with(reset_carry, carry):  # none at all; or the loop says what is wrong
+    if not _has_same_structure(reset_carry, carry):  # none at all; or the loop says what is wrong
         return
     for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
         if _is_stepped(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
@@ -272,7 +272,7 @@ def check_steps(
             raise ValueError(f"reset_carry must be {axes} = {batch_and_time} and H as in inputs, got {jnp.shape(new)}")
 
 
-def resetting(
+def with_resets(
     carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
 ) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
     """Resets for a loop over the steps of any cell.
@@ -411,7 +411,7 @@ def both_directions(
     if any(one is not None for one in reset_carries):
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x)[-1:], jnp.result_type(x)), carry)
         given = [new if one is None else one for one, new in zip(reset_carries, zeros, strict=True)]
-        pairs = jax.tree.map(functools.partial(of_one_shape, time_axis=time_axis), *given)
+        pairs = jax.tree.map(functools.partial(broadcast_reset_states, time_axis=time_axis), *given)
         options["reset_state"] = jax.tree.transpose(jax.tree.structure(given[0]), None, pairs)
     if isinstance(params[0], GRUParams):
         both = bidirectional_gru(params, carry, xs, **options)
@@ -420,7 +420,7 @@ def both_directions(
     return [(last, *hidden_and_carries(outputs)) for last, outputs in both]
 
 
-def of_one_shape(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:
+def broadcast_reset_states(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:
     """Two reset states `[H]`, `[*batch, H]` or, with time among these axes, of every step, as arrays of one shape."""
     most = max(x, y, key=jnp.ndim)
 
@@ -439,7 +439,7 @@ def is_last_step(seq_lengths: Array | None, shape: tuple[int, ...], time_axis: i
     return steps == lengths - 1
 
 
-def begins_backward(resets: Array, seq_lengths: Array | None, time_axis: int) -> Array:
+def resets_of_reversed(resets: Array, seq_lengths: Array | None, time_axis: int) -> Array:
     """Where an episode begins for a loop that runs from the last step to the first: at its last step.
 
     That of a sequence's last episode is not among them: there the loop itself begins.
@@ -490,7 +490,7 @@ def run_layer(
     for one, is_backward in zip(layer, backward, strict=True):
         reset, state = resets, None if resets is None else one.reset_carry
         if is_backward and reset is not None and not reverse:
-            reset = begins_backward(reset, seq_lengths, time_axis)
+            reset = resets_of_reversed(reset, seq_lengths, time_axis)
         if is_backward and seq_lengths is not None:
             reset, state = start_at_end(reset, state, one.carry, seq_lengths, xs, time_axis)
         all_resets.append(reset)

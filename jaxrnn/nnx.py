@@ -26,7 +26,7 @@ from flax.typing import Dtype, Initializer
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, raise_or_scan
+from jaxrnn.checks import Implementation, must_scan
 from jaxrnn.reference import GRUParams, LSTMParams
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
@@ -68,11 +68,11 @@ class FusedCell(nnx.RNNCellBase):
           ValueError: shapes or dtypes disagree.
           NotImplementedError: the named implementation cannot run this cell.
         """
-        if raise_or_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan"):
+        if must_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan"):
             return super().__call__(carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
-        carry, inputs = modules.of_one_batch(carry, inputs)
+        carry, inputs = modules.broadcast_batch_axes(carry, inputs)
         options = {"precision": self.precision, "implementation": self.implementation}
         carry, ys, _ = run_fused(self, carry, inputs[None], **options)
         return carry, ys[0]
@@ -288,7 +288,7 @@ class RNN(nnx.RNN):
             if resets is not None and reset_carry is None and is_random:
                 reset_carry = default
             initial_carry = default if initial_carry is None else initial_carry
-        return modules.over_time(
+        return modules.run_over_time(
             functools.partial(self.run, time_major=time_major),
             inputs,
             initial_carry,
@@ -320,7 +320,7 @@ class RNN(nnx.RNN):
         reason = reason_to_scan(self.cell)
         if self.broadcast_rngs is not None or self.state_axes != DEFAULT_STATE_AXES:
             reason = "an RNN with other state_axes or broadcast_rngs than by default"
-        if raise_or_scan(reason, precision, implementation, "nnx.scan"):
+        if must_scan(reason, precision, implementation, "nnx.scan"):
             time_axis = 0 if time_major else xs.ndim - self.cell.num_feature_axes - 1
             return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries)
         return run_fused(
@@ -348,7 +348,7 @@ class RNN(nnx.RNN):
     ) -> tuple[Carry, Array, Carry | None]:
         """Runs any cell with `nnx.scan`; returns as `run` does."""
         shape = xs.shape[: xs.ndim - self.cell.num_feature_axes]
-        stepped, reset = modules.resetting(carry, resets, reset_carry, shape, time_axis)
+        stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
         broadcast_rngs = nnx.All(nnx.RngState, self.broadcast_rngs)
         state_axes = nnx.StateAxes({broadcast_rngs: None, **self.state_axes})  # type: ignore[misc]
 
@@ -645,7 +645,7 @@ class FusedStack(nnx.Module):
           ValueError: `carry_init` is not zeros, and there are no `rngs`.
         """
         if self.learned_carry:
-            return modules.for_batch(self.learned(), input_shape[:-1])
+            return modules.broadcast_carry(self.learned(), input_shape[:-1])
         if self.carry_init is jax.nn.initializers.zeros:
             next_key: Callable[[], Array] = functools.partial(jax.random.key, 0)
         elif rngs is None:

@@ -122,7 +122,7 @@ def normalize(
     """`rms_norm` or `layer_norm`, with `y` in `dtype`, by default that of `x`."""
     _check(kind, x, weight, bias, residual, epsilon)
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
-    static = _Static(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
+    static = _NormSpec(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
     run = _run_triton if _use_triton(implementation, x, weight, bias, static.dtype) else _xla
     y, total = run(static, x, weight, bias, residual)
     return y if residual is None else (y, total)
@@ -177,7 +177,7 @@ def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
+class _NormSpec:
     """What a norm is specialised on, besides shapes and dtypes of its arguments; `dtype` is that of y."""
 
     kind: Kind
@@ -194,13 +194,13 @@ def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def _xla(
-    static: _Static, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
+    static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """The norm in `jax.numpy`; compiled, so that an eager call finds what the one before has compiled."""
     if sharding.on_explicit_mesh(x):  # all else goes to where x is
         spec = sharding.spec_of(x)
         rows, columns = PartitionSpec(*spec), PartitionSpec(spec[-1])
-        weight, bias, residual = sharding.place(
+        weight, bias, residual = sharding.reshard(
             (weight, bias, residual), jax.typeof(x).sharding.mesh, (columns, columns, rows)
         )
     dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
@@ -225,27 +225,27 @@ def _sum(x: Array, y: Array) -> Array:
 
 
 def _run_triton(
-    static: _Static, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
+    static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """Runs the kernels, on each device of an explicit mesh for its part of the rows."""
     run = functools.partial(_run_on_device, static)
     arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
     spec = sharding.spec_of(x)
     if all(axis is None for axis in spec):
-        return run(*sharding.whole(arguments))
+        return run(*sharding.replicate(arguments))
     rows, whole = PartitionSpec(*spec), PartitionSpec()
     specs = tuple(
         None if array is None else to for array, to in zip(arguments, (rows, whole, whole, rows), strict=True)
     )
-    return sharding.on_each_device(run, jax.typeof(x).sharding.mesh, specs, (rows, rows), arguments)
+    return sharding.shard_over_mesh(run, jax.typeof(x).sharding.mesh, specs, (rows, rows), arguments)
 
 
 def _run_on_device(
-    static: _Static, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
+    static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
     # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
-    x, weight, bias, residual = sharding.vary_alike((x, weight, bias, residual))
+    x, weight, bias, residual = sharding.unify_varying_axes((x, weight, bias, residual))
     lead = (0,) if x.ndim > 1 else (0, 1)  # one model and, of a vector, one row
     canonical = jax.tree.map(lambda array: jnp.expand_dims(array, lead), (x, residual))
     y, total = _norm(static, *canonical, *jax.tree.map(lambda w: w[None], (weight, bias)))
@@ -255,51 +255,51 @@ def _run_on_device(
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 @functools.partial(jax.jit, static_argnums=(0,), inline=True)
 def _norm(
-    static: _Static, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
+    static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
 ) -> tuple[Array, Array]:
     """Runs the norm on canonical arrays: returns y and what it is the norm of."""
-    results = _forward(static, x, residual, weight, bias, keep=False)
+    results = _forward(static, x, residual, weight, bias, save_residuals=False)
     return results["y"], results["total"]
 
 
 def _forward(
-    static: _Static, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, keep: bool
+    static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, save_residuals: bool
 ) -> dict[str, Array]:
-    """As `_norm`, and returns by name what the backward pass needs, with `keep`."""
+    """As `_norm`, and returns by name what the backward pass needs, with `save_residuals`."""
     outputs = [_bridge.NamedOutput("y", static.dtype)]
     if residual is not None:
         outputs.append(_bridge.NamedOutput("total", x.dtype))
-    if keep:
-        outputs += [_bridge.NamedOutput(name, jnp.dtype(jnp.float32)) for name in _kept(static)]
+    if save_residuals:
+        outputs += [_bridge.NamedOutput(name, jnp.dtype(jnp.float32)) for name in _residuals(static)]
     arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
     return {"total": x} | _launch(static, "fwd", arrays, outputs)
 
 
 def _launch(
-    static: _Static, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NamedOutput]
+    static: _NormSpec, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NamedOutput]
 ) -> dict[str, Array]:
     """Launches a kernel, under `vmap` over axes that devices share out on each for its part."""
 
     def run(arrays: dict[str, Array | None]) -> dict[str, Array]:
         return _bridge.launch_norm(static.kind, direction, arrays, outputs, epsilon=static.epsilon)
 
-    return sharding.on_each_device_of_vmap(run, arrays)
+    return sharding.shard_over_vmapped_axes(run, arrays)
 
 
-def _kept(static: _Static) -> tuple[str, ...]:
+def _residuals(static: _NormSpec) -> tuple[str, ...]:
     """The statistics that the backward pass needs."""
     return ("mean", "rstd") if static.kind == "layer" else ("rstd",)
 
 
 def _norm_fwd(
-    static: _Static, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
+    static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
 ) -> tuple[Any, Any]:
-    results = _forward(static, x, residual, weight, bias, keep=True)
-    saved = results["total"], {name: results[name] for name in _kept(static)}
+    results = _forward(static, x, residual, weight, bias, save_residuals=True)
+    saved = results["total"], {name: results[name] for name in _residuals(static)}
     return (results["y"], results["total"]), (*saved, weight, bias, residual is not None)
 
 
-def _norm_bwd(static: _Static, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _norm_bwd(static: _NormSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
     total, statistics, weight, bias, has_residual = residuals
     dy, dtotal = cotangents
     outputs = [_bridge.NamedOutput("dx", total.dtype)]

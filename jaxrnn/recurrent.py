@@ -13,12 +13,12 @@ from jax import Array
 from jaxrnn import _bridge, canonical, cells, fused, reference, sharding
 from jaxrnn.checks import (
     Implementation,
-    check_alike,
     check_flags,
     check_gru,
     check_implementation,
     check_lstm,
-    pairs,
+    check_same_types,
+    split_directions,
 )
 from jaxrnn.reference import GRUParams, LSTMParams
 
@@ -200,16 +200,16 @@ def bidirectional_gru(
       NotImplementedError: as `gru`.
     """
     time_major, remat = check_flags(time_major=time_major, remat=remat)
-    directions = pairs(params, carry, resets, reset_state)
+    directions = split_directions(params, carry, resets, reset_state)
     for params_, carry_, resets_, state in directions:
         check_gru(params_, carry_, xs, resets_, state, time_major)
-    check_alike(directions)
+    check_same_types(directions)
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
     if _use_triton(implementation, precision, time_major, carry[0], xs, params[0]):
         both = canonical.run_kernels(
-            cells.GRU, params, tuple((h,) for h in carry), xs, resets, tuple((h,) for h in reset_state), "odd",
-            time_major, precision, remat, ("h",), may_scan=implementation is None,
+            cells.GRU, params, tuple((h,) for h in carry), xs, resets, tuple((h,) for h in reset_state),
+            "bidirectional", time_major, precision, remat, ("h",), may_scan=implementation is None,
         )  # fmt: skip
         forward, backward = ((h, hs) for (h,), (hs,) in both)
         return forward, backward
@@ -252,16 +252,16 @@ def bidirectional_lstm(
       NotImplementedError: as `lstm`.
     """
     time_major, remat, return_cells = check_flags(time_major=time_major, remat=remat, return_cells=return_cells)
-    directions = pairs(params, carry, resets, reset_state)
+    directions = split_directions(params, carry, resets, reset_state)
     for params_, carry_, resets_, state in directions:
         check_lstm(params_, carry_, xs, resets_, state, time_major)
-    check_alike(directions)
+    check_same_types(directions)
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
     if _use_triton(implementation, precision, time_major, carry[0][0], xs, params[0], carry[0][1]):
         both = canonical.run_kernels(
             cells.LSTM, params, tuple((h, c) for c, h in carry), xs, resets,
-            tuple((None, None) if state is None else (state[1], state[0]) for state in reset_state), "odd",
+            tuple((None, None) if state is None else (state[1], state[0]) for state in reset_state), "bidirectional",
             time_major, precision, remat, ("h", "c") if return_cells else ("h",), may_scan=implementation is None,
         )  # fmt: skip
         forward, backward = (((c, h), each if return_cells else each[0]) for (h, c), each in both)
@@ -283,7 +283,7 @@ def _xla(
     params, carry, xs, resets, reset_state = canonical.place(
         params, carry, xs, resets, reset_state, options["time_major"]
     )
-    carry = sharding.vary_alike(carry, (params, xs, resets, reset_state))  # as the scan returns it
+    carry = sharding.unify_varying_axes(carry, (params, xs, resets, reset_state))  # as the scan returns it
 
     def run(params: Any, carry: Any, xs: Array, reset_state: Any) -> Any:
         return function(params, carry, xs, resets=resets, reset_state=reset_state, **options)
@@ -294,7 +294,7 @@ def _xla(
 def _xla_both(
     function: Callable[..., Any], remat: bool, directions: tuple[Any, Any], xs: Array, **options: Any
 ) -> tuple[Any, Any]:
-    """`_xla`, forward and in reverse: `directions` are as of `checks.pairs`, and the results a pair."""
+    """`_xla`, forward and in reverse: `directions` are as of `checks.split_directions`, and the results a pair."""
     forward, backward = (
         _xla(function, remat, params, carry, xs, resets, reset_state, reverse=reverse, **options)
         for reverse, (params, carry, resets, reset_state) in zip((False, True), directions, strict=True)

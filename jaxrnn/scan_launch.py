@@ -39,7 +39,7 @@ def run(
         multiple of S.
       dtypes: of the outputs, by name.
       reset_state: as of the launch: "zeros", "fixed" or "stepped".
-      reverse: as of the launch; "odd" runs models of odd index in reverse.
+      reverse: as of the launch; "bidirectional" runs models of odd index in reverse.
       precision: of float32 products: "tf32", or "tf32x3" for float32's accuracy.
     """
     weight = "w_hh_t" if direction == "fwd" else "w_hh"
@@ -53,7 +53,7 @@ def run(
         _forward if direction == "fwd" else _backward, cell, dtypes, reset_state,
         jax.lax.Precision.HIGHEST if precision == "tf32x3" else jax.lax.Precision.DEFAULT,
     )  # fmt: skip
-    if reverse == "odd":
+    if reverse == "bidirectional":
         in_reverse = jnp.arange(models) % 2 == 1
         results = jax.vmap(one)(weights, others, in_reverse)
     elif models == 1:  # without a batch axis in its products
@@ -112,7 +112,7 @@ def _forward(
     steps = _Steps(arrays["xp"], in_reverse)
     params, w = SimpleNamespace(b_hn=weights.get("b_hn")), weights["w_hh_t"].T
     fixed = {s: steps.state(arrays[f"reset_{s}"]) for s in cell.states if reset_state == "fixed"}
-    in_words = "factors" in dtypes and "keep" not in dtypes
+    in_words = "local_grads" in dtypes and "carry_gate" not in dtypes
     saved = [name for name, _ in cell.saved if name in dtypes] if not in_words else []
 
     def step(states: dict[str, Array], inputs: Any) -> Any:
@@ -128,7 +128,7 @@ def _forward(
             residuals = cell.save(params, xp, hp, states)
             results |= {name: _to(residuals[name], dtypes[name]) for name in saved}
             if in_words:
-                results["factors"] = to_words(residuals["factors"], residuals["keep"])
+                results["local_grads"] = to_words(residuals["local_grads"], residuals["carry_gate"])
         return after, results
 
     carry = {s: steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states}
@@ -148,12 +148,12 @@ def _backward(
     del reset_state  # no gradient crosses a reset, wherever the episode starts from
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T
-    in_words = "keep" not in arrays
+    in_words = "carry_gate" not in arrays
 
     def step(dstates: dict[str, Array], inputs: Any) -> Any:
         saved, d_each, reset = inputs
         if in_words:
-            saved = dict(zip(("factors", "keep"), from_words(saved["factors"]), strict=True))
+            saved = dict(zip(("local_grads", "carry_gate"), from_words(saved["local_grads"]), strict=True))
         saved = {name: x.astype(jnp.float32) for name, x in saved.items()}
         dstates = {s: d + d_each[s].astype(jnp.float32) if s in d_each else d for s, d in dstates.items()}
         dxp, dhp, direct = cell.grad_step(saved, dstates)
@@ -183,22 +183,22 @@ def _backward(
     return results
 
 
-def to_words(factors: Array, keep: Array) -> Array:
-    """Packs `factors [..., 4H]` in float16 and `keep [..., H]` as three words of 32 bits, `[..., 3H]` float32.
+def to_words(local_grads: Array, carry_gate: Array) -> Array:
+    """Packs `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` into three 32-bit words, `[..., 3H]` float32.
 
     The format is that of `torch_bridge.kernels.common.split_words`: the words of all units lie one after the other.
     """
-    halves = _to(factors, jnp.float16).reshape(*keep.shape, 4)
+    halves = _to(local_grads, jnp.float16).reshape(*carry_gate.shape, 4)
     a, b, c, d = jnp.unstack(jax.lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32), axis=-1)
-    bits = jax.lax.bitcast_convert_type(keep, jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(carry_gate, jnp.uint32)
     words = jnp.concatenate((d | a << 16, (bits & 0xFFFF) | b << 16, bits >> 16 | c << 16), axis=-1)
     return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
 def from_words(words: Array) -> tuple[Array, Array]:
-    """The inverse of `to_words`: `factors [..., 4H]` in float16 and `keep [..., H]` in float32."""
+    """The inverse of `to_words`: `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` in float32."""
     first, second, third = jnp.split(jax.lax.bitcast_convert_type(words, jnp.uint32), 3, axis=-1)
     halves = jnp.stack((first >> 16, second >> 16, third >> 16, first & 0xFFFF), axis=-1).astype(jnp.uint16)
-    keep = (second & 0xFFFF) | third << 16
-    factors = jax.lax.bitcast_convert_type(halves, jnp.float16).reshape(*keep.shape[:-1], -1)
-    return factors, jax.lax.bitcast_convert_type(keep, jnp.float32)
+    carry_gate = (second & 0xFFFF) | third << 16
+    local_grads = jax.lax.bitcast_convert_type(halves, jnp.float16).reshape(*carry_gate.shape[:-1], -1)
+    return local_grads, jax.lax.bitcast_convert_type(carry_gate, jnp.float32)

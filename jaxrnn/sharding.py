@@ -21,7 +21,7 @@ def _varying_axes(x: Any) -> frozenset[str]:
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # renamed in JAX 0.10
 
 
-def vary_alike(tree: Any, *others: Any) -> Any:
+def unify_varying_axes(tree: Any, *others: Any) -> Any:
     """`tree`, each array varying over all axes that one of it or of `others` does: see `jax.lax.pcast`."""
     axes = frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves((tree, *others))))
 
@@ -36,7 +36,7 @@ def vary_alike(tree: Any, *others: Any) -> Any:
     return jax.tree.map(vary, tree)
 
 
-def _reshard(x: Array, sharding: NamedSharding) -> Array:
+def _reshard_array(x: Array, sharding: NamedSharding) -> Array:
     reshard = jax.reshard if hasattr(jax, "reshard") else jax.sharding.reshard  # before JAX 0.9
     return reshard(x, sharding)
 
@@ -52,7 +52,7 @@ def on_explicit_mesh(*trees: Any) -> bool:
     return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in jax.tree.leaves(trees))
 
 
-def place(tree: Any, mesh: Any, specs: Any) -> Any:
+def reshard(tree: Any, mesh: Any, specs: Any) -> Any:
     """`tree`, each of its arrays sharded over an explicit mesh as `specs` have it; as it is where it is so already.
 
     None, in place of an array, stays None whatever its spec.
@@ -62,19 +62,19 @@ def place(tree: Any, mesh: Any, specs: Any) -> Any:
         if x is None:
             return None
         there = jax.typeof(x).sharding.mesh == mesh and spec_of(x) == (*spec, *(None,) * (x.ndim - len(spec)))
-        return x if there else _reshard(x, NamedSharding(mesh, spec))
+        return x if there else _reshard_array(x, NamedSharding(mesh, spec))
 
     return jax.tree.map(to, tree, specs, is_leaf=lambda x: x is None)
 
 
-def whole(tree: Any) -> Any:
+def replicate(tree: Any) -> Any:
     """`tree`, all of each array on every device of an explicit mesh that it is sharded over."""
 
     def gather(x: Array) -> Array:
         sharding = jax.typeof(x).sharding
         if all(axis is None for axis in sharding.spec):
             return x
-        return _reshard(x, NamedSharding(sharding.mesh, PartitionSpec()))
+        return _reshard_array(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
     return jax.tree.map(gather, tree)
 
@@ -101,17 +101,19 @@ mlir.register_lowering(enter_p, lambda _, x: [x])
 ad.deflinear2(enter_p, lambda cotangent, _: [cotangent])
 
 
-def on_each_device(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
+def shard_over_mesh(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
     """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first.
 
     Raises:
       NotImplementedError: under `vmap` over an axis that is sharded.
     """
-    arguments = jax.tree.map(lambda x, spec: _reshard(enter_p.bind(x), NamedSharding(mesh, spec)), arguments, specs)
+    arguments = jax.tree.map(
+        lambda x, spec: _reshard_array(enter_p.bind(x), NamedSharding(mesh, spec)), arguments, specs
+    )
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=results)(*arguments)
 
 
-def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
+def shard_over_vmapped_axes(run: Callable[..., Any], *arguments: Any) -> Any:
     """`run(*arguments)`, of pytrees of arrays; has no derivative.
 
     Under `vmap` over axes that are sharded over an explicit mesh, each device runs it for its part of them. JAX's rules
@@ -125,10 +127,10 @@ def on_each_device_of_vmap(run: Callable[..., Any], *arguments: Any) -> Any:
     mesh = next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
     if mesh is None:
         return run(*arguments)
-    return _on_each_device_of_vmap(run, mesh, [()] * len(arrays), ())(*arguments)
+    return _shard_over_vmapped_axes(run, mesh, [()] * len(arrays), ())(*arguments)
 
 
-def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tuple[Any, ...]], results: Any) -> Any:
+def _shard_over_vmapped_axes(run: Callable[..., Any], mesh: Any, specs: list[tuple[Any, ...]], results: Any) -> Any:
     """`run` on each device of `mesh`; arguments and results begin with axes sharded as `specs` and `results`."""
 
     @custom_vmap
@@ -138,10 +140,10 @@ def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tupl
         in_specs = jax.tree.unflatten(jax.tree.structure(arguments), [PartitionSpec(*spec) for spec in specs])
 
         def local(*arguments: Any) -> Any:
-            arguments = vary_alike(arguments)
-            return vary_alike(run(*arguments), arguments)
+            arguments = unify_varying_axes(arguments)
+            return unify_varying_axes(run(*arguments), arguments)
 
-        return on_each_device(local, mesh, in_specs, PartitionSpec(*results), arguments)
+        return shard_over_mesh(local, mesh, in_specs, PartitionSpec(*results), arguments)
 
     @call.def_vmap
     def rule(_: int, batched: Any, *arguments: Any) -> Any:
@@ -154,7 +156,7 @@ def _on_each_device_of_vmap(run: Callable[..., Any], mesh: Any, specs: list[tupl
             raise NotImplementedError(_SHARDED_TWICE)
         in_axes = jax.tree.map(lambda flag: 0 if flag else None, batched)
         further = [(over, *spec) if flag else spec for spec, flag in zip(specs, flags, strict=True)]
-        outputs = _on_each_device_of_vmap(jax.vmap(run, in_axes), mesh, further, (over, *results))(*arguments)
+        outputs = _shard_over_vmapped_axes(jax.vmap(run, in_axes), mesh, further, (over, *results))(*arguments)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return call

@@ -38,15 +38,15 @@ def make_problem(
 
     With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. With
     `in_place` what a GRU saves in TF32 lies where its input projections were. Without `halves` what is saved is float32
-    in TF32 too, as JAX may have it: see `torch_bridge.config.as_saved`.
+    in TF32 too, as JAX may have it: see `torch_bridge.config.with_residual_dtypes`.
     """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
     saved = "float16" if precision == "tf32" and halves else "float32"
     if in_place:
-        backward = {"factors": "float32"}
+        backward = {"local_grads": "float32"}
     else:
-        backward = {"factors": saved} | ({"through": saved} if cell == "lstm" else {}) | {"keep": "float32"}
+        backward = {"local_grads": saved} | ({"dc_dh": saved} if cell == "lstm" else {}) | {"carry_gate": "float32"}
     names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"}
     if direction == "fwd":
         names |= {f"reset_{s}": "float32" for s in states if reset_state != "zeros"}
@@ -65,7 +65,7 @@ def make_problem(
 
 def _in_words(problem: Problem, name: str) -> bool:
     """Whether an array has the words of `torch_bridge.kernels.common.split_words`."""
-    return name == "factors" and "keep" not in dict(problem.dtypes)
+    return name == "local_grads" and "carry_gate" not in dict(problem.dtypes)
 
 
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
@@ -79,14 +79,14 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
-    width = {"xp": wide, "dxp": wide, "factors": wide if _in_words(problem, name) else 4 * hidden}.get(name, hidden)
+    width = {"xp": wide, "dxp": wide, "local_grads": wide if _in_words(problem, name) else 4 * hidden}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 
 
 def outputs_of(problem: Problem) -> list[str]:
     """Names of the arrays that the kernel writes."""
     if problem.direction == "fwd":
-        written = {"hs", "cs", "h_last", "c_last", "factors", "through", "keep"}
+        written = {"hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate"}
     else:
         written = {"dxp", "dhn", "dh0", "dc0", "dreset_h", "dreset_c"}
     return [name for name, _ in problem.dtypes if name in written]
@@ -106,9 +106,9 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
             x = torch.rand(shape, generator=generator, device=place) < RESET_RATE
         elif _in_words(problem, name):
             x = _words(torch.rand((*shape[:-1], 5, problem.hidden), generator=generator, device=place))
-        elif name in ("factors", "through", "keep"):
+        elif name in ("local_grads", "dc_dh", "carry_gate"):
             x = torch.rand(shape, generator=generator, device=place)
-            x = x if name == "keep" else (x - 0.5) / 2
+            x = x if name == "carry_gate" else (x - 0.5) / 2
         else:
             x = torch.randn(shape, generator=generator, device=place)
             x *= problem.hidden**-0.5 if name in ("w_hh", "w_hh_t") else 0.5
@@ -123,8 +123,8 @@ def _words(x: torch.Tensor) -> torch.Tensor:
     import torch
 
     d, a, b, c = ((x[..., :4, :] - 0.5) / 2).half().view(torch.int16).int().unbind(-2)
-    keep = x[..., 4, :].contiguous().view(torch.int32)
-    words = [(low & 0xFFFF) | (high << 16) for low, high in ((d, a), (keep, b), (keep >> 16, c))]
+    carry_gate = x[..., 4, :].contiguous().view(torch.int32)
+    words = [(low & 0xFFFF) | (high << 16) for low, high in ((d, a), (carry_gate, b), (carry_gate >> 16, c))]
     return torch.cat(words, -1).view(torch.float32)
 
 

@@ -275,13 +275,13 @@ def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **ch
     """The dtypes of what a kernel saves, or reads of that, of a program that has all of it in float32."""
     from problems import make_problem
 
-    from torch_bridge.config import as_saved, heuristic
+    from torch_bridge.config import heuristic, with_residual_dtypes
 
     make = functools.partial(make_problem, cell, direction, kind, hidden, batch, **changes)
     wide = make(halves=False)
-    held = as_saved(wide, device)
+    held = with_residual_dtypes(wide, device)
     assert heuristic(held, device) == heuristic(wide, device) and held in (wide, make())
-    return {dtype for name, dtype in held.dtypes if name in ("factors", "through")}
+    return {dtype for name, dtype in held.dtypes if name in ("local_grads", "dc_dh")}
 
 
 @pytest.mark.interpret
@@ -300,7 +300,7 @@ def test_under_tf32_what_is_saved_is_as_fine_as_the_products(device, monkeypatch
     for hidden, kind in itertools.product((33, 63, 64, 65, 96, 128), ("zeros", "fixed", "stepped")):
         for batch in (4, few, few + 1):
             float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", batch, device, reset_state=kind)
-            assert _bridge.may_save_float32(hidden, batch, kind) == float32_as_it_is
+            assert _bridge.may_have_float32_residuals(hidden, batch, kind) == float32_as_it_is
 
 
 @calls.kernels_only

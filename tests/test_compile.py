@@ -98,9 +98,9 @@ def shipped(
         return found
     tallest: dict[Any, tuple[Problem, KernelConfig]] = {}
     for p, c in found:
-        key: Any = dataclasses.replace(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.uneven, p.reset_state
+        key: Any = dataclasses.replace(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
         if device.capability in GLUON_PTX_OF:
-            key = c.variant, c.block_h, p.uneven, p.reset_state if c.variant != "plain" else None
+            key = c.variant, c.block_h, p.is_unaligned, p.reset_state if c.variant != "plain" else None
         tallest[key] = max(tallest.get(key, (p, c)), (p, c), key=lambda way: (way[1].block_b, way[0].hidden))
     return list(tallest.values())
 
@@ -147,7 +147,7 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
         if in_place and hidden % fused._IN_PLACE_UNITS != 0:
             continue
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
-        problems.append(dataclasses.replace(p, models=2, groups=2, reverse="odd"))
+        problems.append(dataclasses.replace(p, models=2, groups=2, reverse="bidirectional"))
     bad = misfits([(p, config.heuristic(p, device)) for p in problems], device)
     assert not bad, "\n".join(bad)
 
@@ -160,8 +160,10 @@ def test_programs_of_a_sequence_fit_and_do_not_spill(target, whole, cell, direct
     device, problems = TARGETS[target], []
     widths = (31, 32, 64, 65, 100, 119, 123, 127, 128) if whole else (64, 127, 128)
     exact = [("tf32x3", hidden, True) for hidden in widths]
-    of_tf32 = itertools.product(["tf32"], (33, 64) if whole else (64,), (False, True) if whole else (False,))
-    for (kind, hidden, halves), reverse in itertools.product([*exact, *of_tf32], (True, "odd") if whole else ("odd",)):
+    uses_tf32 = itertools.product(["tf32"], (33, 64) if whole else (64,), (False, True) if whole else (False,))
+    for (kind, hidden, halves), reverse in itertools.product(
+        [*exact, *uses_tf32], (True, "bidirectional") if whole else ("bidirectional",)
+    ):
         p = make_problem(cell, direction, kind, hidden, 16, halves=halves)
         cells = {"fwd": ("cs", "float32"), "bwd": ("dcs", "float32")}[direction]
         p = dataclasses.replace(p, models=2, groups=2, reverse=reverse)
@@ -252,8 +254,8 @@ def test_projections_fit_and_do_not_spill(target, whole, dtype, inputs):
     for gates in (192, 300, 1024) if whole else (300,):
         problem = input_projections.Problem(2, 8192, inputs, gates, tuple(dtypes.items()))
         kept = dtype == "bfloat16" and (inputs <= 128 or (inputs <= 256 and device.shared_memory > 140_000))
-        assert input_projections.pays(problem, device) == (device.has_wgmma or kept)
-        if not input_projections.pays(problem, device):
+        assert input_projections.is_profitable(problem, device) == (device.has_wgmma or kept)
+        if not input_projections.is_profitable(problem, device):
             continue
         bad += excesses(problem, input_projections.Launch(problem, device), device)
     assert not bad, "\n".join(bad)

@@ -109,7 +109,7 @@ def test_nothing_is_copied(implementation, models):
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("hidden", "batch", "over"),
-    [(2048, 683, ["xp", "factors"]), (2048, 682, [None, None]), (2080, 683, [None, None])],
+    [(2048, 683, ["xp", "local_grads"]), (2048, 682, [None, None]), (2080, 683, [None, None])],
 )
 def test_only_large_arrays_are_worth_it(monkeypatch, hidden, batch, over):
     """Of 2048 units input projections `[32, B, 3H]` in float32 have 2^29 bytes, or a little less."""
@@ -126,4 +126,4 @@ def test_only_large_arrays_are_worth_it(monkeypatch, hidden, batch, over):
     loss = lambda params, carry, xs: jaxrnn.gru(params, carry, xs, implementation="triton")[1].sum()  # noqa: E731
     jax.eval_shape(jax.grad(loss), jaxrnn.GRUParams(*weights), carry, xs)
     forward, backward = launched
-    assert [forward["factors"], backward["dxp"]] == over and ("keep" in forward) == (over == [None, None])
+    assert [forward["local_grads"], backward["dxp"]] == over and ("carry_gate" in forward) == (over == [None, None])

@@ -234,8 +234,8 @@ def test_a_number_of_rows_that_is_not_known_is_left_to_xla(monkeypatch):
 
     monkeypatch.setattr(_bridge, "_device", lambda: Device())
     (rows,) = jax.export.symbolic_shape("b")
-    assert _bridge.projection_pays(4096, 64, 384, "float32")
-    assert not _bridge.projection_pays(64 * rows, 64, 384, "float32")
+    assert _bridge.is_projection_profitable(4096, 64, 384, "float32")
+    assert not _bridge.is_projection_profitable(64 * rows, 64, 384, "float32")
 
 
 @pytest.mark.gpu

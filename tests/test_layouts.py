@@ -87,10 +87,10 @@ def test_gradients_of_weights_from_it(cell, steps, batch, hidden, monkeypatch):
     single = calls.arguments(cell, steps=steps, batch=(batch,), hidden=hidden)
     for args, map_over in ((single, lambda f: f), (calls.stack([single, single]), jax.vmap)):
         found = []
-        for pays in (True, False):
-            monkeypatch.setattr(_bridge, "features_first_pays", lambda *_, pays=pays: pays)
+        for is_profitable in (True, False):
+            monkeypatch.setattr(_bridge, "features_first_pays", lambda *_, is_profitable=is_profitable: is_profitable)
             jax.clear_caches()
             run = map_over(calls.with_gradients(calls.runner(cell, "triton", precision="default")))
-            assert (CONSTRAINT in lowered(run, *args)) == pays
+            assert (CONSTRAINT in lowered(run, *args)) == is_profitable
             found.append(jax.jit(run)(*args))
         calls.assert_close(*found, bound=1e-3)  # of TF32, in another order

@@ -135,12 +135,12 @@ def test_kernels_are_compiled_side_by_side_and_once(loading):
         loading._begin_loading(0, compile, name)
     while len(compiled) < 2:
         time.sleep(0.01)
-    assert [loading._loaded(0, compile, name) for name in ("a", "b", "a")] == [("a", 0), ("b", 0), ("a", 0)]
+    assert [loading._ensure_loaded(0, compile, name) for name in ("a", "b", "a")] == [("a", 0), ("b", 0), ("a", 0)]
     assert sorted(compiled) == ["a", "b"]
 
 
 def test_a_kernel_is_loaded_onto_each_device(loading):
-    assert [loading._loaded(ordinal, str, 7) for ordinal in (0, 1)] == [("7", 0), ("7", 1)]
+    assert [loading._ensure_loaded(ordinal, str, 7) for ordinal in (0, 1)] == [("7", 0), ("7", 1)]
 
 
 def test_what_is_needed_overtakes_what_waits(loading):
@@ -156,10 +156,10 @@ def test_what_is_needed_overtakes_what_waits(loading):
     for name in ("a", "b", "needed"):
         loading._begin_loading(0, compile, name)
     try:
-        assert loading._loaded(0, compile, "needed") == ("needed", 0)
+        assert loading._ensure_loaded(0, compile, "needed") == ("needed", 0)
     finally:
         go_on.set()
-    assert [loading._loaded(0, compile, name) for name in ("a", "b")] == [("a", 0), ("b", 0)]
+    assert [loading._ensure_loaded(0, compile, name) for name in ("a", "b")] == [("a", 0), ("b", 0)]
     assert threads["needed"] is threading.current_thread() not in (threads["a"], threads["b"])
 
 
@@ -177,7 +177,7 @@ def test_without_threads_a_kernel_is_compiled_when_it_is_needed(why, loading, mo
     compiled = []
     loading._begin_loading(0, compiled.append, 7)
     assert compiled == []
-    assert loading._loaded(0, compiled.append, 7) == (None, 0)
+    assert loading._ensure_loaded(0, compiled.append, 7) == (None, 0)
     assert compiled == [7]
 
 
@@ -193,8 +193,8 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_a
     wait(loading._loading.values())  # what failed in a thread is done here
     for text in ("out of registers", "out of memory"):
         with pytest.raises(RuntimeError, match=text):
-            loading._loaded(0, compile)
-    assert loading._loaded(0, compile) == ("a kernel", 0)
+            loading._ensure_loaded(0, compile)
+    assert loading._ensure_loaded(0, compile) == ("a kernel", 0)
 
 
 @pytest.mark.parametrize("where", ["here", "in a thread"])
@@ -217,7 +217,7 @@ def test_of_what_failed_no_arrays_are_kept(where, loading):
             go_on.set()
         else:
             threading.Timer(0.1, go_on.set).start()  # while it is waited for
-        loading._loaded(0, compile)
+        loading._ensure_loaded(0, compile)
 
     kept = []
     if where == "in a thread":
@@ -324,12 +324,12 @@ def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "_compilers", functools.cache(launch._compilers.__wrapped__))
     monkeypatch.setattr(launch, "_loading", {})
     ptx = []
-    for folder, begin in (("together", launch._begin_loading), ("alone", launch._loaded)):
+    for folder, begin in (("together", launch._begin_loading), ("alone", launch._ensure_loaded)):
         monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / folder))
         launch._loading.clear()
         for one in made:
             begin(0, launch.Specialization.compile, one)
         assert not any(future.exception() for future in launch._loading.values())
-        ptx.append([launch._loaded(0, launch.Specialization.compile, one).asm["ptx"] for one in made])
+        ptx.append([launch._ensure_loaded(0, launch.Specialization.compile, one).asm["ptx"] for one in made])
         assert len(list((tmp_path / folder).iterdir())) == len(made)  # nothing came from another cache
     assert ptx[0] == ptx[1]

@@ -93,14 +93,14 @@ def test_a_named_kernel_is_never_a_scan(scans, cell):
 def test_words_are_those_of_the_kernels():
     """Packing and unpacking give float16 factors, clamped to its range, and the float32 numbers bit for bit."""
     rng = np.random.default_rng(0)
-    factors = rng.standard_normal((3, 5, 28)).astype(np.float32)
-    factors[0, 0, :4] = [1e6, -1e6, 3e-8, 0.0]
-    keep = rng.random((3, 5, 7)).astype(np.float32)
-    words = scan_launch.to_words(jnp.asarray(factors), jnp.asarray(keep))
+    local_grads = rng.standard_normal((3, 5, 28)).astype(np.float32)
+    local_grads[0, 0, :4] = [1e6, -1e6, 3e-8, 0.0]
+    carry_gate = rng.random((3, 5, 7)).astype(np.float32)
+    words = scan_launch.to_words(jnp.asarray(local_grads), jnp.asarray(carry_gate))
     assert words.shape == (3, 5, 21) and words.dtype == jnp.float32
     halves, back = scan_launch.from_words(words)
-    np.testing.assert_array_equal(back, keep)
-    np.testing.assert_array_equal(halves, np.clip(factors, -65504, 65504).astype(np.float16))
+    np.testing.assert_array_equal(back, carry_gate)
+    np.testing.assert_array_equal(halves, np.clip(local_grads, -65504, 65504).astype(np.float16))
     first = np.asarray(words).view(np.uint32)[..., :7]
     np.testing.assert_array_equal(first >> 16, np.asarray(halves).view(np.uint16)[..., ::4])
     np.testing.assert_array_equal(first & 0xFFFF, np.asarray(halves).view(np.uint16)[..., 3::4])

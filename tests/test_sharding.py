@@ -516,7 +516,7 @@ def test_both_directions_on_a_mesh_that_jax_manages():
     outputs = [_bridge.Output("hs", True, H, jnp.float32), _bridge.Output("h_last", False, H, jnp.float32)]
     launch = jax.jit(
         lambda arrays: _bridge.launch(
-            "gru", "fwd", arrays, outputs, reset_state="zeros", reverse="odd", precision="tf32x3"
+            "gru", "fwd", arrays, outputs, reset_state="zeros", reverse="bidirectional", precision="tf32x3"
         )
     )
     want = launch(arrays)

@@ -118,7 +118,7 @@ def op_of(cell):
     return rnn_ops.gru_op if cell == "gru" else rnn_ops.lstm_op
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "both"])
+@pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
 @every_device
 @every_cell
 def test_opcheck(cell, device, order):
@@ -158,7 +158,7 @@ def close(got, want, bound=1e-5):
         assert oracle.error(x.detach().numpy(), y.detach().numpy()) <= bound
 
 
-@pytest.mark.parametrize("order", ["forward", "reverse", "both"])
+@pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
 @every_cell
 def test_directions_and_models_are_those_of_calls_apart(cell, order):
     """Each model by itself, in its own direction, with its own groups; and what was not saved is computed again."""
@@ -179,7 +179,7 @@ def test_directions_and_models_are_those_of_calls_apart(cell, order):
     for s in range(S):
         one = [x[s : s + 1] if x.shape[0] == S else x[2 * s : 2 * s + 2] for x in args[:tensors]]
         one = [x.detach().requires_grad_(x.is_floating_point()) for x in one]
-        way = order if order != "both" else ("forward", "reverse")[s % 2]
+        way = order if order != "bidirectional" else ("forward", "reverse")[s % 2]
         parts.append(gradients((*one, way, *args[tensors + 1 :])))
     outputs_, gradients_ = zip(*parts, strict=True)
     close([torch.cat(x) for x in zip(*outputs_, strict=True)], want[0])

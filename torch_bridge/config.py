@@ -16,7 +16,7 @@ Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
 # Which models run from the last step to the first: none, all, or those of odd index.
-Reverse = bool | Literal["odd"]
+Reverse = bool | Literal["bidirectional"]
 # Which kernels of a cell: in plain Triton, or in Gluon those of the module of that ending. "resident" and "fma" run
 # from capability 8.0 on; "split" and "rows" multiply by wgmma, which capability 9.0 alone has.
 Variant = Literal["plain", "resident", "fma", "split", "rows"]
@@ -54,7 +54,7 @@ class Problem:
       hidden: hidden units.
       dtypes: `(name, dtype)` of every array that takes part; an array left out is not computed or not used.
       reset_state: where an episode's first state comes from; backward it does not matter.
-      reverse: run from the last step to the first; "odd": models of odd index do, the others from first to last.
+      reverse: run from the last step to the first; "bidirectional": only models of odd index do.
       precision: of float32 products on the tensor cores.
     """
 
@@ -81,12 +81,12 @@ class Problem:
         return dict(self.dtypes)["w_hh_t" if self.direction == "fwd" else "w_hh"]
 
     @property
-    def common(self) -> bool:
+    def is_common(self) -> bool:
         """Whether it has no reset state, no cell states of every step, and no gradients of these."""
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
 
     @property
-    def uneven(self) -> bool:
+    def is_unaligned(self) -> bool:
         """Whether no loads of several numbers fit its rows, so that addresses take registers."""
         return self.hidden % 4 != 0
 
@@ -184,21 +184,21 @@ def _kind(problem: Problem) -> str:
     return problem.precision if problem.operand_dtype == "float32" else "16-bit"
 
 
-def may_save_float32(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
-    """Whether the forward kernel for such a problem may save float32 where TF32 would do: see `as_saved`."""
+def may_have_float32_residuals(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
+    """Whether the forward kernel may save float32 residuals in TF32 mode: see `with_residual_dtypes`."""
     few = sequences <= _FMA_FOR_TF32 * device.multiprocessors
     return few and hidden <= _FLOAT32_WIDTH and reset_state == "zeros" and device.capability >= 80
 
 
-def as_saved(problem: Problem, device: Device) -> Problem:
+def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     """`problem` with what is saved of every step in the dtype of its kernel, where a program has all of it in float32.
 
     That is float16 where products are of TF32, whose rounding is no finer; float32 where they are of float32 as it is.
     """
     dtypes = dict(problem.dtypes)  # without "keep", of what is saved in place
-    if _kind(problem) != "tf32" or "keep" not in dtypes or heuristic(problem, device).variant == "fma":
+    if _kind(problem) != "tf32" or "carry_gate" not in dtypes or heuristic(problem, device).variant == "fma":
         return problem
-    dtypes |= {name: "float16" for name in ("factors", "through") if name in dtypes}
+    dtypes |= {name: "float16" for name in ("local_grads", "dc_dh") if name in dtypes}
     return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))
 
 
@@ -225,7 +225,7 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     # to keep the weights on chip is faster than any way that reads them at every step, by more than the figures err
     kept = _by_cost(_split_configs(problem, device) + _rows_configs(problem, device))
     few = _fma_configs(problem, device)
-    read = _by_cost(_plain_shares(problem, device) + [way for way in few if way[0]])
+    read = _by_cost(_plain_shared_configs(problem, device) + [way for way in few if way[0]])
     resident = _resident_configs(problem, device) + _plain_resident_configs(problem, device)
     found = [config for cost, config in few if not cost] + resident + kept + read
     if not found:
@@ -255,7 +255,7 @@ _FMA_START = 8.0
 _FMA_MANY_STEPS = {32: 12, 64: 16}
 
 
-def _fma_turns(problem: Problem, block: int) -> float:
+def _max_sequences_per_sm_for_fma(problem: Problem, block: int) -> float:
     """Sequences on a multiprocessor up to which a program for each is faster than tiles on the tensor cores."""
     most = math.inf if problem.operand_dtype == "float32" else _FMA_SIXTEEN_BITS
     if block == 64 and problem.cell == "gru" and problem.direction == "fwd":
@@ -279,7 +279,7 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     """
     forward = problem.direction == "fwd"
     names = dict(problem.dtypes).keys()
-    covered = "keep" in names or "factors" not in names
+    covered = "carry_gate" in names or "local_grads" not in names
     covered &= not forward or problem.reset_state == "zeros"
     # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 352
     # bytes and before up to 72, costs little beside what programs that share the units take
@@ -299,7 +299,7 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     if full:
         step = _FMA_STEP[problem.cell][problem.direction]
         return [(math.ceil(turns) * (step + _FMA_START / problem.steps), config)]
-    return [(0.0 if turns <= _fma_turns(problem, block) else math.inf, config)]
+    return [(0.0 if turns <= _max_sequences_per_sm_for_fma(problem, block) else math.inf, config)]
 
 
 # Microseconds of a step under `jaxrnn.scan_launch`, by cell, kind of product and direction: fixed; per 1024 units and
@@ -393,20 +393,20 @@ def _tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) 
     return fixed + per_state * state + per_weight * gates * config.block_h * row + per_product * products
 
 
-def _eights_spill(problem: Problem, device: Device) -> bool:
+def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
     """Whether the kernel with all units in a program has too few registers for tiles of eight sequences."""
     if problem.cell != "lstm" or not 64 < problem.hidden <= 128:
         return False
     old, new, halves = _triton() < (3, 7), _triton() > (3, 7), _kind(problem) == "16-bit"
     forward, full = problem.direction == "fwd", problem.hidden == 128
     if forward:  # of 127 units 8 bytes in 16 bits, 16 in TF32
-        return problem.uneven
-    if problem.common:
+        return problem.is_unaligned
+    if problem.is_common:
         return False
     # Triton 3.7 spills 8 to 80 bytes of odd widths; of 128 units 24 bytes on 12.0
-    if not device.has_wgmma and (problem.uneven or (full and device.capability == 120 and not halves)):
+    if not device.has_wgmma and (problem.is_unaligned or (full and device.capability == 120 and not halves)):
         return True
-    return not full and (problem.uneven and old if halves else new)
+    return not full and (problem.is_unaligned and old if halves else new)
 
 
 def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
@@ -423,26 +423,26 @@ def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
         KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="resident")
         for block_b in (1, 2, 4, 8)
     ]
-    if _eights_spill(problem, device):
+    if _spills_at_batch_tile_8(problem, device):
         tilings.pop()
     fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
     best = next(fast, tilings[-1])
-    if _sixteens_fit(problem):
+    if _fits_batch_tile_16(problem):
         sixteens = dataclasses.replace(tilings[-1], block_b=16)
         tilings.append(sixteens)
         turns, wider = (_cdiv(problem.models * c.tiles(problem), device.multiprocessors) for c in (best, sixteens))
-        best = best if turns <= _SIXTEENS_TAKE * wider else sixteens
+        best = best if turns <= _TILE16_COST_RATIO * wider else sixteens
     return [best, *(c for c in tilings if c != best)]
 
 
 # A step of tiles of 16 sequences takes as long as so many of 8. On an H200, GRU 2048,256,128 in bfloat16 takes 1.67 ms
 # for 1.89 with tiles of 8, which take turns; in TF32, with them forward alone, 2.63 for 2.72.
-_SIXTEENS_TAKE = 1.75
+_TILE16_COST_RATIO = 1.75
 
 
-def _sixteens_fit(problem: Problem) -> bool:
+def _fits_batch_tile_16(problem: Problem) -> bool:
     """Whether the kernel with all units in a program has registers for tiles of 16 sequences, but for a few."""
-    gru = problem.cell == "gru" and problem.hidden == 128 and problem.common
+    gru = problem.cell == "gru" and problem.hidden == 128 and problem.is_common
     return gru and (problem.direction == "fwd" or _kind(problem) == "16-bit")
 
 
@@ -463,7 +463,7 @@ _RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("lstm", "16-bit", "bwd"): {16: (1, 1), 32: (4, 4), 64: (8, 8), 128: (16,)},
 }
 # Where they differ elsewhere than on Hopper: there the products read the weights from registers.
-_ELSEWHERE_WARPS = {
+_NON_HOPPER_WARPS = {
     ("gru", "tf32", "bwd"): {64: (8, 8)},
     ("gru", "tf32x3", "fwd"): {64: (8, 8)},
     ("lstm", "tf32x3", "fwd"): {64: (8, 8)},
@@ -480,9 +480,9 @@ def _plain_resident_configs(problem: Problem, device: Device) -> list[KernelConf
     block = max(16, _power_of_2(problem.hidden))
     even = problem.hidden == block
     key = problem.cell, _kind(problem), problem.direction
-    by_block = _RESIDENT_WARPS[key] | ({} if device.has_wgmma else _ELSEWHERE_WARPS.get(key, {}))
+    by_block = _RESIDENT_WARPS[key] | ({} if device.has_wgmma else _NON_HOPPER_WARPS.get(key, {}))
     warps = by_block.get(block, ())[0 if even else 1 :]
-    if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.uneven):
+    if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.is_unaligned):
         return []  # the latter spills
     small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
     large = dataclasses.replace(small, block_b=16, num_warps=8)
@@ -527,12 +527,12 @@ _HOPPER_TILINGS = {
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
 # In place of these where the hidden size is no multiple of `block_k`: masks take registers, and they spill.
-_PARTLY_FILLED = {
+_PARTIAL_BLOCK_TILINGS = {
     ("lstm", "16-bit", "bwd"): {(64, 16, 64, 4, 4): (64, 16, 64, 8, 4), (64, 32, 64, 8, 4): (64, 32, 32, 8, 4)},
 }
 # Of uneven problems; and how many of these do not spill.
-_UNEVEN_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
-_UNEVEN = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
+_UNALIGNED_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
+_UNALIGNED_COUNTS = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
 # Microseconds of a step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million products.
 # Fitted to 330 timings on an H200, triton 3.6, of B from 8 to 2048 and H from 128 to 1024. Of the tilings that
 # were timed, the cheapest by these figures was the fastest or within 26 % of it; those above were not all timed.
@@ -592,15 +592,21 @@ def _triton() -> tuple[int, ...]:
     return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2])) if names else (sys.maxsize,)
 
 
-def _rows_spill(problem: Problem, block_b: int, splits: int) -> bool:
+def _rows_kernel_spills(problem: Problem, block_b: int, splits: int) -> bool:
     """Whether the kernel with sequences as rows has too few registers."""
     gru, of_float32 = problem.cell == "gru", problem.operand_dtype == "float32"
     if problem.direction == "fwd":
-        return not gru and of_float32 and problem.uneven and splits == 8 and _triton() > (3, 7)
+        return not gru and of_float32 and problem.is_unaligned and splits == 8 and _triton() > (3, 7)
     return (
         (gru and (block_b, splits) == (64, 16))
-        or (of_float32 and problem.uneven and (block_b, splits) == (64, 20))
-        or (gru and of_float32 and (block_b, splits) == (128, 32) and problem.hidden % 128 != 0 and not problem.common)
+        or (of_float32 and problem.is_unaligned and (block_b, splits) == (64, 20))
+        or (
+            gru
+            and of_float32
+            and (block_b, splits) == (128, 32)
+            and problem.hidden % 128 != 0
+            and not problem.is_common
+        )
     )
 
 
@@ -614,11 +620,17 @@ def _rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
     scaled_backward = problem.direction == "bwd" and problem.operand_dtype == "float32"
     if scaled_backward and _triton() > (3, 7):
         return []  # spills
-    if scaled_backward and problem.reverse == "odd" and problem.cell == "lstm" and splits == 16 and not problem.common:
+    if (
+        scaled_backward
+        and problem.reverse == "bidirectional"
+        and problem.cell == "lstm"
+        and splits == 16
+        and not problem.is_common
+    ):
         return []  # spills
     ways: list[tuple[float, KernelConfig]] = []
     for block_b, num_warps, fixed, per_split in _ROWS_COST[problem.cell, problem.direction]:
-        if _rows_spill(problem, block_b, splits):
+        if _rows_kernel_spills(problem, block_b, splits):
             continue
         config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="rows")
         if config.shared_memory(problem) <= device.shared_memory:
@@ -635,20 +647,20 @@ def widest(device: Device) -> int:
     return _WIDEST_TILING[0] * device.multiprocessors
 
 
-def _plain_shares(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+def _plain_shared_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
     """Ways to share the units that read the weights from L2 at every step, and what a step of all tiles costs."""
     kind = _kind(problem)
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
-    tilings = _UNEVEN_TILINGS[: _UNEVEN.get(key)] if problem.uneven else _TILINGS[key]
-    partly_filled = _PARTLY_FILLED.get(key, {})
+    tilings = _UNALIGNED_TILINGS[: _UNALIGNED_COUNTS.get(key)] if problem.is_unaligned else _TILINGS[key]
+    partly_filled = _PARTIAL_BLOCK_TILINGS.get(key, {})
     tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)
-    if problem.common and not problem.uneven and device.has_wgmma:
+    if problem.is_common and not problem.is_unaligned and device.has_wgmma:
         # first: of two that cost the same, theirs has more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
         spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma  # with two stages, 32 bytes on 8.6
-        tilings = (_UNEVEN_TILINGS[-1] if problem.uneven or spills else _WIDEST_TILING,)
+        tilings = (_UNALIGNED_TILINGS[-1] if problem.is_unaligned or spills else _WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = _cdiv(problem.hidden, block_h)
         if not 1 < splits <= device.multiprocessors:

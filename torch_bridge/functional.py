@@ -206,7 +206,7 @@ class Direction(NamedTuple):
     reset_states: tuple[Tensor | None, ...]
 
 
-class Outcome(NamedTuple):
+class DirectionResult(NamedTuple):
     """What a direction gives.
 
     Attributes:
@@ -434,7 +434,7 @@ def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Te
     return {name: x.to(dtypes[name[0]]) for name, x in results.items() if x is not None}
 
 
-def _is_one_cell(xs: Tensor, layer: Sequence[Direction]) -> bool:
+def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
     """Whether one step is what PyTorch's own cell computes, which takes the host less than half of a launch's time."""
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
@@ -447,7 +447,7 @@ def _is_one_cell(xs: Tensor, layer: Sequence[Direction]) -> bool:
     return op_common.plain(tensors if one.resets is None else [*tensors, one.resets])
 
 
-def _one_cell(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> Outcome:
+def _run_single_step(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> DirectionResult:
     """A layer of one step."""
     hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
     states = []
@@ -469,7 +469,7 @@ def _one_cell(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> Outcom
     )
     hs, *cs = (h.reshape(*layout.outer, hidden) for h in found)
     # copies, or what is done in place to one of them would be done to both
-    return Outcome(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
+    return DirectionResult(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
 
 
 def run_layer(
@@ -482,7 +482,7 @@ def run_layer(
     cells: bool = False,
     precision: Precision = None,
     implementation: Implementation = None,
-) -> list[Outcome]:
+) -> list[DirectionResult]:
     """Runs a layer of one direction, or of two, forward and in reverse, in one launch. Takes its arguments as valid.
 
     Args:
@@ -503,8 +503,8 @@ def run_layer(
     layout = _Layout(xs, len(layer), batch_first)
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
-    if layout.sizes[1] == 1 and implementation is None and precision is None and _is_one_cell(xs, layer):
-        return [_one_cell(cell, xs, layer[0], layout)]
+    if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(xs, layer):
+        return [_run_single_step(cell, xs, layer[0], layout)]
     xs, layer, default = _autocast(cell, xs, layer)
     given = layer
     xp, layer = _project(cell, xs, layer, reverse, layout.time)
@@ -518,7 +518,7 @@ def run_layer(
         biases = [stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[2 * hidden :] for one in layer])]
     arguments = (layout.sequence(xp), stack([one.w_hh for one in layer]), *biases, *states, resets, *reset_states)
 
-    order = "both" if len(layer) == 2 else "reverse" if reverse else "forward"
+    order = "bidirectional" if len(layer) == 2 else "reverse" if reverse else "forward"
     precise = rnn_ops.kernel_precision(precision, hidden)
     if implementation == "torch":
         results = _plain(cell, arguments, order, states)
@@ -528,16 +528,18 @@ def run_layer(
     hs = layout.sequences(results["hs"])
     cs = layout.sequences(results["cs"]) if cells and cell is LSTM else [None] * len(layer)
     last = zip(*(layout.states(results[f"{s}_last"]) for s in cell.states), strict=True)
-    return [_outcome(*each, default) for each in zip(given, hs, cs, last, strict=True)]
+    return [_direction_result(*each, default) for each in zip(given, hs, cs, last, strict=True)]
 
 
-def _outcome(one: Direction, hs: Tensor, cs: Tensor | None, last: tuple[Tensor, ...], default: torch.dtype) -> Outcome:
+def _direction_result(
+    one: Direction, hs: Tensor, cs: Tensor | None, last: tuple[Tensor, ...], default: torch.dtype
+) -> DirectionResult:
     """What a direction gives, as it was before `_project` took its projection away."""
     if one.w_hr is None:
-        return Outcome(hs, cs, last)
+        return DirectionResult(hs, cs, last)
     dtype = default if one.states[0] is None else one.states[0].dtype
     hs, h_n = (linear(m.to(one.w_hr.dtype), one.w_hr).to(dtype) for m in (hs, last[0]))
-    return Outcome(hs, cs, (h_n, *last[1:]))
+    return DirectionResult(hs, cs, (h_n, *last[1:]))
 
 
 # Norms.

@@ -48,7 +48,7 @@ class Tiling(NamedTuple):
     programs: int = 0
 
 
-def pays(problem: Problem, device: Device) -> bool:
+def is_profitable(problem: Problem, device: Device) -> bool:
     """Whether it is faster than a library's product and the pass for the bias: every threshold was measured on an H200.
 
     Of float32 a library adds the bias while it multiplies, if that is an array of its own: so it has to be as fast. It

@@ -51,7 +51,7 @@ def interpreting() -> bool:
 _parsing = threading.RLock()
 
 
-class _OneAtATime:
+class _SerializedParsing:
     """Of a source for Triton, what parses the kernel's Python."""
 
     def hash(self) -> Any:
@@ -63,11 +63,11 @@ class _OneAtATime:
             return super().make_ir(*arguments, **options)  # type: ignore[misc]
 
 
-class _Source(_OneAtATime, ASTSource):
+class _Source(_SerializedParsing, ASTSource):
     pass
 
 
-class _GluonSource(_OneAtATime, GluonASTSource):
+class _GluonSource(_SerializedParsing, GluonASTSource):
     pass
 
 
@@ -120,7 +120,7 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _ahead(function: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
+def _run_in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
     """Runs in a thread what will be needed; None where nothing would be gained, or Python is about to end.
 
     What no thread has come to when the main one is over nobody will need. The threads of an executor would run it.
@@ -150,11 +150,11 @@ def _begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *argume
     """Compiles and loads onto one device, in a thread, what is not there and not on its way."""
     key = ordinal, compile, *arguments
     with _loading_lock:
-        if key not in _loading and (begun := _ahead(lambda: load_kernel(compile(*arguments), ordinal))):
+        if key not in _loading and (begun := _run_in_background(lambda: load_kernel(compile(*arguments), ordinal))):
             _loading[key] = begun
 
 
-def _loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
+def _ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
     """Compiles and loads onto one device, at most once: waits for a thread that does, or does it here.
 
     What no thread has come to yet is done here, before what others may never need. So is what a thread failed to do,
@@ -185,7 +185,7 @@ def _loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Ha
         del mine, there  # they have the exception, which has this frame
 
 
-def _after_fork() -> None:
+def _reset_after_fork() -> None:
     """In a child there are no threads of its parent: what they had under way, or held, nobody ends."""
     global interpreter, _parsing, _loading_lock
     interpreter, _parsing, _loading_lock = threading.Lock(), threading.RLock(), threading.Lock()
@@ -194,7 +194,7 @@ def _after_fork() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 class Arguments:
@@ -244,7 +244,7 @@ def _compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
 
 
 @functools.cache
-def _records_early_launches() -> bool:
+def _can_capture_early_launches() -> bool:
     """Whether CUDA graphs can have a kernel begin before the last one is over: with a driver of CUDA 12.3 or newer."""
     import torch
 
@@ -267,7 +267,7 @@ class Calls:
     """
 
     def __init__(self, device: Device):
-        self.early = device.has_early_launch and _records_early_launches()
+        self.early = device.has_early_launch and _can_capture_early_launches()
         self.kernels: list[KernelCall] = []
         self.workspaces: list[tuple[str, int, str, bool]] = []
         self._capability = device.capability
@@ -306,7 +306,8 @@ class Calls:
         """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
         self.begin_loading(ordinal)
         self._ready[ordinal] = [
-            (_loaded(ordinal, _compile_call, k.key, self._capability), k.grid, k.arguments()) for k in self.kernels
+            (_ensure_loaded(ordinal, _compile_call, k.key, self._capability), k.grid, k.arguments())
+            for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:
@@ -384,7 +385,9 @@ def driver_fails() -> str | None:
 
     Warns, since a GPU is there and where no implementation is named another one runs instead, slower.
     """
-    _ahead(triton.runtime.cache.triton_key)  # the hash of all of Triton, which it takes before it compiles anything
+    _run_in_background(
+        triton.runtime.cache.triton_key
+    )  # the hash of all of Triton, which it takes before it compiles anything
     try:
         triton.runtime.driver.active.utils  # noqa: B018
     except Exception as error:  # what is wrong with a compiler, its headers or the driver is of many kinds
@@ -483,7 +486,7 @@ class Launch:
 
     def load(self, ordinal: int) -> None:
         """Compiles, and loads the module onto a device. Must have happened before a stream capture."""
-        self._compiled[ordinal] = _loaded(ordinal, Specialization.compile, self.specialization)
+        self._compiled[ordinal] = _ensure_loaded(ordinal, Specialization.compile, self.specialization)
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches on a stream of a device, given the address of every array by name, workspaces included."""

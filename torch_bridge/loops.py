@@ -2,7 +2,7 @@
 
 Arguments are those of the kernels: sequences `[G, T, B, W]`, G groups of B sequences, each group time first; states
 `[G, B, H]`; weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` says which way a
-model goes through time: "forward", "reverse", or "both": models of even index forward, of odd index in reverse.
+model goes through time: "forward", "reverse", or "bidirectional" (models of even index forward, odd ones in reverse).
 
 Gates and states are float32, or float64 where the weights are, whatever the dtype of the operands. Nothing is written
 in place, so autograd can differentiate the forward loops as often as it likes.
@@ -36,7 +36,7 @@ class _Time:
             x = x.squeeze(3).transpose(1, 2)
         else:
             x = x.transpose(1, 2).reshape(self.models, self.steps, -1, *x.shape[4:])
-        if self.order == "both":
+        if self.order == "bidirectional":
             x = self._flip_odd(x)
         steps = x.unbind(1)
         return steps[::-1] if self.order == "reverse" else steps
@@ -44,7 +44,7 @@ class _Time:
     def join(self, steps: Sequence[Tensor]) -> Tensor:
         """`[G, T, B, ...]` of what the steps gave, in the order that they were taken."""
         x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
-        if self.order == "both":
+        if self.order == "bidirectional":
             x = self._flip_odd(x)
         x = x.reshape(self.models, self.steps, self.per_model, self.batch, *x.shape[3:]).transpose(1, 2)
         return x.reshape(self.models * self.per_model, self.steps, self.batch, *x.shape[4:])
@@ -78,12 +78,12 @@ def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor, Tensor], Tens
 
 
 class GRUResults(NamedTuple):
-    """What the GRU's forward loop gives: `factors` and `keep` are None where nothing is saved."""
+    """What the GRU's forward loop gives: `local_grads` and `carry_gate` are None where nothing is saved."""
 
     hs: Tensor  # [G, T, B, H]
     h_last: Tensor  # [G, B, H]
-    factors: Tensor | None  # [G, T, B, 4H] of each unit dr, dz, dn, dh_n over dh
-    keep: Tensor | None  # [G, T, B, H] z
+    local_grads: Tensor | None  # [G, T, B, 4H] of each unit dr, dz, dn, dh_n over dh
+    carry_gate: Tensor | None  # [G, T, B, H] z
 
 
 def gru(
@@ -110,15 +110,15 @@ def gru(
             gates.append((rz, n, a_n))
         h = torch.addcmul(n, z, h - n)
         hs.append(h)
-    factors = keep = None
+    local_grads = carry_gate = None
     if save:
         previous = time.join(before)
         rz, n, a_n = (time.join(gate) for gate in zip(*gates, strict=True))
-        r, keep = (gate.contiguous() for gate in rz.chunk(2, -1))
-        f_n = (1 - keep) * (1 - n * n)
-        each = f_n * a_n * r * (1 - r), (previous - n) * keep * (1 - keep), f_n, f_n * r
-        factors = torch.stack(each, -1).flatten(-2)
-    return GRUResults(time.join(hs), time.groups(h), factors, keep)
+        r, carry_gate = (gate.contiguous() for gate in rz.chunk(2, -1))
+        f_n = (1 - carry_gate) * (1 - n * n)
+        each = f_n * a_n * r * (1 - r), (previous - n) * carry_gate * (1 - carry_gate), f_n, f_n * r
+        local_grads = torch.stack(each, -1).flatten(-2)
+    return GRUResults(time.join(hs), time.groups(h), local_grads, carry_gate)
 
 
 class GRUGradients(NamedTuple):
@@ -131,14 +131,14 @@ class GRUGradients(NamedTuple):
 
 
 def gru_backward(
-    w_hh: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor, dh_last: Tensor,
+    w_hh: Tensor, local_grads: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor, dh_last: Tensor,
     order: str, reset_gradients: bool,
 ) -> GRUGradients:  # fmt: skip
     """As `torch_bridge.kernels.gru.gru_bwd_kernel`."""
     time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
-    f_r, f_z, f_n, f_hn = factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
-    sequences = (torch.cat((f_r, f_z, f_hn), -1), keep.to(dtype), dhs.to(dtype))
+    f_r, f_z, f_n, f_hn = local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
+    sequences = (torch.cat((f_r, f_z, f_hn), -1), carry_gate.to(dtype), dhs.to(dtype))
     steps = [*zip(*map(time.split, sequences), time.starts(resets), strict=True)]
     dh = time.state(dh_last).to(dtype)
     zeros = torch.zeros_like(dh)
@@ -153,7 +153,7 @@ def gru_backward(
             if reset_gradients:
                 dreset_h.append(torch.where(start, dh, zeros))
             dh = torch.where(start, zeros, dh)
-    hidden = keep.shape[-1]
+    hidden = carry_gate.shape[-1]
     d = time.join(recurrent[::-1])
     dxp = torch.cat((d[..., : 2 * hidden], time.join(all_dh[::-1]) * f_n), -1)
     stepped = time.join(dreset_h[::-1]) if dreset_h else None
@@ -161,15 +161,15 @@ def gru_backward(
 
 
 class LSTMResults(NamedTuple):
-    """What the LSTM's forward loop gives: `factors`, `through` and `keep` are None where nothing is saved."""
+    """What the LSTM's forward loop gives: `local_grads`, `dc_dh` and `carry_gate` are None where nothing is saved."""
 
     hs: Tensor  # [G, T, B, H]
     cs: Tensor  # [G, T, B, H]
     h_last: Tensor  # [G, B, H]
     c_last: Tensor  # [G, B, H]
-    factors: Tensor | None  # [G, T, B, 4H] of each unit di, df, dg over dc and do over dh
-    through: Tensor | None  # [G, T, B, H] dc over dh
-    keep: Tensor | None  # [G, T, B, H] f
+    local_grads: Tensor | None  # [G, T, B, 4H] of each unit di, df, dg over dc and do over dh
+    dc_dh: Tensor | None  # [G, T, B, H] dc over dh
+    carry_gate: Tensor | None  # [G, T, B, H] f
 
 
 def lstm(
@@ -195,16 +195,17 @@ def lstm(
         hs.append(h)
         cs.append(c)
     all_c = time.join(cs)
-    factors = through = keep = None
+    local_grads = dc_dh = carry_gate = None
     if save:
         previous, tanh_c = time.join(before), torch.tanh(all_c)
-        g_i, keep, g_g, g_o = (time.join(gate) for gate in zip(*gates, strict=True))
+        g_i, carry_gate, g_g, g_o = (time.join(gate) for gate in zip(*gates, strict=True))
         each = (
-            g_g * g_i * (1 - g_i), previous * keep * (1 - keep), g_i * (1 - g_g * g_g), tanh_c * g_o * (1 - g_o),
+            g_g * g_i * (1 - g_i), previous * carry_gate * (1 - carry_gate), g_i * (1 - g_g * g_g),
+            tanh_c * g_o * (1 - g_o),
         )  # fmt: skip
-        factors = torch.stack(each, -1).flatten(-2)
-        through = g_o * (1 - tanh_c * tanh_c)
-    return LSTMResults(time.join(hs), all_c, time.groups(h), time.groups(c), factors, through, keep)
+        local_grads = torch.stack(each, -1).flatten(-2)
+        dc_dh = g_o * (1 - tanh_c * tanh_c)
+    return LSTMResults(time.join(hs), all_c, time.groups(h), time.groups(c), local_grads, dc_dh, carry_gate)
 
 
 class LSTMGradients(NamedTuple):
@@ -218,17 +219,17 @@ class LSTMGradients(NamedTuple):
 
 
 def lstm_backward(
-    w_hh: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor,
+    w_hh: Tensor, local_grads: Tensor, dc_dh: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor,
     dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
 ) -> LSTMGradients:  # fmt: skip
     """As `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
     time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
-    by_gate = torch.cat(factors.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
+    by_gate = torch.cat(local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
     dh, dc = time.state(dh_last).to(dtype), time.state(dc_last).to(dtype)
     zeros = torch.zeros_like(dh)
     dcs_each = [None] * time.steps if dcs is None else time.split(dcs.to(dtype))
-    sequences = (by_gate, through.to(dtype), keep.to(dtype), dhs.to(dtype))
+    sequences = (by_gate, dc_dh.to(dtype), carry_gate.to(dtype), dhs.to(dtype))
     steps = [*zip(*map(time.split, sequences), dcs_each, time.starts(resets), strict=True)]
     gates, dreset_h, dreset_c = [], [], []
     for f, o, z, dy, dcy, start in reversed(steps):

@@ -16,7 +16,7 @@ from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from torch_bridge import functional, op_common, rnn_ops
-from torch_bridge.functional import Direction, Implementation, Outcome
+from torch_bridge.functional import Direction, DirectionResult, Implementation
 from torch_bridge.rnn_ops import Cell, Precision
 
 
@@ -163,9 +163,9 @@ def _widths(rnn: torch.nn.RNNBase, cell: Cell) -> tuple[int, ...]:
 
 def _run_stack(
     rnn: torch.nn.RNNBase, cell: Cell, xs: Tensor, starts: Sequence[_Start], batch_first: bool, cells: bool
-) -> tuple[Tensor, list[Outcome]]:
+) -> tuple[Tensor, list[DirectionResult]]:
     """Runs all layers: returns the outputs of the last one, and what each direction of each layer gives."""
-    outcomes: list[Outcome] = []
+    outcomes: list[DirectionResult] = []
     for layer in range(rnn.num_layers):
         directions = []
         for i in range(layer * _directions(rnn), (layer + 1) * _directions(rnn)):
@@ -233,7 +233,7 @@ def _forward_batch(
     if xs.shape[time] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     _check_resets(rnn, cell, tuple(xs.shape[:2]), (xs.shape[1 - time],), resets, reset_states)
-    backward = None if resets is None or not rnn.bidirectional else _begins_backward(resets, time)
+    backward = None if resets is None or not rnn.bidirectional else _resets_of_reversed(resets, time)
     starts = [
         _Start(
             (None,) * len(states) if hx is None else tuple(x[i] for x in states),
@@ -266,7 +266,7 @@ def _check_resets(
             raise ValueError(f"the reset state of {name} must be {', '.join(others)} or {last}, got {tuple(x.shape)}")
 
 
-def _begins_backward(resets: Tensor, time: int, last: Tensor | None = None) -> Tensor:
+def _resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) -> Tensor:
     """Where an episode begins for a loop that runs from the last step to the first: at its last step.
 
     That of a sequence's last episode is not among them: there the loop itself begins. `last` is the last step of each
@@ -327,7 +327,7 @@ def _start_at_end(one: _Start, last: Tensor, xs: Tensor) -> _Start:
     end = torch.arange(xs.shape[0], device=xs.device)[:, None] == last
     if one.resets is None:
         return _Start(one.states, end, one.states)
-    begins = _begins_backward(one.resets, 0, last)
+    begins = _resets_of_reversed(one.resets, 0, last)
     states = []
     for first, new in zip(one.states, one.reset_states, strict=True):
         assert first is not None
@@ -390,7 +390,7 @@ def run_trajectories(
     is_init = is_init != 0
     step = torch.arange(outer[1], device=input.device).expand(outer)
     first = step.masked_fill(~is_init, 0).cummax(1).values  # of the trajectory that a step is of
-    backward = _begins_backward(is_init, 1)
+    backward = _resets_of_reversed(is_init, 1)
     ends = backward | (step == outer[1] - 1)
 
     def at_first(x: Tensor) -> Tensor:

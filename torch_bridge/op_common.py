@@ -283,7 +283,7 @@ def call(op: Any, *args: Any) -> Any:
     registered = _REGISTERED[op]
     if any(len(inside(x)) > 1 for x in tensors):
         return registered.transformed.apply(*args)
-    if _watched(tensors):
+    if _is_observed(tensors):
         return op(*args)
     # in forward mode too, to say that there is none
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -291,7 +291,7 @@ def call(op: Any, *args: Any) -> Any:
     return registered.function(*args)
 
 
-def _watched(tensors: list[Tensor]) -> bool:
+def _is_observed(tensors: list[Tensor]) -> bool:
     """Whether a mode, a tracer or a subclass wants to see the operators that are called on tensors."""
     if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return True
@@ -302,7 +302,7 @@ def plain(tensors: list[Tensor]) -> bool:
     """Whether nothing but autograd, in reverse mode, sees what is done to these tensors."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(len(inside(x)) > 1 for x in tensors):
         return False
-    return not _watched(tensors)
+    return not _is_observed(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["tf32", "tf32x3"] | None
 
-_REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "both": "odd"}
+_REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "bidirectional": "bidirectional"}
 _PRECISIONS = ("tf32", "tf32x3")
 # Dtypes of resets that the kernels read as they are.
 _READ_RESETS = frozenset(
@@ -60,13 +60,13 @@ class Cell(NamedTuple):
     returns: tuple[str, ...]
 
 
-GRU = Cell("gru", 3, ("h",), (("factors", 4), ("keep", 1)), ("hs", "h_last", "factors", "keep"))
+GRU = Cell("gru", 3, ("h",), (("local_grads", 4), ("carry_gate", 1)), ("hs", "h_last", "local_grads", "carry_gate"))
 LSTM = Cell(
     "lstm",
     4,
     ("h", "c"),
-    (("factors", 4), ("through", 1), ("keep", 1)),
-    ("hs", "cs", "h_last", "c_last", "factors", "through", "keep"),
+    (("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
+    ("hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate"),
 )
 
 
@@ -158,7 +158,7 @@ def _check(
         )
     if models < 1 or groups % models:
         raise ValueError(f"the groups of the sequences, {groups}, must be a multiple of the models, {models}")
-    widths = {"xp": gates * hidden, "factors": 4 * hidden}
+    widths = {"xp": gates * hidden, "local_grads": 4 * hidden}
     for name, x in sequences.items():
         shape: tuple[int, ...] = (groups, steps, batch, widths.get(name, hidden))
         if x is not None and tuple(x.shape) != (shape[:3] if name == "resets" else shape):
@@ -218,15 +218,15 @@ def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:
     return torch.bfloat16 if x.dtype == w_hh.dtype == torch.bfloat16 else torch.float32
 
 
-def _saved_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torch.dtype:
+def _residual_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torch.dtype:
     """What the backward pass needs is saved in: float16 rounds no worse than the products of TF32 or bfloat16 do.
 
-    `keep` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
+    `carry_gate` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
     """
     if not kernels:
         return op_common.accumulation_dtype(w_hh.dtype)
     halves = w_hh.dtype == torch.bfloat16 or (w_hh.dtype == torch.float32 and precision == "tf32")
-    return torch.float16 if halves and name != "keep" else torch.float32
+    return torch.float16 if halves and name != "carry_gate" else torch.float32
 
 
 def _forward_outputs(
@@ -244,7 +244,7 @@ def _forward_outputs(
         outputs[f"{s}_last"] = ((groups, batch, hidden), x.dtype)
     for name, width in cell.saved:
         shape = (groups, steps, batch, width * hidden) if save else (0,)
-        outputs[name] = (shape, _saved_dtype(name, kernels, precision, w_hh))
+        outputs[name] = (shape, _residual_dtype(name, kernels, precision, w_hh))
     return outputs
 
 
@@ -294,10 +294,10 @@ def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Ten
 
 
 def _backward_outputs(
-    cell: Cell, w_hh: Tensor, keep: Tensor, reset_gradients: bool, resets: Tensor | None
+    cell: Cell, w_hh: Tensor, carry_gate: Tensor, reset_gradients: bool, resets: Tensor | None
 ) -> dict[str, tuple[Any, torch.dtype]]:
     """The same of the backward operator."""
-    groups, steps, batch, hidden = keep.shape
+    groups, steps, batch, hidden = carry_gate.shape
     wide = op_common.accumulation_dtype(w_hh.dtype)
     outputs: dict[str, tuple[Any, torch.dtype]] = {"dxp": ((groups, steps, batch, cell.gates * hidden), w_hh.dtype)}
     if cell is GRU:
@@ -398,7 +398,7 @@ def _seen(
     In parts, where time comes first in memory: the first step by itself, so that no others need to be moved beside it.
     """
     hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
-    if order == "both":
+    if order == "bidirectional":
         pairs = zip(hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1)), strict=True)
         whole = torch.cat([_shifted(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
         parts = [(slice(0, steps), whole)]
@@ -449,10 +449,16 @@ def _register(
     """What the operators of both cells have, forward and backward. Returns the two."""
     op, backward_op = (getattr(torch.ops.torch_bridge, x).default for x in (name, f"{name}_backward"))
     op_common.register(definition, op, fake, gradients, setup, _vmap(op, "xp"))
-    # The backward operators do not read `hs`. No gradient goes through `factors` and `keep`, so autograd takes them for
-    # constants, which they are not: by `hs` it finds what they came from, and asks for the derivative that is missing.
+    # The backward operators do not read `hs`. Autograd takes `local_grads` and `carry_gate` for constants, since they
+    # have no gradient. They are not constant: `hs` links to what they depend on, so autograd asks for the missing
+    # derivative.
     op_common.register(
-        backward, backward_op, backward_fake, op_common.no_second_order, op_common.no_setup, _vmap(backward_op, "keep")
+        backward,
+        backward_op,
+        backward_fake,
+        op_common.no_second_order,
+        op_common.no_setup,
+        _vmap(backward_op, "carry_gate"),
     )
     register_flop_formula(op.overloadpacket)(_forward_flops)
     register_flop_formula(backward_op.overloadpacket)(_backward_flops)
@@ -491,55 +497,66 @@ def _gru_fake(
 
 @op_common.define("torch_bridge::gru_backward")
 def _gru_backward_op(
-    w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
+    w_hh: Tensor, hs: Tensor, local_grads: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, kernels = _sizes(keep, w_hh), _kernels(implementation, w_hh)
+    sizes, kernels = _sizes(carry_gate, w_hh), _kernels(implementation, w_hh)
     _check(
-        sizes, 3, {"factors": factors, "keep": keep, "resets": resets, "dhs": dhs}, {"dh_last": dh_last},
-        {"w_hh": w_hh}, order, precision,
+        sizes, 3, {"local_grads": local_grads, "carry_gate": carry_gate, "resets": resets, "dhs": dhs},
+        {"dh_last": dh_last}, {"w_hh": w_hh}, order, precision,
     )  # fmt: skip
-    returned, resets = _backward_outputs(GRU, w_hh, keep, reset_gradients, resets), _readable_resets(resets)
-    if kernels and keep.numel() > 0:
-        saved = {"factors": factors, "keep": keep}
+    returned, resets = _backward_outputs(GRU, w_hh, carry_gate, reset_gradients, resets), _readable_resets(resets)
+    if kernels and carry_gate.numel() > 0:
+        saved = {"local_grads": local_grads, "carry_gate": carry_gate}
         return _backward_kernel(
             GRU, sizes, w_hh, saved, resets, (dhs,), (dh_last,), order, precision, returned
         )  # fmt: skip
-    dhs = torch.zeros_like(keep) if dhs is None else dhs
-    dh_last = torch.zeros_like(keep[:, 0]) if dh_last is None else dh_last
-    results = loops.gru_backward(w_hh, factors, keep, resets, dhs, dh_last, order, reset_gradients)
-    return _given(results, returned, keep)
+    dhs = torch.zeros_like(carry_gate) if dhs is None else dhs
+    dh_last = torch.zeros_like(carry_gate[:, 0]) if dh_last is None else dh_last
+    results = loops.gru_backward(w_hh, local_grads, carry_gate, resets, dhs, dh_last, order, reset_gradients)
+    return _given(results, returned, carry_gate)
 
 
 def _gru_backward_fake(
-    w_hh: Tensor, hs: Tensor, factors: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
+    w_hh: Tensor, hs: Tensor, local_grads: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return op_common.fake(_backward_outputs(GRU, w_hh, keep, reset_gradients, resets), keep)
+    return op_common.fake(_backward_outputs(GRU, w_hh, carry_gate, reset_gradients, resets), carry_gate)
 
 
 def _gru_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     xp, w_hh, b_hn, h0, resets, reset_h, order, precision, ctx.saves, ctx.implementation = inputs
     ctx.options = order, precision
-    hs, _, factors, keep = output
+    hs, _, local_grads, carry_gate = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(factors, keep)
+    ctx.mark_non_differentiable(local_grads, carry_gate)
     again = (None, None) if ctx.saves else (xp, b_hn)
-    ctx.save_for_backward(w_hh, h0, resets, reset_h, hs, factors, keep, *again)
+    ctx.save_for_backward(w_hh, h0, resets, reset_h, hs, local_grads, carry_gate, *again)
 
 
 def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     if dhs is None and dh_last is None:
         return (None,) * 10
-    w_hh, h0, resets, reset_h, hs, factors, keep, xp, b_hn = ctx.saved_tensors
+    w_hh, h0, resets, reset_h, hs, local_grads, carry_gate, xp, b_hn = ctx.saved_tensors
     order, precision = ctx.options
     if not ctx.saves:
-        hs, _, factors, keep = op_common.call(  # as they would have been saved
+        hs, _, local_grads, carry_gate = op_common.call(  # as they would have been saved
             gru_op, xp, w_hh, b_hn, h0, resets, reset_h, order, precision, True, ctx.implementation
         )  # fmt: skip
     needs = ctx.needs_input_grad
     dxp, dhn, dh0, dreset_h = op_common.call(
-        gru_backward_op, w_hh, hs, factors, keep, resets, dhs, dh_last, order, precision, needs[5], ctx.implementation
+        gru_backward_op,
+        w_hh,
+        hs,
+        local_grads,
+        carry_gate,
+        resets,
+        dhs,
+        dh_last,
+        order,
+        precision,
+        needs[5],
+        ctx.implementation,
     )
     dw_hh = db_hn = None
     if needs[1]:
@@ -593,45 +610,45 @@ def _lstm_fake(
 
 @op_common.define("torch_bridge::lstm_backward")
 def _lstm_backward_op(
-    w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
-    dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
+    w_hh: Tensor, hs: Tensor, local_grads: Tensor, dc_dh: Tensor, carry_gate: Tensor, resets: Tensor | None,
+    dhs: Tensor | None, dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
     reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, kernels = _sizes(keep, w_hh), _kernels(implementation, w_hh)
-    saved = {"factors": factors, "through": through, "keep": keep}
+    sizes, kernels = _sizes(carry_gate, w_hh), _kernels(implementation, w_hh)
+    saved = {"local_grads": local_grads, "dc_dh": dc_dh, "carry_gate": carry_gate}
     _check(
         sizes, 4, {**saved, "resets": resets, "dhs": dhs, "dcs": dcs}, {"dh_last": dh_last, "dc_last": dc_last},
         {"w_hh": w_hh}, order, precision,
     )  # fmt: skip
-    returned, resets = _backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), _readable_resets(resets)
-    if kernels and keep.numel() > 0:
+    returned, resets = _backward_outputs(LSTM, w_hh, carry_gate, reset_gradients, resets), _readable_resets(resets)
+    if kernels and carry_gate.numel() > 0:
         return _backward_kernel(
             LSTM, sizes, w_hh, saved, resets, (dhs, dcs), (dh_last, dc_last), order, precision, returned
         )  # fmt: skip
-    dhs = torch.zeros_like(keep) if dhs is None else dhs
-    dh_last, dc_last = (torch.zeros_like(keep[:, 0]) if d is None else d for d in (dh_last, dc_last))
+    dhs = torch.zeros_like(carry_gate) if dhs is None else dhs
+    dh_last, dc_last = (torch.zeros_like(carry_gate[:, 0]) if d is None else d for d in (dh_last, dc_last))
     results = loops.lstm_backward(
-        w_hh, factors, through, keep, resets, dhs, dcs, dh_last, dc_last, order, reset_gradients
+        w_hh, local_grads, dc_dh, carry_gate, resets, dhs, dcs, dh_last, dc_last, order, reset_gradients
     )
-    return _given(results, returned, keep)
+    return _given(results, returned, carry_gate)
 
 
 def _lstm_backward_fake(
-    w_hh: Tensor, hs: Tensor, factors: Tensor, through: Tensor, keep: Tensor, resets: Tensor | None, dhs: Tensor | None,
-    dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
+    w_hh: Tensor, hs: Tensor, local_grads: Tensor, dc_dh: Tensor, carry_gate: Tensor, resets: Tensor | None,
+    dhs: Tensor | None, dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
     reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    return op_common.fake(_backward_outputs(LSTM, w_hh, keep, reset_gradients, resets), keep)
+    return op_common.fake(_backward_outputs(LSTM, w_hh, carry_gate, reset_gradients, resets), carry_gate)
 
 
 def _lstm_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     xp, w_hh, h0, c0, resets, reset_h, reset_c, order, precision, cells, ctx.saves, ctx.implementation = inputs
     ctx.options = order, precision, cells
-    hs, _, _, _, factors, through, keep = output
+    hs, _, _, _, local_grads, dc_dh, carry_gate = output
     ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(factors, through, keep)
+    ctx.mark_non_differentiable(local_grads, dc_dh, carry_gate)
     again = None if ctx.saves else xp
-    ctx.save_for_backward(w_hh, h0, c0, resets, reset_h, reset_c, hs, factors, through, keep, again)
+    ctx.save_for_backward(w_hh, h0, c0, resets, reset_h, reset_c, hs, local_grads, dc_dh, carry_gate, again)
 
 
 def _lstm_gradients(
@@ -641,16 +658,16 @@ def _lstm_gradients(
     dcs = dcs if cells else None
     if all(d is None for d in (dhs, dcs, dh_last, dc_last)):
         return (None,) * 12
-    w_hh, h0, c0, resets, reset_h, reset_c, hs, factors, through, keep, xp = ctx.saved_tensors
+    w_hh, h0, c0, resets, reset_h, reset_c, hs, local_grads, dc_dh, carry_gate, xp = ctx.saved_tensors
     if not ctx.saves:
-        hs, *_, factors, through, keep = op_common.call(
+        hs, *_, local_grads, dc_dh, carry_gate = op_common.call(
             lstm_op, xp, w_hh, h0, c0, resets, reset_h, reset_c, order, precision, False, True, ctx.implementation
         )
     needs = ctx.needs_input_grad
     reset_gradients = resets is not None and (needs[5] or needs[6])
     dxp, dh0, dc0, dreset_h, dreset_c = op_common.call(
-        lstm_backward_op, w_hh, hs, factors, through, keep, resets, dhs, dcs, dh_last, dc_last, order, precision,
-        reset_gradients, ctx.implementation,
+        lstm_backward_op, w_hh, hs, local_grads, dc_dh, carry_gate, resets, dhs, dcs, dh_last, dc_last, order,
+        precision, reset_gradients, ctx.implementation,
     )  # fmt: skip
     dw_hh = None
     if needs[1]:

@@ -107,7 +107,7 @@ def supports(problem: Problem, device: Device) -> bool:
     return not (problem.inputs % words or problem.hidden % words or (problem.gates - problem.hidden) % last)
 
 
-def pays(problem: Problem, device: Device) -> bool:
+def is_profitable(problem: Problem, device: Device) -> bool:
     """Whether it is faster than a library's products and sums: every threshold was measured on an H200.
 
     Without wgmma it is for a GRU of up to 128 inputs and units. Compiled for an A100, GRU 2048,256,128 takes 3.22 ms

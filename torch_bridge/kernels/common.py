@@ -14,7 +14,7 @@ RESET_ZEROS = tl.constexpr(0)  # zeros
 RESET_FIXED = tl.constexpr(1)  # [G, B, H]
 RESET_STEPPED = tl.constexpr(2)  # [G, T, B, H]
 # REVERSE of a launch whose models of odd index run in reverse time, the others forward; True and False are of all.
-ODD_MODELS = tl.constexpr("odd")
+BIDIRECTIONAL = tl.constexpr("bidirectional")
 
 
 @triton.jit
@@ -56,7 +56,7 @@ def first_row(seq, T, B):
 @triton.jit
 def time_order(row0, model, T, B, REVERSE: tl.constexpr):
     """Where step time 0 of a model's sequences is, and how many rows further the next; `row0` are rows of step 0."""
-    if REVERSE == ODD_MODELS:
+    if REVERSE == BIDIRECTIONAL:
         odd = model % 2
         return row0 + odd * (T - 1) * B, B - 2 * odd * B
     else:
@@ -66,7 +66,7 @@ def time_order(row0, model, T, B, REVERSE: tl.constexpr):
 @triton.jit
 def step_time(i, T, REVERSE: tl.constexpr):
     """The time of the i-th step taken, counted in the order of `time_order`."""
-    if REVERSE == ODD_MODELS:
+    if REVERSE == BIDIRECTIONAL:
         return i
     elif REVERSE:
         return T - 1 - i
@@ -95,46 +95,46 @@ def store_tile(ptr, rows, cols, width, mask, value):
 
 
 @triton.jit
-def within_half(x):
+def clamp_to_float16(x):
     """`x`, beyond the range of float16 the largest of its sign."""
     return tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
 
 
 @triton.jit
-def half_bits(x, BOUNDED: tl.constexpr):
-    """The 16 bits of `x` in float16, `within_half` unless BOUNDED says that it is."""
+def float16_bits(x, BOUNDED: tl.constexpr):
+    """The 16 bits of `x` in float16, `clamp_to_float16` unless BOUNDED says that it is."""
     if not BOUNDED:
-        x = within_half(x)
+        x = clamp_to_float16(x)
     return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
-def pack_halves(a, b, c, d):
+def pack_float16x4(a, b, c, d):
     """Four float16 numbers in 64 bits, `a` lowest; `c` and `d` are at most 1."""
-    low = half_bits(a, False) | (half_bits(b, False) << 16)
-    high = half_bits(c, True) | (half_bits(d, True) << 16)
+    low = float16_bits(a, False) | (float16_bits(b, False) << 16)
+    high = float16_bits(c, True) | (float16_bits(d, True) << 16)
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 
 
 @triton.jit
-def unpack_half(bits):
+def unpack_float16(bits):
     """The number in the low 16 of 32 bits."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def unpack_halves(bits):
-    """What `pack_halves` packed."""
+def unpack_float16x4(bits):
+    """What `pack_float16x4` packed."""
     low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
-    return unpack_half(low), unpack_half(low >> 16), unpack_half(high), unpack_half(high >> 16)
+    return unpack_float16(low), unpack_float16(low >> 16), unpack_float16(high), unpack_float16(high >> 16)
 
 
 @triton.jit
-def store_factors(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr):
+def store_local_grads(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr):
     """Stores to `[..., H, 4]`, in float16 (what it cannot hold as its largest: gradients stay finite) or float32."""
     at = rows[None, :] * H + cols[:, None]
     if ptr.dtype.element_ty == tl.float16:
-        tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_halves(a, b, c, d), mask=mask)
+        tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_float16x4(a, b, c, d), mask=mask)
     else:
         tl.store(ptr + at * 4, a, mask=mask)
         tl.store(ptr + at * 4 + 1, b, mask=mask)
@@ -143,11 +143,11 @@ def store_factors(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr):
 
 
 @triton.jit
-def load_factors(ptr, rows, cols, mask, H: tl.constexpr):
-    """What `store_factors` stored."""
+def load_local_grads(ptr, rows, cols, mask, H: tl.constexpr):
+    """What `store_local_grads` stored."""
     at = rows[None, :] * H + cols[:, None]
     if ptr.dtype.element_ty == tl.float16:
-        return unpack_halves(tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=mask, other=0))
+        return unpack_float16x4(tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=mask, other=0))
     else:
         a = tl.load(ptr + at * 4, mask=mask, other=0.0)
         b = tl.load(ptr + at * 4 + 1, mask=mask, other=0.0)
@@ -157,13 +157,13 @@ def load_factors(ptr, rows, cols, mask, H: tl.constexpr):
 
 
 @triton.jit
-def split_words(factors, keep):
-    """What `pack_halves` packed, and a float32 number, as three words.
+def split_words(local_grads, carry_gate):
+    """What `pack_float16x4` packed, and a float32 number, as three words.
 
-    Each has two parts of 16 bits: `d` below `a`, the lower half of `keep` below `b`, the upper one below `c`. So none
-    looks like a NaN in float32 unless `a`, `b` or `c` is one.
+    The high and low halves of the words: `a` and `d`, `b` and the low half of `carry_gate`, `c` and its high half. A
+    word is a float32 NaN only if `a`, `b` or `c` is one.
     """
-    low, high, bits = factors.to(tl.int32), (factors >> 32).to(tl.int32), keep.to(tl.int32, bitcast=True)
+    low, high, bits = local_grads.to(tl.int32), (local_grads >> 32).to(tl.int32), carry_gate.to(tl.int32, bitcast=True)
     return (
         ((high >> 16) & 0xFFFF) | (low << 16),
         (bits & 0xFFFF) | (low & -0x10000),
@@ -174,8 +174,14 @@ def split_words(factors, keep):
 @triton.jit
 def join_words(first, second, third):
     """The five numbers of which `split_words` made three words."""
-    keep = ((second & 0xFFFF) | (third << 16)).to(tl.float32, bitcast=True)
-    return unpack_half(first >> 16), unpack_half(second >> 16), unpack_half(third >> 16), unpack_half(first), keep
+    carry_gate = ((second & 0xFFFF) | (third << 16)).to(tl.float32, bitcast=True)
+    return (
+        unpack_float16(first >> 16),
+        unpack_float16(second >> 16),
+        unpack_float16(third >> 16),
+        unpack_float16(first),
+        carry_gate,
+    )
 
 
 @triton.jit

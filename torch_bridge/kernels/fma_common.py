@@ -15,7 +15,7 @@ as many steps, or two, so that nothing that is on its way is moved.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_weight, time_order, unpack_halves, within_half
+from torch_bridge.kernels.common import clamp_to_float16, load_weight, time_order, unpack_float16x4
 from torch_bridge.kernels.gluon_common import pack
 
 
@@ -58,7 +58,7 @@ def then(loads, last):
 
 
 @gluon.jit
-def _own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr):
+def _load_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr):
     """The first H numbers of the first H rows of a matrix, as `weights_layout` has them."""
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
@@ -67,7 +67,7 @@ def _own_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constex
 
 
 @gluon.jit
-def own_gates(
+def load_gate_weights(
     ptr, NEXT: gl.constexpr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr,
     SHARED: gl.constexpr = 0,
 ):  # fmt: skip
@@ -75,7 +75,7 @@ def own_gates(
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     gates = ()
     for gate in gl.static_range(GATES):
-        w = _own_weights(ptr + gate * NEXT, H, STRIDE, BLOCK_H)
+        w = _load_weights(ptr + gate * NEXT, H, STRIDE, BLOCK_H)
         if gate >= GATES - SHARED:
             w = gl.allocate_shared_memory(gl.float32, [BLOCK_H, BLOCK_H], SWIZZLED, w)
         gates += (w,)  # type: ignore[assignment]
@@ -83,7 +83,7 @@ def own_gates(
 
 
 @gluon.jit
-def in_registers(w):
+def to_registers(w):
     """Weights of a gate, from wherever they are."""
     if isinstance(w, gl.shared_memory_descriptor):
         return w.load(weights_layout(w.shape[0], gl.num_warps()))
@@ -92,7 +92,7 @@ def in_registers(w):
 
 
 @gluon.jit
-def leave(buffer, x, DTYPE: gl.constexpr):
+def store_operand(buffer, x, DTYPE: gl.constexpr):
     """Leaves an operand in shared memory, rounded to what operands are."""
     if DTYPE != gl.float32:
         x = x.to(DTYPE).to(gl.float32)
@@ -100,13 +100,13 @@ def leave(buffer, x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def taken(buffer, w):
+def load_operand(buffer, w):
     """What was left there, as a row of `w`."""
     return buffer.load(gl.SliceLayout(0, w.type.layout))[None, :]
 
 
 @gluon.jit
-def parts_of_rows(terms):
+def partial_row_sums(terms):
     """Sums of eight numbers of a row each: so a thread has sums side by side, and none waits for the one before."""
     return gl.sum(terms.reshape([terms.shape[0], terms.shape[1] // 8, 8]), axis=2)
 
@@ -146,21 +146,21 @@ def _pair(a, b):
 
 
 @gluon.jit
-def save_fours(ptr, at, mask, a, b, c, d, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
-    """As `common.store_factors`, of units at `at`; float32 that may be TF32 is within the range of float16, too."""
+def store_quads(ptr, at, mask, a, b, c, d, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
+    """As `common.store_local_grads`, of units at `at`; float32 that may be TF32 is within the range of float16, too."""
     words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if ptr.dtype.element_ty == gl.float16:
         gl.store(words + at, pack(a, b, c, d), mask=mask)
     else:
         if DTYPE == gl.float32 and PRECISION == "tf32":
-            a, b = within_half(a), within_half(b)
+            a, b = clamp_to_float16(a), clamp_to_float16(b)
         gl.store(words + at * 2, _pair(a, b), mask=mask)
         gl.store(words + at * 2 + 1, _pair(c, d), mask=mask)
 
 
 @gluon.jit
-def load_fours(ptr, at, mask):
-    """What `save_fours` stored, as it lies in memory: a tuple."""
+def load_quads(ptr, at, mask):
+    """What `store_quads` stored, as it lies in memory: a tuple."""
     words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if ptr.dtype.element_ty == gl.float16:
         return (gl.load(words + at, mask=mask, other=0),)
@@ -174,9 +174,9 @@ def _number(bits):
 
 
 @gluon.jit
-def unpack_fours(words):
-    """The four numbers of what `load_fours` loaded."""
+def unpack_quads(words):
+    """The four numbers of what `load_quads` loaded."""
     if len(words) == 1:
-        return unpack_halves(words[0])
+        return unpack_float16x4(words[0])
     else:
         return _number(words[0]), _number(words[0] >> 32), _number(words[1]), _number(words[1] >> 32)

@@ -188,7 +188,7 @@ def to_operand(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack(a, b, c, d):
-    """As `pack_halves`, in two instructions a pair."""
+    """As `pack_float16x4`, in two instructions a pair."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high;

@@ -7,10 +7,10 @@ and z, the part of dh that goes on to h. The forward pass saves these, not the g
 relative accuracy where a gate saturates, h is not read again, and a backward step is five products and a matmul. z
 multiplies dh once a step for all steps, so its rounding would add up: it stays in float32.
 
-Four halves and z are as many bits as a unit's three input projections in float32. So where the forward pass is given no
-array for z it saves three words where those were read (`factors` may be `xp`), and the backward pass writes gradients
-of the gates where it read words (`dxp` may be `factors`). A word depends on the number that it is written over, and a
-gradient on the word: whoever writes it, that was read before.
+Four float16 numbers and z in float32 have as many bits as a unit's three input projections in float32. So if the
+forward pass gets no array for z, it stores the residuals as three words in place of the projections (`local_grads` may
+be `xp`), and the backward pass stores gradients of the gates in place of the words (`dxp` may be `local_grads`). Each
+word depends on the projection that it overwrites, and each gradient on its word, so every read comes before the write.
 
 A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights stay on chip
 and the hidden state never leaves it. Otherwise SPLITS programs share the units of a tile and meet at a barrier once a
@@ -27,17 +27,17 @@ from torch_bridge.kernels.common import (
     first_row,
     join_words,
     load_exchanged,
-    load_factors,
+    load_local_grads,
     load_reset,
     load_tile,
     load_weight,
     operand,
-    pack_halves,
+    pack_float16x4,
     select_reset,
     sigmoid,
     split_words,
     step_time,
-    store_factors,
+    store_local_grads,
     store_tile,
     stream_weight,
     tanh,
@@ -47,27 +47,27 @@ from torch_bridge.kernels.common import (
 
 
 @triton.jit
-def _save(factors_ptr, keep_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, z, H: tl.constexpr):
-    """Stores what the backward pass needs of a step: over the input projections if there is no `keep`."""
-    if keep_ptr is not None:
-        store_factors(factors_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, H)
-        store_tile(keep_ptr, rows, unit, H, mask, z)
+def _save(local_grads_ptr, carry_gate_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, z, H: tl.constexpr):
+    """Stores what the backward pass needs of a step: over the input projections if there is no `carry_gate`."""
+    if carry_gate_ptr is not None:
+        store_local_grads(local_grads_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, H)
+        store_tile(carry_gate_ptr, rows, unit, H, mask, z)
     else:
-        words_ptr = factors_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        first, second, third = split_words(pack_halves(f_r, f_z, f_n, f_hn), z)
+        words_ptr = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        first, second, third = split_words(pack_float16x4(f_r, f_z, f_n, f_hn), z)
         store_tile(words_ptr, rows, unit, 3 * H, mask, first)
         store_tile(words_ptr, rows, H + unit, 3 * H, mask, second)
         store_tile(words_ptr, rows, 2 * H + unit, 3 * H, mask, third)
 
 
 @triton.jit
-def _load_saved(factors_ptr, keep_ptr, rows, unit, mask, H: tl.constexpr):
+def _load_saved(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H: tl.constexpr):
     """What `_save` stored, the factors in the order of its arguments."""
-    if keep_ptr is not None:
-        f_r, f_z, f_n, f_hn = load_factors(factors_ptr, rows, unit, mask, H)
-        return f_r, f_z, f_n, f_hn, load_tile(keep_ptr, rows, unit, H, mask)
+    if carry_gate_ptr is not None:
+        f_r, f_z, f_n, f_hn = load_local_grads(local_grads_ptr, rows, unit, mask, H)
+        return f_r, f_z, f_n, f_hn, load_tile(carry_gate_ptr, rows, unit, H, mask)
     else:
-        at = factors_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (rows[None, :] * (3 * H) + unit[:, None])
+        at = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (rows[None, :] * (3 * H) + unit[:, None])
         first = tl.load(at, mask=mask, other=0)
         second = tl.load(at + H, mask=mask, other=0)
         return join_words(first, second, tl.load(at + 2 * H, mask=mask, other=0))
@@ -75,7 +75,7 @@ def _load_saved(factors_ptr, keep_ptr, rows, unit, mask, H: tl.constexpr):
 
 @triton.jit
 def _gru_fwd_tile(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr,
     exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -84,7 +84,7 @@ def _gru_fwd_tile(
     DTYPE: tl.constexpr = w_hh_t_ptr.dtype.element_ty
     PRECISE: tl.constexpr = DTYPE == tl.float32 and PRECISION != "tf32"
     HAS_RESETS: tl.constexpr = reset_ptr is not None
-    SAVE: tl.constexpr = factors_ptr is not None
+    SAVE: tl.constexpr = local_grads_ptr is not None
     EVEN: tl.constexpr = H % BLOCK_K == 0
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_b = tl.arange(0, BLOCK_B)
@@ -178,7 +178,7 @@ def _gru_fwd_tile(
             f_n = (1.0 - z) * (1.0 - n * n)
             f_r = f_n * a_n * r * (1.0 - r)
             f_z = (h_prev - n) * z * (1.0 - z)
-            _save(factors_ptr, keep_ptr, this_rows, unit, mask, f_r, f_z, f_n, f_n * r, z, H)
+            _save(local_grads_ptr, carry_gate_ptr, this_rows, unit, mask, f_r, f_z, f_n, f_n * r, z, H)
         if SPLITS > 1:
             x_r = load_tile(xp_ptr, rows, unit, 3 * H, mask)
             x_z = load_tile(xp_ptr, rows, H + unit, 3 * H, mask)
@@ -200,8 +200,8 @@ def gru_fwd_kernel(
     reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
     hs_ptr,  # [G, T, B, H] out, dtype of h0
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
-    factors_ptr,  # [G, T, B, H, 4] out: dr, dz, dn, dh_n over dh, or None: nothing is saved
-    keep_ptr,  # [G, T, B, H] out, float32: z, or None: with factors [G, T, B, 3, H] of words, which may be xp
+    local_grads_ptr,  # [G, T, B, H, 4] out: dr, dz, dn, dh_n over dh, or None: nothing is saved
+    carry_gate_ptr,  # [G, T, B, H] out, float32: z, or None: with factors [G, T, B, 3, H] of words, which may be xp
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
@@ -212,8 +212,8 @@ def gru_fwd_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _gru_fwd_tile(
-            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
-            None, None,
+            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, local_grads_ptr,
+            carry_gate_ptr, None, None,
             T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
@@ -223,24 +223,24 @@ def gru_fwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _gru_fwd_tile(
-                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
-                exchange_ptr, barrier_ptr,
+                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, reset_h_ptr, hs_ptr, h_last_ptr, local_grads_ptr,
+                carry_gate_ptr, exchange_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H: tl.constexpr):
+def _gru_bwd_inputs(local_grads_ptr, carry_gate_ptr, dhs_ptr, rows, unit, mask, H: tl.constexpr):
     """What a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
-    f_r, f_z, f_n, f_hn, keep = _load_saved(factors_ptr, keep_ptr, rows, unit, mask, H)
-    return dy, f_r, f_z, f_n, f_hn, keep
+    f_r, f_z, f_n, f_hn, carry_gate = _load_saved(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H)
+    return dy, f_r, f_z, f_n, f_hn, carry_gate
 
 
 @triton.jit
 def _gru_bwd_tile(
-    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
+    w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
     dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -276,7 +276,9 @@ def _gru_bwd_tile(
         dh = load_tile(dh0_ptr, seq, unit, H, mask)
     if SPLITS == 1:
         rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
-        dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H)
+        dy, f_r, f_z, f_n, f_hn, carry_gate = _gru_bwd_inputs(
+            local_grads_ptr, carry_gate_ptr, dhs_ptr, rows, unit, mask, H
+        )
 
     for i in range(t_begin, t_end):
         rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
@@ -284,15 +286,17 @@ def _gru_bwd_tile(
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
             if SPLITS > 1:
-                dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(factors_ptr, keep_ptr, dhs_ptr, rows, unit, mask, H)
+                dy, f_r, f_z, f_n, f_hn, carry_gate = _gru_bwd_inputs(
+                    local_grads_ptr, carry_gate_ptr, dhs_ptr, rows, unit, mask, H
+                )
             dh += dy
             dr, dz, dn, dhn = dh * f_r, dh * f_z, dh * f_n, dh * f_hn
-            dh = dh * keep
+            dh = dh * carry_gate
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
                 next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
-                dy, f_r, f_z, f_n, f_hn, keep = _gru_bwd_inputs(
-                    factors_ptr, keep_ptr, dhs_ptr, next_rows, unit, mask, H
+                dy, f_r, f_z, f_n, f_hn, carry_gate = _gru_bwd_inputs(
+                    local_grads_ptr, carry_gate_ptr, dhs_ptr, next_rows, unit, mask, H
                 )
             if SPLITS > 1:
                 d_ptr = exchange_ptr + (i % 2) * buffer
@@ -330,8 +334,8 @@ def _gru_bwd_tile(
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def gru_bwd_kernel(
     w_hh_ptr,  # [S, H, 3H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
-    factors_ptr,  # [G, T, B, H, 4] dr, dz, dn, dh_n over dh
-    keep_ptr,  # [G, T, B, H] z, or None: with factors [G, T, B, 3, H] of words, which may be dxp
+    local_grads_ptr,  # [G, T, B, H, 4] dr, dz, dn, dh_n over dh
+    carry_gate_ptr,  # [G, T, B, H] z, or None: with factors [G, T, B, 3, H] of words, which may be dxp
     reset_ptr,  # [G, T, B] or None
     dhs_ptr,  # [G, T, B, H]
     dh_last_ptr,  # [G, B, H]
@@ -350,7 +354,7 @@ def gru_bwd_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _gru_bwd_tile(
-            w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
+            w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
             dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, None, None,
             T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
@@ -361,7 +365,7 @@ def gru_bwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _gru_bwd_tile(
-                w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
+                w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr,
                 dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, exchange_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION,

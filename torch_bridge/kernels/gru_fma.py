@@ -6,18 +6,18 @@ from triton.experimental import gluon
 from torch_bridge.kernels.common import sigmoid, tanh
 from torch_bridge.kernels.fma_common import (
     allocate_operands,
-    leave,
-    load_fours,
+    load_gate_weights,
+    load_operand,
+    load_quads,
     load_reset,
     locate,
     no_loads,
-    own_gates,
-    parts_of_rows,
-    save_fours,
+    partial_row_sums,
+    store_operand,
+    store_quads,
     sum_rows,
-    taken,
     then,
-    unpack_fours,
+    unpack_quads,
 )
 from torch_bridge.kernels.gluon_common import backward_rows, barrier, forward_rows, load_inputs
 
@@ -33,19 +33,19 @@ def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constex
 @gluon.jit
 def _forward_step(
     i, h, inputs, buffers, w_r, w_z, w_n, b_hn,
-    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
     x_r, x_z, x_n, reset = inputs
     if reset_ptr is not None:
         h = gl.where(reset, 0.0, h)
-    leave(buffers[0], h, DTYPE)
+    store_operand(buffers[0], h, DTYPE)
     barrier()
-    operand = taken(buffers[0], w_r)
-    a_r = sum_rows(parts_of_rows(w_r * operand), w_r) + x_r.to(gl.float32)
-    a_n = sum_rows(parts_of_rows(w_n * operand), w_n) + b_hn
-    a_z = sum_rows(parts_of_rows(w_z * operand), w_z) + x_z.to(gl.float32)
+    operand = load_operand(buffers[0], w_r)
+    a_r = sum_rows(partial_row_sums(w_r * operand), w_r) + x_r.to(gl.float32)
+    a_n = sum_rows(partial_row_sums(w_n * operand), w_n) + b_hn
+    a_z = sum_rows(partial_row_sums(w_z * operand), w_z) + x_z.to(gl.float32)
     inputs = _load_inputs(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE)
     r, z = sigmoid(a_r), sigmoid(a_z)
     n = tanh(x_n.to(gl.float32) + r * a_n, DTYPE == gl.float32)
@@ -53,18 +53,18 @@ def _forward_step(
     live = mask & (i < T)  # of a step past the last one nothing is stored
     at = forward_rows(row, i, T, stride, REVERSE) * H + unit
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
-    if factors_ptr is not None:
+    if local_grads_ptr is not None:
         f_n = (1.0 - z) * (1.0 - n * n)
         f_r, f_z = f_n * a_n * r * (1.0 - r), (h - n) * z * (1.0 - z)
-        save_fours(factors_ptr, at, live, f_r, f_z, f_n, f_n * r, DTYPE, PRECISION)
-        gl.store(keep_ptr + at, z, mask=live)
+        store_quads(local_grads_ptr, at, live, f_r, f_z, f_n, f_n * r, DTYPE, PRECISION)
+        gl.store(carry_gate_ptr + at, z, mask=live)
     gl.store(h_last_ptr + seq * H + unit, new_h, mask=mask & (i == T - 1))
     return new_h, inputs
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"])
 def fwd_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr,
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
@@ -76,7 +76,7 @@ def fwd_kernel(
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (3 * H * H)
-    w_r, w_z, w_n = own_gates(w_ptr, H * H, H, H, BLOCK_H, 3)
+    w_r, w_z, w_n = load_gate_weights(w_ptr, H * H, H, H, BLOCK_H, 3)
     b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
@@ -84,7 +84,7 @@ def fwd_kernel(
         for k in gl.static_range(DEPTH):
             h, next_inputs = _forward_step(
                 i + k, h, inputs[0], buffers[k % 2], w_r, w_z, w_n, b_hn,
-                xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+                xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
                 H, DEPTH, DTYPE, REVERSE, PRECISION,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
@@ -92,35 +92,40 @@ def fwd_kernel(
 
 @gluon.jit
 def _load_saved(
-    i, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr
+    i, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H: gl.constexpr,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
     """What step i reads, or the last one: steps are counted backward."""
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    carry_gate = gl.load(carry_gate_ptr + at, mask=mask, other=0.0)
     dy = gl.load(dhs_ptr + at, mask=mask, other=0.0)
-    return load_fours(factors_ptr, at, mask), keep, dy, load_reset(reset_ptr, row)
+    return load_quads(local_grads_ptr, at, mask), carry_gate, dy, load_reset(reset_ptr, row)
 
 
 @gluon.jit
 def _backward_step(
     i, dh, saved, buffers, w_r, w_z, w_n,
-    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
-    factors, keep, dy, reset = saved
-    f_r, f_z, f_n, f_hn = unpack_fours(factors)
+    local_grads, carry_gate, dy, reset = saved
+    f_r, f_z, f_n, f_hn = unpack_quads(local_grads)
     dh += dy.to(gl.float32)
     dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
-    leave(buffers[0], dr, DTYPE)
-    leave(buffers[1], dz, DTYPE)
-    leave(buffers[2], dhn, DTYPE)
+    store_operand(buffers[0], dr, DTYPE)
+    store_operand(buffers[1], dz, DTYPE)
+    store_operand(buffers[2], dhn, DTYPE)
     barrier()
-    parts = parts_of_rows(w_r * taken(buffers[0], w_r)) + parts_of_rows(w_z * taken(buffers[1], w_z))
-    parts += parts_of_rows(w_n * taken(buffers[2], w_n))
-    saved = _load_saved(i + DEPTH, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
+    parts = partial_row_sums(w_r * load_operand(buffers[0], w_r)) + partial_row_sums(
+        w_z * load_operand(buffers[1], w_z)
+    )
+    parts += partial_row_sums(w_n * load_operand(buffers[2], w_n))
+    saved = _load_saved(
+        i + DEPTH, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE
+    )
     live = mask & (i < T)  # of a step past the last one nothing is stored
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
@@ -129,7 +134,7 @@ def _backward_step(
     gl.store(dxp + H, dz.to(dxp_ptr.dtype.element_ty), mask=live)
     gl.store(dxp + 2 * H, dn.to(dxp_ptr.dtype.element_ty), mask=live)
     gl.store(dhn_ptr + at, dhn.to(dhn_ptr.dtype.element_ty), mask=live)
-    dh = dh * keep + sum_rows(parts, w_r)
+    dh = dh * carry_gate + sum_rows(parts, w_r)
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
             gl.store(dreset_h_ptr + at, gl.where(reset, dh, 0.0), mask=live)
@@ -140,7 +145,7 @@ def _backward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -151,17 +156,19 @@ def bwd_kernel(
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 1
     saved = no_loads()
     for k in gl.static_range(DEPTH):
-        first = _load_saved(k, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE)
+        first = _load_saved(
+            k, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE
+        )
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (3 * H * H)
-    w_r, w_z, w_n = own_gates(w_ptr, H, H, 3 * H, BLOCK_H, 3)
+    w_r, w_z, w_n = load_gate_weights(w_ptr, H, H, 3 * H, BLOCK_H, 3)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(3, BLOCK_H)
     for i in range(0, T, UNROLL):
         for k in gl.static_range(UNROLL):
             dh, next_saved = _backward_step(
                 i + k, dh, saved[0], buffers[k % 2], w_r, w_z, w_n,
-                factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+                local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
                 seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             saved = then(saved[1:], next_saved)

@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import join_words, split_words, step_time, unpack_halves
+from torch_bridge.kernels.common import join_words, split_words, step_time, unpack_float16x4
 from torch_bridge.kernels.gluon_common import (
     backward_rows,
     barrier,
@@ -48,25 +48,25 @@ def new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h):
 
 
 @gluon.jit
-def factors_of(h_n, r, z, n, h_prev):
+def local_grads_of(h_n, r, z, n, h_prev):
     """What the backward pass needs of a step, besides z."""
     f_n = (1.0 - z) * (1.0 - n * n)
     return pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
 
 
 @gluon.jit
-def save_factors(factors_ptr, keep_ptr, rows, unit, mask, factors, z, H: gl.constexpr):
-    """Stores what the backward pass needs of a step: over the input projections if there is no `keep`.
+def store_residuals(local_grads_ptr, carry_gate_ptr, rows, unit, mask, local_grads, z, H: gl.constexpr):
+    """Stores what the backward pass needs of a step: over the input projections if there is no `carry_gate`.
 
     `rows` and `unit` broadcast to a tile, of sequences and units in either order.
     """
-    if keep_ptr is not None:
+    if carry_gate_ptr is not None:
         at = rows * H + unit
-        gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
-        gl.store(keep_ptr + at, z, mask=mask)
+        gl.store(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, local_grads, mask=mask)
+        gl.store(carry_gate_ptr + at, z, mask=mask)
     else:
-        at = factors_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
-        first, second, third = split_words(factors, z)
+        at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
+        first, second, third = split_words(local_grads, z)
         gl.store(at, first, mask=mask)
         gl.store(at + H, second, mask=mask)
         gl.store(at + 2 * H, third, mask=mask)
@@ -74,25 +74,25 @@ def save_factors(factors_ptr, keep_ptr, rows, unit, mask, factors, z, H: gl.cons
 
 @gluon.jit
 def _store_results(
-    i, h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
+    i, h, local_grads, z, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
     H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Stores the results of step i, if there is such a step."""
     rows = (row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE) * stride)[None, :]
     live = mask & (i >= 0) & (i < T)
     gl.store(hs_ptr + rows * H + unit[:, None], h.to(hs_ptr.dtype.element_ty), mask=live)
-    if factors_ptr is not None:
-        save_factors(factors_ptr, keep_ptr, rows, unit[:, None], live, factors, z, H)
+    if local_grads_ptr is not None:
+        store_residuals(local_grads_ptr, carry_gate_ptr, rows, unit[:, None], live, local_grads, z, H)
     gl.store(h_last_ptr + seq[None, :] * H + unit[:, None], h, mask=mask & (i == T - 1))
 
 
 @gluon.jit
 def _forward_step(
-    i, h, new_h, factors, z, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
+    i, h, new_h, local_grads, z, x_r, x_z, x_n, reset, buffer, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
+    xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Step i, the stores of step i - 1, whose results `new_h`, `factors` and `z` are, and the loads of step i + 1."""
+    """Runs step i, stores step i - 1 (`new_h`, `local_grads` and `z`), and loads step i + 1."""
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
     # there are registers for the inputs of two steps, but not of sixteen sequences in float32
     EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
@@ -108,7 +108,22 @@ def _forward_step(
         buffer.store(to_operand(h, DTYPE))
     barrier()
     _store_results(
-        i - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, H, REVERSE
+        i - 1,
+        new_h,
+        local_grads,
+        z,
+        hs_ptr,
+        h_last_ptr,
+        local_grads_ptr,
+        carry_gate_ptr,
+        seq,
+        row,
+        T,
+        stride,
+        unit,
+        mask,
+        H,
+        REVERSE,
     )
     operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
     a_r = by_unit(mma_v2(w_r, operand, zeros), UNITS)
@@ -120,12 +135,12 @@ def _forward_step(
     if not EARLY:
         next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     h_n, r, z, n, new_h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
-    return new_h, new_h, factors_of(h_n, r, z, n, h), z, scale, next_r, next_z, next_n, next_reset
+    return new_h, new_h, local_grads_of(h_n, r, z, n, h), z, scale, next_r, next_z, next_n, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
 def fwd_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr,
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -168,44 +183,44 @@ def fwd_kernel(
     x_r, x_z, x_n, reset = _load_inputs(
         xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H
     )
-    new_h, z, factors = h, h, factors_of(h, h, h, h, h)  # of no step
+    new_h, z, local_grads = h, h, local_grads_of(h, h, h, h, h)  # of no step
     barrier()
     for i in range(0, T, 2):
-        h, new_h, factors, z, scale, x_r, x_z, x_n, reset = _forward_step(
-            i, h, new_h, factors, z, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS,
+        h, new_h, local_grads, z, scale, x_r, x_z, x_n, reset = _forward_step(
+            i, h, new_h, local_grads, z, x_r, x_z, x_n, reset, even, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
+            mask_q, H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
-        h, new_h, factors, z, scale, x_r, x_z, x_n, reset = _forward_step(
-            i + 1, h, new_h, factors, z, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask, mask_q,
-            H, SCALED, DTYPE, REVERSE, UNITS,
+        h, new_h, local_grads, z, scale, x_r, x_z, x_n, reset = _forward_step(
+            i + 1, h, new_h, local_grads, z, x_r, x_z, x_n, reset, odd, w_r, w_z, w_n, b_hn, scale, w_unscale, zeros,
+            xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
+            mask_q, H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
     steps = (T + 1) // 2 * 2  # taken, those past the last one with it
     _store_results(
-        steps - 1, new_h, factors, z, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, seq, row, T, stride, unit, mask,
-        H, REVERSE,
+        steps - 1, new_h, local_grads, z, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride,
+        unit, mask, H, REVERSE,
     )  # fmt: skip
 
 
 @gluon.jit
-def load_factors(factors_ptr, keep_ptr, rows, unit, mask, H: gl.constexpr):
-    """What `save_factors` stored, as it lies in memory: a tuple."""
-    if keep_ptr is not None:
+def load_residuals(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H: gl.constexpr):
+    """What `store_residuals` stored, as it lies in memory: a tuple."""
+    if carry_gate_ptr is not None:
         at = rows * H + unit
-        factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-        return factors, gl.load(keep_ptr + at, mask=mask, other=0.0)
+        local_grads = gl.load(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+        return local_grads, gl.load(carry_gate_ptr + at, mask=mask, other=0.0)
     else:
         return load_inputs(
-            factors_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit), mask, H, 3
+            local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit), mask, H, 3
         )
 
 
 @gluon.jit
-def unpack_factors(saved):
-    """What `load_factors` loaded: dr, dz, dn and dh_n over dh, and z."""
+def unpack_residuals(saved):
+    """What `load_residuals` loaded: dr, dz, dn and dh_n over dh, and z."""
     if len(saved) == 2:
-        f_r, f_z, f_n, f_hn = unpack_halves(saved[0])
+        f_r, f_z, f_n, f_hn = unpack_float16x4(saved[0])
         return f_r, f_z, f_n, f_hn, saved[1]
     else:
         return join_words(saved[0], saved[1], saved[2])
@@ -215,7 +230,7 @@ def unpack_factors(saved):
 def _backward_step(
     i, dh, dy, dy_next, saved, reset, bound,
     buffer_r, buffer_z, buffer_n, slot, w_r, w_z, w_n, w_bound, w_unscale, zeros,
-    factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
+    local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
     unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr, SLOT: gl.constexpr,
@@ -228,10 +243,10 @@ def _backward_step(
     of which only the first remains where an episode starts.
     """
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
+    f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
     this_reset, this_dy = reset, dy
     next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-    saved = load_factors(factors_ptr, keep_ptr, next_rows[None, :], unit[:, None], mask, H)
+    saved = load_residuals(local_grads_ptr, carry_gate_ptr, next_rows[None, :], unit[:, None], mask, H)
     reset = load_resets(reset_ptr, next_rows, mask_q)
     dy = dy_next
     next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
@@ -277,7 +292,7 @@ def _backward_step(
     product = by_unit(product_r + product_z + product_n, UNITS)
     if SCALED:
         product = product * unscale
-    dh = dh * keep + product
+    dh = dh * carry_gate + product
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
             gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dh, 0.0), mask=live)
@@ -288,7 +303,7 @@ def _backward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -333,7 +348,7 @@ def bwd_kernel(
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
-    saved = load_factors(factors_ptr, keep_ptr, rows[None, :], unit[:, None], mask, H)
+    saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H)
     reset = load_resets(reset_ptr, rows, mask_q)
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
@@ -344,14 +359,14 @@ def bwd_kernel(
         dh, dy, dy_next, saved, reset, bound = _backward_step(
             i, dh, dy, dy_next, saved, reset, bound, even_r, even_z, even_n, even_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
-            unit, mask, mask_q,
+            local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T,
+            stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip
         dh, dy, dy_next, saved, reset, bound = _backward_step(
             i + 1, dh, dy, dy_next, saved, reset, bound, odd_r, odd_z, odd_n, odd_slot,
             w_r, w_z, w_n, w_bound, w_unscale, zeros,
-            factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T, stride,
-            unit, mask, mask_q,
+            local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr, seq, row, T,
+            stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip

@@ -12,7 +12,13 @@ from torch_bridge.kernels.gluon_common import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.gru_resident import factors_of, load_factors, new_state, save_factors, unpack_factors
+from torch_bridge.kernels.gru_resident import (
+    load_residuals,
+    local_grads_of,
+    new_state,
+    store_residuals,
+    unpack_residuals,
+)
 from torch_bridge.kernels.rows_common import (
     allocate_weights,
     box,
@@ -39,7 +45,7 @@ from torch_bridge.kernels.split_common import opaque_zero
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def fwd_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr,
     exchange_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -98,16 +104,16 @@ def fwd_kernel(
                     exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, here, split, SPLITS, SCALED
                 )
             gl.store(hs_ptr + rows[:, None] * H + unit[None, :], h.to(hs_ptr.dtype.element_ty), mask=mask)
-            if factors_ptr is not None:
-                factors = factors_of(h_n, r, z, n, h_prev)
-                save_factors(factors_ptr, keep_ptr, rows[:, None], unit[None, :], mask, factors, z, H)
+            if local_grads_ptr is not None:
+                local_grads = local_grads_of(h_n, r, z, n, h_prev)
+                store_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, local_grads, z, H)
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -141,7 +147,7 @@ def bwd_kernel(
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
-        saved = load_factors(factors_ptr, keep_ptr, rows[:, None], unit[None, :], mask, H)
+        saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H)
         reset = load_resets(reset_ptr, rows, mask_q)
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
         dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
@@ -157,7 +163,7 @@ def bwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
             dh += dy.to(gl.float32)
-            f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
+            f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
             sent += 1
             scale = zeros
@@ -178,14 +184,14 @@ def bwd_kernel(
             raise_flags(barrier_ptr, here, split, sent)
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
-            if keep_ptr is not None:
-                prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
-                prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
+            if carry_gate_ptr is not None:
+                prefetch_rows(local_grads_ptr, next_rows, 4 * first, 2, 64, 4 * H)
+                prefetch_rows(carry_gate_ptr, next_rows, first, 1, 0, H)
             else:
-                prefetch_rows(factors_ptr, next_rows, first, 3, H, 3 * H)
+                prefetch_rows(local_grads_ptr, next_rows, first, 3, H, 3 * H)
             later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
-            dh = dh * keep
+            dh = dh * carry_gate
 
             rows = backward_rows(row, i, T, stride, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (3 * H) + unit[None, :]
@@ -216,7 +222,7 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, stride, REVERSE)
-            saved = load_factors(factors_ptr, keep_ptr, rows[:, None], unit[None, :], mask, H)
+            saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H)
             reset = load_resets(reset_ptr, rows, mask_q)
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
         # again, so that it need not be kept for so long

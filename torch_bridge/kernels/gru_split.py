@@ -19,19 +19,25 @@ from torch_bridge.kernels.gluon_common import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.gru_resident import factors_of, load_factors, new_state, save_factors, unpack_factors
+from torch_bridge.kernels.gru_resident import (
+    load_residuals,
+    local_grads_of,
+    new_state,
+    store_residuals,
+    unpack_residuals,
+)
 from torch_bridge.kernels.split_common import (
     allocate_operands,
-    allocate_share,
+    allocate_weight_shard,
     first_state_scale,
-    load_share,
+    load_weight_shard,
     locate,
     multiply_gates,
     multiply_parts,
     opaque_zero,
     receive_sum,
     receive_tile,
-    send_parts,
+    send_partial_sums,
     send_state,
     store_operand,
 )
@@ -39,7 +45,7 @@ from torch_bridge.kernels.split_common import (
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def fwd_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, factors_ptr, keep_ptr, exchange_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -54,7 +60,7 @@ def fwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = allocate_share(3, SPLITS, DTYPE)
+    share = allocate_weight_shard(3, SPLITS, DTYPE)
     operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -62,7 +68,7 @@ def fwd_kernel(
     sent = 0
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
-        w_unscale = load_share(share, w_hh_t_ptr + model * (3 * H * H), split, H, H * H, H, 3, SPLITS, True)
+        w_unscale = load_weight_shard(share, w_hh_t_ptr + model * (3 * H * H), split, H, H * H, H, 3, SPLITS, True)
         mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
@@ -98,24 +104,24 @@ def fwd_kernel(
             )
             this_rows = (row + step_time(now, T, REVERSE) * stride)[None, :]
             gl.store(hs_ptr + this_rows * H + unit[:, None], h.to(hs_ptr.dtype.element_ty), mask=mask)
-            if factors_ptr is not None:
-                factors = factors_of(h_n, r, z, n, h_prev)
-                save_factors(factors_ptr, keep_ptr, this_rows, unit[:, None], mask, factors, z, H)
+            if local_grads_ptr is not None:
+                local_grads = local_grads_of(h_n, r, z, n, h_prev)
+                store_residuals(local_grads_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, local_grads, z, H)
             x_r, x_z, x_n = next_r, next_z, next_n
         gl.store(h_last_ptr + last, h, mask=mask)
 
 
 @gluon.jit
-def _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+def _load_saved(local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
     """What a backward step reads, as it lies in memory."""
-    saved = load_factors(factors_ptr, keep_ptr, rows[None, :], unit[:, None], mask, H)
+    saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H)
     reset = load_resets(reset_ptr, rows, mask_q)
     return saved, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, keep_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
+    w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -131,27 +137,29 @@ def bwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = allocate_share(3, SPLITS, DTYPE)
+    share = allocate_weight_shard(3, SPLITS, DTYPE)
     operands = allocate_operands(3, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     sent = 0
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
-        w_unscale = load_share(share, w_hh_ptr + model * (3 * H * H), split, 3 * H, H, H, 3, SPLITS, False)
+        w_unscale = load_weight_shard(share, w_hh_ptr + model * (3 * H * H), split, 3 * H, H, H, 3, SPLITS, False)
         mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        saved, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
+        saved, reset, dy = _load_saved(local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
         for i in range(T):
             dh += dy.to(gl.float32)
-            f_r, f_z, f_n, f_hn, keep = unpack_factors(saved)
+            f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
-            dh = dh * keep
+            dh = dh * carry_gate
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-            saved, reset, dy = _load_saved(factors_ptr, keep_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H)
+            saved, reset, dy = _load_saved(
+                local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H
+            )
             scale, unscale = zeros, zeros
             if SCALED:
                 largest = gl.max(gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn)), axis=0)
@@ -162,7 +170,7 @@ def bwd_kernel(
             store_operand(operands[2], dhn, scale, SCALED)
             parts = multiply_parts(share, operands, zeros, i, 3, SPLITS)
             sent += 1
-            send_parts(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
+            send_partial_sums(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
 
             rows = row + step_time(T - 1 - i, T, REVERSE) * stride
             dxp = dxp_ptr + rows[None, :] * (3 * H) + unit[:, None]

@@ -14,7 +14,7 @@ from torch_bridge.kernels.common import (
     arrive,
     first_row,
     load_exchanged,
-    load_factors,
+    load_local_grads,
     load_reset,
     load_tile,
     load_weight,
@@ -22,7 +22,7 @@ from torch_bridge.kernels.common import (
     select_reset,
     sigmoid,
     step_time,
-    store_factors,
+    store_local_grads,
     store_tile,
     stream_weight,
     tanh,
@@ -34,7 +34,7 @@ from torch_bridge.kernels.common import (
 @triton.jit
 def _lstm_fwd_tile(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, exchange_ptr, barrier_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -143,12 +143,12 @@ def _lstm_fwd_tile(
         store_tile(hs_ptr, this_rows, unit, H, mask, h)
         if cs_ptr is not None:
             store_tile(cs_ptr, this_rows, unit, H, mask, c)
-        if factors_ptr is not None:
+        if local_grads_ptr is not None:
             f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
             f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-            store_factors(factors_ptr, this_rows, unit, mask, f_i, f_f, f_g, f_o, H)
-            store_tile(through_ptr, this_rows, unit, H, mask, g_o * (1.0 - tanh_c * tanh_c))
-            store_tile(keep_ptr, this_rows, unit, H, mask, g_f)
+            store_local_grads(local_grads_ptr, this_rows, unit, mask, f_i, f_f, f_g, f_o, H)
+            store_tile(dc_dh_ptr, this_rows, unit, H, mask, g_o * (1.0 - tanh_c * tanh_c))
+            store_tile(carry_gate_ptr, this_rows, unit, H, mask, g_f)
         if SPLITS > 1:
             x_i = load_tile(xp_ptr, rows, unit, 4 * H, mask)
             x_f = load_tile(xp_ptr, rows, H + unit, 4 * H, mask)
@@ -175,9 +175,9 @@ def lstm_fwd_kernel(
     cs_ptr,  # [G, T, B, H] out, dtype of c0, or None
     h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
     c_last_ptr,  # as h_last
-    factors_ptr,  # [G, T, B, H, 4] out: di, df, dg over dc and do over dh, or None: nothing is saved
-    through_ptr,  # [G, T, B, H] out: dc over dh, or None
-    keep_ptr,  # [G, T, B, H] out, float32: f, or None
+    local_grads_ptr,  # [G, T, B, H, 4] out: di, df, dg over dc and do over dh, or None: nothing is saved
+    dc_dh_ptr,  # [G, T, B, H] out: dc over dh, or None
+    carry_gate_ptr,  # [G, T, B, H] out, float32: f, or None
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
@@ -189,7 +189,7 @@ def lstm_fwd_kernel(
     if SPLITS == 1:
         _lstm_fwd_tile(
             w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, None, None,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None,
             T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
@@ -200,28 +200,28 @@ def lstm_fwd_kernel(
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _lstm_fwd_tile(
                 w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, exchange_ptr, barrier_ptr,
-                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr,
+                barrier_ptr, T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
             )  # fmt: skip
 
 
 @triton.jit
-def _lstm_bwd_inputs(factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr):
+def _lstm_bwd_inputs(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr):
     """What a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
     if dcs_ptr is not None:
         dcy = load_tile(dcs_ptr, rows, unit, H, mask)
     else:
         dcy = tl.zeros_like(dy)
-    f_i, f_f, f_g, f_o = load_factors(factors_ptr, rows, unit, mask, H)
-    through = load_tile(through_ptr, rows, unit, H, mask)
-    return dy, dcy, f_i, f_f, f_g, f_o, through, load_tile(keep_ptr, rows, unit, H, mask)
+    f_i, f_f, f_g, f_o = load_local_grads(local_grads_ptr, rows, unit, mask, H)
+    dc_dh = load_tile(dc_dh_ptr, rows, unit, H, mask)
+    return dy, dcy, f_i, f_f, f_g, f_o, dc_dh, load_tile(carry_gate_ptr, rows, unit, H, mask)
 
 
 @triton.jit
 def _lstm_bwd_tile(
-    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
@@ -260,8 +260,8 @@ def _lstm_bwd_tile(
         dc = load_tile(dc0_ptr, seq, unit, H, mask)
     if SPLITS == 1:
         rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
-        dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
-            factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
+        dy, dcy, f_i, f_f, f_g, f_o, dc_dh, carry_gate = _lstm_bwd_inputs(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
         )
 
     for i in range(t_begin, t_end):
@@ -270,20 +270,20 @@ def _lstm_bwd_tile(
             reset = load_reset(reset_ptr, rows, mask_q)
         if GATES_PHASE:
             if SPLITS > 1:
-                dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
-                    factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
+                dy, dcy, f_i, f_f, f_g, f_o, dc_dh, carry_gate = _lstm_bwd_inputs(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H
                 )
             dh += dy
-            dc += dcy + dh * through
+            dc += dcy + dh * dc_dh
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
-            dc = dc * keep
+            dc = dc * carry_gate
             # zero, but not a constant: ptxas 12.8 unrolls the product and then takes the constant for its result
             dh = tl.where(mask, 0.0, dh)
             if SPLITS == 1:
                 # the next step's inputs are on their way while this step's product runs
                 next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
-                dy, dcy, f_i, f_f, f_g, f_o, through, keep = _lstm_bwd_inputs(
-                    factors_ptr, through_ptr, keep_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H
+                dy, dcy, f_i, f_f, f_g, f_o, dc_dh, carry_gate = _lstm_bwd_inputs(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H
                 )
             if SPLITS > 1:
                 d_ptr = exchange_ptr + (i % 2) * buffer
@@ -326,9 +326,9 @@ def _lstm_bwd_tile(
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def lstm_bwd_kernel(
     w_hh_ptr,  # [S, H, 4H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
-    factors_ptr,  # [G, T, B, H, 4] di, df, dg over dc and do over dh
-    through_ptr,  # [G, T, B, H] dc over dh
-    keep_ptr,  # [G, T, B, H] f
+    local_grads_ptr,  # [G, T, B, H, 4] di, df, dg over dc and do over dh
+    dc_dh_ptr,  # [G, T, B, H] dc over dh
+    carry_gate_ptr,  # [G, T, B, H] f
     reset_ptr,  # [G, T, B] or None
     dhs_ptr,  # [G, T, B, H]
     dcs_ptr,  # [G, T, B, H], or None: no gradient comes through the cell states of single steps
@@ -350,7 +350,7 @@ def lstm_bwd_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _lstm_bwd_tile(
-            w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
             dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None, None,
             T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
@@ -361,7 +361,7 @@ def lstm_bwd_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _lstm_bwd_tile(
-                w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+                w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr,
                 dh_last_ptr, dc_last_ptr, dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
                 barrier_ptr, T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION,

@@ -6,19 +6,19 @@ from triton.experimental import gluon
 from torch_bridge.kernels.common import sigmoid, tanh
 from torch_bridge.kernels.fma_common import (
     allocate_operands,
-    in_registers,
-    leave,
-    load_fours,
+    load_gate_weights,
+    load_operand,
+    load_quads,
     load_reset,
     locate,
     no_loads,
-    own_gates,
-    parts_of_rows,
-    save_fours,
+    partial_row_sums,
+    store_operand,
+    store_quads,
     sum_rows,
-    taken,
     then,
-    unpack_fours,
+    to_registers,
+    unpack_quads,
 )
 from torch_bridge.kernels.gluon_common import backward_rows, barrier, forward_rows, load_inputs
 
@@ -34,14 +34,14 @@ def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constex
 @gluon.jit
 def _sums(w, operand):
     """A gate's products, added up."""
-    w = in_registers(w)
-    return sum_rows(parts_of_rows(w * operand), w)
+    w = to_registers(w)
+    return sum_rows(partial_row_sums(w * operand), w)
 
 
 @gluon.jit
 def _forward_step(
     i, h, c, inputs, buffers, w,
-    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
     seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
@@ -50,10 +50,10 @@ def _forward_step(
     if reset_ptr is not None:
         h = gl.where(reset, 0.0, h)
         c = gl.where(reset, 0.0, c)
-    leave(buffers[0], h, DTYPE)
+    store_operand(buffers[0], h, DTYPE)
     barrier()
     w_i, w_f, w_g, w_o = w
-    operand = taken(buffers[0], w_i)
+    operand = load_operand(buffers[0], w_i)
     a_i = _sums(w_i, operand) + x_i.to(gl.float32)
     a_g = _sums(w_g, operand) + x_g.to(gl.float32)
     a_f = _sums(w_f, operand) + x_f.to(gl.float32)
@@ -69,13 +69,13 @@ def _forward_step(
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
         gl.store(cs_ptr + at, new_c.to(cs_ptr.dtype.element_ty), mask=live)
-    if factors_ptr is not None:
+    if local_grads_ptr is not None:
         f_i, f_f = g_g * g_i * (1.0 - g_i), c * g_f * (1.0 - g_f)
         f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-        save_fours(factors_ptr, at, live, f_i, f_f, f_g, f_o, DTYPE, PRECISION)
-        through = g_o * (1.0 - tanh_c * tanh_c)
-        gl.store(through_ptr + at, through.to(through_ptr.dtype.element_ty), mask=live)
-        gl.store(keep_ptr + at, g_f, mask=live)
+        store_quads(local_grads_ptr, at, live, f_i, f_f, f_g, f_o, DTYPE, PRECISION)
+        dc_dh = g_o * (1.0 - tanh_c * tanh_c)
+        gl.store(dc_dh_ptr + at, dc_dh.to(dc_dh_ptr.dtype.element_ty), mask=live)
+        gl.store(carry_gate_ptr + at, g_f, mask=live)
     last = seq * H + unit
     gl.store(h_last_ptr + last, new_h, mask=mask & (i == T - 1))
     gl.store(c_last_ptr + last, new_c, mask=mask & (i == T - 1))
@@ -85,7 +85,7 @@ def _forward_step(
 @gluon.jit(do_not_specialize=["T", "B", "Q"])
 def fwd_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    factors_ptr, through_ptr, keep_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
@@ -97,7 +97,7 @@ def fwd_kernel(
     for k in gl.static_range(DEPTH):
         inputs = then(inputs, _load_inputs(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, REVERSE))
     w_ptr = w_hh_t_ptr + model * (4 * H * H)
-    w = own_gates(w_ptr, H * H, H, H, BLOCK_H, 4, SHARED_GATES)
+    w = load_gate_weights(w_ptr, H * H, H, H, BLOCK_H, 4, SHARED_GATES)
     h = gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     c = gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(1, BLOCK_H)
@@ -105,7 +105,7 @@ def fwd_kernel(
         for k in gl.static_range(DEPTH):
             h, c, next_inputs = _forward_step(
                 i + k, h, c, inputs[0], buffers[k % 2], w,
-                xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+                xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
                 seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE, PRECISION,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
@@ -113,48 +113,48 @@ def fwd_kernel(
 
 @gluon.jit
 def _load_saved(
-    i, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
+    i, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
     H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """What step i reads, or the last one: steps are counted backward."""
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
-    through = gl.load(through_ptr + at, mask=mask, other=0.0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
+    dc_dh = gl.load(dc_dh_ptr + at, mask=mask, other=0.0)
+    carry_gate = gl.load(carry_gate_ptr + at, mask=mask, other=0.0)
     dy = gl.load(dhs_ptr + at, mask=mask, other=0.0)
     dcy = dy
     if dcs_ptr is not None:
         dcy = gl.load(dcs_ptr + at, mask=mask, other=0.0)
-    return load_fours(factors_ptr, at, mask), through, keep, dy, dcy, load_reset(reset_ptr, row)
+    return load_quads(local_grads_ptr, at, mask), dc_dh, carry_gate, dy, dcy, load_reset(reset_ptr, row)
 
 
 @gluon.jit
 def _backward_step(
     i, dh, dc, saved, buffers, w,
-    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
     dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Step i, and the loads of step i + DEPTH."""
-    factors, through, keep, dy, dcy, reset = saved
-    f_i, f_f, f_g, f_o = unpack_fours(factors)
+    local_grads, dc_dh, carry_gate, dy, dcy, reset = saved
+    f_i, f_f, f_g, f_o = unpack_quads(local_grads)
     dh += dy.to(gl.float32)
-    dc += dh * through.to(gl.float32)
+    dc += dh * dc_dh.to(gl.float32)
     if dcs_ptr is not None:
         dc += dcy.to(gl.float32)
     di, df, dg, do = dc * f_i, dc * f_f, dc * f_g, dh * f_o
-    leave(buffers[0], di, DTYPE)
-    leave(buffers[1], df, DTYPE)
-    leave(buffers[2], dg, DTYPE)
-    leave(buffers[3], do, DTYPE)
+    store_operand(buffers[0], di, DTYPE)
+    store_operand(buffers[1], df, DTYPE)
+    store_operand(buffers[2], dg, DTYPE)
+    store_operand(buffers[3], do, DTYPE)
     barrier()
-    parts = parts_of_rows(w[0] * taken(buffers[0], w[0]))
+    parts = partial_row_sums(w[0] * load_operand(buffers[0], w[0]))
     for gate in gl.static_range(1, 4):
-        w_gate = in_registers(w[gate])
-        parts += parts_of_rows(w_gate * taken(buffers[gate], w_gate))
+        w_gate = to_registers(w[gate])
+        parts += partial_row_sums(w_gate * load_operand(buffers[gate], w_gate))
     saved = _load_saved(
-        i + DEPTH, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask, H,
-        REVERSE,
+        i + DEPTH, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
+        H, REVERSE,
     )  # fmt: skip
     live = mask & (i < T)  # of a step past the last one nothing is stored
     row = backward_rows(row, i, T, stride, REVERSE)
@@ -165,7 +165,7 @@ def _backward_step(
     gl.store(dxp + 2 * H, dg.to(dxp_ptr.dtype.element_ty), mask=live)
     gl.store(dxp + 3 * H, do.to(dxp_ptr.dtype.element_ty), mask=live)
     dh = sum_rows(parts, w[0])
-    dc = dc * keep
+    dc = dc * carry_gate
     if reset_ptr is not None:
         if dreset_h_ptr is not None:
             gl.store(dreset_h_ptr + at, gl.where(reset, dh, 0.0), mask=live)
@@ -181,7 +181,7 @@ def _backward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
@@ -194,11 +194,24 @@ def bwd_kernel(
     saved = no_loads()
     for k in gl.static_range(DEPTH):
         first = _load_saved(
-            k, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask, H, REVERSE
+            k,
+            local_grads_ptr,
+            dc_dh_ptr,
+            carry_gate_ptr,
+            reset_ptr,
+            dhs_ptr,
+            dcs_ptr,
+            row,
+            T,
+            stride,
+            unit,
+            mask,
+            H,
+            REVERSE,
         )
         saved = then(saved, first)
     w_ptr = w_hh_ptr + model * (4 * H * H)
-    w = own_gates(w_ptr, H, H, 4 * H, BLOCK_H, 4, SHARED_GATES)
+    w = load_gate_weights(w_ptr, H, H, 4 * H, BLOCK_H, 4, SHARED_GATES)
     dh = gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32)
     buffers = allocate_operands(4, BLOCK_H)
@@ -206,7 +219,7 @@ def bwd_kernel(
         for k in gl.static_range(UNROLL):
             dh, dc, next_saved = _backward_step(
                 i + k, dh, dc, saved[0], buffers[k % 2], w,
-                factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
                 dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             saved = then(saved[1:], next_saved)

@@ -8,7 +8,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
-from torch_bridge.kernels.common import step_time, unpack_halves
+from torch_bridge.kernels.common import step_time, unpack_float16x4
 from torch_bridge.kernels.gluon_common import (
     backward_rows,
     barrier,
@@ -54,27 +54,27 @@ def new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c):
 
 
 @gluon.jit
-def factors_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, through_ptr):
+def local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr):
     """What the backward pass needs of a step, besides f: factors, and those through which dh goes to dc."""
     f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
     f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
-    through = g_o * (1.0 - tanh_c * tanh_c)
-    if through_ptr is not None:
-        through = through.to(through_ptr.dtype.element_ty)
-    return pack(f_i, f_f, f_g, f_o), through
+    dc_dh = g_o * (1.0 - tanh_c * tanh_c)
+    if dc_dh_ptr is not None:
+        dc_dh = dc_dh.to(dc_dh_ptr.dtype.element_ty)
+    return pack(f_i, f_f, f_g, f_o), dc_dh
 
 
 @gluon.jit
-def save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, factors, through, g_f):
+def store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, mask, local_grads, dc_dh, g_f):
     """Stores what the backward pass needs of a step."""
-    gl.store(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, factors, mask=mask)
-    gl.store(through_ptr + at, through, mask=mask)
-    gl.store(keep_ptr + at, g_f, mask=mask)
+    gl.store(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, local_grads, mask=mask)
+    gl.store(dc_dh_ptr + at, dc_dh, mask=mask)
+    gl.store(carry_gate_ptr + at, g_f, mask=mask)
 
 
 @gluon.jit
 def _store_results(
-    i, h, c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+    i, h, c, local_grads, dc_dh, g_f, hs_ptr, cs_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
     row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Stores the results of step i, if there is such a step."""
@@ -84,16 +84,16 @@ def _store_results(
     gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
         gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=live)
-    if factors_ptr is not None:
-        save_factors(factors_ptr, through_ptr, keep_ptr, at, live, factors, through, g_f)
+    if local_grads_ptr is not None:
+        store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, live, local_grads, dc_dh, g_f)
 
 
 @gluon.jit
 def _forward_step(
-    i, h, c, new_h, new_c, factors, through, g_f, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o,
+    i, h, c, new_h, new_c, local_grads, dc_dh, g_f, x_i, x_f, x_g, x_o, reset, buffer, w_i, w_f, w_g, w_o,
     scale, w_unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr, seq, row, T, stride,
-    unit, mask, mask_q,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, seq, row, T,
+    stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
@@ -112,7 +112,7 @@ def _forward_step(
     barrier()
     if LATE:
         _store_results(
-            i - 1, new_h, new_c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+            i - 1, new_h, new_c, local_grads, dc_dh, g_f, hs_ptr, cs_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
             row, T, stride, unit, mask, H, REVERSE,
         )  # fmt: skip
     operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
@@ -124,22 +124,22 @@ def _forward_step(
         unscale = inverse(scale) * w_unscale
         a_i, a_g, a_f, a_o = a_i * unscale, a_g * unscale, a_f * unscale, a_o * unscale
     g_i, g_f, g_g, g_o, tanh_c, new_h, new_c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
-    factors, through = factors_of(g_i, g_f, g_g, g_o, tanh_c, c, through_ptr)
+    local_grads, dc_dh = local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c, dc_dh_ptr)
     last = seq[None, :] * H + unit[:, None]
     gl.store(h_last_ptr + last, new_h, mask=mask & (i == T - 1))
     gl.store(c_last_ptr + last, new_c, mask=mask & (i == T - 1))
     if not LATE:
         _store_results(
-            i, new_h, new_c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
+            i, new_h, new_c, local_grads, dc_dh, g_f, hs_ptr, cs_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
             row, T, stride, unit, mask, H, REVERSE,
         )  # fmt: skip
-    return new_h, new_c, new_h, new_c, factors, through, g_f, scale, next_i, next_f, next_g, next_o, next_reset
+    return new_h, new_c, new_h, new_c, local_grads, dc_dh, g_f, scale, next_i, next_f, next_g, next_o, next_reset
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
 def fwd_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    factors_ptr, through_ptr, keep_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -184,38 +184,38 @@ def fwd_kernel(
     rows = row + step_time(0, T, REVERSE) * stride
     x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
     new_h, new_c, g_f = h, c, h  # of no step
-    factors, through = factors_of(h, h, h, h, h, h, through_ptr)
+    local_grads, dc_dh = local_grads_of(h, h, h, h, h, h, dc_dh_ptr)
     barrier()
     for i in range(0, T, 2):
-        h, c, new_h, new_c, factors, through, g_f, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
-            i, h, c, new_h, new_c, factors, through, g_f, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o,
+        h, c, new_h, new_c, local_grads, dc_dh, g_f, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i, h, c, new_h, new_c, local_grads, dc_dh, g_f, x_i, x_f, x_g, x_o, reset, even, w_i, w_f, w_g, w_o,
             scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
             seq, row, T, stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, UNITS, LATE,
         )  # fmt: skip
-        h, c, new_h, new_c, factors, through, g_f, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
-            i + 1, h, c, new_h, new_c, factors, through, g_f, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o,
+        h, c, new_h, new_c, local_grads, dc_dh, g_f, scale, x_i, x_f, x_g, x_o, reset = _forward_step(
+            i + 1, h, c, new_h, new_c, local_grads, dc_dh, g_f, x_i, x_f, x_g, x_o, reset, odd, w_i, w_f, w_g, w_o,
             scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, factors_ptr, through_ptr, keep_ptr,
+            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
             seq, row, T, stride, unit, mask, mask_q,
             H, SCALED, DTYPE, REVERSE, UNITS, LATE,
         )  # fmt: skip
     if LATE:
         steps = (T + 1) // 2 * 2  # taken, those past the last one with it
         _store_results(
-            steps - 1, new_h, new_c, factors, through, g_f, hs_ptr, cs_ptr, factors_ptr, through_ptr, keep_ptr,
-            row, T, stride, unit, mask, H, REVERSE,
+            steps - 1, new_h, new_c, local_grads, dc_dh, g_f, hs_ptr, cs_ptr, local_grads_ptr, dc_dh_ptr,
+            carry_gate_ptr, row, T, stride, unit, mask, H, REVERSE,
         )  # fmt: skip
 
 
 @gluon.jit
-def load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q):
+def load_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, at, rows, mask, mask_q):
     """As in `gru_resident.py`."""
-    factors = gl.load(factors_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
-    through = gl.load(through_ptr + at, mask=mask, other=0.0)
-    keep = gl.load(keep_ptr + at, mask=mask, other=0.0)
-    return factors, through, keep, load_resets(reset_ptr, rows, mask_q)
+    local_grads = gl.load(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
+    dc_dh = gl.load(dc_dh_ptr + at, mask=mask, other=0.0)
+    carry_gate = gl.load(carry_gate_ptr + at, mask=mask, other=0.0)
+    return local_grads, dc_dh, carry_gate, load_resets(reset_ptr, rows, mask_q)
 
 
 @gluon.jit
@@ -231,9 +231,9 @@ def _leave(d, largest, buffer, ptr, live, scale, SCALED: gl.constexpr, DTYPE: gl
 
 @gluon.jit
 def _backward_step(
-    i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+    i, dh, dc, dy, dy_next, dcy, dcy_next, local_grads, dc_dh, carry_gate, reset, bound,
     buffer_i, buffer_f, buffer_g, buffer_o, slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
     dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr, SLOT: gl.constexpr,
@@ -246,10 +246,10 @@ def _backward_step(
     of which only the first two remain where an episode starts.
     """
     live = mask & (i < T)  # of a step past the last one nothing is stored
-    f_i, f_f, f_g, f_o = unpack_halves(factors)
-    this_through, this_keep, this_reset, this_dy, this_dcy = through, keep, reset, dy, dcy
+    f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
+    this_dc_dh, this_carry_gate, this_reset, this_dy, this_dcy = dc_dh, carry_gate, reset, dy, dcy
     dh += this_dy.to(gl.float32)
-    dc += dh * this_through.to(gl.float32)
+    dc += dh * this_dc_dh.to(gl.float32)
     if dcs_ptr is not None:
         dc += this_dcy.to(gl.float32)
     rows = row + step_time(T - 1 - i, T, REVERSE) * stride
@@ -265,7 +265,7 @@ def _backward_step(
     largest = _leave(dc * f_f, largest, buffer_f, dxp + H, live, scale, SCALED, DTYPE)
     largest = _leave(dc * f_g, largest, buffer_g, dxp + 2 * H, live, scale, SCALED, DTYPE)
     largest = _leave(dh * f_o, largest, buffer_o, dxp + 3 * H, live, scale, SCALED, DTYPE)
-    dc = dc * this_keep
+    dc = dc * this_carry_gate
     if reset_ptr is not None:
         if dreset_c_ptr is not None:
             at = rows[None, :] * H + unit[:, None]
@@ -285,8 +285,15 @@ def _backward_step(
     dh_go = mma_v2(w_o, buffer_o.load(OPERAND), dh_go)
 
     next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-    factors, through, keep, reset = load_factors(
-        factors_ptr, through_ptr, keep_ptr, reset_ptr, next_rows[None, :] * H + unit[:, None], next_rows, mask, mask_q
+    local_grads, dc_dh, carry_gate, reset = load_residuals(
+        local_grads_ptr,
+        dc_dh_ptr,
+        carry_gate_ptr,
+        reset_ptr,
+        next_rows[None, :] * H + unit[:, None],
+        next_rows,
+        mask,
+        mask_q,
     )
     dy, dcy = dy_next, dcy_next
     next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
@@ -308,12 +315,12 @@ def _backward_step(
         last = seq[None, :] * H + unit[:, None]
         gl.store(dh0_ptr + last, dh, mask=mask)
         gl.store(dc0_ptr + last, dc, mask=mask)
-    return dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound
+    return dh, dc, dy, dy_next, dcy, dcy_next, local_grads, dc_dh, carry_gate, reset, bound
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
@@ -363,8 +370,8 @@ def bwd_kernel(
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
-    factors, through, keep, reset = load_factors(
-        factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
+    local_grads, dc_dh, carry_gate, reset = load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, rows[None, :] * H + unit[:, None], rows, mask, mask_q
     )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy = dy
@@ -380,15 +387,15 @@ def bwd_kernel(
     bound = gl.max(bound, axis=0)
     barrier()
     for i in range(0, T, 2):
-        dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
-            i, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+        dh, dc, dy, dy_next, dcy, dcy_next, local_grads, dc_dh, carry_gate, reset, bound = _backward_step(
+            i, dh, dc, dy, dy_next, dcy, dcy_next, local_grads, dc_dh, carry_gate, reset, bound,
             even_i, even_f, even_g, even_o, even_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
             dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip
-        dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound = _backward_step(
-            i + 1, dh, dc, dy, dy_next, dcy, dcy_next, factors, through, keep, reset, bound,
+        dh, dc, dy, dy_next, dcy, dcy_next, local_grads, dc_dh, carry_gate, reset, bound = _backward_step(
+            i + 1, dh, dc, dy, dy_next, dcy, dcy_next, local_grads, dc_dh, carry_gate, reset, bound,
             odd_i, odd_f, odd_g, odd_o, odd_slot, w_i, w_f, w_g, w_o, w_bound, w_unscale, zeros,
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dh0_ptr, dc0_ptr,
             dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q, H, SCALED, DTYPE, REVERSE, UNITS, SLOT,
         )  # fmt: skip

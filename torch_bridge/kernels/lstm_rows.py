@@ -6,7 +6,7 @@ What programs keep and exchange is as in `gru_rows.py`; the cell states of its u
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_float16x4
 from torch_bridge.kernels.gluon_common import (
     backward_rows,
     forward_rows,
@@ -15,7 +15,7 @@ from torch_bridge.kernels.gluon_common import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.lstm_resident import factors_of, load_factors, new_state, save_factors
+from torch_bridge.kernels.lstm_resident import load_residuals, local_grads_of, new_state, store_residuals
 from torch_bridge.kernels.rows_common import (
     allocate_weights,
     box,
@@ -43,7 +43,7 @@ from torch_bridge.kernels.split_common import opaque_zero
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def fwd_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    factors_ptr, through_ptr, keep_ptr, exchange_ptr, barrier_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -100,9 +100,9 @@ def fwd_kernel(
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
-            if factors_ptr is not None:
-                factors, through = factors_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, through_ptr)
-                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, factors, through, g_f)
+            if local_grads_ptr is not None:
+                local_grads, dc_dh = local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr)
+                store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, mask, local_grads, dc_dh, g_f)
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
         gl.store(c_last_ptr + last, c, mask=mask)
@@ -110,7 +110,7 @@ def fwd_kernel(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -140,8 +140,8 @@ def bwd_kernel(
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
-        factors, through, keep, reset = load_factors(
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
+        local_grads, dc_dh, carry_gate, reset = load_residuals(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
         )
         dcy = zeros
         if dcs_ptr is not None:
@@ -166,8 +166,8 @@ def bwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # or addresses would take registers all the time
             dh += dy.to(gl.float32)
-            dc += dh * through.to(gl.float32)
-            f_i, f_f, f_g, f_o = unpack_halves(factors)
+            dc += dh * dc_dh.to(gl.float32)
+            f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
             sent += 1
             scale = zeros
@@ -193,12 +193,12 @@ def bwd_kernel(
             store_operand_rows(share, d_o, scale, 3 * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, here, split, sent)
             first = (split + opaque_zero(i)) * 32
-            prefetch_rows(factors_ptr, next_rows, 4 * first, 2, 64, 4 * H)
-            prefetch_rows(keep_ptr, next_rows, first, 1, 0, H)
-            prefetch_rows(through_ptr, next_rows, first, 1, 0, H)
+            prefetch_rows(local_grads_ptr, next_rows, 4 * first, 2, 64, 4 * H)
+            prefetch_rows(carry_gate_ptr, next_rows, first, 1, 0, H)
+            prefetch_rows(dc_dh_ptr, next_rows, first, 1, 0, H)
             later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
-            dc = dc * keep
+            dc = dc * carry_gate
             if reset_ptr is not None:
                 if dreset_c_ptr is not None:
                     at = backward_rows(row, i, T, stride, REVERSE)[:, None] * H + unit[None, :]
@@ -234,8 +234,15 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, stride, REVERSE)
-            factors, through, keep, reset = load_factors(
-                factors_ptr, through_ptr, keep_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
+            local_grads, dc_dh, carry_gate, reset = load_residuals(
+                local_grads_ptr,
+                dc_dh_ptr,
+                carry_gate_ptr,
+                reset_ptr,
+                rows[:, None] * H + unit[None, :],
+                rows,
+                mask,
+                mask_q,
             )
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
         # again, so that it need not be kept for so long

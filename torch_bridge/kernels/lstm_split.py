@@ -6,7 +6,7 @@ What programs keep and send is as in `gru_split.py`; the cell states of its unit
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_halves
+from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_float16x4
 from torch_bridge.kernels.gluon_common import (
     backward_rows,
     forward_rows,
@@ -16,19 +16,19 @@ from torch_bridge.kernels.gluon_common import (
     load_resets,
     scale_to_float16,
 )
-from torch_bridge.kernels.lstm_resident import factors_of, load_factors, new_state, save_factors
+from torch_bridge.kernels.lstm_resident import load_residuals, local_grads_of, new_state, store_residuals
 from torch_bridge.kernels.split_common import (
     allocate_operands,
-    allocate_share,
+    allocate_weight_shard,
     first_state_scale,
-    load_share,
+    load_weight_shard,
     locate,
     multiply_gates,
     multiply_parts,
     opaque_zero,
     receive_sum,
     receive_tile,
-    send_parts,
+    send_partial_sums,
     send_state,
     store_operand,
 )
@@ -37,7 +37,7 @@ from torch_bridge.kernels.split_common import (
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def fwd_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    factors_ptr, through_ptr, keep_ptr, exchange_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
@@ -53,7 +53,7 @@ def fwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = allocate_share(4, SPLITS, DTYPE)
+    share = allocate_weight_shard(4, SPLITS, DTYPE)
     operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
@@ -61,7 +61,7 @@ def fwd_kernel(
     sent = 0
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
-        w_unscale = load_share(share, w_hh_t_ptr + model * (4 * H * H), split, H, H * H, H, 4, SPLITS, True)
+        w_unscale = load_weight_shard(share, w_hh_t_ptr + model * (4 * H * H), split, H, H * H, H, 4, SPLITS, True)
         mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
         h = gl.load(h0_ptr + last, mask=mask, other=0.0).to(gl.float32)
@@ -102,9 +102,9 @@ def fwd_kernel(
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
-            if factors_ptr is not None:
-                factors, through = factors_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, through_ptr)
-                save_factors(factors_ptr, through_ptr, keep_ptr, at, mask, factors, through, g_f)
+            if local_grads_ptr is not None:
+                local_grads, dc_dh = local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr)
+                store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, mask, local_grads, dc_dh, g_f)
             if EARLY:
                 x_i, x_f, x_g, x_o = next_i, next_f, next_g, next_o
             else:
@@ -115,21 +115,23 @@ def fwd_kernel(
 
 @gluon.jit
 def _load_saved(
-    factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
 ):  # fmt: skip
     """What a backward step reads, as it lies in memory."""
     at = rows[None, :] * H + unit[:, None]
-    factors, through, keep, reset = load_factors(factors_ptr, through_ptr, keep_ptr, reset_ptr, at, rows, mask, mask_q)
+    local_grads, dc_dh, carry_gate, reset = load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, at, rows, mask, mask_q
+    )
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy = dy
     if dcs_ptr is not None:
         dcy = load_gradient(dcs_ptr, rows, unit, mask, H)
-    return factors, through, keep, reset, dy, dcy
+    return local_grads, dc_dh, carry_gate, reset, dy, dcy
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
 def bwd_kernel(
-    w_hh_ptr, factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
@@ -145,34 +147,44 @@ def bwd_kernel(
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = allocate_share(4, SPLITS, DTYPE)
+    share = allocate_weight_shard(4, SPLITS, DTYPE)
     operands = allocate_operands(4, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
     sent = 0
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
-        w_unscale = load_share(share, w_hh_ptr + model * (4 * H * H), split, 4 * H, H, H, 4, SPLITS, False)
+        w_unscale = load_weight_shard(share, w_hh_ptr + model * (4 * H * H), split, 4 * H, H, H, 4, SPLITS, False)
         mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        factors, through, keep, reset, dy, dcy = _load_saved(
-            factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H
+        local_grads, dc_dh, carry_gate, reset, dy, dcy = _load_saved(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H
         )
         for i in range(T):
             dh += dy.to(gl.float32)
-            dc += dh * through.to(gl.float32)
+            dc += dh * dc_dh.to(gl.float32)
             if dcs_ptr is not None:
                 dc += dcy.to(gl.float32)
-            f_i, f_f, f_g, f_o = unpack_halves(factors)
+            f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
-            dc = dc * keep
+            dc = dc * carry_gate
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-            factors, through, keep, reset, dy, dcy = _load_saved(
-                factors_ptr, through_ptr, keep_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q, H
+            local_grads, dc_dh, carry_gate, reset, dy, dcy = _load_saved(
+                local_grads_ptr,
+                dc_dh_ptr,
+                carry_gate_ptr,
+                reset_ptr,
+                dhs_ptr,
+                dcs_ptr,
+                next_rows,
+                unit,
+                mask,
+                mask_q,
+                H,
             )
             scale, unscale = zeros, zeros
             if SCALED:
@@ -185,7 +197,7 @@ def bwd_kernel(
             store_operand(operands[3], d_o, scale, SCALED)
             parts = multiply_parts(share, operands, zeros, i, 4, SPLITS)
             sent += 1
-            send_parts(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
+            send_partial_sums(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
 
             rows = row + step_time(T - 1 - i, T, REVERSE) * stride
             dxp = dxp_ptr + rows[None, :] * (4 * H) + unit[:, None]

@@ -16,11 +16,11 @@ The sums are taken in two stages of a fixed order: each program adds up its rows
 import triton
 import triton.language as tl
 
-from torch_bridge.kernels.sums import add_up, block_of_columns, let_the_next_begin, wait_for_the_last
+from torch_bridge.kernels.sums import add_up, block_of_columns, launch_dependents, wait_for_dependencies
 
 
 @triton.jit
-def _again(x, OPAQUE: tl.constexpr):
+def _hide_from_compiler(x, OPAQUE: tl.constexpr):
     """The same values, of which the compiler does not know it: it would keep their conversions to float32 instead."""
     if OPAQUE and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
@@ -177,9 +177,9 @@ def norm_fwd_kernel(
         x = _load_sum(x_ptr, residual_ptr, total_ptr, start + cols[None, :], mask)
         if CENTERED:
             mean = _mean(tl.sum(x.to(tl.float32), 1), N)
-        centered = _centered(_again(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED)
+        centered = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED)
         rstd = _inverse_root(_mean(tl.sum(centered * centered, 1), N) + epsilon)
-        y = _centered(_again(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
+        y = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
         # not before: registers that wait for the sum are for x alone
         y = _scale(y, weight_ptr, _row_load(weight_ptr, cols, N))
         y = _shift(y, bias_ptr, _row_load(bias_ptr, cols, N))
@@ -287,7 +287,7 @@ def norm_bwd_kernel(
     YIELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Every `programs`-th tile of BLOCK_R rows of a model, the next one's loads in flight; S * programs programs."""
-    let_the_next_begin(EARLY)
+    launch_dependents(EARLY)
     model = (tl.program_id(0) // programs).to(tl.int64)
     program = tl.program_id(0) % programs
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
@@ -322,8 +322,10 @@ def norm_bwd_kernel(
             a = _scale(d, weight_ptr, weight)
             mean_a = tl.sum(a, 1) / N if CENTERED else rstd
             mean_ax = tl.sum(a * normalized, 1) / N
-            normalized = _centered(_again(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
-            a = _scale(_again(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
+            normalized = (
+                _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
+            )
+            a = _scale(_hide_from_compiler(dy, OPAQUE).to(tl.float32), weight_ptr, weight)
             offs = row[:, None] * N + cols[None, :]
             _store_dx(
                 dx_ptr, dtotal_ptr, offs, mask_r[:, None] & mask_n, a, normalized, mean_a, mean_ax, rstd, N, CENTERED
@@ -378,7 +380,7 @@ def norm_columns_kernel(
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """The sums for rows too wide for `norm_bwd_kernel` to keep: BLOCK_C columns, every `programs`-th tile of rows."""
-    let_the_next_begin(EARLY)
+    launch_dependents(EARLY)
     blocks = tl.cdiv(N, BLOCK_C)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
     program = (tl.program_id(0) // blocks) % programs
@@ -415,7 +417,7 @@ def norm_sum_kernel(
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds up what the programs added up; a program for each block of columns, of either, of a model."""
-    wait_for_the_last(EARLY)
+    wait_for_dependencies(EARLY)
     col, nth = block_of_columns(N, BLOCK_C)
     if partial_bias_ptr is None:
         add_up(partial_weight_ptr, dweight_ptr, nth, col, programs, N, BLOCK_P, BLOCK_C)

@@ -116,7 +116,7 @@ def load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.const
 
 
 @gluon.jit
-def load_share(
+def load_weight_shard(
     share, ptr, split, stride, gate_stride,
     H: gl.constexpr, GATES: gl.constexpr, SPLITS: gl.constexpr, OWN_ROWS: gl.constexpr,
 ):  # fmt: skip
@@ -220,7 +220,7 @@ def _new_bit(number):
 
 
 @gluon.jit
-def send_parts(
+def send_partial_sums(
     exchange_ptr, parts, unscale, number, workers, worker, split, SPLITS: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
     """Sends to each program its tile `[64, batch]` of float32, but for the last bit."""
@@ -265,8 +265,8 @@ def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, A
 
 
 @gluon.jit
-def allocate_share(GATES: gl.constexpr, SPLITS: gl.constexpr, DTYPE: gl.constexpr):
-    """What `load_share` fills."""
+def allocate_weight_shard(GATES: gl.constexpr, SPLITS: gl.constexpr, DTYPE: gl.constexpr):
+    """What `load_weight_shard` fills."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     return gl.allocate_shared_memory(DTYPE, [SPLITS * GATES, 64, 64], SHARED)
 

@@ -8,14 +8,14 @@ import triton.language as tl
 
 
 @triton.jit
-def let_the_next_begin(EARLY: tl.constexpr):
+def launch_dependents(EARLY: tl.constexpr):
     """The kernel that adds up what this one leaves may come onto multiprocessors, where it waits."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def wait_for_the_last(EARLY: tl.constexpr):
+def wait_for_dependencies(EARLY: tl.constexpr):
     """Waits until the kernel before is over, and all that it wrote can be read."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
@@ -48,6 +48,6 @@ def sum_kernel(
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Adds up what the programs of each model added up; a program for each block of columns of a model."""
-    wait_for_the_last(EARLY)
+    wait_for_dependencies(EARLY)
     col, model = block_of_columns(N, BLOCK_C)
     add_up(partial_ptr, sums_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)
