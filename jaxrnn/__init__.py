@@ -1,6 +1,6 @@
-"""Exact GRU and LSTM for recurrent reinforcement learning in JAX: the whole time loop in one launch, resets inside.
+"""Exact GRU and LSTM for recurrent reinforcement learning in JAX: one launch runs the whole time loop and its resets.
 
-`rms_norm` and `layer_norm` normalise what stands around them.
+`rms_norm` and `layer_norm` are norms for the layers around a recurrence.
 """
 
 from jaxrnn.norms import layer_norm, rms_norm

@@ -1,12 +1,14 @@
-"""The one place where JAX reaches the Triton kernels: a primitive for a launch, its vmap rule, and its lowering.
+"""Defines the JAX primitives that launch the Triton kernels, with their vmap rules and their lowerings.
 
-`launch` binds one primitive for every cell and direction. Its arrays are canonical: weights `[S, ...]`, all others
-`[G, ...]` with G a multiple of S. Others bind primitives of their own: `launch_norm` for norms and `launch_projection`
-for input projections, of weights `[S, ...]` and rows `[S, *rows, N]`, and `launch_weight_grads` for the gradients of
-weights, of what they are sums of, `[S, G, T, B, ...]`. Batching adds groups, rows or models, never a launch. Lowering
-compiles the kernel and registers a callback that XLA calls with its own buffers and stream; XLA captures that call in
-its CUDA graphs. On a mesh that JAX manages a launch is lowered to a `custom_partitioning`, and each device's part when
-XLA has shared it out.
+No other module of jaxrnn calls the kernels. `launch` binds one primitive for all cells and directions. Its arrays are
+canonical: weights are `[S, ...]`, all others are `[G, ...]` with G a multiple of S. The other launches have primitives
+of their own. `launch_norm` and `launch_projection` take weights `[S, ...]` and rows `[S, *rows, N]`.
+`launch_weight_grads` takes the arrays whose products it sums, `[S, G, T, B, ...]`. `vmap` adds groups, rows or models,
+but never a launch.
+
+Lowering compiles the kernel and registers a callback, which XLA calls with its own buffers and stream. XLA captures
+that call in its CUDA graphs. On a mesh of `Auto` axes, a launch is lowered to a `custom_partitioning`, and each
+device's shard is lowered after XLA has partitioned the program.
 """
 
 from __future__ import annotations
@@ -35,18 +37,19 @@ if TYPE_CHECKING:
     from torch_bridge.config import Sizes
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
-# Of what works on rows, arrays that rows share, and such as have one number for a row.
+# Arrays of row-wise launches: those that all rows share, and those that have one element per row.
 ROW_WEIGHTS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("mean", "rstd")
-# What is a sum over rows, or over steps and sequences: it has an axis of models and no other such.
+# Outputs that are sums over rows, or over steps and sequences: their only leading axis is that of the models.
 WEIGHT_GRADS = ("dweight", "dbias", "sums")
-# The axes that devices may share out; time and features stay whole.
+# Axes that may be sharded; time and feature axes are never sharded.
 SHARDABLE = ("models", "groups", "batch")
 
 
 class Output(NamedTuple):
     """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`.
 
-    It lies where the input called `over` did, of the same shape and dtype: XLA copies that one if it is needed later.
+    With `over`, the array is written into the buffer of the input of that name, which has the same shape and dtype. XLA
+    copies that input first if it is needed later.
     """
 
     name: str
@@ -65,12 +68,12 @@ class NamedOutput(NamedTuple):
 
 
 def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
-    """Why the Triton implementation cannot run here on these dtypes and this width, and what to do; None if it can."""
+    """Returns why the kernels cannot run here with these dtypes and this width, and a remedy; None if they can."""
     return _unsupported(dtypes, functools.partial(_too_wide, hidden), multiplies=True)
 
 
 def unsupported_norm(dtypes: Sequence[Any], columns: int) -> str | None:
-    """As `unsupported`, of a norm over so many columns."""
+    """Returns what `unsupported` returns, but for a norm over `columns` columns."""
     return _unsupported(dtypes, functools.partial(_too_many_columns, columns), multiplies=False)
 
 
@@ -90,8 +93,8 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
     if launch.interpreting():
         if jax.default_backend() != "cpu":
             return (
-                "runs in Triton's interpreter here, because of TRITON_INTERPRET=1, and that takes arrays on the CPU "
-                'alone: unset it, set JAX_PLATFORMS=cpu, or pass implementation="xla"'
+                "runs in Triton's interpreter here, because TRITON_INTERPRET=1 is set, but the interpreter only "
+                'supports arrays on the CPU: unset it, set JAX_PLATFORMS=cpu, or pass implementation="xla"'
             )
         if multiplies and jnp.bfloat16 in dtypes:
             return (
@@ -108,16 +111,16 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
 
     if torch.version.cuda is None or not torch.cuda.is_available():
         return (
-            f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the build of "
-            'torch for your driver, or pass implementation="xla"'
+            f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the torch "
+            'build that matches your driver, or pass implementation="xla"'
         )
     if reason := launch.driver_fails():
-        return f'cannot load kernels here ({reason}); mend that, or pass implementation="xla"'
+        return f'cannot load kernels on this machine ({reason}): fix the cause, or pass implementation="xla"'
     device, *others = {launch.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
     if others:
         names = ", ".join(sorted(f"{d.name} ({d.multiprocessors} multiprocessors)" for d in (device, *others)))
         return (
-            f"needs all GPUs of a process to be of one kind, got {names}: leave those out that you do not use, by "
+            f"needs all GPUs of a process to be of one kind, got {names}: hide all but one kind with "
             'CUDA_VISIBLE_DEVICES, or pass implementation="xla"'
         )
     if device.capability < 80:
@@ -135,7 +138,7 @@ def _too_wide(hidden: int, device: Any) -> str | None:
         return None
     return (
         f"is limited by the device: a hidden width of {hidden} is more than its {device.multiprocessors} "
-        f'multiprocessors can share ({widest(device)}); pass implementation="xla"'
+        f'SMs can share (at most {widest(device)}); pass implementation="xla"'
     )
 
 
@@ -147,11 +150,11 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
 
 @functools.cache
 def _import_fails() -> str | None:
-    """Why the kernels cannot be imported, where torch and triton are installed; None if they can. Warns on a GPU."""
+    """Returns why importing the kernels fails although torch and triton are installed, or None; warns on a GPU."""
     try:
         from torch_bridge import launch  # noqa: F401
     except (ImportError, AttributeError) as error:
-        reason = f"needs Triton 3.6 and torch 2.10 or newer, and what is installed has not what it needs ({error})"
+        reason = f"needs Triton 3.6 and torch 2.10 or newer, but with the installed versions its import fails ({error})"
         if jax.default_backend() == "gpu":
             warnings.warn(f"The Triton implementation of jaxrnn {reason}", RuntimeWarning, stacklevel=2)
         return reason
@@ -167,15 +170,16 @@ def _spec_missing(name: str) -> bool:
 
 
 def preferred(steps: int) -> bool:
-    """Whether the Triton implementation, where it can run, is the fastest: on a GPU (the interpreter never is).
+    """Whether the Triton implementation is the fastest where it can run: on a GPU, for more than one step.
 
-    One step alone XLA does faster: 8.6 us an iteration of a scan against 16.2 us (H200, B=64, H=128).
+    XLA runs a single step faster: a scan iteration takes 8.6 us instead of 16.2 us (H200, B=64, H=128). The interpreter
+    is never the fastest.
     """
-    return isinstance(steps, int) and steps > 1 and on_gpu()  # it is not, under `jax.export` with symbolic dimensions
+    return isinstance(steps, int) and steps > 1 and on_gpu()  # `jax.export` may make `steps` symbolic
 
 
 def on_gpu() -> bool:
-    """Whether JAX computes on a GPU unless told otherwise."""
+    """Whether JAX computes on a GPU by default."""
     default = jax.config.jax_default_device  # type: ignore[attr-defined]  # a device, a platform, or None
     return (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
 
@@ -186,7 +190,8 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-# A launch; and what a device computes of it where XLA partitions the program: the same, lowered as the part that it is.
+# Each pair is a launch and the primitive that it is lowered to, which launches one device's shard. A launch on a single
+# device has one shard.
 launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_part")
 norm_p, norm_part_p = _primitive("jaxrnn_norm"), _primitive("jaxrnn_norm_part")
 projection_p, projection_part_p = _primitive("jaxrnn_projection"), _primitive("jaxrnn_projection_part")
@@ -195,7 +200,7 @@ weight_grads_p, weight_grads_part_p = _primitive("jaxrnn_weight_grads"), _primit
 
 @functools.cache
 def _mesh_marker() -> Any:
-    """A jaxpr that, found among a primitive's parameters, makes JAX tell its lowering rule the devices and the mesh."""
+    """Returns a jaxpr that, as a parameter of a primitive, makes JAX pass devices and mesh to its lowering rule."""
     identity = custom_partitioning(lambda x: x)
     identity.def_partition(lambda mesh, x, y: (mesh, lambda x: x, y.sharding, (x.sharding,)), sharding_rule="->")
     return jax.make_jaxpr(lambda x: identity(x))(0.0)
@@ -212,10 +217,10 @@ def launch(
     precision: str,
     may_scan: bool = False,
 ) -> dict[str, Array]:
-    """Launches one kernel: takes its arrays by name (None ones are left out) and returns its outputs by name.
+    """Launches one kernel: takes its arrays by name (without those that are None) and returns its outputs by name.
 
-    With `reverse` "bidirectional" the innermost `jax.vmap` maps weights too, over two directions: forward and reverse.
-    With `may_scan`, `scan_launch` computes the outputs where that is faster.
+    With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
+    map the weights too. With `may_scan`, `scan_launch` computes the outputs instead where that is faster.
     """
     return _bind(
         launch_p, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
@@ -226,27 +231,27 @@ def launch(
 def launch_norm(
     kind: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NamedOutput], *, epsilon: float
 ) -> dict[str, Array]:
-    """Launches the kernel of a norm, "rms" or "layer": as `launch`, of the arrays that `torch_bridge.norms` names.
+    """Launches the kernel of a norm, `kind` "rms" or "layer", as `launch` does. `torch_bridge.norms` names its arrays.
 
-    Weights and their gradients are `[S, N]`, statistics `[S, *rows]`, all others `[S, *rows, N]`.
+    Weights and their gradients are `[S, N]`, statistics are `[S, *rows]`, and all others are `[S, *rows, N]`.
     """
     return _bind(norm_p, arrays, outputs, kind=kind, direction=direction, epsilon=epsilon)
 
 
 def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
-    """Launches an input projection, `x @ w_ih + bias`: x `[*rows, D]`, w_ih `[D, W]` of its dtype, bias `[W]` float32.
+    """Launches an input projection: returns `x @ w_ih + bias`, `[*rows, W]`, in `dtype`, float32 or float16.
 
-    Products of float32 are of TF32, to which `w_ih` must be rounded, and D is then up to 128. Returns `[*rows, W]`,
-    float32 or float16: `dtype`.
+    x is `[*rows, D]`, w_ih is `[D, W]` in the dtype of x, and bias is `[W]` in float32. Products of float32 run in
+    TF32: `w_ih` must already be rounded to it, and D is then at most 128.
     """
     arrays: dict[str, Array | None] = {"x": x[None], "w_ih_t": w_ih.T[None], "bias": bias[None]}
     return _bind(projection_p, arrays, [NamedOutput("xp", jnp.dtype(dtype))])["xp"][0]
 
 
 def is_projection_profitable(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
-    """Whether `launch_projection` works here for so many rows, and is faster than XLA's product and sum.
+    """Whether `launch_projection` supports `rows` rows here and is faster than XLA's product and sum.
 
-    Not for a number that is not known yet, of a symbolic shape.
+    It is never profitable for a symbolic number of rows.
     """
     from torch_bridge import input_projections
 
@@ -257,9 +262,10 @@ def is_projection_profitable(rows: Any, inputs: int, gates: int, dtype: Any) -> 
 
 
 def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
-    """Launches what adds up the gradients of all weights: as `launch`, of the arrays of `torch_bridge.weight_grads`.
+    """Launches the kernel that sums up the gradients of all weights of S models, as `launch` does.
 
-    Returns them in float32, by the names of `torch_bridge.weight_grads.Layout`, for each of S models.
+    `torch_bridge.weight_grads` names its arrays. Returns the gradients, `[S, ...]` in float32, by the field names of
+    `torch_bridge.weight_grads.Layout`.
     """
     from torch_bridge.weight_grads import Layout
 
@@ -281,9 +287,10 @@ def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> di
 def is_weight_grads_launch_profitable(
     shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, separate: bool
 ) -> bool:
-    """Whether `launch_weight_grads` works here, and is faster than XLA's products and sums.
+    """Whether `launch_weight_grads` supports this problem here and is faster than XLA's products and sums.
 
-    Of inputs `[G, T, B, D]` and gradients `[G, T, B, gates]`; `separate`: and "dhn".
+    `shape` is that of the inputs, `[G, T, B, D]`; the gate gradients are `[G, T, B, gates]`. With `separate`, the array
+    "dhn" takes part too.
     """
     from torch_bridge import weight_grads
 
@@ -295,10 +302,11 @@ def is_weight_grads_launch_profitable(
 
 
 def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) -> bool:
-    """Whether a forward kernel may multiply float32 as it is where TF32 would do: then what it saves is no coarser.
+    """Whether the forward kernel may multiply in full float32 where TF32 is allowed, so that its residuals are float32.
 
-    Whether it does is known when it is lowered, since `vmap` adds sequences; for others, launches narrow what is
-    declared float32. Not of a number of sequences that is not known yet, of a symbolic shape.
+    The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
+    launch stores `local_grads` and `dc_dh` in float16, although they are declared float32. The answer is no for a
+    symbolic number of sequences.
     """
     from torch_bridge import config
 
@@ -306,19 +314,21 @@ def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) ->
 
 
 def is_features_first_profitable(rows: int, gates: int) -> bool:
-    """Whether a product of TF32 that sums over so many rows is faster with `layouts.features_first` of an operand.
+    """Whether a TF32 product that sums over `rows` rows is faster with `layouts.features_first` on an operand.
 
-    Of the gradients of weights in passes on an H200: GRU 512,32,1024 2.31 ms for 2.80, 128,64,512 0.762 for 0.818,
-    32,128,256 0.603 for 0.605, LSTM 1024,128,256 2.57 for 2.64; of 384 gates, GRU 2048,256,128 3.35 for 3.31.
+    On an H200, a pass whose weight gradients use `features_first` takes 2.31 ms instead of 2.80 ms (GRU 512,32,1024),
+    0.762 ms instead of 0.818 ms (GRU 128,64,512), 0.603 ms instead of 0.605 ms (GRU 32,128,256) and 2.57 ms instead of
+    2.64 ms (LSTM 1024,128,256). With 384 gate columns the pass is slower: 3.35 ms instead of 3.31 ms (GRU
+    2048,256,128).
     """
     device = _device()
     return device.has_wgmma and rows >= 4096 and gates >= 768
 
 
 def round_to_tf32(w: Array) -> Array:
-    """Rounds float32 to the 10 bits of mantissa that TF32 has: tensor cores would truncate to them, a bias."""
+    """Rounds float32 to TF32's 10 bits of mantissa: tensor cores would truncate, which biases the result."""
     rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    return jnp.where(jnp.isnan(w), w + w, rounded)  # a NaN of low bits alone would be truncated to infinity
+    return jnp.where(jnp.isnan(w), w + w, rounded)  # truncation would turn a NaN with only low bits set into infinity
 
 
 def _bind(
@@ -328,7 +338,7 @@ def _bind(
     results = primitive.bind(
         *present.values(), inputs=tuple(present), outputs=tuple(outputs), mesh_marker=_mesh_marker(), **params
     )
-    # what a primitive without a rule for it returns varies over no axis
+    # inside `shard_map`, the results of a primitive without a rule for varying axes vary over none
     return dict(zip((output.name for output in outputs), sharding.unify_varying_axes(results, present), strict=True))
 
 
@@ -351,9 +361,9 @@ def _result_types(sizes: Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtyp
 
 
 def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -> tuple[list[Array], list[int]]:
-    """vmap: batched weights become models, shared weights leave the new axis to the groups. Still one launch.
+    """Batches a launch, which stays one launch: with batched weights the new axis joins the models, else the groups.
 
-    Either way the models there were stay side by side, so that of two directions each keeps the parity of its index.
+    The existing models stay adjacent either way, so that the models of two directions keep the parity of their indices.
     """
     inputs = params["inputs"]
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
@@ -387,7 +397,10 @@ def _batch(arrays: Sequence[Array], axes: Sequence[int | None], **params: Any) -
 def _batch_rows(
     primitive: Primitive, arrays: Sequence[Array], axes: Sequence[int | None], **params: Any
 ) -> tuple[list[Array], list[int]]:
-    """vmap: the new axis joins the rows; where weights are batched, or their gradients sum over rows, the models."""
+    """Batches a row-wise launch: the new axis joins the rows, or the models if weights are batched or differentiated.
+
+    Gradients of weights are sums over the rows of a model, so every example becomes a model of its own.
+    """
     names = (*params["inputs"], *(output.name for output in params["outputs"]))
     batched = {name for name, axis in zip(params["inputs"], axes, strict=True) if axis is not None}
     new_models = bool(batched & {*ROW_WEIGHTS} or {*names} & {*WEIGHT_GRADS})
@@ -405,7 +418,7 @@ def _batch_rows(
 
     results = primitive.bind(*map(merge, params["inputs"], arrays, axes), **params)
     if new_models:
-        # behind the new axis, if that comes first
+        # an array mapped over axis 0 has its models at axis 1
         models = next(x.shape[0 if axis is None or axis else 1] for x, axis in zip(arrays, axes, strict=True))
         results = [x.reshape(size, models, *x.shape[1:]) for x in results]
     return results, [0 if new_models else 1] * len(results)
@@ -417,8 +430,8 @@ def _refuse_to_differentiate(*_: Any, **__: Any) -> Any:
     )
 
 
-# What the tangent of an argument goes through: reverse mode transposes it and never computes it, forward mode computes
-# it before `custom_vjp` gets to raise a TypeError that does not name the way.
+# The tangents of arguments pass through this primitive. Reverse mode transposes it and never evaluates it. Forward mode
+# evaluates it, and so raises before `custom_vjp` can raise a TypeError that names no remedy.
 tangent_p = Primitive("jaxrnn_tangent")
 tangent_p.def_abstract_eval(lambda tangent: tangent)
 tangent_p.def_impl(_refuse_to_differentiate)
@@ -438,7 +451,7 @@ def _transposable_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Ar
 
 
 def reverse_mode_only(tree: Any) -> Any:
-    """`tree`; the forward-mode derivative of its floating-point arrays raises NotImplementedError."""
+    """Returns `tree` with floating-point arrays whose forward-mode derivative raises NotImplementedError."""
 
     def mark(x: Array) -> Array:
         differentiable = isinstance(x, jax.core.Tracer) and jnp.issubdtype(x.dtype, jnp.floating)
@@ -463,7 +476,7 @@ def _dtypes(arrays: Sequence[Any], params: dict[str, Any]) -> tuple[tuple[str, s
 
 
 class _Callback:
-    """What XLA calls: names the buffers it hands over and launches on its stream."""
+    """A host callback that maps XLA's buffers to the names of arrays and launches on XLA's stream."""
 
     def __init__(self, launch: Any, inputs: Sequence[str], outputs: Sequence[str]):
         self.launch = launch
@@ -477,7 +490,7 @@ class _Callback:
 
 
 class _InterpretedCallback(_Callback):
-    """The same on the CPU, in Triton's interpreter."""
+    """A `_Callback` that runs the launch on the CPU, in Triton's interpreter."""
 
     def __call__(self, ctx: Any, out: Sequence[Any], *arrays: Any) -> None:
         import torch.utils.dlpack
@@ -487,73 +500,73 @@ class _InterpretedCallback(_Callback):
 
 
 class _LaunchKind:
-    """What the launches of one kind of kernels have of their own; the rest of this module is the same for all."""
+    """The base class of the kinds of launches: it declares all that differs between them in this module."""
 
     launch_p: Primitive
     shard_p: Primitive
     batch: Callable[..., tuple[list[Array], list[int]]]
 
     def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
-        """What a launch on arrays of these shapes writes."""
+        """Returns the shapes and dtypes that a launch on arrays of these shapes writes."""
         raise NotImplementedError
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        """The launch of a part, of `torch_bridge`: nothing is compiled yet."""
+        """Returns the `torch_bridge` launch of a shard, without compiling it."""
         raise NotImplementedError
 
     def scans(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        """Whether `scan` computes the outputs of a launch in its place: permitted, and faster by the estimates."""
+        """Whether `scan` should replace a launch: if that is permitted and estimated to be faster."""
         return False
 
     def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-        """Returns the outputs of a launch, computed by XLA."""
+        """Computes the outputs of a launch with XLA."""
         raise NotImplementedError
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        """Returns the arrays as a launch multiplies them."""
+        """Returns the arrays, rounded where the kernel of a launch expects rounded operands."""
         return arrays
 
     def array_dtypes(self, launch: Any) -> dict[str, str]:
-        """The dtypes that a launch has arrays in, by name, where these may not be the program's."""
+        """Returns the dtypes of a launch's arrays by name, where they may differ from those of the program."""
         return {}
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        """Returns the name of each axis of an array of this rank, as `split_model_axis` returns it."""
+        """Returns the names of the axes of an array that has this rank after `split_model_axis`."""
         raise NotImplementedError
 
     def is_shardable(self, axis: str) -> bool:
-        """Whether devices may share out the axis of this name."""
+        """Whether the axis of this name may be sharded."""
         return axis in SHARDABLE
 
     def split_model_axis(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        """Operands of `launch_p` with every axis that may be shared out by itself."""
+        """Returns the operands of `launch_p`, reshaped so that each shardable axis is an axis of its own."""
         return arrays
 
     def merge_model_axis(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        """Results of `bind_shard`, as those of `launch_p`."""
+        """Returns the results of `bind_shard`, reshaped to those of `launch_p`."""
         return results
 
     def merged_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape in which `shard_p` takes an array of `launch_p`, where one device computes all of it."""
+        """Returns the shape in which `shard_p` takes an unsharded array of `launch_p`."""
         return shape
 
     def bind_shard(
         self, slot: _PartitionedCallback | None, arrays: Sequence[Array], params: dict[str, Any]
     ) -> Sequence[Array]:
-        """Binds `shard_p` on what `split_model_axis` returns, or a device's part of it."""
+        """Binds `shard_p` on the arrays that `split_model_axis` returns, or on a device's shards of them."""
         results: Sequence[Array] = self.shard_p.bind(*arrays, slot=slot, **params)
         return results
 
 
 def _axes_of_sequences(name: str, rank: int) -> tuple[str, ...]:
-    """`[S, G, T, B, width]`, resets without a width, states without steps."""
+    """Returns the axis names of `[S, G, T, B, width]`; resets have no width axis, and states have no step axis."""
     if name == "reset":
         return ("models", "groups", "steps", "batch")
     return ("models", "groups", *(("steps",) if rank == 5 else ()), "batch", f"{name}_width")
 
 
 class _RecurrenceKind(_LaunchKind):
-    """Of `launch`. Where axes are apart, groups are apart from their models, `[S, G / S, ...]`."""
+    """The kind of `launch`. `split_model_axis` splits the groups by model, `[S, G / S, ...]`."""
 
     launch_p, shard_p, batch = launch_p, launch_shard_p, staticmethod(_batch)
 
@@ -584,7 +597,7 @@ class _RecurrenceKind(_LaunchKind):
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         if launch.config.variant != "plain" or params["precision"] != "tf32":
-            return arrays  # kernels in Gluon round what they load
+            return arrays  # the kernels in Gluon round what they load
         return [
             round_to_tf32(x) if name in ("w_hh", "w_hh_t") and x.dtype == jnp.float32 else x
             for name, x in zip(params["inputs"], arrays, strict=True)
@@ -621,7 +634,7 @@ class _RecurrenceKind(_LaunchKind):
 
 
 class _RowLaunchKind(_LaunchKind):
-    """Of what works on rows by themselves, `[S, *rows, N]`. A part has rows as one axis, `[S, R, N]`."""
+    """The kinds that treat each row of `[S, *rows, N]` separately. A shard's rows become one axis, `[S, R, N]`."""
 
     def is_shardable(self, axis: str) -> bool:
         return axis not in ("columns", "gates")
@@ -642,7 +655,7 @@ class _RowLaunchKind(_LaunchKind):
 
 
 class _NormKind(_RowLaunchKind):
-    """Of `launch_norm`."""
+    """The kind of `launch_norm`."""
 
     launch_p, shard_p, batch = norm_p, norm_part_p, staticmethod(functools.partial(_batch_rows, norm_p))
 
@@ -675,7 +688,7 @@ class _NormKind(_RowLaunchKind):
 
 
 class _ProjectionKind(_RowLaunchKind):
-    """Of `launch_projection`."""
+    """The kind of `launch_projection`."""
 
     launch_p, shard_p, batch = (
         projection_p,
@@ -704,7 +717,7 @@ class _ProjectionKind(_RowLaunchKind):
 
 
 class _WeightGradsKind(_LaunchKind):
-    """Of `launch_weight_grads`. What devices add up over sequences that they share out is added up over devices."""
+    """The kind of `launch_weight_grads`. If sequences are sharded, the sums of all devices are added up."""
 
     launch_p, shard_p = weight_grads_p, weight_grads_part_p
     batch = staticmethod(functools.partial(_batch_rows, weight_grads_p))
@@ -731,13 +744,14 @@ class _WeightGradsKind(_LaunchKind):
         return ("models", "length") if name == "sums" else _axes_of_sequences(name, rank)
 
 
-# What a launch takes from slices of a scan's inputs, or leaves in its outputs, is an array of its own up to this size.
-# XLA would fuse the slices into the launch, and leave that out of its CUDA graphs: 8 to 25 us an iteration (H200).
+# Up to this size, a barrier separates the operands and results of a launch from slices of a scan's inputs and outputs.
+# XLA would fuse these slices with the launch, and would not capture the fusion in its CUDA graphs, which costs 8 to 25
+# us per iteration (H200).
 _UNFUSED_SLICE_BYTES = 2**22
 
 
 def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
-    """`arrays`, the small ones behind a barrier that no slice is fused through: XLA copies instead."""
+    """Returns `arrays`, the small ones behind a barrier: XLA copies slices instead of fusing them through it."""
     small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _UNFUSED_SLICE_BYTES]
     results = list(arrays)
     for k, x in zip(small, jax.lax.optimization_barrier([arrays[k] for k in small]), strict=True):
@@ -748,7 +762,10 @@ def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
 def _call(
     kernels: _LaunchKind, device: Callable[[], tuple[Any, Sequence[int]]], callback: type[_Callback], captured: bool
 ) -> Callable[..., list[Array]]:
-    """What computes a part: compiled for all devices here, when it is traced; launched by what XLA calls."""
+    """Returns the function that computes a shard. Tracing it compiles the kernel for all local devices.
+
+    The compiled function calls `callback`, which launches the kernel.
+    """
 
     def call(*arrays: Array, **params: Any) -> list[Array]:
         results = kernels.types([x.shape for x in arrays], params)
@@ -756,9 +773,9 @@ def _call(
         if kernels.scans(arrays, params, kind):
             return kernels.scan(arrays, params)
         launch = kernels.launch(arrays, params, kind)
-        for ordinal in ordinals:  # at call time there is only time to launch
+        for ordinal in ordinals:  # while tracing: the callback has time only to launch
             launch.load(ordinal)
-        # outside of the barriers: of casts that one launch adds and its gradient's undoes, XLA drops both
+        # outside of the barriers, where XLA drops a cast of a launch together with its inverse in the gradient's launch
         array_dtypes = kernels.array_dtypes(launch)
         arrays = tuple(
             x.astype(array_dtypes.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)
@@ -773,7 +790,7 @@ def _call(
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
         for name, length, dtype, zeroed in launch.workspaces:
-            if zeroed:  # an input, aliased so that XLA knows it is written
+            if zeroed:  # an input that is aliased to an output, so that XLA knows that the kernel writes to it
                 arrays = (*arrays, jnp.zeros((length,), dtype))
                 inputs.append(name)
                 aliases[len(arrays) - 1] = len(results)
@@ -791,7 +808,7 @@ def _call(
 
 
 def _cuda_device() -> tuple[Any, Sequence[int]]:
-    """The device that a kernel is chosen for, and all that it is loaded onto."""
+    """Returns the device that kernels are chosen for, and the ordinals of all devices that they are loaded onto."""
     from torch_bridge.launch import device
 
     ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
@@ -799,7 +816,7 @@ def _cuda_device() -> tuple[Any, Sequence[int]]:
 
 
 def _device() -> Any:
-    """The device that a kernel is chosen for where launches are traced."""
+    """Returns the device that kernels are chosen for when launches are traced."""
     from torch_bridge.launch import interpreting
 
     return (_cpu_device if interpreting() else _cuda_device)()[0]
@@ -811,16 +828,17 @@ def _cpu_device() -> tuple[Any, Sequence[int]]:
 
     if not interpreting():
         raise NotImplementedError(
-            'the Triton kernels were asked for on CPU devices: pass implementation="xla" for what runs there'
+            'the Triton kernels need a GPU, but this call is compiled for the CPU: pass implementation="xla"'
         )
     return Device(interpreted=True), ()
 
 
 class _PartitionedCallback:
-    """The host callback of a launch in a program that XLA partitions: calls what a part of it was lowered to.
+    """The host callback of a launch in a program that XLA partitions: it calls the callback of the launch's shard.
 
-    XLA knows callbacks by their index in the program. It counts them before it compiles, and parts are lowered when it
-    does: so the slot is there first. A launch in a function that is called twice may have parts of two shapes.
+    XLA identifies callbacks by their index in the program. The callbacks are counted before XLA compiles the program,
+    but shards are lowered while it compiles, so this slot is registered first. A launch in a function that is called
+    twice may have shards of two shapes.
     """
 
     index: int
@@ -840,21 +858,21 @@ class _PartitionedCallback:
 def _lower_part(
     call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: _PartitionedCallback | None, **params: Any
 ) -> Any:
-    """Lowers a launch for one device; into `slot` if the program around it is lowered already."""
+    """Lowers the launch of a shard; registers its callback in `slot` if the surrounding program is already lowered."""
     lower = mlir.lower_fun(call, multiple_results=True)
     if slot is None:
         return lower(ctx, *operands, **params)
-    callbacks = ctx.module_context.host_callbacks  # of this part alone; the index is one of the whole program
+    callbacks = ctx.module_context.host_callbacks  # has this shard's; `slot.index` counts the program's
     while len(callbacks) < slot.index:
         ctx.module_context.add_host_callback(None)
     results = lower(ctx, *operands, **params)
-    if len(callbacks) > slot.index:  # none where there is nothing to launch
+    if len(callbacks) > slot.index:  # false if the shard launches nothing
         slot.parts[tuple(aval.shape for aval in ctx.avals_in)] = callbacks[slot.index]
     return results
 
 
 def _lower(kernels: _LaunchKind, ctx: Any, *operands: Any, mesh_marker: Any, **params: Any) -> Any:
-    """Lowers a launch: on a mesh that JAX manages as what XLA partitions over all axes that may be shared out."""
+    """Lowers a launch: on a mesh of `Auto` axes to a `custom_partitioning` that XLA may shard, else for one device."""
     del mesh_marker
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(kind == AxisType.Auto for kind in mesh.axis_types)
@@ -871,15 +889,15 @@ def _lower(kernels: _LaunchKind, ctx: Any, *operands: Any, mesh_marker: Any, **p
 
 
 def _on_one_device(kernels: _LaunchKind, params: dict[str, Any], *arrays: Array) -> Sequence[Array]:
-    """What `launch_p` computes, by one launch of all of it."""
+    """Computes the results of `launch_p` by one launch on one device."""
     return kernels.merge_model_axis(kernels.bind_shard(None, kernels.split_model_axis(arrays, params), params), params)
 
 
 def _partitioned(kernels: _LaunchKind, slot: _PartitionedCallback, params: dict[str, Any]) -> Callable[..., Any]:
-    """A launch of which XLA may share out to devices what is independent, each axis of that by itself."""
+    """Returns a launch as a `custom_partitioning`: XLA may shard each of its independent axes separately."""
     inputs = params["inputs"]
     names = (*inputs, *(output.name for output in params["outputs"]))
-    # sums over devices are added up in float32
+    # devices add up their sums in float32
     wide = tuple(
         output._replace(dtype=jnp.dtype(jnp.float32)) if output.name in WEIGHT_GRADS else output
         for output in params["outputs"]
@@ -902,12 +920,12 @@ def _partitioned(kernels: _LaunchKind, slot: _PartitionedCallback, params: dict[
             {axis: at for axis, at in zip(each, x.sharding.spec, strict=False) if kernels.is_shardable(axis)}
             for each, x in zip(axes, (*operands, *results), strict=True)
         ]
-        # they agree, but for what is whole
+        # the shardings agree, except that some arrays may be replicated
         shared = max(given, key=lambda each: _num_shards(mesh, *each.values()))
         if params.get("reverse") == "bidirectional" and operands[0].shape[0] % (
             2 * _num_shards(mesh, shared.get("models"))
         ):
-            shared["models"] = None  # a model runs in reverse if its index is odd: on a device too
+            shared["models"] = None  # the parity of a model's index on its device decides its direction
         lengths = {
             axis: length
             for each, x in zip(axes, (*operands, *results), strict=True)
@@ -916,9 +934,9 @@ def _partitioned(kernels: _LaunchKind, slot: _PartitionedCallback, params: dict[
         for axis in shared:
             added_up = any(axis not in each for each in axes[len(inputs) :])
             if added_up and lengths[axis] % _num_shards(mesh, shared[axis]):
-                shared[axis] = None  # XLA fills up the last part with anything, and a sum would count that
+                shared[axis] = None  # XLA pads the last shard with arbitrary values, which a sum would include
         shardings = [NamedSharding(mesh, PartitionSpec(*map(shared.get, each))) for each in axes]
-        # what is a sum over axes that are shared out
+        # the mesh axes over which each result must be summed
         sums = [_mesh_axes(*(at for axis, at in shared.items() if axis not in each)) for each in axes[len(inputs) :]]
         return (
             mesh,
@@ -943,20 +961,20 @@ def _partitioned(kernels: _LaunchKind, slot: _PartitionedCallback, params: dict[
 
 
 def _mesh_axes(*axes: Any) -> list[str]:
-    """The axes of a mesh that these axes of an array are cut over."""
+    """Returns the mesh axes that these entries of a `PartitionSpec` name."""
     return [name for axis in axes if axis is not None for name in (axis if isinstance(axis, tuple) else (axis,))]
 
 
 def _num_shards(mesh: Any, *axes: Any) -> int:
-    """How many parts these axes of an array are cut into."""
+    """Returns the number of shards that these entries of a `PartitionSpec` make."""
     return math.prod(mesh.shape[name] for name in _mesh_axes(*axes))
 
 
 def _compile_in_background(kernels: _LaunchKind, avals: Sequence[Any], params: dict[str, Any]) -> None:
-    """Begins to compile a launch that is traced, so that all of a program are compiled side by side.
+    """Starts to compile a launch when it is traced, so that all kernels of a program compile in parallel.
 
-    In vain where that is not what is lowered: of shapes alone, of bodies that JAX traces again for `vmap` or gradients,
-    and of parts on a mesh that it manages, if they are tiled in another way.
+    The work is wasted if this launch is not lowered: if JAX only evaluates shapes, if it traces a body again for `vmap`
+    or gradients, or if shards on a mesh of `Auto` axes have another tiling.
     """
     from torch_bridge.launch import interpreting
 
@@ -977,7 +995,7 @@ def _jitted(primitive: Primitive, **params: Any) -> Callable[..., list[Array]]:
 
 
 def _register(kernels: _LaunchKind) -> None:
-    """The rules of the two primitives of `kernels`."""
+    """Registers the rules of both primitives of `kernels`."""
 
     def abstract(*avals: Any, slot: Any = None, mesh_marker: Any = None, **params: Any) -> list[jax.core.ShapedArray]:
         mesh = avals[0].sharding.mesh
@@ -991,7 +1009,7 @@ def _register(kernels: _LaunchKind) -> None:
         return abstract(*avals, **params)
 
     def run(*arrays: Array, **params: Any) -> list[Array]:
-        with jax.disable_jit(False):  # a launch is compiled: to take it apart would end here again
+        with jax.disable_jit(False):  # under `disable_jit`, bind would call this function again
             return _jitted(kernels.launch_p, **params)(*arrays)
 
     kernels.launch_p.def_abstract_eval(traced)

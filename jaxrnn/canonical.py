@@ -1,6 +1,6 @@
-"""Brings what `gru` and `lstm` take into canonical form, runs the kernels on each device, and brings the results back.
+"""Converts the arguments of `gru` and `lstm` to canonical form, runs the kernels per device, and converts results back.
 
-Time-major input is one group of sequences, batch-major input one group a sequence: neither costs a transpose.
+Time-major input is one group of sequences; batch-major input is one group per sequence. Neither needs a transpose.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ if TYPE_CHECKING:
 
     from jaxrnn._bridge import Reverse
 
-# Dtypes of resets that the kernels read as they are.
+# Dtypes of resets that the kernels read without conversion.
 KERNEL_RESETS = frozenset(
     ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32")
 )
 
 
 def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
-    """How the batch axes of `xs` are sharded over an explicit mesh; nothing if they are not."""
+    """Returns how each batch axis of `xs` is sharded over an explicit mesh; an empty tuple if none is."""
     spec = sharding.spec_of(xs)
     batch = spec[1:-1] if time_major else spec[:-2]
     return batch if any(axis is not None for axis in batch) else ()
 
 
 def _check_only_batch_axes_sharded(xs: Array, time_major: bool) -> None:
-    """Raises NotImplementedError unless axes of `xs` that are sharded over an explicit mesh are batch axes."""
+    """Raises NotImplementedError if the time or feature axis of `xs` is sharded over an explicit mesh."""
     spec = sharding.spec_of(xs)
     if any(axis is not None for axis in (spec[0] if time_major else spec[-2], spec[-1])):
         raise NotImplementedError(
-            f"the Triton implementation needs whole sequences and features on a device, and xs is sharded as {spec}: "
-            'jax.reshard it to be sharded over batch axes alone, or pass implementation="xla"'
+            f"the Triton implementation needs time and features unsharded, but xs is sharded as {spec}: use "
+            'jax.reshard to shard xs over batch axes only, or pass implementation="xla"'
         )
 
 
 def _partition_specs(
     batch: tuple[Any, ...], time_major: bool, params: Any, states: Any, resets: Any, reset_states: Any
 ) -> tuple[tuple[Any, ...], PartitionSpec, PartitionSpec]:
-    """Of a recurrence whose batch axes are sharded as `batch`, how all that it takes is, and a state and a sequence."""
+    """Returns the specs of a recurrence sharded over its batch axes: of its arguments, a state and a sequence."""
     everywhere, state = PartitionSpec(), PartitionSpec(*batch, None)
     sequence = PartitionSpec(None, *batch, None) if time_major else PartitionSpec(*batch, None, None)
     by_rank = {1: everywhere, len(state): state, len(sequence): sequence}
@@ -61,9 +61,10 @@ def _partition_specs(
 
 
 def place(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, time_major: bool) -> tuple[Any, ...]:
-    """What a recurrence takes, as XLA computes it on an explicit mesh: sequences whole, all else where their parts are.
+    """Reshards the arguments of a recurrence for XLA on an explicit mesh: batch axes are sharded as those of `xs`.
 
-    JAX itself brings nothing together there: a scan has to return a carry that is sharded as it was.
+    Time, features and params are replicated. JAX does not reshard there by itself, but `lax.scan` must return a carry
+    with the sharding that it came in with.
     """
     arguments = params, states, xs, resets, reset_states
     if not sharding.on_explicit_mesh(arguments):
@@ -79,24 +80,25 @@ def run_kernels(
     cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, reverse: Reverse,
     time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], *, may_scan: bool,
 ) -> Any:  # fmt: skip
-    """Runs a recurrence by the kernels, on each device of an explicit mesh for its part of the batch.
+    """Runs a recurrence with the kernels; on an explicit mesh, each device runs its shard of the batch.
 
     Args:
       cell: an entry of the cell table.
-      params: as of `gru` or `lstm`; a pair, forward and in reverse, with `reverse` "bidirectional".
-      states: what it starts from, in the order of `cell.states`, the hidden state first; or a pair of such.
-      xs: as of `gru`.
-      resets: as of `gru`, or a pair.
-      reset_states: for each state as of `gru`, or a pair.
-      reverse: as of `gru`; "bidirectional" runs both directions.
-      time_major: as of `gru`.
-      precision: as of `gru`.
-      remat: as of `gru`.
-      returned: the states of which to return every step.
-      may_scan: whether XLA may compute in place of a launch where that is faster.
+      params: as in `gru` or `lstm`; with `reverse` "bidirectional" a pair, forward and reverse.
+      states: the initial states in the order of `cell.states`, the hidden state first; or a pair of these.
+      xs: as in `gru`.
+      resets: as in `gru`, or a pair.
+      reset_states: for each state as in `gru`, or a pair of these.
+      reverse: as in `gru`; "bidirectional" runs both directions.
+      time_major: as in `gru`.
+      precision: as in `gru`.
+      remat: as in `gru`.
+      returned: the names of the states to return for every step.
+      may_scan: whether `lax.scan` may replace a launch where that is faster.
 
     Returns:
-      The last states, and those of every step that `returned` names, each in the dtype of its first; or a pair of that.
+      The last states, and the states named in `returned` of every step, each in the dtype of its initial state; or a
+      pair of these.
     """
     options = {
         "time_major": time_major, "precision": precision, "remat": remat, "returned": returned, "may_scan": may_scan
@@ -116,8 +118,9 @@ def run_kernels(
     return sharding.shard_over_mesh(on_device, jax.typeof(xs).sharding.mesh, specs, results, arguments)
 
 
-# States from which on one direction by itself fills a GPU, and to bring both side by side costs more than a launch
-# saves. H200: one launch takes 0.6 to 0.8 of the time of two up to 256 sequences of 128 units, and 1.2 of it at 2048.
+# Elements of a state from which on one direction fills a GPU, so that stacking both directions costs more than it saves
+# in launches. On an H200 one launch takes 0.6 to 0.8 of the time of two launches up to 256 sequences of 128 units, and
+# 1.2 of it at 2048.
 _STATES_THAT_FILL_A_GPU = 2**18
 
 
@@ -125,11 +128,11 @@ def _run_bidirectional_on_device(
     cell: cells.Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, *, remat: bool,
     **options: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """As `_run_on_device`, forward and in reverse at once: of all but `xs` a pair, and so are the results."""
+    """Runs `_run_on_device` for both directions: all arrays but `xs` come in pairs, and so do the results."""
     hidden, time_major = states[0][-1].shape[-1], options["time_major"]
     steps = xs.shape[0] if time_major else xs.shape[-2]
     both = jax.ShapeDtypeStruct((2, steps, math.prod(xs.shape[:-1]) // steps, xs.shape[-1]), xs.dtype)
-    in_chunks = remat and fused.chunk_steps(cell, both, hidden) < steps  # which go through time in one order
+    in_chunks = remat and fused.chunk_steps(cell, both, hidden) < steps  # chunks go through time in one order
     if in_chunks or math.prod(states[0][-1].shape) >= _STATES_THAT_FILL_A_GPU:
         forward, backward = (
             _run_on_device(cell, None, *each[:2], xs, *each[2:], reverse=reverse, remat=remat, **options)
@@ -154,11 +157,13 @@ def _run_on_device(
     resets: Array | None, reset_states: tuple[Array | None, ...], *, reverse: Reverse, time_major: bool, precision: Any,
     remat: bool, returned: tuple[str, ...], may_scan: bool,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """As `run_kernels`, all of it here, for an LSTM with a projection too.
+    """Runs a recurrence on one device, also an LSTM with a projection; arguments and results are as in `run_kernels`.
 
-    With `reverse` "bidirectional", a `jax.vmap` over two directions calls this, and `in_reverse` says which one it is.
+    With `reverse` "bidirectional", a `jax.vmap` over both directions calls this function, and `in_reverse` says which
+    direction this one is.
     """
-    # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
+    # outside of the `custom_vjp`: the transpose of this call sums an argument's gradient over the `shard_map` axes that
+    # the argument does not vary over
     params, states, xs, resets, reset_states = sharding.unify_varying_axes((params, states, xs, resets, reset_states))
     options: dict[str, Any] = {
         "reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned, "may_scan": may_scan
@@ -183,7 +188,7 @@ def _run_on_device(
         cell, in_reverse, plain.params, (sharding.unify_varying_axes(plain.m0, xs), c0), plain.xs, resets, (None,
         reset_c), plain.first, plain.m0.dtype, precision=precision, **options,
     )  # fmt: skip
-    # as float32, like the weights' product: or the gradient of ms would be rounded to the 16 bits of what is multiplied
+    # `w_hr` is cast to float32, as in the product of the weights: 16-bit operands would round the gradient of ms
     hs = lstm_projection.product(ms, w_hr.astype(jnp.float32), precision).astype(h0.dtype)
     axis = 0 if time_major else hs.ndim - 2
     first, last = (jax.lax.index_in_dim(hs, at, axis, keepdims=False) for at in (0, -1))
@@ -191,14 +196,14 @@ def _run_on_device(
 
 
 def _merge_axes(x: Array, start: int, count: int) -> Array:
-    """`count` axes of `x`, from `start` on, as one."""
+    """Merges `count` axes of `x`, from `start` on, into one; inserts an axis of size 1 if `count` is 0."""
     if count == 0:
         return jnp.expand_dims(x, start)
     return x.reshape(*x.shape[:start], math.prod(x.shape[start : start + count]), *x.shape[start + count :])
 
 
 def _split_axis(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
-    """An axis of `x` as axes of `sizes`."""
+    """Splits an axis of `x` into axes of `sizes`; removes it if there are none."""
     return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :]) if sizes else x.squeeze(axis)
 
 
@@ -207,14 +212,14 @@ def _run_canonical(
     resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
     reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], may_scan: bool,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
-    """Brings the arguments into canonical form, runs the kernels, and brings the results back: `_run_on_device`.
+    """Converts the arguments of `_run_on_device` to canonical form, runs the kernels, and converts the results back.
 
-    `first [*batch, gates * H]`, if any, is added to the input projection of the step that is computed first.
+    `first [*batch, gates * H]`, if it is not None, is added to the input projection of the step that is computed first.
     """
     hidden, rank = states[0].shape[-1], states[0].ndim
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
-    # the one group, or the one sequence of each, is an axis put in and taken out: a reshape would forget how an axis of
-    # size 1 that `vmap` goes over is sharded
+    # the axis of the one group, or of the one sequence per group, is expanded and squeezed: a reshape would lose the
+    # sharding of a size-1 axis that `vmap` maps over
     one, one_stepped = (0, 0) if time_major else (1, 2)
 
     def sequence(x: Array) -> Array:
@@ -231,11 +236,11 @@ def _run_canonical(
 
     if resets is not None and resets.dtype.name not in KERNEL_RESETS:
         resets = reference.is_reset(resets)
-    # the kernels carry float32; they read and write states in it, or in bfloat16 where all of it is bfloat16
+    # the kernels carry float32; they read and write a state in bfloat16 if it and the operands are, else in float32
     dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]
     kind, canonical_reset_states = "zeros", None
     if any(x is not None for x in reset_states):
-        # to the dtype of the kernel first, so that gradients of what is then repeated add up in it
+        # cast to the kernel's dtype before broadcasting, so that the gradient is summed in that dtype
         given = [
             sharding.unify_varying_axes(jnp.zeros((hidden,), dtype), states) if x is None else x.astype(dtype)
             for x, dtype in zip(reset_states, dtypes, strict=True)

@@ -1,4 +1,4 @@
-"""The table of cells as JAX sees them: what the Triton implementation needs to know of one besides its kernels."""
+"""The cell table of the JAX side: it holds what the Triton implementation needs of each cell besides its kernels."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ class Cell:
     """One entry of the cell table.
 
     Attributes:
-      name: of the kernels in `torch_bridge.kernels.CELLS`.
+      name: key of the cell in `torch_bridge.kernels.CELLS`.
       gates: width of the input projection over H.
-      states: what is carried, the hidden state first.
-      saved: what the forward kernel saves of every step for the backward kernel: `(name, width over H)`.
-      in_place: what it saves instead where `xp` may be written over, `(name, width over H)`: as wide as `xp`, under a
-        name that is in `saved`. None if it has no such form.
-      step: (params, xp, h_prev @ w_hh, states before the step by name) -> the states after it.
-      save: (params, xp, h_prev @ w_hh, states before each step by name) -> what `saved` names in float32, recomputed.
-      grad_step: (what `saved` names, gradients of the states after the step by name) -> gradients `[..., gates * H]` of
-        xp and of h_prev @ w_hh, and of the states before the step but for what comes through h_prev @ w_hh.
-      history: the states before each step that `save` needs.
-      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of what `w_hh` feeds and `xp` not.
-        Empty, or "dhn": of the last gate's hidden product, to which `b_hn` is added.
-      bias: the params field added to the input projection.
-      hidden_biases: params -> arrays besides `w_hh` that the forward kernel takes, by name.
-      recurrent_grads: (h_prev^T @ ..., dxp, hidden grads) -> gradients of the recurrent params by field.
+      states: the carried states, the hidden state first.
+      saved: the residuals that the forward kernel saves per step for the backward kernel: `(name, width over H)`.
+      in_place: the residual that replaces `saved` where `xp` may be overwritten, `(name, width over H)`. It is as wide
+        as `xp`, and its name is also in `saved`. None if the cell has no such residual.
+      step: maps (params, xp, h_prev @ w_hh, states before the step by name) to the states after it.
+      save: maps (params, xp, h_prev @ w_hh, states before each step by name) to the recomputed residuals `saved`, in
+        float32.
+      grad_step: maps (residuals `saved`, gradients of the states after the step by name) to the gradients
+        `[..., gates * H]` of xp and of h_prev @ w_hh, and to the gradients of the states before the step without the
+        part that flows through h_prev @ w_hh.
+      history: the states that `save` needs from before each step.
+      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of the part of h_prev @ w_hh that
+        is not added to `xp`. Empty, or "dhn": that of the last gate's hidden product, to which `b_hn` is added.
+      bias: the params field that is added to the input projection.
+      hidden_biases: maps params to the arrays besides `w_hh` that the forward kernel takes, by name.
+      recurrent_grads: maps (h_prev^T @ ..., dxp, hidden grads) to the gradients of the recurrent params by field.
     """
 
     name: str
@@ -58,12 +60,12 @@ def _sum(x: Array) -> Array:
 
 
 def _separate(local_grads: Array, count: int) -> list[Array]:
-    """The inverse of `_interleave`."""
+    """Inverts `_interleave`."""
     return list(jnp.unstack(local_grads.reshape(*local_grads.shape[:-1], -1, count), axis=-1))
 
 
 def _interleave(local_grads: Sequence[Array]) -> Array:
-    """`[..., H, 4]` as `[..., 4H]`."""
+    """Interleaves four arrays `[..., H]` into one, `[..., 4H]`."""
     return jnp.stack(local_grads, axis=-1).reshape(*local_grads[0].shape[:-1], -1)
 
 
@@ -91,7 +93,7 @@ def _gru_grad_step(saved: dict[str, Array], dstates: dict[str, Array]) -> tuple[
 def _gru_recurrent_grads(
     contract: Callable[[Array], Array], dxp: Array, hidden_grads: dict[str, Array]
 ) -> dict[str, Array]:
-    # one product with all of dxp and one with dhn: taking only the r and z columns of dxp would copy them first
+    # one product with all of dxp and one with dhn: XLA would copy the r and z columns of dxp to multiply these alone
     dhn = hidden_grads["dhn"]
     width = 2 * dhn.shape[-1]
     return {"w_hh": jnp.concatenate([contract(dxp)[:, :width], contract(dhn)], axis=-1), "b_hn": _sum(dhn)}
@@ -152,13 +154,13 @@ LSTM = Cell(
 
 
 def project(cell: Cell, params: Any, xs: Array, precision: Any) -> Array:
-    """The input projection `[..., gates * H]` in float32: `xs @ w_ih + bias`."""
+    """Returns the input projection `xs @ w_ih + bias`, `[..., gates * H]` in float32."""
     product = matmul(xs, params.w_ih, precision, jnp.float32)
     return product + along_last(getattr(params, cell.bias), product)
 
 
 def bias_grad(dxp: Array) -> Array:
-    """Gradient of the bias that is added to the input projection."""
+    """Returns the gradient of the bias that is added to the input projection."""
     return _sum(dxp)
 
 

@@ -1,4 +1,4 @@
-"""Arrays laid out in memory as products take them fastest, where XLA would leave them as they are."""
+"""Lays out arrays in memory as matrix products read them fastest, where XLA would keep their layout."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ row_major_p = Primitive("jaxrnn_row_major")
 
 
 def features_first(x: Array) -> Array:
-    """`x [*rows, N]` as `[N, *rows]`, in memory too: to sum over rows a product then reads what lies side by side.
+    """Transposes `x [*rows, N]` to `[N, *rows]` in memory too, so that the rows a product sums over are contiguous.
 
-    Of a plain transpose XLA makes no copy: it tells the product how `x` lies. Tensor cores take TF32 from shared memory
-    only as it is summed over, and a product of which both operands lie otherwise has half the speed (Hopper).
+    XLA does not copy for a plain transpose: it passes the layout of `x` to the product. On Hopper, tensor cores read
+    TF32 operands from shared memory only if the axis that is summed over is contiguous, and a product in which neither
+    operand has that layout runs at half the speed.
     """
     return row_major_p.bind(jnp.moveaxis(x, -1, 0))
 
@@ -33,7 +34,7 @@ def _batch(args: tuple[Array], axes: tuple[int]) -> tuple[Array, int]:
 
 
 def _lower(ctx: Any, x: Any) -> Any:
-    """Nothing on a mesh that XLA partitions over: of an array whose layout is fixed it would gather the parts."""
+    """Fixes the layout, except on a mesh that XLA partitions over: XLA would gather the shards of such an array."""
     context = ctx.module_context.axis_context
     if hasattr(context, "manual_axes"):  # inside `shard_map`
         whole = context.manual_axes == frozenset(context.mesh.axis_names)

@@ -1,8 +1,9 @@
-"""A recurrence's launch as a `lax.scan`: the outputs of the forward or backward kernel, from the same arrays, by XLA.
+"""Computes the outputs of a forward or backward kernel with `lax.scan` in XLA, from the same arrays.
 
-`implementation=None` runs this in place of a kernel where it is faster: wide states with many sequences, on GPUs whose
-kernels read the weights at every step. The choice is made when a launch is lowered, so it knows the sizes that `vmap`
-gave it, and it is made for each direction by itself. Gradients of the weights are sums over all steps either way.
+`implementation=None` runs this instead of a kernel where it is faster: for wide states with many sequences, on GPUs
+whose kernels read the weights at every step. The choice is made when a launch is lowered, so it takes into account the
+sizes that `vmap` adds. It is made separately for the forward and the backward launch. The gradients of the weights are
+sums over all steps in either case.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ def run(
     Args:
       cell: an entry of the cell table.
       direction: "fwd" or "bwd".
-      arrays: of the launch, by name: weights `[S, ...]`, sequences `[G, T, B, W]` and states `[G, B, H]`, where G is a
-        multiple of S.
-      dtypes: of the outputs, by name.
-      reset_state: as of the launch: "zeros", "fixed" or "stepped".
-      reverse: as of the launch; "bidirectional" runs models of odd index in reverse.
-      precision: of float32 products: "tf32", or "tf32x3" for float32's accuracy.
+      arrays: the arrays of the launch by name: weights `[S, ...]`, sequences `[G, T, B, W]` and states `[G, B, H]`,
+        where G is a multiple of S.
+      dtypes: the dtypes of the outputs by name.
+      reset_state: as in the launch: "zeros", "fixed" or "stepped".
+      reverse: as in the launch; "bidirectional" runs models of odd index in reverse.
+      precision: the precision of float32 products: "tf32", or "tf32x3" for float32's accuracy.
     """
     weight = "w_hh_t" if direction == "fwd" else "w_hh"
     weights = {name: x for name, x in arrays.items() if name in (weight, "b_hn")}
     models = weights[weight].shape[0]
-    # [S, G / S, ...]: each model with its own groups
+    # [S, G / S, ...]: each model has its own groups
     others = {
         name: x.reshape(models, x.shape[0] // models, *x.shape[1:]) for name, x in arrays.items() if name not in weights
     }
@@ -56,7 +57,7 @@ def run(
     if reverse == "bidirectional":
         in_reverse = jnp.arange(models) % 2 == 1
         results = jax.vmap(one)(weights, others, in_reverse)
-    elif models == 1:  # without a batch axis in its products
+    elif models == 1:  # no `vmap`, so that products have no batch axis
         results = one(*jax.tree.map(lambda x: x[0], (weights, others)), reverse)
         results = jax.tree.map(lambda x: x[None], results)
     else:
@@ -65,7 +66,7 @@ def run(
 
 
 class _Steps:
-    """Brings arrays of one model, `[N, T, B, W]`, to `[T, N * B, W]` in the order of the steps, and back."""
+    """A converter of one model's arrays from `[N, T, B, W]` to `[T, N * B, W]` in the order of the steps, and back."""
 
     def __init__(self, sequence: Array, in_reverse: bool | Array):
         self.groups, self.steps, self.batch = sequence.shape[:3]
@@ -73,7 +74,7 @@ class _Steps:
 
     def _ordered(self, x: Array) -> Array:
         if isinstance(self._in_reverse, bool):
-            return x  # `lax.scan` has the order
+            return x  # `lax.scan` reverses the order itself
         return jnp.where(self._in_reverse, jnp.flip(x, 0), x)
 
     def split(self, x: Array) -> Array:
@@ -95,12 +96,12 @@ class _Steps:
 
 
 def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
-    """`x @ w` in float32, with `x` in the dtype of the weights."""
+    """Returns `x @ w` in float32, with `x` cast to the dtype of the weights."""
     return reference.matmul(x.astype(w.dtype), w, precision, jnp.float32)
 
 
 def _to(x: Array, dtype: Any) -> Array:
-    """`x` in a dtype; float16 holds what is beyond its range as its largest number."""
+    """Casts `x` to `dtype`; for float16, values beyond its range are clamped."""
     return (jnp.clip(x, -_LARGEST_FLOAT16, _LARGEST_FLOAT16) if dtype == jnp.float16 else x).astype(dtype)
 
 
@@ -108,7 +109,7 @@ def _forward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
     arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
-    """The forward launch of one model."""
+    """Computes the forward launch of one model."""
     steps = _Steps(arrays["xp"], in_reverse)
     params, w = SimpleNamespace(b_hn=weights.get("b_hn")), weights["w_hh_t"].T
     fixed = {s: steps.state(arrays[f"reset_{s}"]) for s in cell.states if reset_state == "fixed"}
@@ -144,8 +145,8 @@ def _backward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
     arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
-    """The backward launch of one model."""
-    del reset_state  # no gradient crosses a reset, wherever the episode starts from
+    """Computes the backward launch of one model."""
+    del reset_state  # no gradient crosses a reset, whatever the reset state is
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T
     in_words = "carry_gate" not in arrays
@@ -178,15 +179,16 @@ def _backward(
     results = {name: steps.join(x) for name, x in results.items()}
     for s in cell.states:
         results[f"d{s}0"] = steps.groups_of(first[s]).astype(dtypes[f"d{s}0"])
-        if f"dreset_{s}" in dtypes and reset is None:  # nothing resets
+        if f"dreset_{s}" in dtypes and reset is None:  # without resets the gradient is zero
             results[f"dreset_{s}"] = jnp.zeros(arrays["dhs"].shape, dtypes[f"dreset_{s}"])
     return results
 
 
 def to_words(local_grads: Array, carry_gate: Array) -> Array:
-    """Packs `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` into three 32-bit words, `[..., 3H]` float32.
+    """Packs `local_grads [..., 4H]`, cast to float16, and `carry_gate [..., H]` into three 32-bit words per unit.
 
-    The format is that of `torch_bridge.kernels.common.split_words`: the words of all units lie one after the other.
+    Returns them as `[..., 3H]` float32: the first words of all units, then their second words, then their third words.
+    The words have the format of `torch_bridge.kernels.common.split_words`.
     """
     halves = _to(local_grads, jnp.float16).reshape(*carry_gate.shape, 4)
     a, b, c, d = jnp.unstack(jax.lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32), axis=-1)
@@ -196,7 +198,7 @@ def to_words(local_grads: Array, carry_gate: Array) -> Array:
 
 
 def from_words(words: Array) -> tuple[Array, Array]:
-    """The inverse of `to_words`: `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` in float32."""
+    """Inverts `to_words`: returns `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` in float32."""
     first, second, third = jnp.split(jax.lax.bitcast_convert_type(words, jnp.uint32), 3, axis=-1)
     halves = jnp.stack((first >> 16, second >> 16, third >> 16, first & 0xFFFF), axis=-1).astype(jnp.uint16)
     carry_gate = (second & 0xFFFF) | third << 16

@@ -1,4 +1,4 @@
-"""What arrays on several devices need: functions that run on each device for its part, and types that agree."""
+"""Runs functions on each device's shard of arrays, reshards arrays, and makes their types agree in `shard_map`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def _varying_axes(x: Any) -> frozenset[str]:
-    """Axes of a mesh that `x` varies over inside `shard_map`; none elsewhere."""
+    """Returns the mesh axes that `x` varies over inside `shard_map`; elsewhere there are none."""
     aval = jax.typeof(x)
     return aval.mat.varying if hasattr(aval, "mat") else aval.vma  # renamed in JAX 0.10
 
 
 def unify_varying_axes(tree: Any, *others: Any) -> Any:
-    """`tree`, each array varying over all axes that one of it or of `others` does: see `jax.lax.pcast`."""
+    """Makes each array of `tree` vary over all axes that any of `tree` or `others` varies over: see `jax.lax.pcast`."""
     axes = frozenset().union(*(_varying_axes(x) for x in jax.tree.leaves((tree, *others))))
 
     def vary(x: Array) -> Array:
@@ -42,7 +42,7 @@ def _reshard_array(x: Array, sharding: NamedSharding) -> Array:
 
 
 def spec_of(x: Array) -> tuple[Any, ...]:
-    """How the axes of `x` are sharded over an explicit mesh, None where they are whole."""
+    """Returns the spec of each axis of `x` on an explicit mesh, None for an axis that is not sharded."""
     spec = tuple(getattr(jax.typeof(x).sharding, "spec", ()))
     return spec + (None,) * (x.ndim - len(spec))
 
@@ -53,9 +53,9 @@ def on_explicit_mesh(*trees: Any) -> bool:
 
 
 def reshard(tree: Any, mesh: Any, specs: Any) -> Any:
-    """`tree`, each of its arrays sharded over an explicit mesh as `specs` have it; as it is where it is so already.
+    """Reshards each array of `tree` over an explicit mesh by its spec in `specs`, unless it already has that sharding.
 
-    None, in place of an array, stays None whatever its spec.
+    A None in place of an array stays None, whatever its spec is.
     """
 
     def to(x: Array | None, spec: PartitionSpec) -> Array | None:
@@ -68,7 +68,7 @@ def reshard(tree: Any, mesh: Any, specs: Any) -> Any:
 
 
 def replicate(tree: Any) -> Any:
-    """`tree`, all of each array on every device of an explicit mesh that it is sharded over."""
+    """Replicates each array of `tree` on all devices of the explicit mesh that it is sharded over."""
 
     def gather(x: Array) -> Array:
         sharding = jax.typeof(x).sharding
@@ -80,11 +80,12 @@ def replicate(tree: Any) -> Any:
 
 
 _SHARDED_TWICE = (
-    "the Triton implementation cannot run under vmap over an axis that is sharded over an explicit mesh where another "
-    "axis of the mesh is a shard_map's, or a batch axis is sharded over it: put all of it into one jax.shard_map over "
-    'both axes of the mesh, or pass implementation="xla"'
+    "the Triton implementation cannot run under vmap over an axis that is sharded over an explicit mesh if a shard_map "
+    "or a batch axis uses another axis of that mesh: put the whole computation into one jax.shard_map over both axes "
+    'of the mesh, or pass implementation="xla"'
 )
-# What goes into a `shard_map`: under `vmap` over a sharded axis, JAX would bring all of that to every device.
+# Arguments of a `shard_map` pass through this primitive, which raises under `vmap` over a sharded axis: JAX would
+# replicate the arguments on every device there.
 enter_p = Primitive("jaxrnn_enter")
 
 
@@ -102,10 +103,12 @@ ad.deflinear2(enter_p, lambda cotangent, _: [cotangent])
 
 
 def shard_over_mesh(run: Callable[..., Any], mesh: Any, specs: Any, results: Any, arguments: Any) -> Any:
-    """`run(*arguments)` on each device of an explicit mesh for its part, with arguments brought to `specs` first.
+    """Runs `run` on each device's shard of `arguments`, which are resharded to `specs` on an explicit mesh first.
+
+    `results` are the specs of the results.
 
     Raises:
-      NotImplementedError: under `vmap` over an axis that is sharded.
+      NotImplementedError: `vmap` maps over a sharded axis.
     """
     arguments = jax.tree.map(
         lambda x, spec: _reshard_array(enter_p.bind(x), NamedSharding(mesh, spec)), arguments, specs
@@ -114,13 +117,14 @@ def shard_over_mesh(run: Callable[..., Any], mesh: Any, specs: Any, results: Any
 
 
 def shard_over_vmapped_axes(run: Callable[..., Any], *arguments: Any) -> Any:
-    """`run(*arguments)`, of pytrees of arrays; has no derivative.
+    """Runs `run(*arguments)` on pytrees of arrays; has no derivative.
 
-    Under `vmap` over axes that are sharded over an explicit mesh, each device runs it for its part of them. JAX's rules
-    for what `run` is made of would need a mesh around the program, or compute everything on every device.
+    Under `vmap` over axes that are sharded over an explicit mesh, each device runs its shard of these axes. JAX's own
+    rules for the operations of `run` would need a mesh that is set around the program, or would compute everything on
+    every device.
 
     Raises:
-      NotImplementedError: such an axis, where another axis of the mesh is a `shard_map`'s.
+      NotImplementedError: `vmap` maps over a sharded axis, and a `shard_map` uses another axis of the mesh.
     """
     arrays = jax.tree.leaves(arguments)
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
@@ -131,7 +135,7 @@ def shard_over_vmapped_axes(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def _shard_over_vmapped_axes(run: Callable[..., Any], mesh: Any, specs: list[tuple[Any, ...]], results: Any) -> Any:
-    """`run` on each device of `mesh`; arguments and results begin with axes sharded as `specs` and `results`."""
+    """Returns `run` on each device of `mesh`; `specs` and `results` are specs of leading axes that `vmap` added."""
 
     @custom_vmap
     def call(*arguments: Any) -> Any:
@@ -147,7 +151,7 @@ def _shard_over_vmapped_axes(run: Callable[..., Any], mesh: Any, specs: list[tup
 
     @call.def_vmap
     def rule(_: int, batched: Any, *arguments: Any) -> Any:
-        batched = tuple(batched)  # JAX gives a list
+        batched = tuple(batched)  # JAX passes a list
         flags = jax.tree.leaves(batched)
         mapped = [jax.typeof(x) for x, flag in zip(jax.tree.leaves(arguments), flags, strict=True) if flag]
         leads = [x.sharding.spec[0] for x in mapped]

@@ -129,7 +129,7 @@ def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, mo
 @kernels_only
 @every_cell
 def test_many_sequences_take_each_direction_by_itself(cell, implementation, monkeypatch):
-    monkeypatch.setattr(canonical, "_FILLS_A_GPU", B * H)
+    monkeypatch.setattr(canonical, "_STATES_THAT_FILL_A_GPU", B * H)
     monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation)
@@ -212,9 +212,9 @@ def test_two_that_do_not_pair_are_refused():
     params, carry, xs, resets, state = pairs("gru")
     other = arguments("gru", hidden=H + 1)
     both = functools.partial(recurrent.bidirectional_gru, implementation="xla")
-    with pytest.raises(ValueError, match=r"params of both directions is a pair .*, got GRUParams"):
+    with pytest.raises(ValueError, match=r"params of both directions must be a pair .*, got GRUParams"):
         both(params[0], carry, xs)
-    with pytest.raises(ValueError, match=r"carry of both directions is a pair .*, got ArrayImpl"):
+    with pytest.raises(ValueError, match=r"carry of both directions must be a pair .*, got ArrayImpl"):
         both(params, jnp.stack(carry), xs)
     with pytest.raises(ValueError, match=r"params of both directions must have the same shapes and dtypes.*by itself"):
         both((params[0], other[0]), (carry[0], other[1]), xs)

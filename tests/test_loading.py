@@ -34,9 +34,9 @@ def h200(monkeypatch):
 
     events = []
     pretend_gpus(monkeypatch, Device(90, 132, 232_448, name="H200"))
-    monkeypatch.setattr(launch, "_records_early_launches", lambda: True)
+    monkeypatch.setattr(launch, "_can_capture_early_launches", lambda: True)
     monkeypatch.setattr(launch, "_begin_loading", lambda *what: events.append(("begin", what)))
-    monkeypatch.setattr(launch, "_loaded", lambda *what: events.append(("load", what)))
+    monkeypatch.setattr(launch, "_ensure_loaded", lambda *what: events.append(("load", what)))
     return events
 
 
@@ -286,7 +286,7 @@ else:
 pid = os.fork()
 if pid == 0:
     with launch._parsing, launch.interpreter:
-        print("child has", launch._loaded(0, compile, 1), launch._ahead(int, "2").result(timeout=10), flush=True)
+        print("child has", launch._ensure_loaded(0, compile, 1), launch._run_in_background(int, "2").result(timeout=10), flush=True)
     os._exit(0)
 end = time.monotonic() + 60
 while os.waitpid(pid, os.WNOHANG) == (0, 0):

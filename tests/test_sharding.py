@@ -422,7 +422,7 @@ def test_of_examples_that_devices_share_out_the_batch_must_be_whole(gradient):
 def test_sequences_of_an_explicit_mesh_must_be_whole():
     params, carry, xs, *_ = make_arguments("gru")
     xs = jax.device_put(xs.repeat(8, axis=0), NamedSharding(make_mesh(AxisType.Explicit), P("data")))
-    with pytest.raises(NotImplementedError, match=r"whole sequences and features on a device.*jax\.reshard"):
+    with pytest.raises(NotImplementedError, match=r"needs time and features unsharded.*jax\.reshard"):
         jaxrnn.gru(params, carry, xs, implementation="triton")
 
 
@@ -628,7 +628,7 @@ class WeightGradsInTorch:
 def test_gradients_of_weights_leave_out_what_fills_up_a_part(monkeypatch, platform, left):
     from torch_bridge import weight_grads
 
-    monkeypatch.setattr(weight_grads, "pays", lambda problem, device: True)
+    monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)
     if platform == "cpu":
         monkeypatch.setattr(weight_grads, "Launch", WeightGradsInTorch)
     rng = np.random.default_rng(0)
