@@ -1,4 +1,4 @@
-"""What `gru`, `lstm` and both directions of them take: all else is a ValueError, when the program is traced."""
+"""Checks of the arguments of `gru`, `lstm` and their bidirectional forms; errors are raised while tracing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Implementation = Literal["triton", "xla"] | None
 
 
 def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
-    """Raises ValueError unless `gru` can take them."""
+    """Raises ValueError unless the arguments are valid for `gru`."""
     check_kind(params, GRUParams, "gru")
     hidden = check_carry("carry", carry)
     check_sequence(xs, carry, time_major)
@@ -28,14 +28,14 @@ def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any,
 
 
 def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
-    """Raises ValueError unless `lstm` can take them."""
+    """Raises ValueError unless the arguments are valid for `lstm`."""
     check_kind(params, LSTMParams, "lstm")
     c0, h0 = check_pair("carry", carry)
     width = check_carry("carry[1]", h0)
     hidden = check_carry("carry[0]", c0)
     if c0.shape != h0.shape and (params.w_hr is None or c0.shape[:-1] != h0.shape[:-1]):
         widths = "both [*batch, H]" if params.w_hr is None else "[*batch, H] and [*batch, P]"
-        raise ValueError(f"carry is (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
+        raise ValueError(f"carry must be (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
     check_sequence(xs, h0, time_major)
     shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
     shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
@@ -47,19 +47,19 @@ def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any
 
 
 def split_directions(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
-    """Two directions' `(params, carry, resets, reset state)`, of pairs of each."""
+    """Returns `(params, carry, resets, reset_state)` of each direction, given the pairs of both directions."""
     pairs = {"params": params, "carry": carry, "resets": resets, "reset_state": reset_state}
     for name, pair in pairs.items():
         if pair is None and name.startswith("reset"):
             pairs[name] = (None, None)
         elif type(pair) not in (tuple, list) or len(pair) != 2:
-            raise ValueError(f"{name} of both directions is a pair (forward, in reverse), got {type(pair).__name__}")
+            raise ValueError(f"{name} of both directions must be a pair (forward, backward), got {type(pair).__name__}")
     forward, backward = zip(*pairs.values(), strict=True)
     return forward, backward
 
 
 def check_same_types(directions: tuple[Any, Any]) -> None:
-    """Raises ValueError unless what two directions were given has the same shapes and dtypes."""
+    """Raises ValueError unless the arguments of both directions have the same shapes and dtypes."""
     names = "params", "carry", "resets", "reset_state"
     for name, *pair in zip(names, *directions, strict=True):
         forward, backward = jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", pair)
@@ -71,26 +71,28 @@ def check_same_types(directions: tuple[Any, Any]) -> None:
 
 
 def check_implementation(name: Any) -> None:
-    """Raises ValueError unless there is an implementation of this name."""
+    """Raises ValueError unless `name` is an implementation or None."""
     if name not in (None, "triton", "xla"):
         raise ValueError(f'implementation must be "triton", "xla" or None, got {name!r}')
 
 
 def must_scan(reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str) -> bool:
-    """Whether a cell has to run under `scan`, "nn.scan" or "nnx.scan": if there is a `reason`.
+    """Returns whether there is a `reason` to run a cell under `scan`, which is "nn.scan" or "nnx.scan".
 
-    Raises if it has to, but is asked for more than that can.
+    Raises NotImplementedError if there is a reason and "triton" or a precision is requested.
     """
     check_implementation(implementation)
     if reason and implementation == "triton":
-        raise NotImplementedError(f'implementation="triton" cannot run {reason}. implementation=None runs it ({scan})')
+        raise NotImplementedError(
+            f'implementation="triton" cannot run {reason}. Use implementation=None, which runs it with {scan}'
+        )
     if reason and precision is not None:
-        raise NotImplementedError(f"precision is not for {reason}. Wrap the call in jax.default_matmul_precision")
+        raise NotImplementedError(f"precision cannot be set for {reason}. Use jax.default_matmul_precision instead")
     return reason is not None
 
 
 def check_flags(**flags: Any) -> list[bool]:
-    """Returns what must be known when the program is traced, as booleans."""
+    """Returns the flags as booleans; raises ValueError if one is traced or is not True, False, 0 or 1."""
     for name, flag in flags.items():
         if isinstance(flag, jax.core.Tracer):
             raise ValueError(f"{name} must be known when the program is traced: make it a static argument of jax.jit")
@@ -100,25 +102,25 @@ def check_flags(**flags: Any) -> list[bool]:
 
 
 def check_array(name: str, x: Any) -> None:
-    """Raises ValueError unless `x` is an array, of JAX or NumPy, of numbers."""
+    """Raises ValueError unless `x` is a JAX or NumPy array of numbers or booleans."""
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise ValueError(f"{name} must be an array, got {type(x).__name__}: jnp.asarray makes one")
+        raise ValueError(f"{name} must be an array, got {type(x).__name__}: convert it with jnp.asarray")
     try:
         is_of_numbers = jnp.issubdtype(x.dtype, jnp.number) or jnp.issubdtype(x.dtype, jnp.bool_)
-    except TypeError:  # a dtype of another library
+    except TypeError:  # `issubdtype` rejects the dtypes of other libraries
         is_of_numbers = False
     if not is_of_numbers:
-        raise ValueError(f"{name} must be an array of numbers, got one of {x.dtype}")
+        raise ValueError(f"{name} must be an array of numbers, got dtype {x.dtype}")
 
 
 def check_kind(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
-    """Raises ValueError unless `params` is a `kind`."""
+    """Raises ValueError unless `params` is an instance of `kind`."""
     if not isinstance(params, kind):
         raise ValueError(f"{function} takes {kind.__name__}({', '.join(kind._fields)}), got {type(params).__name__}")
 
 
 def check_pair(name: str, pair: Any) -> tuple[Array, Array]:
-    """Returns `pair` as `(c, h)`."""
+    """Returns `pair` as the tuple `(c, h)`; raises ValueError unless it is a pair."""
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         raise ValueError(f"{name} of an LSTM is a pair (c, h), got {type(pair).__name__}")
     return tuple(pair)
@@ -132,7 +134,7 @@ def check_floating(name: str, x: Array) -> None:
 
 
 def check_carry(name: str, carry: Any) -> int:
-    """Returns the hidden width of `carry`."""
+    """Returns the width of `carry`; raises ValueError unless it is a floating-point array `[*batch, H]`."""
     if isinstance(carry, (tuple, list)):
         raise ValueError(f"{name} must be one array [*batch, H], got a {type(carry).__name__} of {len(carry)}")
     check_array(name, carry)
@@ -143,7 +145,7 @@ def check_carry(name: str, carry: Any) -> int:
 
 
 def check_sequence(xs: Array, carry: Array, time_major: bool) -> None:
-    """Raises ValueError unless `xs` is a sequence whose batch axes are those of `carry`."""
+    """Raises ValueError unless `xs` is a floating-point sequence with the batch axes of `carry`."""
     check_floating("xs", xs)
     expected = "[T, *batch, D]" if time_major else "[*batch, T, D]"
     if xs.ndim < 2:
@@ -156,7 +158,7 @@ def check_sequence(xs: Array, carry: Array, time_major: bool) -> None:
 
 
 def check_params(params: GRUParams | LSTMParams, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError unless the weights have these shapes, which follow from xs and carry."""
+    """Raises ValueError unless the weights are floating point and have `shapes`, which follow from xs and carry."""
     for name, shape in shapes.items():
         got = getattr(params, name)
         check_floating(f"params.{name}", got)
@@ -168,7 +170,7 @@ def check_params(params: GRUParams | LSTMParams, shapes: dict[str, tuple[int, ..
 
 
 def check_resets(resets: Array | None, shape: tuple[int, ...], time_major: bool, of: str) -> None:
-    """Raises ValueError unless `resets` has one entry a step and sequence: `shape`, of the inputs that `of` names."""
+    """Raises ValueError unless `resets` has `shape`, one entry per step and sequence; `of` names the inputs."""
     if resets is None:
         return
     check_array("resets", resets)
@@ -178,7 +180,7 @@ def check_resets(resets: Array | None, shape: tuple[int, ...], time_major: bool,
 
 
 def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array, xs: Array, time_major: bool) -> None:
-    """Raises ValueError unless `state` is None or has one of the shapes a reset state may have."""
+    """Raises ValueError unless `state` is None or a floating-point array with a valid shape of a reset state."""
     if state is None:
         return
     if isinstance(state, (tuple, list)):

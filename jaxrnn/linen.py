@@ -1,4 +1,4 @@
-"""Flax linen modules over the functions of `jaxrnn`: the attributes, parameters and initial values of Flax's own.
+"""Flax linen modules that run the functions of `jaxrnn`, with the attributes, parameters and initial values of Flax.
 
 | instead of                                                       | import                                            |
 | ---------------------------------------------------------------- | ------------------------------------------------- |
@@ -10,8 +10,9 @@
 | `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
 | `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
 
-Resets, wherever a module takes them: `resets[t]` is nonzero if step t begins an episode. It is the done that step
-t - 1 returned, the one stored beside the observation of step t; the done of step t belongs to `resets[t + 1]`.
+All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
+done flag that step t - 1 returned, which is stored with the observation of step t. The done flag of step t belongs to
+`resets[t + 1]`.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ __all__ = [
 
 
 class DenseParams(nn.Module):
-    """The parameters of an `nn.Dense`, without its product."""
+    """The parameters of an `nn.Dense`, without the matrix product."""
 
     features: int
     use_bias: bool
@@ -68,20 +69,20 @@ class DenseParams(nn.Module):
 
 
 class FusedCell(nn.RNNCellBase):
-    """What the cells here add to Flax's, which come after this class in their bases."""
+    """The base class that precedes Flax's class among the bases of each cell and replaces its computation."""
 
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation = None
 
     def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
-        """Takes one step, as a sequence of length one.
+        """Computes one step, as a sequence of length one.
 
         Args:
-          carry: `[*batch, H]`, or `(c, h)` of that shape for an LSTM; H is read from it, as in Flax.
-          inputs: `[*batch, D]`; its batch axes and those of the carry broadcast.
+          carry: `[*batch, H]`, or `(c, h)` of that shape for an LSTM. H is the width of the carry, as in Flax.
+          inputs: `[*batch, D]`; the batch axes of inputs and carry are broadcast.
 
         Returns:
-          `(carry, output [*batch, H])`, in the wider of the dtype computed in and that of the carry.
+          `(carry, output [*batch, H])`, in the dtype to which the computation dtype and the carry's dtype promote.
 
         Raises:
           ValueError: shapes or dtypes disagree.
@@ -97,7 +98,7 @@ class FusedCell(nn.RNNCellBase):
         return carry, ys[0]
 
     def gate_params(self, name: str, input_features: int, hidden: int, use_bias: bool) -> tuple[Array, Array | None]:
-        """Kernel and bias under the name that Flax's cells have for one gate's product with x (`i*`) or h (`h*`)."""
+        """Returns kernel and bias of one gate, under Flax's name for its product with x (`i*`) or h (`h*`)."""
         return DenseParams(
             features=hidden,
             use_bias=use_bias,
@@ -108,7 +109,7 @@ class FusedCell(nn.RNNCellBase):
         )(input_features)
 
     def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
-        """`modules.run` with these parameters."""
+        """Calls `modules.run` with the parameters of this cell."""
         h = jax.tree.leaves(carry)[-1]
         params = self.packed_params(xs.shape[-1], h.shape[-1])
         dtype = canonicalize_dtype(xs, h, *params, dtype=self.dtype)
@@ -116,21 +117,23 @@ class FusedCell(nn.RNNCellBase):
 
 
 class GRUCell(FusedCell, nn.GRUCell):
-    """`flax.linen.GRUCell` over `jaxrnn.gru`: the same parameters, initial values and results.
+    """`flax.linen.GRUCell` computed by `jaxrnn.gru`, with the same parameters, initial values and results.
 
-    `RNN` and `ScannedRNN` run it over time in one call; called by itself it takes one step.
+    `RNN` and `ScannedRNN` run the cell over time in one call. A call of the cell itself computes one step.
 
     Attributes:
-      features: H, for `initialize_carry`; further attributes as in Flax.
-      gate_fn: anything but sigmoid, or `activation_fn` anything but tanh, runs as Flax's own cell, under `nn.scan`.
-      dtype: what matrices are multiplied in. The carry keeps its own dtype: float32 with `dtype=jnp.bfloat16`.
-      precision: of the multiplications, as in `jaxrnn.gru`.
+      features: H, the width of the carry that `initialize_carry` returns. All attributes not listed here are Flax's.
+      gate_fn: with a function other than sigmoid, or an `activation_fn` other than tanh, Flax's own cell runs, and in
+        an `RNN` it runs under `nn.scan`.
+      dtype: the dtype of the matmul operands. The carry keeps its own dtype, so it may be float32 with
+        `dtype=jnp.bfloat16`.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
     """
 
     @nn.compact
     def packed_params(self, input_features: int, hidden: int) -> GRUParams:
-        """The parameters as `jaxrnn.gru` takes them, created if missing; b_hr and b_hz there are none."""
+        """Returns the parameters for `jaxrnn.gru`, creating missing ones. The cell has no biases b_hr and b_hz."""
         inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=True) for gate in "rzn"]
         recurrent = [self.gate_params(f"h{gate}", hidden, hidden, use_bias=gate == "n") for gate in "rzn"]
         kernels, biases = zip(*inputs, strict=True)
@@ -143,18 +146,18 @@ class GRUCell(FusedCell, nn.GRUCell):
         )
 
     def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
-        """`modules.run` with these parameters."""
+        """Calls `modules.run` after checking the structure of the carry."""
         if isinstance(carry, (tuple, list)):
             raise ValueError(f"the carry of a GRU is one array [*batch, H], got a {type(carry).__name__}")
         return super().run(carry, xs, **options)
 
 
 class FusedLSTMCell(FusedCell):
-    """What the two LSTM cells share."""
+    """The base class of the two LSTM cells."""
 
     @nn.compact
     def packed_params(self, input_features: int, hidden: int, proj_size: int | None = None) -> LSTMParams:
-        """The parameters as `jaxrnn.lstm` takes them, created if missing; with a projection, `proj` beside Flax's."""
+        """Returns the parameters for `jaxrnn.lstm`, creating missing ones. A projection adds `proj` to Flax's names."""
         width = hidden if proj_size is None else proj_size
         inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=False) for gate in "ifgo"]
         recurrent = [self.gate_params(f"h{gate}", width, hidden, use_bias=True) for gate in "ifgo"]
@@ -166,25 +169,27 @@ class FusedLSTMCell(FusedCell):
         return params._replace(w_hr=dense(hidden)[0])
 
     def run(self, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
-        """`modules.run` with these parameters."""
+        """Calls `modules.run` after checking the structure of the carry."""
         if not isinstance(carry, (tuple, list)) or len(carry) != 2:
             raise ValueError(f"the carry of an LSTM is a pair (c, h), got {type(carry).__name__}")
         return super().run(carry, xs, **options)
 
 
 class LSTMCell(FusedLSTMCell, nn.LSTMCell):
-    """`flax.linen.LSTMCell` over `jaxrnn.lstm`: the same parameters, initial values and results. Carry `(c, h)`.
+    """`flax.linen.LSTMCell` computed by `jaxrnn.lstm`, with the same parameters, initial values and results.
+
+    The carry is `(c, h)`.
 
     Attributes:
-      features: as all attributes, as in `GRUCell`.
+      features: H. All attributes are those of `GRUCell`.
     """
 
 
 class OptimizedLSTMCell(FusedLSTMCell, nn.OptimizedLSTMCell):
-    """`flax.linen.OptimizedLSTMCell` over `jaxrnn.lstm`; from `LSTMCell` here it differs in its name alone.
+    """`flax.linen.OptimizedLSTMCell` computed by `jaxrnn.lstm`. It differs from `LSTMCell` of this module only in name.
 
     Attributes:
-      features: as all attributes, as in `GRUCell`.
+      features: H. All attributes are those of `GRUCell`.
     """
 
 
@@ -210,13 +215,13 @@ SCAN_OPTIONS = {
 
 
 def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any]) -> str | None:
-    """Why `cell` can only run step by step, under `nn.scan`; None if it can run as `jaxrnn.gru` or `jaxrnn.lstm`."""
+    """Returns why `cell` has to run under `nn.scan`, or None if `jaxrnn.gru` or `jaxrnn.lstm` can run it."""
     if type(cell) not in FUSED and type(cell) not in FUSED.values():
-        return f"a {type(cell).__name__}; GRUCell, LSTMCell and OptimizedLSTMCell, here or in flax.linen, can be fused"
+        return f"a {type(cell).__name__} (only GRUCell, LSTMCell and OptimizedLSTMCell of jaxrnn or Flax can be fused)"
     if not modules.has_usual_activations(cell):
-        return "a cell with another gate_fn than sigmoid or another activation_fn than tanh"
+        return "a cell whose gate_fn is not sigmoid or whose activation_fn is not tanh"
     if any(scan_options[name] != default for name, default in SCAN_OPTIONS.items()):
-        return f"an RNN with other {', '.join(SCAN_OPTIONS)} than by default"
+        return f"an RNN with non-default {', '.join(SCAN_OPTIONS)}"
     return None
 
 
@@ -235,7 +240,7 @@ def run_cell(
     init_key: PRNGKey | None = None,
     scan_options: Mapping[str, Any] = SCAN_OPTIONS,
 ) -> tuple[Carry, Array, Carry | None]:
-    """Runs a bound cell over time, fused if it can be; returns `(carry, ys, carries of every step if wanted)`."""
+    """Runs a bound cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
     precision = getattr(cell, "precision", None) if precision is None else precision
     implementation = getattr(cell, "implementation", None) if implementation is None else implementation
     time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
@@ -246,7 +251,7 @@ def run_cell(
         return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
     if type(cell) in FUSED:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
-        scope: Any = cell.scope  # shared, so that the parameters stay where Flax's cell has them
+        scope: Any = cell.scope  # shared, so that the parameters keep the path of Flax's cell
         cell = FUSED[type(cell)](**{name: getattr(cell, name) for name in names}, parent=scope.rewound())
     return cell.run(
         carry,
@@ -262,7 +267,7 @@ def run_cell(
 
 
 def initial_carry_of(cell: nn.RNNCellBase, key: PRNGKey | None, xs: Array, time_axis: int) -> Carry:
-    """What `cell` starts from, for a batch as in `xs`."""
+    """Returns `cell.initialize_carry` for the batch axes of `xs`."""
     key = jax.random.key(0) if key is None else key
     return cell.initialize_carry(key, xs.shape[:time_axis] + xs.shape[time_axis + 1 :])
 
@@ -278,7 +283,7 @@ def scan_cell(
     return_carries: bool,
     scan_options: Mapping[str, Any],
 ) -> tuple[Carry, Array, Carry | None]:
-    """Runs any cell with `nn.scan`; returns as `run_cell` does."""
+    """Runs any cell with `nn.scan`; returns what `run_cell` returns."""
     shape = xs.shape[: xs.ndim - cell.num_feature_axes]
     stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
 
@@ -294,24 +299,24 @@ def scan_cell(
 
 
 class RNN(nn.RNN):
-    """`flax.linen.RNN` with episode resets, in one launch: runs `cell` over time, its parameters under `cell/`.
+    """`flax.linen.RNN` with episode resets: runs `cell` over time in one launch. Its parameters are under `cell/`.
 
         rnn = RNN(GRUCell(128), time_major=True, return_carry=True)
         carry, ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
 
-    GRU, LSTM and OptimizedLSTM cells, those here or Flax's, run as `jaxrnn.gru` or `jaxrnn.lstm`. Any other cell, one
-    with its own `gate_fn` or `activation_fn`, and an RNN with its own `variable_axes`, `variable_broadcast`,
-    `variable_carry` or `split_rngs` run under `nn.scan`; they take `resets` too.
+    `jaxrnn.gru` and `jaxrnn.lstm` run the GRU, LSTM and OptimizedLSTM cells of this module and of Flax. `nn.scan` runs
+    any other cell, a cell with another `gate_fn` or `activation_fn`, and an RNN whose `variable_axes`,
+    `variable_broadcast`, `variable_carry` or `split_rngs` is not the default; these take `resets` too.
 
     Attributes:
       cell: the cell.
-      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`; no transpose either way.
-      return_carry: return `(carry, outputs)` instead of `outputs`.
-      reverse: run from the last step to the first. Outputs come in the order computed, last step first.
-      keep_order: with `reverse`, return the outputs in the order of the inputs.
-      unroll: steps to a loop iteration of `nn.scan`, where that is what runs.
-      precision: of the matmuls, as in `jaxrnn.gru`; None takes the cell's.
-      implementation: as in `jaxrnn.gru`; None takes the cell's, and always works.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run from the last step to the first. Outputs are in the order computed, last step first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      unroll: the number of steps per loop iteration of `nn.scan`, if `nn.scan` runs the cell.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
+      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
     """
 
     precision: jax.lax.PrecisionLike = None
@@ -331,23 +336,25 @@ class RNN(nn.RNN):
         resets: Array | None = None,
         reset_carry: Carry | None = None,
     ) -> Array | tuple[Carry, Array]:
-        """Runs the cell over `inputs`, starting afresh wherever `resets` is nonzero.
+        """Runs the cell over `inputs` and restarts it at every step where `resets` is nonzero.
 
         Args:
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`.
-          initial_carry: what the first step sees, `[*batch, H]` or a pair `(c, h)`; by default `cell.initialize_carry`.
-          init_key: the key for `cell.initialize_carry`, which ignores it unless `carry_init` is random.
-          seq_lengths: `[*batch]` integers. The carry returned is the one at the end of each sequence (`initial_carry`
-            if its length is 0); outputs after it are not zeroed. `reverse` leaves padding at the end.
+          initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
+            `cell.initialize_carry`.
+          init_key: the key for `cell.initialize_carry`, which ignores the key unless `carry_init` is random.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
           keep_order: see the attribute.
           resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
-            that is, the *previous* step's done. That step sees `reset_carry`. With `reverse` the first step of an
-            episode is the one computed first, its last in time.
-          reset_carry: what an episode starts from, by default `cell.initialize_carry`: `[H]`, `[*batch, H]` or one for
-            every step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such for an LSTM. Takes gradients.
+            that is, the *previous* step's done flag. That step starts from `reset_carry`. With `reverse`, the first
+            step of an episode is the one computed first, which is its last in time.
+          reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
+            `[*batch, H]` or a value per step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such arrays for an LSTM.
+            It is differentiable.
 
         Returns:
           `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`.
@@ -387,15 +394,16 @@ class RNN(nn.RNN):
 
 
 class RMSNorm(nn.RMSNorm):
-    """`flax.linen.RMSNorm` over `jaxrnn.rms_norm`: the same parameters, initial values and results.
+    """`flax.linen.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
-    `reduction_axes` and `feature_axes` must be the last axis, and there is no `mask`, `axis_name`, `axis_index_groups`
-    or `force_float32_reductions=False`: these raise NotImplementedError.
+    `reduction_axes` and `feature_axes` must be the last axis. Other axes, `mask`, `axis_name`, `axis_index_groups` and
+    `force_float32_reductions=False` raise NotImplementedError.
 
     Attributes:
-      epsilon: added to the mean square, inside the root; further attributes as in Flax.
-      dtype: of the result; None: what inputs and parameters promote to. It is computed in float32.
-      use_fast_variance: changes nothing: the variance is always the mean of squared differences.
+      epsilon: added to the mean square, inside the root. All attributes not listed here are Flax's.
+      dtype: the dtype of the result; None uses the dtype to which inputs and parameters promote. The norm is computed
+        in float32.
+      use_fast_variance: has no effect: the variance is always the mean of squared differences.
       implementation: as in `jaxrnn.rms_norm`.
     """
 
@@ -407,37 +415,37 @@ class RMSNorm(nn.RMSNorm):
 
         Args:
           x: `[*rows, N]`.
-          residual: of the shape and dtype of `x`, added to it first, in the same pass.
-          mask: Flax's; None.
+          residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass.
+          mask: an argument of Flax's norm; must be None.
 
         Returns:
-          `y`, of the shape of `x`; with a residual `(y, x + residual)`, the latter in the dtype of `x`.
+          `y`, which has the shape of `x`. With a residual, `(y, x + residual)`; the sum has the dtype of `x`.
 
         Raises:
           ValueError: shapes or dtypes disagree.
-          NotImplementedError: the named implementation cannot run this input, or an attribute is one that Flax alone
-            has; the message says which.
+          NotImplementedError: the named implementation cannot run this input, or only Flax supports the value of an
+            attribute; the message says which.
         """
         return run_norm(self, "rms", x, residual, mask)
 
 
 class LayerNorm(nn.LayerNorm):
-    """`flax.linen.LayerNorm` over `jaxrnn.layer_norm`: the same parameters, initial values and results.
+    """`flax.linen.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
 
     Attributes:
-      epsilon: as all attributes, as in `RMSNorm`.
+      epsilon: added to the variance, inside the root. All other attributes are those of `RMSNorm`.
     """
 
     implementation: Implementation = None
 
     @nn.compact
     def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
-        """Normalises the last axis; everything is as in `RMSNorm`."""
+        """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
         return run_norm(self, "layer", x, residual, mask)
 
 
 def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None) -> Any:
-    """Normalises `x`, with the parameters of a bound module, created if missing."""
+    """Normalises `x` with the parameters of a bound module, creating missing ones."""
     x = jnp.asarray(x)
     if x.ndim == 0:
         raise ValueError("x must be [*rows, N], got a scalar")
@@ -454,12 +462,12 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
 
 
 def one_or_pair(arrays: Sequence[Array]) -> Carry:
-    """The carry of a GRU or an LSTM of its arrays."""
+    """Returns the only array, for a GRU's carry, or the tuple of both, for an LSTM's."""
     return tuple(arrays) if len(arrays) > 1 else arrays[0]
 
 
 class FusedStack(nn.Module):
-    """What the stacks share."""
+    """The base class of the stacks `GRU` and `LSTM`."""
 
     features: int
     num_layers: int = 1
@@ -500,31 +508,33 @@ class FusedStack(nn.Module):
         resets: Array | None = None,
         reset_carry: Any = None,
     ) -> Any:
-        """Runs all layers over `inputs`, starting afresh wherever `resets` is nonzero.
+        """Runs all layers over `inputs` and restarts them at every step where `resets` is nonzero.
 
-        A carry is a tuple with an entry for each layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`; if
-        `bidirectional`, a pair of such: forward, backward.
+        A carry is a tuple with one entry per layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`. If
+        `bidirectional`, an entry is a pair (forward, backward) of these.
 
         Args:
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
-          initial_carry: what each direction's first step sees; by default what `initialize_carry` returns.
-          init_key: the key for `initialize_carry`, which ignores it unless `carry_init` is random.
-          seq_lengths: `[*batch]` integers. The carry returned is the one at the end of each sequence (`initial_carry`
-            if its length is 0), and the backward direction starts there; outputs after it mean nothing and are not
-            zeroed. May come with `resets`.
-          return_carry: overrides the attribute, as do `time_major`, `reverse`, `keep_order` and `deterministic`.
+          initial_carry: the carry before the first step of each direction; by default the result of
+            `initialize_carry`.
+          init_key: the key for `initialize_carry`, which ignores the key unless `carry_init` is random.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
+            and are not zeroed. May be combined with `resets`.
+          return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
           keep_order: see the attribute.
-          deterministic: see the attribute.
+          deterministic: see the attribute; Flax raises ValueError if both the attribute and this argument are set.
           resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
-            that is, the *previous* step's done. That step sees `reset_carry`, in every layer. The backward direction of
-            a bidirectional stack starts an episode from `reset_carry` at its last step, the one before the next that
-            `resets` marks, so that neither direction sees another episode. With `reverse`, as in `RNN`, `resets` is
-            nonzero at the step of an episode that is computed first, its last in time.
-          reset_carry: what an episode starts from: as a carry, or with `[H]` or a value for every step `[*batch, T, H]`
-            (`[T, *batch, H]`) in place of its arrays. Of those a direction takes the value of the step that it starts
-            the episode at. By default what `initialize_carry` returns. Takes gradients.
+            that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
+            direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
+            which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
+            as in `RNN`, `resets` is nonzero at the step of an episode that is computed first, its last in time.
+          reset_carry: the carry that an episode starts from, by default the result of `initialize_carry`. It has the
+            structure of a carry, and its arrays may also be `[H]` or a value per step, `[*batch, T, H]`
+            (`[T, *batch, H]`). From values per step, a direction reads the one of the step at which it starts the
+            episode. It is differentiable.
 
         Returns:
           `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`. If `bidirectional`,
@@ -532,7 +542,7 @@ class FusedStack(nn.Module):
 
         Raises:
           ValueError: shapes, dtypes or structures disagree.
-          NotImplementedError: the named implementation cannot run this; the message says why.
+          NotImplementedError: the named implementation cannot run this input; the message says why.
         """
         return_carry = self.return_carry if return_carry is None else return_carry
         time_major = self.time_major if time_major is None else time_major
@@ -587,14 +597,14 @@ class FusedStack(nn.Module):
 
     @nn.nowrap
     def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> Any:
-        """Returns the carry of a new sequence: what `carry_init` makes, or the learned one.
+        """Returns the carry of a new sequence: the result of `carry_init`, or the learned carry.
 
         Args:
           rng: the key for `carry_init`.
-          input_shape: of the inputs of one step, `[*batch, D]`.
+          input_shape: the shape of the inputs of one step, `[*batch, D]`.
 
         Raises:
-          ValueError: the carry is learned, and the module has no parameters at hand: use
+          ValueError: the carry is learned and the module is not bound to parameters: use
             `stack.apply(variables, rng, input_shape, method="initialize_carry")`.
         """
         if not self.learned_carry:
@@ -605,36 +615,36 @@ class FusedStack(nn.Module):
             )
         if self.scope is None:
             raise ValueError(
-                "the carry is learned, a parameter: use stack.apply(variables, rng, input_shape, "
+                "the learned carry is a parameter of the stack: call stack.apply(variables, rng, input_shape, "
                 'method="initialize_carry")'
             )
         return modules.broadcast_carry(self.for_each(self.learned), input_shape[:-1])
 
     @nn.nowrap
     def widths(self) -> tuple[int, ...]:
-        """The widths of the arrays of a cell's carry, that of the hidden state last."""
+        """Returns the widths of the arrays of a cell's carry; the hidden state is the last."""
         return (self.features,)
 
     @nn.nowrap
     def packed_params(self, cell: Any, input_features: int) -> Any:
-        """The parameters of one of the cells, created if missing."""
+        """Returns the parameters of one cell, creating missing ones."""
         return cell.packed_params(input_features, self.features)
 
     @nn.nowrap
     def names(self) -> list[list[str]]:
-        """The names of the cells, by layer and direction."""
+        """Returns the names of the cells by layer and direction."""
         suffixes = ("", "_reverse") if self.bidirectional else ("",)
         return [[f"layers_{k}{suffix}" for suffix in suffixes] for k in range(self.num_layers)]
 
     @nn.nowrap
     def for_each(self, make: Callable[[str], Carry]) -> Any:
-        """The carry of which `make` gives the entry for every cell, by its name."""
+        """Returns the carry whose entry for each cell is `make(name of the cell)`."""
         entries = [tuple(map(make, names)) for names in self.names()]
         return tuple(entry if self.bidirectional else entry[0] for entry in entries)
 
     @nn.compact
     def learned(self, name: str) -> Carry:
-        """The learned carry of a cell, `[H]` or a pair of such."""
+        """Returns the learned carry of a cell, `[H]` or a pair of such arrays; creates it if missing."""
         states = zip(("c", "h")[-len(self.widths()) :], self.widths(), strict=True)
         return one_or_pair(
             [self.param(f"{name}_carry_{x}", self.carry_init, (width,), self.param_dtype) for x, width in states]
@@ -642,7 +652,7 @@ class FusedStack(nn.Module):
 
     @nn.nowrap
     def make_norm(self, name: str) -> nn.Module:
-        """What normalises the outputs of one of the layers."""
+        """Creates the norm of the outputs of one layer."""
         if isinstance(self.norm, nn.Module):
             raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
         if callable(self.norm):
@@ -652,56 +662,60 @@ class FusedStack(nn.Module):
 
     @nn.nowrap
     def make_cell(self, **options: Any) -> Any:
-        """One of the cells."""
+        """Creates one cell with the attributes of the stack."""
         names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
         return self._cell(**{name: getattr(self, name) for name in names}, **options)
 
 
 class GRU(FusedStack):
-    """A stack of GRUs as `torch.nn.GRU` has it: layers, directions, dropout between layers; and episode resets.
+    """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
 
         gru = GRU(128, num_layers=2, time_major=True, return_carry=True)
         carry, ys = gru.apply(variables, xs, initial_carry=carry, resets=resets)
 
-    The parameters of layer k are those of a `GRUCell`, at `layers_{k}` and, of the backward direction, at
-    `layers_{k}_reverse`. In the outputs the directions are concatenated: forward, then backward.
+    Layer k has the parameters of a `GRUCell` at `layers_{k}`; those of its backward direction are at
+    `layers_{k}_reverse`. The outputs concatenate the directions: forward, then backward.
 
     Attributes:
       features: H, the width of every layer and direction.
-      num_layers: how many layers there are, each over the outputs of the one before.
-      dropout_rate: of the dropout over the outputs of every layer but the last; a new mask for every step.
-      bidirectional: whether each layer also runs from the last step to the first, with weights of its own.
-      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`; no transpose either way.
-      return_carry: return `(carry, outputs)` instead of `outputs`.
-      reverse: run all layers from the last step to the first. Outputs come in the order computed, last step first.
-      keep_order: with `reverse`, return the outputs in the order of the inputs.
-      deterministic: leave dropout out; with a `dropout_rate`, to be given here or at the call.
-      learned_carry: sequences and, by default, episodes start from parameters of width H, which `carry_init` makes:
-        `layers_{k}_carry_h`, or `layers_{k}_carry_c` and `layers_{k}_carry_h` of an LSTM, and the like for `_reverse`.
-      dtype: what matrices are multiplied in; the carry keeps its own. None: what inputs and parameters promote to.
-      param_dtype: of the parameters and the carry that `initialize_carry` makes.
-      kernel_init: of the input weights.
-      recurrent_kernel_init: of the recurrent weights.
-      bias_init: of the biases.
-      carry_init: of what sequences and episodes start from.
-      precision: of the matmuls, as in `jaxrnn.gru`.
-      implementation: as in `jaxrnn.gru`; None always works.
+      num_layers: the number of layers; each runs over the outputs of the previous layer.
+      dropout_rate: the rate of the dropout on the outputs of every layer but the last. Each step has its own mask.
+      bidirectional: whether each layer also runs from the last step to the first, with separate weights.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run all layers from the last step to the first. Outputs are in the order computed, last step
+        first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      deterministic: whether to disable dropout. With a nonzero `dropout_rate`, set it either here or in the call.
+      learned_carry: whether sequences and, by default, episodes start from learned parameters of width H, which
+        `carry_init` initializes. They are `layers_{k}_carry_h`, and also `layers_{k}_carry_c` for an LSTM; those of the
+        backward direction are `layers_{k}_reverse_carry_h` and `layers_{k}_reverse_carry_c`.
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      kernel_init: the initializer of the input weights.
+      recurrent_kernel_init: the initializer of the recurrent weights.
+      bias_init: the initializer of the biases.
+      carry_init: the initializer of the carry that sequences and episodes start from.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None chooses one that can run the input.
       remat: as in `jaxrnn.gru`.
-      norm: normalises the outputs of every layer but the last, both directions together, before dropout: "rms" or
-        "layer" for a `RMSNorm` or `LayerNorm`, its parameters at `norm_{k}`, where k is the layer whose outputs it
-        takes; or what makes another module, `norm(name=name)`, as a class does. None: nothing.
+      norm: the norm of the outputs of every layer but the last. It normalises both directions together, before dropout.
+        "rms" and "layer" create an `RMSNorm` or a `LayerNorm` with its parameters at `norm_{k}`, where k is the layer
+        whose outputs it normalises. A class or a function creates another module when called as `norm(name=name)`. None
+        means no norm.
     """
 
     _cell = GRUCell
 
 
 class LSTM(FusedStack):
-    """A stack of LSTMs as `torch.nn.LSTM` has it: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
+    """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
     Attributes:
-      features: H, as all attributes not named here as in `GRU`.
-      proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers_{k}/proj`; c stays H
-        wide. As `params.w_hr` in `jaxrnn.lstm`.
+      features: H. All attributes not listed here are those of `GRU`.
+      proj_size: P, the width to which `layers_{k}/proj` projects hidden states, and so outputs; c stays H wide. None
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`.
     """
 
     proj_size: int | None = None
@@ -710,25 +724,25 @@ class LSTM(FusedStack):
 
     @nn.nowrap
     def widths(self) -> tuple[int, ...]:
-        """The widths of c and h."""
+        """Returns the widths of c and h."""
         return self.features, self.features if self.proj_size is None else self.proj_size
 
     @nn.nowrap
     def packed_params(self, cell: Any, input_features: int) -> LSTMParams:
-        """The parameters of one of the cells, created if missing."""
+        """Returns the parameters of one cell, creating missing ones."""
         return cell.packed_params(input_features, self.features, self.proj_size)
 
 
 class ResetRNN(nn.Module):
-    """jaxued's module of this name: `carry, ys = ResetRNN(cell)((xs, resets), initial_carry=carry)`, time first.
+    """jaxued's `ResetRNN`, time-major: `carry, ys = ResetRNN(cell)((xs, resets), initial_carry=carry)`.
 
-    It has no parameters of its own: those of the cell are where the cell is made, `OptimizedLSTMCell_0` in the module
-    around. Cells run as in `RNN`, fused if they can be.
+    It has no parameters of its own. The parameters of the cell belong to the module that creates the cell, for example
+    at `OptimizedLSTMCell_0`. Cells run as in `RNN`, fused if possible.
 
     Attributes:
-      cell: the cell, one of those here or of Flax's.
-      precision: of the matmuls, as in `jaxrnn.gru`; None takes the cell's.
-      implementation: as in `jaxrnn.gru`; None takes the cell's, and always works.
+      cell: the cell, of this module or of Flax.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
+      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
     """
 
     cell: nn.RNNCellBase
@@ -743,15 +757,15 @@ class ResetRNN(nn.Module):
         initial_carry: Carry | None = None,
         reset_carry: Carry | None = None,
     ) -> tuple[Carry, Array]:
-        """Runs the cell over time, starting from `reset_carry` wherever `resets` is nonzero.
+        """Runs the cell over time and restarts it from `reset_carry` at every step where `resets` is nonzero.
 
         Args:
           inputs: `(xs, resets)`: `xs [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is
-            the first of an episode: the done that step t - 1 returned, not that of step t.
-          initial_carry: `[*batch, H]`, for an LSTM `(c, h)`; by default `reset_carry`, that of the first step if there
-            is one for every step.
-          reset_carry: what an episode starts from, by default `cell.initialize_carry`: `[H]`, `[*batch, H]` or
-            `[T, *batch, H]`, or a pair of such for an LSTM. Takes gradients.
+            the first of an episode: the done flag that step t - 1 returned, not that of step t.
+          initial_carry: `[*batch, H]`, or `(c, h)` for an LSTM; by default `reset_carry`, whose first step is used if
+            it has a value per step.
+          reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
+            `[*batch, H]` or `[T, *batch, H]`, or a pair of such arrays for an LSTM. It is differentiable.
 
         Returns:
           `(carry, ys [T, *batch, H])`.
@@ -781,14 +795,14 @@ class ResetRNN(nn.Module):
 
 
 def first_reset_carry(like: Array, reset_carry: Array) -> Array:
-    """The reset carry of the first step, of the shape of `like [*batch, H]`."""
+    """Returns the reset carry of the first step, broadcast to the shape of `like [*batch, H]`."""
     return jnp.broadcast_to(reset_carry if jnp.ndim(reset_carry) <= like.ndim else reset_carry[0], like.shape)
 
 
 class OnClassOrInstance:
-    """Makes a function a method of its first argument, be that an instance or the class itself."""
+    """A descriptor that makes a function a method of both the class and its instances: its first argument is either."""
 
-    nowrap = True  # Flax wraps no method that says so
+    nowrap = True  # Flax does not wrap methods with this attribute
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -799,49 +813,51 @@ class OnClassOrInstance:
 
 
 def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Carry:
-    """Returns the carry of a new episode, zeros. Works on the class, and on an instance: it then knows its attributes.
+    """Returns the zero carry of a new episode, for a class or for an instance with its own attributes.
 
     Args:
       rnn: the class or the instance.
-      batch_size: an int, or a tuple of all batch axes.
+      batch_size: an int, or a tuple with the sizes of all batch axes.
       hidden_size: H; by default `hidden_state_dim`.
     """
     batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
     if hidden_size is None:
-        raise ValueError("initialize_carry takes (batch_size, hidden_size), unless hidden_state_dim is set")
+        raise ValueError("hidden_size is missing: pass it to initialize_carry, or set hidden_state_dim")
     cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
 
 
 def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Carry:
-    """`zero_carry` with arguments the other way round: `(hidden_size, *batch_size)`."""
+    """Returns `zero_carry`, but takes the arguments in the order `(hidden_size, *batch_size)`."""
     return zero_carry(rnn, batch_size, hidden_size)
 
 
 class ScannedRNN(nn.Module):
     """The recurrent module of JAX RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`.
 
-    Replaces the class of this name that JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava carry: changing the import
-    changes neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results. purejaxrl
-    and popjaxrl have them at `ScannedRNN_0/GRUCell_0/...`: set `cell_name`.
-    H is the width of the carry, whatever that of the inputs. Rollouts call it with T = 1, updates with whole sequences.
+    It replaces the `ScannedRNN` of JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava: changing the import changes
+    neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results. purejaxrl and
+    popjaxrl have the parameters at `ScannedRNN_0/GRUCell_0/...`: set `cell_name` for these.
+    H is the width of the carry and may differ from D. Rollouts call the module with T = 1, and updates call it with
+    whole sequences.
 
-    For another cell set `cell_type`. Where `initialize_carry` is called on the class, set it there too:
+    Set `cell_type` for another cell. If `initialize_carry` is called on the class, set `cell_type` in a subclass:
 
         class ScannedRNN(jaxrnn.linen.ScannedRNN):
             cell_type: str = "lstm"
 
     Attributes:
-      hidden_state_dim: H, if `initialize_carry` shall know it; the carry must then have this width.
-      cell_type: "gru", "lstm", "optimized_lstm", "mgu", "simple", or a class of cells. Only GRU and LSTMs are fused.
-      cell_name: where the cell's parameters are, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so on:
-        the classes this one replaces create two cells, of which the second has parameters. Where a class makes no
-        dummy cell, makes it with `parent=None`, or after the other, the name is "GRUCell_0".
-      dtype: what matrices are multiplied in; the carry keeps its own. None: what inputs and parameters promote to.
-      param_dtype: of the parameters and the carry that `initialize_carry` makes.
-      precision: of the matmuls, as in `jaxrnn.gru`.
-      implementation: as in `jaxrnn.gru`; None always works.
+      hidden_state_dim: H, the default `hidden_size` of `initialize_carry`; if set, the carry must have this width.
+      cell_type: "gru", "lstm", "optimized_lstm", "mgu", "simple", or a cell class. Only GRUs and LSTMs are fused.
+      cell_name: the name of the cell's parameters, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so
+        on. The classes that this one replaces create a dummy cell first, and only the second cell has parameters. If
+        your class creates no dummy cell, creates it with `parent=None` or creates it second, the name is "GRUCell_0".
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None chooses one that can run the cell.
     """
 
     hidden_state_dim: int | None = None
@@ -856,18 +872,18 @@ class ScannedRNN(nn.Module):
 
     @nn.compact
     def __call__(self, carry: Carry, x: tuple[Array, Array]) -> tuple[Carry, Array]:
-        """Runs over time, starting from zeros wherever `resets` is nonzero.
+        """Runs the cell over time and restarts it from zeros at every step where `resets` is nonzero.
 
         Args:
-          carry: `[*batch, H]`, for an LSTM `(c, h)`; `initialize_carry` makes one.
+          carry: `[*batch, H]`, or `(c, h)` for an LSTM; `initialize_carry` returns one.
           x: `(ins, resets)`: `ins [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is the
-            first of an episode: the done that step t - 1 returned, not that of step t.
+            first of an episode: the done flag that step t - 1 returned, not that of step t.
 
         Returns:
           `(carry, ys [T, *batch, H])`.
 
         Raises:
-          ValueError: shapes or dtypes disagree, or the parameters are of another cell, or under another name.
+          ValueError: shapes or dtypes disagree, or the parameters belong to another cell or have another name.
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
         if not isinstance(x, (tuple, list)) or len(x) != 2:
@@ -876,10 +892,10 @@ class ScannedRNN(nn.Module):
             )
         ins, resets = x
         if not (states := jax.tree.leaves(carry)) or not all(jnp.ndim(state) for state in states):
-            raise ValueError("carry must be [*batch, H], for an LSTM (c, h): initialize_carry makes one")
+            raise ValueError("carry must be [*batch, H], or a pair (c, h) for an LSTM: initialize_carry returns one")
         hidden = states[-1].shape[-1]
         if self.hidden_state_dim not in (None, hidden):
-            raise ValueError(f"the carry must be {self.hidden_state_dim} wide, as hidden_state_dim says, got {hidden}")
+            raise ValueError(f"the width of carry must be hidden_state_dim = {self.hidden_state_dim}, got {hidden}")
         make = cell_class(self.cell_type)
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
         self._check_name(name)
@@ -890,21 +906,22 @@ class ScannedRNN(nn.Module):
         return carry, ys
 
     def _check_name(self, name: str) -> None:
-        """Refuses parameters of a class that has another cell, or has it under another name."""
+        """Raises ValueError if the given parameters belong to another cell or have another name."""
         given = self.variables.get("params", {})
         if given and name not in given and not self.is_mutable_collection("params"):
             raise ValueError(
                 f"the parameters given to {type(self).__name__} are under {', '.join(given)}, not under {name}: "
-                "subclass it, and set cell_type to their kind of cell and cell_name to the name that they are under"
+                "subclass ScannedRNN, and set cell_type to the cell of these parameters and cell_name to their name"
             )
 
     initialize_carry = OnClassOrInstance(zero_carry)
 
 
 class HiddenFirstScannedRNN(ScannedRNN):
-    """`ScannedRNN` as JaxMARL's Q-learning and purejaxql have it.
+    """The `ScannedRNN` of JaxMARL's Q-learning and of purejaxql.
 
-    `initialize_carry(hidden_size, *batch_size)`, and parameters under `ScannedRNN_0/GRUCell_0`. purejaxql's LSTM:
+    It has `initialize_carry(hidden_size, *batch_size)`, and its parameters are under `ScannedRNN_0/GRUCell_0`. The
+    following class replaces purejaxql's LSTM:
 
         class ScannedRNN(jaxrnn.linen.HiddenFirstScannedRNN):
             cell_type: str = "optimized_lstm"
@@ -915,14 +932,14 @@ class HiddenFirstScannedRNN(ScannedRNN):
     initialize_carry = OnClassOrInstance(zero_carry_hidden_first)
 
 
-# Flax names parameters after the class.
+# Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.
 HiddenFirstScannedRNN.__name__ = "ScannedRNN"
 
 
 def cell_class(cell_type: str | type[nn.RNNCellBase]) -> Any:
-    """The class of cells that `cell_type` is or names."""
+    """Returns the cell class that `cell_type` is or names."""
     if not isinstance(cell_type, str):
         return cell_type
     if cell_type not in CELL_TYPES:
-        raise ValueError(f"cell_type must be a class of cells or one of {', '.join(CELL_TYPES)}, got {cell_type!r}")
+        raise ValueError(f"cell_type must be a cell class or one of {', '.join(CELL_TYPES)}, got {cell_type!r}")
     return CELL_TYPES[cell_type]

@@ -1,4 +1,4 @@
-"""What the modules of Flax linen and NNX share: everything around the functions of `jaxrnn` but the parameters."""
+"""The code shared by the modules of Flax linen and NNX: everything except their parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def cast(params: Any, dtype: DTypeLike) -> Any:
-    """Casts weights to the dtype that Flax multiplies in; biases are added in float32, as gates are."""
+    """Casts weights to `dtype` and biases to the accumulation dtype of the gates: float32, or float64 for float64."""
     bias_dtype = accumulation_dtype(dtype)
     given = {name: x for name, x in params._asdict().items() if x is not None}
     return type(params)(**{name: x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in given.items()})
@@ -32,7 +32,7 @@ def cast(params: Any, dtype: DTypeLike) -> Any:
 def run(
     params: Params, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any
 ) -> tuple[Carry, Array, Carry | None]:
-    """`jaxrnn.gru` or `jaxrnn.lstm`; returns `(carry, ys, carries of every step if wanted)`."""
+    """Calls `jaxrnn.gru` or `jaxrnn.lstm`; returns `(carry, ys, carries of all steps or None)`."""
     if isinstance(params, GRUParams):
         carry, ys = gru(params, carry, xs, **options)
         return carry, ys, ys if return_carries else None
@@ -45,15 +45,15 @@ _TANHS = (jax.nn.tanh, jax.lax.tanh)
 
 
 def has_usual_activations(cell: Any) -> bool:
-    """Whether a cell of Flax's computes sigmoid and tanh, as the functions of `jaxrnn` do."""
+    """Whether the activations of a Flax cell are sigmoid and tanh, as in the functions of `jaxrnn`."""
     return _is_one_of(cell.gate_fn, _SIGMOIDS) and _is_one_of(cell.activation_fn, _TANHS)
 
 
 def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
-    """Whether an activation is one of these, or the copy that `copy.deepcopy` of a module makes of one."""
+    """Whether an activation is one of the known functions, or a copy that `copy.deepcopy` of a module made of one."""
     if any(function is one for one in known):
         return True
-    jitted: Any = type(jax.nn.sigmoid)  # functions are copied as themselves, these are not
+    jitted: Any = type(jax.nn.sigmoid)  # `copy.deepcopy` copies jitted functions, but returns plain functions unchanged
     if type(function) is not jitted or (program := _program(function)) is None:
         return False
     return program in [_program(one) for one in known if type(one) is jitted]
@@ -61,13 +61,13 @@ def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _program(function: Callable[..., Array]) -> str | None:
-    """What a function of one number computes, gradients of its own and effects included: its jaxpr, without `jit`s.
+    """Returns the jaxpr of a scalar function as text, without enclosing `jit`s but with custom gradients and effects.
 
-    None of a function that does not take one number, as one that needs an axis.
+    Returns None if the function cannot be traced with one scalar, for example because it needs an axis.
     """
     try:
         jaxpr = jax.make_jaxpr(function)(jax.ShapeDtypeStruct((), jnp.float32)).jaxpr
-    except Exception:  # whatever it says of what it does not take
+    except Exception:  # an arbitrary function may raise anything
         return None
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
@@ -75,23 +75,23 @@ def _program(function: Callable[..., Array]) -> str | None:
 
 
 def hidden_and_carries(outputs: Any) -> tuple[Array, Carry | None]:
-    """Of what `jaxrnn.lstm` returns for every step, the hidden states, and the carries if the cell states are there."""
+    """Splits the outputs of `jaxrnn.lstm` into the hidden states and, if they include cell states, the carries."""
     hs, cs = outputs if isinstance(outputs, tuple) else (outputs, None)
     return hs, None if cs is None else (cs, hs)
 
 
 def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
-    """Raises ValueError if there is something to start episodes from, but nothing that says where they start."""
+    """Raises ValueError if `reset_carry` is given without `resets`."""
     if resets is None and reset_carry is not None:
         raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
 
 
-# Norms of the stacks that have a name.
+# The names that the argument `norm` of the stacks accepts.
 NORMS = ("rms", "layer")
 
 
 def check_norm(module: Any, mask: Array | None, rank: int) -> None:
-    """Raises NotImplementedError if one of Flax's attributes of a norm asks for more than the last axis by itself."""
+    """Raises NotImplementedError unless Flax's options ask for a norm of the last axis, in float32, on one device."""
     given = {name: getattr(module, name) for name in ("reduction_axes", "feature_axes")}
     wrong = {name: axes for name, axes in given.items() if not _axes(axes) or {*_axes(axes)} - {-1, rank - 1}}
     given = {name: getattr(module, name) for name in ("axis_name", "axis_index_groups")} | {"mask": mask}
@@ -103,7 +103,7 @@ def check_norm(module: Any, mask: Array | None, rank: int) -> None:
         shown = "an array" if name == "mask" else value
         raise NotImplementedError(
             f"{kind} of jaxrnn normalises the last axis, in float32, on one device: {name} cannot be {shown}. Use "
-            f"Flax's own {kind} for it"
+            f"Flax's own {kind} instead"
         )
 
 
@@ -120,7 +120,7 @@ def normalize(
     dtype: DTypeLike,
     **options: Any,
 ) -> Any:
-    """`jaxrnn.rms_norm` or `jaxrnn.layer_norm` as Flax's modules have it: of any numbers, with y in `dtype`."""
+    """Runs `jaxrnn.rms_norm` or `jaxrnn.layer_norm` with y in `dtype`; integers become float32, as in Flax."""
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.float32)
         if residual is not None and not jnp.issubdtype(jnp.result_type(residual), jnp.inexact):
@@ -129,18 +129,18 @@ def normalize(
 
 
 def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:
-    """A carry of arrays `[H]` as one of `[*batch, H]`."""
+    """Broadcasts a carry of arrays `[H]` to `[*batch, H]`."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
 
 
 def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: int) -> Array:
-    """Reverses time, of the first `seq_lengths [*batch]` steps and of the rest apart, as `nn.RNN` does.
+    """Reverses time separately in the first `seq_lengths [*batch]` steps and in the rest, as `nn.RNN` does.
 
     Args:
-      xs: an array with `batch` batch axes and time before all others.
-      seq_lengths: if None, all steps.
-      batch: how many batch axes there are.
-      time_axis: where among them time is.
+      xs: an array whose leading axes are `batch` batch axes and the time axis.
+      seq_lengths: the lengths, or None to reverse all steps.
+      batch: the number of batch axes.
+      time_axis: the index of the time axis.
     """
     if seq_lengths is None or xs.shape[time_axis] == 0:
         return jnp.flip(xs, time_axis)
@@ -151,17 +151,17 @@ def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: 
 
 
 def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Array) -> Array:
-    """Of the carries of all steps, those after `seq_lengths [*batch]` steps; `initial` for a length of 0."""
+    """Returns the carry after `seq_lengths [*batch]` steps from the carries of all steps; `initial` for length 0."""
     if carries.shape[time_axis] == 0:
         return initial
     index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
     at = jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis)
-    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")  # as `nn.RNN` does with lengths beyond the end
+    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")  # `nn.RNN` also clips lengths beyond the end
     return jnp.where(index == 0, initial, last.squeeze(time_axis))
 
 
 def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
-    """Carry and inputs of a step with the batch axes that they broadcast to, as in Flax's cells."""
+    """Broadcasts the batch axes of the carry and the inputs of a step against each other, as Flax's cells do."""
     batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
     if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):
         return carry, inputs
@@ -169,7 +169,7 @@ def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
         batch = jnp.broadcast_shapes(*batches)
     except ValueError:
         raise ValueError(
-            f"the batch axes of carry and inputs do not go together: {batches[:-1]} and {batches[-1]}"
+            f"the batch axes of carry and inputs cannot be broadcast together: {batches[:-1]} and {batches[-1]}"
         ) from None
     carry, inputs = jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, x.shape[-1])), (carry, inputs))
     return carry, inputs
@@ -189,9 +189,10 @@ def run_over_time(
     keep_order: bool,
     return_carry: bool,
 ) -> Array | tuple[Carry, Array]:
-    """What `nn.RNN` does around the loop: lengths, order of the outputs, and what is returned.
+    """Runs a loop and does what `nn.RNN` does around it: handles lengths, the order of the outputs and the results.
 
-    `run(carry, inputs, resets=, reset_carry=, reverse=, return_carries=)` is the loop; it returns as `run` here does.
+    The loop is `run(carry, inputs, resets=, reset_carry=, reverse=, return_carries=)`. It returns the same tuple as the
+    function `run` of this module.
     """
     batch_and_time = inputs.shape[: inputs.ndim - feature_axes]
     time_axis = 0 if time_major else len(batch_and_time) - 1
@@ -228,16 +229,16 @@ def run_over_time(
 
 
 def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...]) -> Array | None:
-    """Returns lengths as int32; raises ValueError unless there is one for each sequence, or none at all."""
+    """Returns lengths as int32, or None; raises ValueError unless there is one integer per sequence."""
     if seq_lengths is None:
         return None
-    if isinstance(seq_lengths, int) and not isinstance(seq_lengths, bool):  # of one sequence
+    if isinstance(seq_lengths, int) and not isinstance(seq_lengths, bool):  # one sequence without batch axes
         seq_lengths = jnp.asarray(seq_lengths)
     check_array("seq_lengths", seq_lengths)
     if jnp.shape(seq_lengths) != batch:
         raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
     if not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
-        raise ValueError(f"seq_lengths must be whole numbers of steps, got {jnp.result_type(seq_lengths)}")
+        raise ValueError(f"seq_lengths must be integers, got {jnp.result_type(seq_lengths)}")
     return jnp.asarray(seq_lengths, jnp.int32)
 
 
@@ -246,47 +247,51 @@ def _is_none(x: Any) -> bool:
 
 
 def _has_same_structure(reset_carry: Carry | None, carry: Carry) -> bool:
-    """Whether a reset carry has the structure of a carry; its arrays may be None, for zeros."""
+    """Whether a reset carry has the structure of a carry; None in place of an array means zeros."""
     structures: Any = jax.tree.structure(reset_carry, is_leaf=_is_none), jax.tree.structure(carry)
     return bool(structures[0] == structures[1])
 
 
 def _is_stepped(new: Array | None, old: Array) -> bool:
-    """Whether an array of a reset carry has time, which one of a carry has not."""
+    """Whether an array of a reset carry has a time axis, and so more axes than the array of the carry."""
     return new is not None and jnp.ndim(new) > jnp.ndim(old)
 
 
 def check_steps(
     resets: Array | None, reset_carry: Carry | None, carry: Carry, batch_and_time: tuple[int, ...], time_major: bool
 ) -> None:
-    """Raises ValueError unless what there is of every step has the batch axes and the time of the inputs.
+    """Raises ValueError unless the arrays with a time axis have the batch and time axes of the inputs.
 
-    Before these are brought into another order, where too few of them would be repeated.
+    The check precedes the reversal of sequences, which would repeat the entries of an array that has too few.
     """
     check_resets(resets, batch_and_time, time_major, "inputs")
-    if not _has_same_structure(reset_carry, carry):  # none at all; or the loop says what is wrong
+    if not _has_same_structure(reset_carry, carry):  # no reset carry, or one that the loop rejects
         return
     for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
         if _is_stepped(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
             axes = "[T, *batch, H]" if time_major else "[*batch, T, H]"
-            raise ValueError(f"reset_carry must be {axes} = {batch_and_time} and H as in inputs, got {jnp.shape(new)}")
+            raise ValueError(
+                f"reset_carry must be {axes} with batch and time {batch_and_time} as in inputs, got {jnp.shape(new)}"
+            )
 
 
 def with_resets(
     carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
 ) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
-    """Resets for a loop over the steps of any cell.
+    """Prepares resets for a loop over the steps of any cell.
 
     Args:
-      carry: the first one, a pytree of arrays.
-      resets: of the shape of all batch axes and time.
-      reset_carry: as `carry`; its arrays may lack batch axes, or have time in addition.
-      shape: what `resets` must have.
-      time_axis: where in it time is.
+      carry: the carry before the first step, a pytree of arrays.
+      resets: an array with all batch axes and the time axis, or None.
+      reset_carry: a pytree like `carry`, or None for zeros. Its arrays may lack the batch axes, or have a time axis in
+        addition.
+      shape: the shape that `resets` must have.
+      time_axis: the index of the time axis in `shape`.
 
     Returns:
-      Those arrays of `reset_carry` that have time, time first, for the loop to go over; and what gives the carry that a
-      step sees: a function of the carry, and of the resets and those arrays at that step.
+      `(stepped, reset)`. `stepped` are the arrays of `reset_carry` that have a time axis, time first; the loop scans
+      over them. `reset(carry, resets, stepped)`, with `resets` and `stepped` of one step, returns the carry from which
+      the step starts.
     """
     if resets is not None and jnp.shape(resets) != shape:
         raise ValueError(f"resets must have the batch and time axes of the inputs, {shape}, got {jnp.shape(resets)}")
@@ -320,15 +325,15 @@ def check_stack(
     proj_size: int | None = None,
     norm: Any = None,
 ) -> None:
-    """Raises ValueError unless there is a stack of that kind."""
+    """Raises ValueError unless the arguments describe a valid stack."""
     if num_layers < 1:
         raise ValueError(f"num_layers must be at least 1, got {num_layers}")
     if not 0.0 <= dropout_rate <= 1.0:
-        raise ValueError(f"dropout_rate is a probability between 0 and 1, got {dropout_rate}")
+        raise ValueError(f"dropout_rate must be between 0 and 1, got {dropout_rate}")
     if proj_size is not None and proj_size < 1:
         raise ValueError(f"proj_size must be at least 1, or None for no projection, got {proj_size}")
     if bidirectional and reverse:
-        raise ValueError("reverse is for a stack of one direction: a bidirectional one runs both, outputs in order")
+        raise ValueError("reverse must be False for a bidirectional stack, which already runs both directions")
     if norm is not None and not (callable(norm) or (isinstance(norm, str) and norm in NORMS)):
         raise ValueError(f'norm must be "rms", "layer", None, or a class or function that makes a module, got {norm!r}')
 
@@ -336,23 +341,23 @@ def check_stack(
 def by_direction(
     name: str, carry: Any, widths: tuple[int, ...], num_layers: int, bidirectional: bool
 ) -> tuple[tuple[Carry, ...], ...]:
-    """Returns the carry of a stack by layer and direction, as `run_stack` takes it.
+    """Returns the carry of a stack grouped by layer and direction, as `run_stack` takes it.
 
     Args:
-      name: what errors call it.
-      carry: a tuple by layer; in it, if there are two directions, pairs by direction; in those `[..., width]`, or pairs
-        of such for an LSTM.
-      widths: of the arrays of one carry, one or two: H, or those of c and h.
-      num_layers: how many layers there are.
-      bidirectional: whether each has two directions.
+      name: the name of the carry in error messages.
+      carry: a tuple with one entry per layer. With two directions, an entry is a pair by direction. The carry of one
+        direction is `[..., width]`, or a pair of such arrays for an LSTM.
+      widths: the widths of the arrays of one carry: H, or those of c and h.
+      num_layers: the number of layers.
+      bidirectional: whether each layer has two directions.
 
     Raises:
-      ValueError: it has another structure, or other widths.
+      ValueError: the carry has another structure or other widths.
     """
     shapes = [f"[..., {width}]" for width in widths]
     one = f"an array {shapes[0]}" if len(shapes) == 1 else f"a pair (c {shapes[0]}, h {shapes[1]})"
     each = f"a pair (forward, backward), each {one}" if bidirectional else one
-    expected = f"{name} of this stack is a tuple with an entry for each of {num_layers} layers: {each}"
+    expected = f"{name} of this stack must be a tuple with one entry for each of {num_layers} layers: {each}"
 
     def split(x: Any, lengths: tuple[int, ...]) -> Any:
         if not lengths and x is not None and not isinstance(x, (tuple, list, dict)):
@@ -373,9 +378,9 @@ class Direction(NamedTuple):
     """One direction of one layer.
 
     Attributes:
-      params: its weights.
-      carry: `[*batch, H]`, or `(c, h)`: what its first step sees.
-      reset_carry: what an episode starts from, as `jaxrnn.gru` takes it.
+      params: the weights.
+      carry: `[*batch, H]`, or `(c, h)`: the carry before the first step.
+      reset_carry: the carry that an episode starts from, as the `reset_state` of `jaxrnn.gru` or `jaxrnn.lstm`.
     """
 
     params: Params
@@ -393,13 +398,13 @@ def both_directions(
     return_carries: bool,
     **options: Any,
 ) -> list[tuple[Carry, Array, Carry | None]]:
-    """Runs a forward and a backward direction over the same `xs`; all that is given per direction comes in that order.
+    """Runs a forward and a backward direction over the same `xs`.
 
-    Returns what `run` returns, for each.
+    Arguments with one element per direction have the order forward, backward. Returns the result of `run` for each.
     """
     params, carry, _ = zip(*layer, strict=True)
     forward, backward = (jax.tree.map(jnp.result_type, one) for one in carry)
-    if forward != backward:  # one launch has one dtype
+    if forward != backward:  # the directions of one launch must have the same dtypes
         return [
             run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse,
                 return_carries=return_carries, **options)
@@ -421,7 +426,7 @@ def both_directions(
 
 
 def broadcast_reset_states(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:
-    """Two reset states `[H]`, `[*batch, H]` or, with time among these axes, of every step, as arrays of one shape."""
+    """Broadcasts two reset states, each `[H]`, `[*batch, H]` or a value per step, to one shape."""
     most = max(x, y, key=jnp.ndim)
 
     def broadcast(x: Array) -> Array:
@@ -433,16 +438,16 @@ def broadcast_reset_states(x: Array, y: Array, time_axis: int) -> tuple[Array, A
 
 
 def is_last_step(seq_lengths: Array | None, shape: tuple[int, ...], time_axis: int) -> Array:
-    """Where, in an array of this shape, of batch axes and time, is the last step of a sequence."""
+    """Returns a mask of the last step of each sequence, broadcastable to `shape`, which has batch and time axes."""
     steps = jnp.arange(shape[time_axis]).reshape([-1 if axis == time_axis else 1 for axis in range(len(shape))])
     lengths = shape[time_axis] if seq_lengths is None else jnp.expand_dims(seq_lengths, time_axis)
     return steps == lengths - 1
 
 
 def resets_of_reversed(resets: Array, seq_lengths: Array | None, time_axis: int) -> Array:
-    """Where an episode begins for a loop that runs from the last step to the first: at its last step.
+    """Returns the resets of a loop that runs from the last step to the first: the mask of each episode's last step.
 
-    That of a sequence's last episode is not among them: there the loop itself begins.
+    The mask excludes the end of a sequence's last episode, because the loop itself starts there.
     """
     next_begins = jnp.roll(is_reset(resets), -1, axis=time_axis)
     return next_begins & ~is_last_step(seq_lengths, resets.shape, time_axis)
@@ -451,9 +456,9 @@ def resets_of_reversed(resets: Array, seq_lengths: Array | None, time_axis: int)
 def start_at_end(
     resets: Array | None, reset_carry: Carry | None, carry: Carry, seq_lengths: Array, xs: Array, time_axis: int
 ) -> tuple[Array, Carry]:
-    """`(resets, reset carry)` with which a loop that runs backward starts from `carry` at the end of each sequence.
+    """Returns `(resets, reset carry)` with which a backward loop starts from `carry` at the end of each sequence.
 
-    What it computes before, from padding, is thus forgotten.
+    The reset at the end discards what the loop has computed from padding.
     """
     at_end = is_last_step(seq_lengths, xs.shape[:-1], time_axis)
     if resets is None:
@@ -480,9 +485,10 @@ def run_layer(
     return_carry: bool,
     **options: Any,
 ) -> tuple[tuple[Carry, ...], Array]:
-    """Runs one layer, of one direction or two; outputs in the order of the inputs.
+    """Runs one layer, of one direction or two.
 
-    Returns `(carries by direction, outputs)`. The carries mean something only if `return_carry`.
+    Returns `(carries by direction, outputs)`; the outputs are in the order of the inputs. The carries are valid only if
+    `return_carry`.
     """
     time_axis = 0 if time_major else xs.ndim - 2
     backward = [reverse] if len(layer) == 1 else [False, True]
@@ -496,7 +502,7 @@ def run_layer(
         all_resets.append(reset)
         reset_carries.append(state)
 
-    # running forward a sequence may end before the last step, running backward all end at the first
+    # a forward loop runs past the end of short sequences, so it must return all carries; a backward loop ends at step 0
     options |= {"time_major": time_major, "return_carries": return_carry and seq_lengths is not None and not reverse}
     if len(layer) == 2:
         results = both_directions(layer, xs, all_resets, reset_carries, time_axis=time_axis, **options)
@@ -532,21 +538,21 @@ def run_stack(
     return_carry: bool,
     **options: Any,
 ) -> Any:
-    """Runs layers one after the other, each over the outputs of the one before.
+    """Runs layers one after the other, each over the outputs of the previous layer.
 
     Args:
-      layers: weights by layer and direction: one, or forward and backward.
-      carry: by layer and direction, as `by_direction` returns it.
-      xs: `[T, *batch, D]`, or `[*batch, T, D]`.
-      reset_carry: as `carry`, or None for zeros.
+      layers: the weights by layer and direction: one direction, or forward and backward.
+      carry: the carry by layer and direction, as `by_direction` returns it.
+      xs: `[T, *batch, D]`, or `[*batch, T, D]` if not `time_major`.
+      reset_carry: a carry like `carry`, or None for zeros.
       seq_lengths: `[*batch]` or None.
-      between: makes of the outputs of layer k, every one but the last, the inputs of the next: `between(k, outputs)`.
-      dtype: what matrices are multiplied in; None: what inputs, carry and parameters promote to.
-      time_major: whether time comes first.
+      between: `between(k, outputs)` returns the inputs of layer k + 1, given the outputs of layer k.
+      dtype: the dtype of the matmul operands; None uses the dtype to which inputs, carry and parameters promote.
+      time_major: whether time is the first axis.
       reverse: whether the only direction is backward.
-      keep_order: whether its outputs come in the order of the inputs.
+      keep_order: whether the outputs of the backward direction are in the order of the inputs.
       return_carry: whether to return the carry too.
-      options: of `run_layer`, `jaxrnn.gru` and `jaxrnn.lstm`.
+      options: the options of `run_layer`, `jaxrnn.gru` and `jaxrnn.lstm`.
     """
     batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
     seq_lengths = checked_seq_lengths(seq_lengths, batch)

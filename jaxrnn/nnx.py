@@ -1,4 +1,4 @@
-"""Flax NNX modules over the functions of `jaxrnn`: the arguments, parameters and initial values of Flax's own.
+"""Flax NNX modules that run the functions of `jaxrnn`, with the arguments, parameters and initial values of Flax.
 
 | instead of                                             | import                                     |
 | ------------------------------------------------------ | ------------------------------------------ |
@@ -6,10 +6,11 @@
 | `nnx.GRUCell`, `nnx.LSTMCell`, `nnx.OptimizedLSTMCell` | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell` |
 | `nnx.RMSNorm`, `nnx.LayerNorm`                         | `RMSNorm`, `LayerNorm`                     |
 
-`nnx.Bidirectional` takes an `RNN` from here. `GRU` and `LSTM` are stacks of layers.
+`nnx.Bidirectional` accepts an `RNN` of this module. `GRU` and `LSTM` are stacks of layers.
 
-Resets, wherever a module takes them: `resets[t]` is nonzero if step t begins an episode. It is the done that step
-t - 1 returned, the one stored beside the observation of step t; the done of step t belongs to `resets[t + 1]`.
+All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
+done flag that step t - 1 returned, which is stored with the observation of step t. The done flag of step t belongs to
+`resets[t + 1]`.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "LayerNorm", "OptimizedL
 
 
 class FusedCell(nnx.RNNCellBase):
-    """What the cells here add to Flax's, which come after this class in their bases."""
+    """The base class that precedes Flax's class among the bases of each cell and replaces its computation."""
 
     dtype: Dtype | None
     param_dtype: Dtype
@@ -55,14 +56,14 @@ class FusedCell(nnx.RNNCellBase):
         self.implementation = implementation
 
     def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
-        """Takes one step, as a sequence of length one.
+        """Computes one step, as a sequence of length one.
 
         Args:
           carry: `[*batch, H]`, or `(c, h)` of that shape for an LSTM.
-          inputs: `[*batch, D]`; its batch axes and those of the carry broadcast.
+          inputs: `[*batch, D]`; the batch axes of inputs and carry are broadcast.
 
         Returns:
-          `(carry, output [*batch, H])`, in the wider of the dtype computed in and that of the carry.
+          `(carry, output [*batch, H])`, in the dtype to which the computation dtype and the carry's dtype promote.
 
         Raises:
           ValueError: shapes or dtypes disagree.
@@ -79,39 +80,45 @@ class FusedCell(nnx.RNNCellBase):
 
 
 class GRUCell(FusedCell, nnx.GRUCell):
-    """`flax.nnx.GRUCell` over `jaxrnn.gru`: the same parameters, initial values and results.
+    """`flax.nnx.GRUCell` computed by `jaxrnn.gru`, with the same parameters, initial values and results.
 
-    Flax's has no recurrent bias of n, unlike `linen.GRUCell`, and so has this one, for as long as Flax's has none. One
-    that is there, as `hn_bias` ([flax#5595](https://github.com/google/flax/pull/5595)) or in `dense_h`, is used.
+    Flax's cell has no recurrent bias of n, unlike `linen.GRUCell`, and this cell has none while Flax's has none. If the
+    bias exists, as `hn_bias` ([flax#5595](https://github.com/google/flax/pull/5595)) or in `dense_h`, it is used.
 
     Attributes:
       in_features: D.
-      hidden_features: H; further arguments and attributes as in Flax.
-      gate_fn: anything but sigmoid, or `activation_fn` anything but tanh, runs as Flax's own cell, under `nnx.scan`.
-      dtype: what matrices are multiplied in. The carry keeps its own dtype: float32 with `dtype=jnp.bfloat16`.
-      precision: of the multiplications, as in `jaxrnn.gru`.
+      hidden_features: H. All arguments and attributes not listed here are Flax's.
+      gate_fn: with a function other than sigmoid, or an `activation_fn` other than tanh, Flax's own cell runs, and in
+        an `RNN` it runs under `nnx.scan`.
+      dtype: the dtype of the matmul operands. The carry keeps its own dtype, so it may be float32 with
+        `dtype=jnp.bfloat16`.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
     """
 
 
 class LSTMCell(FusedCell, nnx.LSTMCell):
-    """`flax.nnx.LSTMCell` over `jaxrnn.lstm`: the same parameters, initial values and results. Carry `(c, h)`.
+    """`flax.nnx.LSTMCell` computed by `jaxrnn.lstm`, with the same parameters, initial values and results.
+
+    The carry is `(c, h)`.
 
     Attributes:
-      in_features: as all attributes, as in `GRUCell`.
+      in_features: D. All attributes are those of `GRUCell`.
     """
 
 
 class OptimizedLSTMCell(FusedCell, nnx.OptimizedLSTMCell):
-    """`flax.nnx.OptimizedLSTMCell` over `jaxrnn.lstm`: the same parameters, initial values and results. Carry `(c, h)`.
+    """`flax.nnx.OptimizedLSTMCell` computed by `jaxrnn.lstm`, with the same parameters, initial values and results.
+
+    The carry is `(c, h)`.
 
     Attributes:
-      in_features: as all attributes, as in `GRUCell`.
+      in_features: D. All attributes are those of `GRUCell`.
     """
 
 
 class ProjectedLSTMCell(OptimizedLSTMCell):
-    """A cell of `LSTM` with a projection: `dense_h` takes P units, and `proj` gives them."""
+    """The cell of an `LSTM` with a projection: `proj` maps H units to P, and `dense_h` takes the P units."""
 
     def __init__(self, in_features: int, hidden_features: int, *, proj_size: int, rngs: nnx.Rngs, **options: Any):
         super().__init__(in_features, hidden_features, rngs=rngs, **options)
@@ -122,7 +129,7 @@ class ProjectedLSTMCell(OptimizedLSTMCell):
 
 
 GATES = ["ii", "if_", "ig", "io"], ["hi", "hf", "hg", "ho"]
-# The layers of the cells that can be fused: for the product with x, and for that with h.
+# The layers of each cell that can be fused: those that multiply x, then those that multiply h.
 LAYERS: dict[type, tuple[list[str], list[str]]] = {
     nnx.GRUCell: (["dense_i"], ["dense_h"]),
     nnx.LSTMCell: GATES,
@@ -136,7 +143,7 @@ KERNEL_INIT, RECURRENT_KERNEL_INIT = nnx.initializers.lecun_normal(), nnx.initia
 
 
 def packed_params(cell: Any) -> GRUParams | LSTMParams:
-    """The parameters of a cell that can be fused, as `jaxrnn.gru` or `jaxrnn.lstm` takes them."""
+    """Returns the parameters of a cell that can be fused, as `jaxrnn.gru` or `jaxrnn.lstm` takes them."""
 
     def packed(layers: list[str], name: str) -> Any:
         parts = [getattr(getattr(cell, layer), name) for layer in layers]
@@ -155,7 +162,7 @@ def packed_params(cell: Any) -> GRUParams | LSTMParams:
 
 
 def run_fused(cell: Any, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
-    """`modules.run` with the parameters of a cell that can be fused."""
+    """Calls `modules.run` with the parameters of a cell that can be fused, after checking the carry's structure."""
     params = packed_params(cell)
     if isinstance(params, GRUParams) and isinstance(carry, (tuple, list)):
         raise ValueError(f"the carry of a GRU is one array [*batch, H], got a {type(carry).__name__}")
@@ -166,11 +173,11 @@ def run_fused(cell: Any, carry: Carry, xs: Array, **options: Any) -> tuple[Carry
 
 
 def reason_to_scan(cell: Any) -> str | None:
-    """Why `cell` can only run step by step, under `nnx.scan`; None if it can run as `jaxrnn.gru` or `jaxrnn.lstm`."""
+    """Returns why `cell` has to run under `nnx.scan`, or None if `jaxrnn.gru` or `jaxrnn.lstm` can run it."""
     if type(cell) not in LAYERS:
-        return f"a {type(cell).__name__}; GRUCell, LSTMCell and OptimizedLSTMCell, here or in flax.nnx, can be fused"
+        return f"a {type(cell).__name__} (only GRUCell, LSTMCell and OptimizedLSTMCell of jaxrnn or Flax can be fused)"
     if not modules.has_usual_activations(cell):
-        return "a cell with another gate_fn than sigmoid or another activation_fn than tanh"
+        return "a cell whose gate_fn is not sigmoid or whose activation_fn is not tanh"
     if getattr(cell, "promote_dtype", dtypes.promote_dtype) is not dtypes.promote_dtype:
         return "a cell with its own promote_dtype"
     for name in (name for names in LAYERS[type(cell)] for name in names):
@@ -180,32 +187,32 @@ def reason_to_scan(cell: Any) -> str | None:
     known = {name for names in LAYERS[type(cell)] for name in names}
     known.add("hn_bias" if isinstance(cell, nnx.GRUCell) else "proj")
     if unknown := sorted(nnx.state(cell, nnx.Param).keys() - known):
-        return f"a cell with the parameter {unknown[0]}, which jaxrnn does not know"
+        return f"a cell with the parameter {unknown[0]}, which jaxrnn does not support"
     return None
 
 
 class RNN(nnx.RNN):
-    """`flax.nnx.RNN` with episode resets, in one launch: runs `cell` over time.
+    """`flax.nnx.RNN` with episode resets: runs `cell` over time in one launch.
 
         rnn = RNN(GRUCell(64, 128, rngs=rngs), time_major=True, return_carry=True)
         carry, ys = rnn(xs, initial_carry=carry, resets=resets)
 
-    GRU, LSTM and OptimizedLSTM cells, those here or Flax's, run as `jaxrnn.gru` or `jaxrnn.lstm`. Any other cell, one
-    with its own `gate_fn`, `activation_fn`, `promote_dtype` or layers, and an RNN with its own `state_axes` or
-    `broadcast_rngs` run under `nnx.scan`; they take `resets` too.
+    `jaxrnn.gru` and `jaxrnn.lstm` run the GRU, LSTM and OptimizedLSTM cells of this module and of Flax. `nnx.scan` runs
+    any other cell, a cell with another `gate_fn`, `activation_fn`, `promote_dtype` or layers, and an RNN whose
+    `state_axes` or `broadcast_rngs` is not the default; these take `resets` too.
 
     Attributes:
       cell: the cell.
-      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`; no transpose either way.
-      return_carry: return `(carry, outputs)` instead of `outputs`.
-      reverse: run from the last step to the first. Outputs come in the order computed, last step first.
-      keep_order: with `reverse`, return the outputs in the order of the inputs.
-      unroll: steps to a loop iteration of `nnx.scan`, where that is what runs.
-      state_axes: of the cell's state, where `nnx.scan` runs.
-      broadcast_rngs: as `state_axes`.
-      rngs: for `cell.initialize_carry`.
-      precision: of the matmuls, as in `jaxrnn.gru`; None takes the cell's.
-      implementation: as in `jaxrnn.gru`; None takes the cell's, and always works.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run from the last step to the first. Outputs are in the order computed, last step first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      unroll: the number of steps per loop iteration of `nnx.scan`, if `nnx.scan` runs the cell.
+      state_axes: the scan axes of the cell's state in `nnx.scan`.
+      broadcast_rngs: the filter of the random states that `nnx.scan` broadcasts over the steps.
+      rngs: the random number generator of `cell.initialize_carry`.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
+      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
     """
 
     def __init__(
@@ -251,23 +258,25 @@ class RNN(nnx.RNN):
         resets: Array | None = None,
         reset_carry: Carry | None = None,
     ) -> Any:
-        """Runs the cell over `inputs`, starting afresh wherever `resets` is nonzero.
+        """Runs the cell over `inputs` and restarts it at every step where `resets` is nonzero.
 
         Args:
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`.
-          initial_carry: what the first step sees, `[*batch, H]` or a pair `(c, h)`; by default `cell.initialize_carry`.
-          seq_lengths: `[*batch]` integers. The carry returned is the one at the end of each sequence (`initial_carry`
-            if its length is 0); outputs after it are not zeroed. `reverse` leaves padding at the end.
+          initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
+            `cell.initialize_carry`.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
           keep_order: see the attribute.
-          rngs: for `cell.initialize_carry`; by default the attribute.
+          rngs: the random number generator of `cell.initialize_carry`; by default the attribute.
           resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
-            that is, the *previous* step's done. That step sees `reset_carry`. With `reverse` the first step of an
-            episode is the one computed first, its last in time.
-          reset_carry: what an episode starts from, by default `cell.initialize_carry`: `[H]`, `[*batch, H]` or one for
-            every step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such for an LSTM. Takes gradients.
+            that is, the *previous* step's done flag. That step starts from `reset_carry`. With `reverse`, the first
+            step of an episode is the one computed first, which is its last in time.
+          reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
+            `[*batch, H]` or a value per step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such arrays for an LSTM.
+            It is differentiable.
 
         Returns:
           `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`.
@@ -313,13 +322,13 @@ class RNN(nnx.RNN):
         time_major: bool,
         return_carries: bool,
     ) -> tuple[Carry, Array, Carry | None]:
-        """Runs the cell over time, fused if it can be; returns `(carry, ys, carries of every step if wanted)`."""
+        """Runs the cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
         precision = getattr(self.cell, "precision", None) if self.precision is None else self.precision
         implementation = getattr(self.cell, "implementation", None)
         implementation = implementation if self.implementation is None else self.implementation
         reason = reason_to_scan(self.cell)
         if self.broadcast_rngs is not None or self.state_axes != DEFAULT_STATE_AXES:
-            reason = "an RNN with other state_axes or broadcast_rngs than by default"
+            reason = "an RNN with non-default state_axes or broadcast_rngs"
         if must_scan(reason, precision, implementation, "nnx.scan"):
             time_axis = 0 if time_major else xs.ndim - self.cell.num_feature_axes - 1
             return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries)
@@ -346,13 +355,13 @@ class RNN(nnx.RNN):
         reverse: bool,
         return_carries: bool,
     ) -> tuple[Carry, Array, Carry | None]:
-        """Runs any cell with `nnx.scan`; returns as `run` does."""
+        """Runs any cell with `nnx.scan`; returns what `run` returns."""
         shape = xs.shape[: xs.ndim - self.cell.num_feature_axes]
         stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
         broadcast_rngs = nnx.All(nnx.RngState, self.broadcast_rngs)
         state_axes = nnx.StateAxes({broadcast_rngs: None, **self.state_axes})  # type: ignore[misc]
 
-        # as Flax's does it: random numbers are new at every call, and the cell's state is what the scan carries
+        # as in Flax's `RNN`, every call has new random numbers, and the scan carries the cell's state
         @nnx.split_rngs(splits=1, only=self.broadcast_rngs, squeeze=True)
         @graph_scan(in_axes=(state_axes, nnx.Carry, 0), out_axes=(nnx.Carry, 0), unroll=self.unroll, reverse=reverse)
         def run(cell: Any, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
@@ -366,23 +375,23 @@ class RNN(nnx.RNN):
         return carry, ys, carries
 
 
-# `nnx.compat` came with a `nnx.scan` that no longer takes modules whose state is carried.
+# Flax versions with `nnx.compat` have an `nnx.scan` that does not accept modules with carried state.
 graph_scan: Any = getattr(nnx, "compat", nnx).scan
 DEFAULT_STATE_AXES = nnx.StateAxes({...: nnx.Carry})  # type: ignore[arg-type]
 
 
 class RMSNorm(nnx.RMSNorm):
-    """`flax.nnx.RMSNorm` over `jaxrnn.rms_norm`: the same parameters, initial values and results.
+    """`flax.nnx.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
-    `reduction_axes` and `feature_axes` must be the last axis, and there is no `mask`, `axis_name` or
-    `axis_index_groups`: these raise NotImplementedError.
+    `reduction_axes` and `feature_axes` must be the last axis. Other axes, `mask`, `axis_name` and `axis_index_groups`
+    raise NotImplementedError.
 
     Attributes:
       num_features: N.
-      epsilon: added to the mean square, inside the root; further arguments and attributes as in Flax.
-      dtype: of the result, and what inputs are rounded to first; None: what inputs and parameters promote to. It is
-        computed in float32.
-      use_fast_variance: changes nothing: the variance is always the mean of squared differences.
+      epsilon: added to the mean square, inside the root. All arguments and attributes not listed here are Flax's.
+      dtype: the dtype of the result, to which inputs are rounded first; None uses the dtype to which inputs and
+        parameters promote. The norm is computed in float32.
+      use_fast_variance: has no effect: the variance is always the mean of squared differences.
       implementation: as in `jaxrnn.rms_norm`.
     """
 
@@ -395,25 +404,26 @@ class RMSNorm(nnx.RMSNorm):
 
         Args:
           x: `[*rows, N]`.
-          mask: Flax's; None.
-          residual: of the shape and dtype of `x`, added to it first, in the same pass. Neither is rounded to `dtype`.
+          mask: an argument of Flax's norm; must be None.
+          residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass. With a residual,
+            neither array is rounded to `dtype`.
 
         Returns:
-          `y`, of the shape of `x`; with a residual `(y, x + residual)`, the latter in the dtype of `x`.
+          `y`, which has the shape of `x`. With a residual, `(y, x + residual)`; the sum has the dtype of `x`.
 
         Raises:
           ValueError: shapes or dtypes disagree.
-          NotImplementedError: the named implementation cannot run this input, or an attribute is one that Flax alone
-            has; the message says which.
+          NotImplementedError: the named implementation cannot run this input, or only Flax supports the value of an
+            attribute; the message says which.
         """
         return run_norm(self, "rms", x, residual, mask, ("scale",))
 
 
 class LayerNorm(nnx.LayerNorm):
-    """`flax.nnx.LayerNorm` over `jaxrnn.layer_norm`: the same parameters, initial values and results.
+    """`flax.nnx.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
 
     Attributes:
-      num_features: as all attributes, as in `RMSNorm`.
+      num_features: N. All attributes are those of `RMSNorm`; `epsilon` is added to the variance.
     """
 
     def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
@@ -421,12 +431,12 @@ class LayerNorm(nnx.LayerNorm):
         self.implementation = implementation
 
     def __call__(self, x: Array, *, mask: Array | None = None, residual: Array | None = None) -> Any:
-        """Normalises the last axis; everything is as in `RMSNorm`."""
+        """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
         return run_norm(self, "layer", x, residual, mask, ("scale", "bias"))
 
 
 def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, names: tuple[str, ...]) -> Any:
-    """Normalises `x` with the parameters of these names of a module, those that it has."""
+    """Normalises `x` with those parameters among `names` that the module has."""
     x = jnp.asarray(x)
     if x.ndim == 0:
         raise ValueError("x must be [*rows, N], got a scalar")
@@ -434,7 +444,7 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
     given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
     promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)
     dtype = dtypes.canonicalize_dtype(*promoted, dtype=norm.dtype)
-    # inputs that promotion only widens are read as they are
+    # the norm reads inputs in their own dtype if promotion would only widen them
     is_wider = norm.promote_dtype is dtypes.promote_dtype and jnp.promote_types(x.dtype, dtype) == dtype
     if residual is None and not is_wider:
         x = promoted[0]
@@ -444,7 +454,7 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
 
 
 class LearnedCarry(nnx.Module):
-    """What sequences and episodes of one cell start from: a parameter `[H]` for each array of its carry."""
+    """The carry that sequences and episodes of one cell start from: a parameter `[H]` for each array of the carry."""
 
     def __init__(self, widths: dict[str, int], init: Initializer, dtype: Dtype, rngs: nnx.Rngs) -> None:
         self.names = tuple(widths)
@@ -452,13 +462,13 @@ class LearnedCarry(nnx.Module):
             setattr(self, name, nnx.Param(init(rngs.params(), (width,), dtype)))
 
     def __call__(self) -> Carry:
-        """Returns `[H]`, or `(c, h)` of such."""
+        """Returns an array `[H]`, or a pair `(c, h)` of such arrays."""
         carry = tuple(getattr(self, name)[...] for name in self.names)
         return carry if len(carry) > 1 else carry[0]
 
 
 class FusedStack(nnx.Module):
-    """What the stacks share."""
+    """The base class of the stacks `GRU` and `LSTM`."""
 
     _cell: ClassVar[type[FusedCell]] = FusedCell
     proj_size: int | None = None
@@ -558,31 +568,34 @@ class FusedStack(nnx.Module):
         resets: Array | None = None,
         reset_carry: Any = None,
     ) -> Any:
-        """Runs all layers over `inputs`, starting afresh wherever `resets` is nonzero.
+        """Runs all layers over `inputs` and restarts them at every step where `resets` is nonzero.
 
-        A carry is a tuple with an entry for each layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`; if
-        `bidirectional`, a pair of such: forward, backward.
+        A carry is a tuple with one entry per layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`. If
+        `bidirectional`, an entry is a pair (forward, backward) of these.
 
         Args:
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
-          initial_carry: what each direction's first step sees; by default what `initialize_carry` returns.
-          seq_lengths: `[*batch]` integers. The carry returned is the one at the end of each sequence (`initial_carry`
-            if its length is 0), and the backward direction starts there; outputs after it mean nothing and are not
-            zeroed. May come with `resets`.
+          initial_carry: the carry before the first step of each direction; by default the result of
+            `initialize_carry`.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
+            and are not zeroed. May be combined with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
           keep_order: see the attribute.
-          deterministic: leave dropout out; by default as `eval()` and `train()` of this module say.
-          rngs: for dropout, by default those given when the module was made; and for a random `carry_init`.
+          deterministic: whether to disable dropout; by default `eval()` and `train()` of this module set it.
+          rngs: the random number generators of dropout, by default those given to the constructor, and of a random
+            `carry_init`.
           resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
-            that is, the *previous* step's done. That step sees `reset_carry`, in every layer. The backward direction of
-            a bidirectional stack starts an episode from `reset_carry` at its last step, the one before the next that
-            `resets` marks, so that neither direction sees another episode. With `reverse`, as in `RNN`, `resets` is
-            nonzero at the step of an episode that is computed first, its last in time.
-          reset_carry: what an episode starts from: as a carry, or with `[H]` or a value for every step `[*batch, T, H]`
-            (`[T, *batch, H]`) in place of its arrays. Of those a direction takes the value of the step that it starts
-            the episode at. By default what `initialize_carry` returns. Takes gradients.
+            that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
+            direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
+            which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
+            as in `RNN`, `resets` is nonzero at the step of an episode that is computed first, its last in time.
+          reset_carry: the carry that an episode starts from, by default the result of `initialize_carry`. It has the
+            structure of a carry, and its arrays may also be `[H]` or a value per step, `[*batch, T, H]`
+            (`[T, *batch, H]`). From values per step, a direction reads the one of the step at which it starts the
+            episode. It is differentiable.
 
         Returns:
           `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`. If `bidirectional`,
@@ -590,7 +603,7 @@ class FusedStack(nnx.Module):
 
         Raises:
           ValueError: shapes, dtypes or structures disagree.
-          NotImplementedError: the named implementation cannot run this; the message says why.
+          NotImplementedError: the named implementation cannot run this input; the message says why.
         """
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
@@ -614,7 +627,7 @@ class FusedStack(nnx.Module):
         layers = self.by_layer("layers")
         for reason in (reason_to_scan(cell) for layer in layers for cell in layer):
             if reason is not None:
-                raise NotImplementedError(f"a stack cannot run {reason}: chain RNNs of such cells")
+                raise NotImplementedError(f"a stack cannot run {reason}: use one RNN per layer instead")
         structure = tuple(self.widths().values()), self.num_layers, self.bidirectional
         return modules.run_stack(
             [[packed_params(cell) for cell in layer] for layer in layers],
@@ -635,14 +648,14 @@ class FusedStack(nnx.Module):
         )
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Rngs = None) -> Any:
-        """Returns the carry of a new sequence: what `carry_init` makes, or the learned one.
+        """Returns the carry of a new sequence: the result of `carry_init`, or the learned carry.
 
         Args:
-          input_shape: of the inputs of one step, `[*batch, D]`.
-          rngs: for `carry_init`, if it is not zeros.
+          input_shape: the shape of the inputs of one step, `[*batch, D]`.
+          rngs: the random number generator of `carry_init`, needed unless `carry_init` is zeros.
 
         Raises:
-          ValueError: `carry_init` is not zeros, and there are no `rngs`.
+          ValueError: `carry_init` is not zeros, and `rngs` is None.
         """
         if self.learned_carry:
             return modules.broadcast_carry(self.learned(), input_shape[:-1])
@@ -661,77 +674,81 @@ class FusedStack(nnx.Module):
         return self.as_carry("layers", make)
 
     def widths(self) -> dict[str, int]:
-        """The widths of the arrays of a cell's carry, that of the hidden state last."""
+        """Returns the widths of the arrays of a cell's carry by name; the hidden state is the last."""
         return {"h": self.hidden_features}
 
     def make_cell(self, *args: Any, **options: Any) -> FusedCell:
-        """One of the cells."""
+        """Creates one cell."""
         return self._cell(*args, **options)
 
     def learned(self) -> Any:
-        """The learned carry, with arrays `[H]`."""
+        """Returns the learned carry, with arrays `[H]`."""
         return self.as_carry("carries", lambda one: one())
 
     def by_layer(self, name: str) -> list[tuple[Any, ...]]:
-        """The modules at `name`, by layer and direction."""
+        """Returns the modules at `name` by layer and direction."""
         lists = [getattr(self, name), *([getattr(self, f"{name}_reverse")] if self.bidirectional else [])]
         return list(zip(*lists, strict=True))
 
     def as_carry(self, name: str, make: Callable[[Any], Carry]) -> Any:
-        """The carry of which `make` gives the entry for each of the modules at `name`."""
+        """Returns the carry whose entry for each module at `name` is `make(module)`."""
         entries = [tuple(map(make, layer)) for layer in self.by_layer(name)]
         return tuple(entry if self.bidirectional else entry[0] for entry in entries)
 
 
 class GRU(FusedStack):
-    """A stack of GRUs as `torch.nn.GRU` has it: layers, directions, dropout between layers; and episode resets.
+    """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
 
         gru = GRU(64, 128, num_layers=2, time_major=True, return_carry=True, rngs=nnx.Rngs(0))
         carry, ys = gru(xs, initial_carry=carry, resets=resets)
 
-    `layers[k]` is the `GRUCell` of layer k and `layers_reverse[k]` that of its backward direction. In the outputs the
-    directions are concatenated: forward, then backward.
+    `layers[k]` is the `GRUCell` of layer k, and `layers_reverse[k]` is the `GRUCell` of its backward direction. The
+    outputs concatenate the directions: forward, then backward.
 
     Attributes:
       in_features: D, the width of the inputs.
       hidden_features: H, the width of every layer and direction.
-      num_layers: how many layers there are, each over the outputs of the one before.
-      dropout_rate: of the dropout over the outputs of every layer but the last; a new mask for every step.
-      bidirectional: whether each layer also runs from the last step to the first, with weights of its own.
-      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`; no transpose either way.
-      return_carry: return `(carry, outputs)` instead of `outputs`.
-      reverse: run all layers from the last step to the first. Outputs come in the order computed, last step first.
-      keep_order: with `reverse`, return the outputs in the order of the inputs.
-      learned_carry: sequences and, by default, episodes start from parameters of width H, which `carry_init` makes:
-        `carries[k].h`, of an LSTM `carries[k].c` too, and the like in `carries_reverse`.
-      dtype: what matrices are multiplied in; the carry keeps its own. None: what inputs and parameters promote to.
-      param_dtype: of the parameters and the carry that `initialize_carry` makes.
-      kernel_init: of the input weights.
-      recurrent_kernel_init: of the recurrent weights.
-      bias_init: of the biases.
-      carry_init: of what sequences and episodes start from.
-      precision: of the matmuls, as in `jaxrnn.gru`.
-      implementation: as in `jaxrnn.gru`; None always works.
+      num_layers: the number of layers; each runs over the outputs of the previous layer.
+      dropout_rate: the rate of the dropout on the outputs of every layer but the last. Each step has its own mask.
+      bidirectional: whether each layer also runs from the last step to the first, with separate weights.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run all layers from the last step to the first. Outputs are in the order computed, last step
+        first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      learned_carry: whether sequences and, by default, episodes start from learned parameters of width H, which
+        `carry_init` initializes. They are `carries[k].h`, and also `carries[k].c` for an LSTM; those of the backward
+        direction are in `carries_reverse[k]`.
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      kernel_init: the initializer of the input weights.
+      recurrent_kernel_init: the initializer of the recurrent weights.
+      bias_init: the initializer of the biases.
+      carry_init: the initializer of the carry that sequences and episodes start from.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None chooses one that can run the input.
       remat: as in `jaxrnn.gru`.
-      norm: normalises the outputs of every layer but the last, both directions together, before dropout: "rms" or
-        "layer" for a `RMSNorm` or `LayerNorm`, at `norms[k]`, where k is the layer whose outputs it takes; or what
-        makes another module, `norm(width, rngs=rngs)`, as a class does. None: nothing.
-      rngs: for the parameters, then for dropout.
+      norm: the norm of the outputs of every layer but the last. It normalises both directions together, before dropout.
+        "rms" and "layer" create an `RMSNorm` or a `LayerNorm` at `norms[k]`, where k is the layer whose outputs it
+        normalises. A class or a function creates another module when called as `norm(width, rngs=rngs)`. None means no
+        norm.
+      rngs: the random number generators of the parameters and of dropout.
 
     Raises:
-      ValueError: there is no such stack.
+      ValueError: an argument has an invalid value, or both `bidirectional` and `reverse` are set.
     """
 
     _cell = GRUCell
 
 
 class LSTM(FusedStack):
-    """A stack of LSTMs as `torch.nn.LSTM` has it: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
+    """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
     Attributes:
-      in_features: as all attributes not named here, as in `GRU`.
-      proj_size: P, if hidden states, and so outputs, shall be projected to P units, with `layers[k].proj`; c stays H
-        wide. As `params.w_hr` in `jaxrnn.lstm`.
+      in_features: D. All attributes not listed here are those of `GRU`.
+      proj_size: P, the width to which `layers[k].proj` projects hidden states, and so outputs; c stays H wide. None
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`.
     """
 
     _cell = OptimizedLSTMCell
@@ -741,11 +758,11 @@ class LSTM(FusedStack):
         super().__init__(in_features, hidden_features, **options)
 
     def widths(self) -> dict[str, int]:
-        """The widths of c and h."""
+        """Returns the widths of c and h by name."""
         return {"c": self.hidden_features, "h": self.hidden_features if self.proj_size is None else self.proj_size}
 
     def make_cell(self, *args: Any, **options: Any) -> FusedCell:
-        """One of the cells."""
+        """Creates one cell, with a projection if `proj_size` is set."""
         if self.proj_size is None:
             return self._cell(*args, **options)
         return ProjectedLSTMCell(*args, proj_size=self.proj_size, **options)

@@ -253,7 +253,7 @@ def test_what_is_no_array_and_no_flag(wrong, text):
 
 def test_keys_are_no_resets_and_a_traced_flag_is_none():
     keys = jax.random.split(jax.random.key(0), (T, B))
-    with pytest.raises(ValueError, match="resets must be an array of numbers, got one of key"):
+    with pytest.raises(ValueError, match="resets must be an array of numbers, got dtype key"):
         jaxrnn.gru(**gru_call(resets=keys))
     with pytest.raises(ValueError, match="reverse must be known when the program is traced"):
         jax.jit(jaxrnn.gru)(**gru_call(), reverse=True)

@@ -303,7 +303,7 @@ def test_layers_that_were_replaced_are_used():
         fused.RNN(cells[1], implementation="triton")(xs)
     stack = fused.GRU(D, H, rngs=nnx.Rngs(0))
     stack.layers[0].dense_i = cells[1].dense_i
-    with pytest.raises(NotImplementedError, match="chain RNNs"):
+    with pytest.raises(NotImplementedError, match="one RNN per layer"):
         stack(xs)
 
 
@@ -411,11 +411,11 @@ def test_a_stack_starts_from_a_random_carry():
     ("options", "call", "message"),
     [
         ({"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
-        ({"dropout_rate": 1.5}, {}, "dropout_rate is a probability"),
-        ({"bidirectional": True}, {"reverse": True}, "reverse is for a stack of one direction"),
+        ({"dropout_rate": 1.5}, {}, "dropout_rate must be between 0 and 1"),
+        ({"bidirectional": True}, {"reverse": True}, "reverse must be False for a bidirectional stack"),
         ({"implementation": "cuda"}, {}, "implementation must be"),
         ({}, {"reset_carry": (jnp.zeros(H),)}, "reset_carry is given but resets is None"),
-        ({}, {"initial_carry": jnp.zeros((B, H))}, "initial_carry of this stack is a tuple"),
+        ({}, {"initial_carry": jnp.zeros((B, H))}, "initial_carry of this stack must be a tuple"),
         ({}, {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
     ],
     ids=["num_layers", "dropout_rate", "reverse", "implementation", "reset_carry", "initial_carry", "seq_lengths"],
@@ -454,8 +454,8 @@ def test_options_reach_the_function(name, monkeypatch):
 @pytest.mark.parametrize(
     ("cell", "options", "reason"),
     [
-        ("GRUCell", {"gate_fn": nnx.relu}, "another gate_fn"),
-        ("LSTMCell", {"activation_fn": nnx.relu}, "another activation_fn"),
+        ("GRUCell", {"gate_fn": nnx.relu}, "gate_fn is not sigmoid"),
+        ("LSTMCell", {"activation_fn": nnx.relu}, "activation_fn is not tanh"),
         ("SimpleCell", {}, "a SimpleCell"),
     ],
 )
@@ -473,7 +473,7 @@ def test_state_that_is_not_carried_is_scanned():
     axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
     rnn = functools.partial(fused.RNN, make(fused, "GRUCell"), state_axes=axes)
     assert_close(rnn()(xs), fused.RNN(make(fused, "GRUCell"))(xs))
-    with pytest.raises(NotImplementedError, match="an RNN with other state_axes"):
+    with pytest.raises(NotImplementedError, match="an RNN with non-default state_axes"):
         rnn(implementation="triton")(xs)
 
 

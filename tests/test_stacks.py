@@ -439,8 +439,8 @@ def test_bfloat16_multiplies_in_bfloat16_and_carries_float32():
 LENGTHS = np.array([1, T, 2])
 BAD = [
     ("GRU", {"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
-    ("GRU", {"dropout_rate": 1.5}, {}, "dropout_rate is a probability between 0 and 1, got 1.5"),
-    ("GRU", {"dropout_rate": -0.1}, {}, "dropout_rate is a probability"),
+    ("GRU", {"dropout_rate": 1.5}, {}, "dropout_rate must be between 0 and 1, got 1.5"),
+    ("GRU", {"dropout_rate": -0.1}, {}, "dropout_rate must be between 0 and 1"),
     ("LSTM", {"proj_size": 0}, {}, "proj_size must be at least 1, or None"),
     (
         "LSTM",
@@ -448,12 +448,12 @@ BAD = [
         {"initial_carry": ((jnp.zeros((B, H)),) * 2,)},
         r"a pair \(c \[..., 6\], h \[..., 4\]\)",
     ),
-    ("GRU", {"bidirectional": True, "reverse": True}, {}, "reverse is for a stack of one direction"),
+    ("GRU", {"bidirectional": True, "reverse": True}, {}, "reverse must be False for a bidirectional stack"),
     ("GRU", {"implementation": "cuda"}, {}, "implementation must be"),
     ("GRU", {}, {"reset_carry": (jnp.zeros(H),)}, "reset_carry is given but resets is None"),
     ("GRU", {}, {"resets": jnp.zeros((B, T))}, r"resets must be \[T, \*batch\] = \(7, 3\)"),
     ("GRU", {}, {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(3,\)"),
-    ("GRU", {}, {"initial_carry": jnp.zeros((B, H))}, r"initial_carry of this stack is a tuple .* 1 layers: an array"),
+    ("GRU", {}, {"initial_carry": jnp.zeros((B, H))}, r"of this stack must be a tuple .* 1 layers: an array"),
     ("GRU", {"num_layers": 2}, {"initial_carry": (jnp.zeros((B, H)),)}, "each of 2 layers: an array"),
     ("GRU", {}, {"initial_carry": (jnp.zeros((B, 2 * H)),)}, r"an array \[..., 6\]; got an array \(3, 12\)"),
     ("GRU", {}, {"initial_carry": (jnp.zeros((2, H)),)}, "carry must be"),
@@ -494,8 +494,8 @@ def test_stacks_say_what_is_wrong(cell, options, call, message):
     [
         ({"w_hr": jnp.zeros((H, 3))}, r"params.w_hr must be \(6, 4\)"),
         ({"w_hh": jnp.zeros((H, 4 * H))}, r"params.w_hh must be \(4, 24\)"),
-        ({"w_hr": None}, r"carry is \(c, h\), both \[\*batch, H\]"),
-        ({"c": jnp.zeros((B + 1, H))}, r"carry is \(c, h\), \[\*batch, H\] and \[\*batch, P\]"),
+        ({"w_hr": None}, r"carry must be \(c, h\), both \[\*batch, H\]"),
+        ({"c": jnp.zeros((B + 1, H))}, r"carry must be \(c, h\), \[\*batch, H\] and \[\*batch, P\]"),
         ({"reset_c": jnp.zeros(4)}, r"reset_state\[0\] must be \[H\] = \(6,\)"),
         ({"reset_h": jnp.zeros(H)}, r"reset_state\[1\] must be \[H\] = \(4,\)"),
         ({"implementation": "cuda"}, "implementation must be"),

@@ -339,7 +339,7 @@ def test_states_that_no_module_takes(kind):
     module, xs, h = OURS[kind](D, H), torch.zeros(T, B, D), torch.zeros(1, B, H)
     for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.float64):
         hx = h.to(dtype)
-        with pytest.raises(ValueError, match=f"hx must be of torch.float32, as the input, or float32, got {dtype}"):
+        with pytest.raises(ValueError, match=f"hx must be torch.float32, like the input, or float32, got {dtype}"):
             module(xs, hx if kind == "GRU" else (h, hx))
     if kind == "LSTM":
         for hx in (h, (h, h, h)):
@@ -426,7 +426,7 @@ BAD_RESETS = [
     ),
     ({"resets": [0] * T}, "resets must be a tensor, got list"),
     ({"resets": torch.zeros(T, B), "new": (torch.zeros(1, H),)}, "reset state of h must be a tensor, got tuple"),
-    ({"resets": torch.zeros(T, B), "new": torch.zeros(1, H).int()}, "must be of floating point, got torch.int32"),
+    ({"resets": torch.zeros(T, B), "new": torch.zeros(1, H).int()}, "must be floating point, got torch.int32"),
 ]
 
 
@@ -460,7 +460,7 @@ def test_packed_inputs_take_packed_resets():
 def test_packed_inputs_take_no_reset_state_of_each_step():
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
     resets = packed._replace(data=torch.zeros(12))
-    with pytest.raises(NotImplementedError, match="pad_packed_sequence them first"):
+    with pytest.raises(NotImplementedError, match="use pad_packed_sequence"):
         nn.GRU(D, H)(packed, resets=resets, reset_state=torch.zeros(1, T, B, H))
 
 

@@ -143,7 +143,7 @@ def test_opcheck_of_groups_of_one_sequence(cell):
 @every_cell
 def test_names_that_no_operator_knows(cell):
     for changes in ({"order": "backward"}, {"precision": "high"}):
-        with pytest.raises(ValueError, match="order must be one of forward, reverse, both and precision one of"):
+        with pytest.raises(ValueError, match="order must be one of forward, reverse, bidirectional; precision must be"):
             op_of(cell)(*arguments(cell, **changes))
 
 
@@ -513,8 +513,8 @@ def test_a_fake_call_says_what_a_real_one_gives(cell):
 
 
 WRONG = [
-    ({"xs": torch.zeros(4)}, ValueError, r"xs must be \[T, \*batch, D\] of floating point, got \(4,\)"),
-    ({"xs": torch.zeros(T, B, D, dtype=torch.int32)}, ValueError, "of floating point, got .* of torch.int32"),
+    ({"xs": torch.zeros(4)}, ValueError, r"xs must be \[T, \*batch, D\] and floating point, got \(4,\)"),
+    ({"xs": torch.zeros(T, B, D, dtype=torch.int32)}, ValueError, "and floating point, got .* of torch.int32"),
     ({"xs": torch.zeros(0, B, D), "resets": None, "new": None}, ValueError, "at least one step"),
     ({"xs": torch.zeros(T, B, D + 1)}, ValueError, r"w_ih must be \(\d+, 3\) for inputs \(4, 3, 3\)"),
     (
@@ -524,7 +524,7 @@ WRONG = [
     ),
     ({"w_hh": torch.zeros(3, 3)}, ValueError, r"w_hh must be \(\d+, 5\)"),
     ({"h0": torch.zeros(B, H + 1)}, ValueError, r"h0 must be \[\*batch, width\] = \(3, 5\), got \(3, 6\)"),
-    ({"h0": torch.zeros(B, H, dtype=torch.float64)}, ValueError, "h0 must be of torch.float32, as xs, or float32"),
+    ({"h0": torch.zeros(B, H, dtype=torch.float64)}, ValueError, "h0 must be torch.float32, like xs, or float32"),
     ({"resets": torch.zeros(B, T)}, ValueError, r"resets must be \(4, 3\) for xs \(4, 3, 2\), got \(3, 4\)"),
     ({"resets": None}, ValueError, "reset_state is given but resets is None"),
     ({"new": torch.zeros(2, H)}, ValueError, r"the reset state of h must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
@@ -612,7 +612,7 @@ def test_operators_check_what_kernels_would_read(cell):
 def test_an_operator_takes_both_reset_states_or_none():
     args = list(arguments("lstm"))
     args[6] = None
-    with pytest.raises(ValueError, match="reset_h and reset_c go together"):
+    with pytest.raises(ValueError, match="reset_h and reset_c must be given together"):
         rnn_ops.lstm_op(*args)
 
 

@@ -1,6 +1,6 @@
-"""`gru`, `lstm` with episode resets, `rms_norm` and `layer_norm`: functions of weights in the layout of `torch.nn`.
+"""`gru` and `lstm` with episode resets, `rms_norm` and `layer_norm`: functions of weights in the layout of `torch.nn`.
 
-They bring their arguments into the canonical form of `torch_bridge.rnn_ops` and `norm_ops`, without copies, and call
+They convert their arguments to the canonical form of `torch_bridge.rnn_ops` and `norm_ops`, without copies, and call
 the operators there.
 """
 
@@ -20,7 +20,7 @@ from torch_bridge.rnn_ops import GRU, LSTM, Cell, Precision
 
 Implementation = Literal["triton", "torch"] | None
 
-# Whether PyTorch's own norm gives float32 under autocast on a GPU; on a CPU neither does.
+# Whether PyTorch's own norm returns float32 under autocast on a GPU. On the CPU neither norm does.
 _AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
 
 
@@ -41,7 +41,7 @@ def gru(
 ) -> tuple[Tensor, Tensor]:
     """Runs a GRU over time, starting afresh wherever `resets` is nonzero.
 
-    With s the logistic function and gates ordered r, z, n, as `torch.nn.GRU` has them:
+    With s the logistic function and gates ordered r, z, n, as in `torch.nn.GRU`:
 
         h = reset_state if resets[t] else h
         r = s(W_ir x + b_ir + W_hr h + b_hr),  z = s(W_iz x + b_iz + W_hz h + b_hz)
@@ -49,33 +49,36 @@ def gru(
         h' = (1 - z) * n + z * h
 
     Args:
-      xs: `[T, *batch, D]` inputs, `[*batch, T, D]` if `batch_first`; in the dtype of the weights.
-      h0: `[*batch, H]` the hidden state before the first step, in the dtype of `xs` or in float32; None for zeros.
+      xs: inputs `[T, *batch, D]`, or `[*batch, T, D]` if `batch_first`, in the dtype of the weights.
+      h0: hidden state before the first step, `[*batch, H]`, in the dtype of `xs` or in float32; None for zeros.
       w_ih: `[3H, D]`.
       w_hh: `[3H, H]`.
       b_ih: `[3H]` or None.
       b_hh: `[3H]` or None.
       resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
         step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
-      reset_state: what an episode starts from: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a value for
-        every step, `[T, *batch, H]` (`[*batch, T, H]`). Takes gradients.
+      reset_state: the state at the start of an episode: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a
+        value for every step, `[T, *batch, H]` (`[*batch, T, H]`). It is differentiable.
       reverse: run from the last step to the first; outputs stay in the order of the inputs.
-      batch_first: the layout of all that has a time axis. Neither is copied into the other.
-      precision: of float32 products in the time loop on a GPU: "tf32", "tf32x3" (float32's accuracy, by three TF32
-        products for one, or of few units by float32's own), or None: TF32 where `torch.backends.cuda.matmul`
-        allows it and H is above 32. All other products are PyTorch's own, and go by its settings.
-      implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
-        operations that autograd sees: slow, any derivative of any order), or None: the kernels where they can run,
-        elsewhere the loop in PyTorch operations, as one operator; a single step of an eager call in float32 or
-        float64 is PyTorch's own cell, which takes the host less time. A name works or raises.
+      batch_first: the layout of every array with a time axis. Neither layout is copied into the other.
+      precision: precision of float32 products in the time loop on a GPU: "tf32"; "tf32x3", which has the accuracy of
+        float32 (three TF32 products instead of one, or float32 products if H is small); or None: "tf32" if
+        `torch.backends.cuda.matmul` allows it and H is above 32, else "tf32x3". All other products are PyTorch's own
+        and follow its settings.
+      implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
+        (PyTorch operations that autograd differentiates, slowly, to any order and in any mode); or None: the kernels
+        where they can run, elsewhere the loop in PyTorch operations, as one operator. With None, an eager call of a
+        single step in float32 or float64 runs PyTorch's own cell, which has less host overhead. If you name an
+        implementation that cannot run the input, a `NotImplementedError` says why.
 
     Returns:
-      `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last, in the dtype of `h0`. Between
-      steps the hidden state is float32, or float64 where `xs` is.
+      `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last one, both in the dtype of `h0`.
+      Between steps the hidden state is float32, or float64 if `xs` is.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the kernels were asked for and cannot run this input, or a derivative of gradients was.
+      NotImplementedError: the named implementation cannot run this input, or a derivative that the operators do not
+        have (second-order or forward-mode) is requested; `implementation="torch"` has it.
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
     _check(GRU, xs, one, batch_first)
@@ -105,38 +108,38 @@ def lstm(
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Runs an LSTM over time, starting afresh wherever `resets` is nonzero.
 
-    With s the logistic function and gates ordered i, f, g, o, as `torch.nn.LSTM` has them:
+    With s the logistic function and gates ordered i, f, g, o, as in `torch.nn.LSTM`:
 
         h, c = reset_state if resets[t] else h, c
         i, f, o = s(W_i x + b_i + W_h h + b_h),  g = tanh(W_ig x + b_ig + W_hg h + b_hg)
         c' = f * c + i * g,  h' = o * tanh(c')
 
-    With `w_hr` the hidden state is projected to P units, `h' = W_hr (o * tanh(c'))` (Sak et al. 2014), and P takes the
-    place of H wherever the width of h is meant. The loop then runs on m = o * tanh(c'), whose recurrent weights are
-    W_hh W_hr, so the rounding of that product is all that tells it from a loop on h.
+    With `w_hr` the hidden state is projected to P units, `h' = W_hr (o * tanh(c'))` (Sak et al. 2014), and h is P wide
+    instead of H. The loop then carries m = o * tanh(c') and multiplies it by W_hh W_hr. It differs from a loop that
+    carries h only by the rounding of that product.
 
     Args:
-      xs: as of `gru`.
+      xs: see `gru`.
       state: `(h0, c0)`, each `[*batch, H]`, in PyTorch's order; None for zeros.
       w_ih: `[4H, D]`.
       w_hh: `[4H, H]`, or `[4H, P]`.
       b_ih: `[4H]` or None.
       b_hh: `[4H]` or None.
       w_hr: `[P, H]` or None.
-      resets: as of `gru`.
-      reset_state: None (zeros) or `(h, c)`, each as of `gru`.
-      reverse: as of `gru`.
-      batch_first: as of `gru`.
+      resets: see `gru`.
+      reset_state: None (zeros) or `(h, c)`, each like `reset_state` of `gru`.
+      reverse: see `gru`.
+      batch_first: see `gru`.
       return_cells: also return the cell states of all steps.
-      precision: as of `gru`.
-      implementation: as of `gru`.
+      precision: see `gru`.
+      implementation: see `gru`.
 
     Returns:
       `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: as `gru`.
+      NotImplementedError: see `gru`.
     """
     states, reset_states = pair("state", state), pair("reset_state", reset_state)
     one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
@@ -149,7 +152,7 @@ def lstm(
 
 
 def pair(name: str, given: Any) -> tuple[Any, Any]:
-    """Returns what was given for an LSTM as `(h, c)`, both None if it is None."""
+    """Returns an LSTM's argument as `(h, c)`, both None if the argument is None."""
     if given is None:
         return None, None
     if not isinstance(given, (tuple, list)) or len(given) != 2:
@@ -158,42 +161,42 @@ def pair(name: str, given: Any) -> tuple[Any, Any]:
 
 
 def check_implementation(name: Any) -> None:
-    """Raises ValueError unless there is one of this name."""
+    """Raises ValueError unless an implementation has this name."""
     if name not in (None, "triton", "torch"):
         raise ValueError(f'implementation must be "triton", "torch" or None, got {name!r}')
 
 
 def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
-    """Raises ValueError unless it is a tensor, or None where that may be."""
+    """Raises ValueError unless `given` is a tensor, or None if it is `optional`."""
     if not isinstance(given, Tensor) and not (optional and given is None):
         raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
 
 
 def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight: Tensor) -> None:
-    """Raises ValueError unless a state has the dtype of the inputs or the weights, or float32; autocast takes any."""
+    """Raises ValueError unless a state has the dtype of the inputs or weights, or float32. Autocast accepts any."""
     if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not op_common.autocasting(xs.device.type):
-        raise ValueError(f"{name} must be of {xs.dtype}, as {inputs}, or float32, got {state.dtype}: convert it")
+        raise ValueError(f"{name} must be {xs.dtype}, like {inputs}, or float32, got {state.dtype}: convert it")
 
 
 def check_reset_state(state: str, given: Any) -> None:
-    """Raises ValueError unless what episodes start from is a tensor of floating point or None."""
+    """Raises ValueError unless a reset state is a floating-point tensor or None."""
     check_tensor(f"the reset state of {state}", given)
     if given is not None and not given.is_floating_point():
-        raise ValueError(f"the reset state of {state} must be of floating point, got {given.dtype}: convert it")
+        raise ValueError(f"the reset state of {state} must be floating point, got {given.dtype}: convert it")
 
 
 class Direction(NamedTuple):
-    """One direction of a layer: its weights, and what it starts from.
+    """The weights, initial states and resets of one direction of a layer.
 
     Attributes:
       w_ih: `[gates * H, D]`.
       w_hh: `[gates * H, H]`; `[4H, P]` with a projection.
       b_ih: `[gates * H]` or None.
       b_hh: `[gates * H]` or None.
-      w_hr: `[P, H]` projection of an LSTM, or None.
-      states: `(h0,)` or `(h0, c0)`, each `[*batch, width]`, or None for zeros.
+      w_hr: `[P, H]`, the projection of an LSTM, or None.
+      states: `(h0,)` or `(h0, c0)`, each `[*batch, width]` or None for zeros.
       resets: `[T, *batch]` (`[*batch, T]`) or None.
-      reset_states: of each state None (zeros), `[width]`, `[*batch, width]`, or one of every step.
+      reset_states: for each state None (zeros), `[width]`, `[*batch, width]`, or a value for every step.
     """
 
     w_ih: Tensor
@@ -207,12 +210,12 @@ class Direction(NamedTuple):
 
 
 class DirectionResult(NamedTuple):
-    """What a direction gives.
+    """The results of one direction of a layer.
 
     Attributes:
-      hs: `[T, *batch, width]` (`[*batch, T, width]`) the hidden states.
-      cs: the same of the cell states, if asked for.
-      last: the last of each.
+      hs: the hidden states of all steps, `[T, *batch, width]` (`[*batch, T, width]`).
+      cs: the cell states of all steps, or None if they were not requested.
+      last: the last of each state, `[*batch, width]`.
     """
 
     hs: Tensor
@@ -229,9 +232,9 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
     for s, x in zip(cell.states, one.states, strict=True):
         check_tensor(f"{s}0", x)
     if xs.ndim < 2 or not xs.is_floating_point():
-        raise ValueError(f"xs must be {layout} of floating point, got {tuple(xs.shape)} of {xs.dtype}")
+        raise ValueError(f"xs must be {layout} and floating point, got {tuple(xs.shape)} of {xs.dtype}")
     if one.w_ih.ndim != 2 or one.w_ih.shape[0] < cell.gates:
-        raise ValueError(f"w_ih must be [{cell.gates} * H, D] of H >= 1, got {tuple(one.w_ih.shape)}")
+        raise ValueError(f"w_ih must be [{cell.gates} * H, D] with H >= 1, got {tuple(one.w_ih.shape)}")
     time = xs.ndim - 2 if batch_first else 0
     batch, steps = (*xs.shape[:time], *xs.shape[time + 1 : -1]), tuple(xs.shape[:-1])
     wide = one.w_ih.shape[0]
@@ -266,7 +269,7 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
 
 
 def _bias(cell: Cell, one: Direction) -> Tensor | None:
-    """What is added to the input projection: all biases but the recurrent one of a GRU's n."""
+    """Returns the sum of the biases to add to the input projection: all but the recurrent bias of a GRU's n gate."""
     if one.b_hh is None:
         return one.b_ih
     b_hh = one.b_hh
@@ -283,9 +286,9 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tensor, Sequence[Direction], torch.dtype]:
-    """As `torch.nn` does under autocast: operands in its dtype, and states, but for those of a GRU on the CPU.
+    """Casts operands and states as `torch.nn` does under autocast. The states of a GRU on the CPU keep their dtype.
 
-    Returns the dtype of states that are not given too.
+    Returns the inputs, the layer, and the dtype for states that are not given.
     """
     device = xs.device.type
     if not op_common.autocasting(device) or xs.dtype == torch.float64:
@@ -299,22 +302,23 @@ def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tenso
 
 
 def stack(parts: Sequence[Tensor]) -> Tensor:
-    """As `torch.stack`, of one tensor without a copy."""
+    """Stacks tensors as `torch.stack` does, but a single tensor without a copy."""
     return parts[0][None] if len(parts) == 1 else torch.stack(list(parts))
 
 
 def _unstack(x: Tensor) -> Sequence[Tensor]:
-    """As `torch.unbind`, of one tensor without what would forbid to change it in place."""
+    """Unbinds axis 0. A single part is squeezed instead: autograd forbids in-place changes to results of `unbind`."""
     return (x.squeeze(0),) if x.shape[0] == 1 else x.unbind(0)
 
 
 def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Tensor:
-    """Input projections with which a loop that starts from m = 0 computes what one on h does that starts from h0.
+    """Returns input projections for which a loop over m from m = 0 computes what a loop over h from h0 computes.
 
-    No m need lead to a given h, but what h does to its first step, W_hh h, can be added to the inputs of that step.
+    There may be no m whose projection is a given h. But h contributes only W_hh h to the first step, which can be added
+    to the input projection of that step. The same holds for reset states.
     """
     h0, reset_h, starts = one.states[0], one.reset_states[0], None if one.resets is None else one.resets != 0
-    # states that no step sees are 0 before the product: the gradient of the weights would take a NaN of theirs
+    # A NaN in a state that no step sees would reach the gradient of the weights, so such states are zeroed first.
     if h0 is not None:
         at = xp.shape[time] - 1 if reverse else 0
         if starts is not None:
@@ -333,7 +337,7 @@ def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Te
 def _project(
     cell: Cell, xs: Tensor, layer: Sequence[Direction], reverse: bool, time: int
 ) -> tuple[Tensor, Sequence[Direction]]:
-    """Projects the inputs, `[directions, *xs.shape[:-1], gates * H]`; a layer with a projection as one without."""
+    """Returns the input projections `[directions, *xs.shape[:-1], gates * H]`, and the layer without a projection."""
     if layer[0].w_hr is not None:
         parts, plain = [], []
         for one, backward in zip(layer, (reverse, True), strict=False):
@@ -354,7 +358,7 @@ def _project(
 
 
 class _Layout:
-    """Between the layout of a layer, a list of tensors by direction, and the canonical one of `rnn_ops`."""
+    """Conversion between the layout of a layer, a list of tensors by direction, and the canonical one of `rnn_ops`."""
 
     def __init__(self, xs: Tensor, directions: int, batch_first: bool):
         self.time = xs.ndim - 2 if batch_first else 0
@@ -362,31 +366,31 @@ class _Layout:
         self.batch = self.outer[: self.time] + self.outer[self.time + 1 :]
         steps, sequences = xs.shape[self.time], math.prod(self.batch)
         self.directions = directions
-        # groups, steps, sequences of a group
+        # groups, steps, sequences per group
         self.sizes = (directions * sequences, steps, 1) if batch_first else (directions, steps, sequences)
 
     def sequence(self, x: Tensor) -> Tensor:
-        """`[directions, *outer, ...]` to `[G, T, B, ...]`."""
+        """Reshapes `[directions, *outer, ...]` to `[G, T, B, ...]`."""
         return x.reshape(*self.sizes, *x.shape[1 + len(self.outer) :])
 
     def state(self, x: Tensor) -> Tensor:
-        """`[directions, *batch, H]` to `[G, B, H]`."""
+        """Reshapes `[directions, *batch, H]` to `[G, B, H]`."""
         return x.reshape(self.sizes[0], self.sizes[2], x.shape[-1])
 
     def sequences(self, x: Tensor) -> Sequence[Tensor]:
-        """The way back."""
+        """Inverts `sequence` and splits the result by direction."""
         return _unstack(x.reshape(self.directions, *self.outer, x.shape[-1]))
 
     def states(self, x: Tensor) -> Sequence[Tensor]:
-        """The way back."""
+        """Inverts `state` and splits the result by direction."""
         return _unstack(x.reshape(self.directions, *self.batch, x.shape[-1]))
 
     def stepped(self, x: Tensor) -> bool:
-        """Whether a reset state is one for every step."""
+        """Whether a reset state has a value for every step."""
         return x.ndim == len(self.outer) + 1
 
     def expand(self, x: Tensor, stepped: bool) -> Tensor:
-        """A reset state as one of each sequence, or of each step."""
+        """Broadcasts a reset state over the sequences, and over the steps if `stepped`."""
         if not stepped:
             return x.expand(*self.batch, x.shape[-1])
         if not self.stepped(x):
@@ -395,14 +399,14 @@ class _Layout:
 
 
 def _states(layout: _Layout, given: Sequence[Tensor | None], default: torch.dtype, xs: Tensor, hidden: int) -> Tensor:
-    """`[G, B, H]` the states that all directions start from."""
+    """Returns the initial states of all directions, `[G, B, H]`."""
     dtype = next((x.dtype for x in given if x is not None), default)
     zeros = xs.new_zeros((*layout.batch, hidden), dtype=dtype) if any(x is None for x in given) else xs
     return layout.state(stack([zeros if x is None else x for x in given]))
 
 
 def _resets(layout: _Layout, given: Sequence[Tensor | None], xs: Tensor) -> Tensor | None:
-    """`[G, T, B]` where any direction starts an episode, or None."""
+    """Returns the resets of all directions, `[G, T, B]`, or None if no direction has any."""
     if all(x is None for x in given):
         return None
     if len(given) == 1:
@@ -412,7 +416,7 @@ def _resets(layout: _Layout, given: Sequence[Tensor | None], xs: Tensor) -> Tens
 
 
 def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[Tensor]) -> list[Tensor] | list[None]:
-    """What episodes of all directions start from, of each state `[G, B, H]` or `[G, T, B, H]`."""
+    """Returns the reset states of all directions: for each state `[G, B, H]`, `[G, T, B, H]`, or None."""
     given = [x for one in layer for x in one.reset_states if x is not None]
     if not given:
         return [None] * len(states)
@@ -427,7 +431,7 @@ def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[
 
 
 def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The loop in operations that autograd sees."""
+    """Runs the loop in PyTorch operations that autograd differentiates, and returns its results by name."""
     loop = op_common.without_autocast(loops.gru if cell is GRU else loops.lstm)
     results = loop(*arguments, order, False)._asdict()
     dtypes = {s: x.dtype for s, x in zip(cell.states, states, strict=True)}
@@ -435,7 +439,7 @@ def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Te
 
 
 def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
-    """Whether one step is what PyTorch's own cell computes, which takes the host less than half of a launch's time."""
+    """Whether PyTorch's own cell can compute the step, in less than half the host time of a launch."""
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
     if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.autocasting(xs.device.type):
@@ -448,7 +452,7 @@ def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
 
 
 def _run_single_step(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> DirectionResult:
-    """A layer of one step."""
+    """Runs a layer of one direction for one step, with PyTorch's own cell."""
     hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
     states = []
     starts = one.resets
@@ -468,7 +472,7 @@ def _run_single_step(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) ->
         (torch.gru_cell(x, states[0], *weights),) if cell is GRU else torch.lstm_cell(x, states, *weights)
     )
     hs, *cs = (h.reshape(*layout.outer, hidden) for h in found)
-    # copies, or what is done in place to one of them would be done to both
+    # The last states are copies, so that an in-place change to them does not change `hs` or `cs`, nor the reverse.
     return DirectionResult(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
 
 
@@ -483,21 +487,21 @@ def run_layer(
     precision: Precision = None,
     implementation: Implementation = None,
 ) -> list[DirectionResult]:
-    """Runs a layer of one direction, or of two, forward and in reverse, in one launch. Takes its arguments as valid.
+    """Runs a layer of one direction, or of two, forward and reverse, in one launch. Expects valid shapes and dtypes.
 
     Args:
       cell: an entry of the cell table.
-      xs: as of `gru`, shared by the directions.
-      layer: one direction, or two of the same shapes.
-      reverse: of the only direction.
-      batch_first: as of `gru`.
-      cells: whether to give the cell states of all steps.
-      precision: as of `gru`.
-      implementation: as of `gru`.
+      xs: see `gru`; shared by the directions.
+      layer: one direction, or two with the same shapes.
+      reverse: whether a single direction runs from the last step to the first.
+      batch_first: see `gru`.
+      cells: whether to return the cell states of all steps.
+      precision: see `gru`.
+      implementation: see `gru`.
 
     Raises:
-      ValueError: there is no step, or no implementation or precision of that name.
-      NotImplementedError: as `gru`.
+      ValueError: there are no steps, or the implementation or precision is unknown.
+      NotImplementedError: see `gru`.
     """
     check_implementation(implementation)
     layout = _Layout(xs, len(layer), batch_first)
@@ -534,7 +538,7 @@ def run_layer(
 def _direction_result(
     one: Direction, hs: Tensor, cs: Tensor | None, last: tuple[Tensor, ...], default: torch.dtype
 ) -> DirectionResult:
-    """What a direction gives, as it was before `_project` took its projection away."""
+    """Returns the result of a direction, after applying the output projection that `_project` left out of the loop."""
     if one.w_hr is None:
         return DirectionResult(hs, cs, last)
     dtype = default if one.states[0] is None else one.states[0].dtype
@@ -554,33 +558,35 @@ def rms_norm(
     eps: float | None = None,
     implementation: Implementation = None,
 ) -> Any:
-    """Divides rows by their root mean square (Zhang and Sennrich, 2019), after adding a residual connection.
+    """Divides each row by its root mean square (Zhang and Sennrich, 2019), after adding a residual connection.
 
         total = x + residual
         y = total / sqrt(mean(total^2) + eps) * weight + bias
 
-    Computes in float32, or in float64 where `total` is.
+    The norm is computed in float32, or in float64 if `total` is float64.
 
     Args:
       x: `[..., N]`, floating point.
-      weight: `[N]` or None for ones. Any dtype.
-      bias: `[N]` or None for zeros. Any dtype.
+      weight: `[N]` in any floating-point dtype, or None for ones.
+      bias: `[N]` in any floating-point dtype, or None for zeros.
       residual: in the shape of `x`, or None.
-      eps: inside the root; None for the machine epsilon of what it computes in, as `torch.nn.functional.rms_norm`.
-      implementation: "triton" (the kernels; needs an NVIDIA GPU, and float32, bfloat16 or float16), "torch" (PyTorch
-        operations that autograd sees: any derivative of any order), or None: the kernels where they can run,
-        elsewhere PyTorch operations, as one operator. A name works or raises.
+      eps: added to the mean square; None for the machine epsilon of the dtype that the norm is computed in, as in
+        `torch.nn.functional.rms_norm`.
+      implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
+        (PyTorch operations that autograd differentiates to any order and in any mode); or None: the kernels where they
+        can run, elsewhere PyTorch operations, as one operator. If you name an implementation that cannot run the input,
+        a `NotImplementedError` says why.
 
     Returns:
-      `y` in the shape and dtype of `x`; under autocast on a GPU in float32 where `torch.nn.functional.rms_norm` is,
-      from PyTorch 2.12 on. With a residual `(y, total)`, total in the dtype that `x + residual` has: the norm is of
-      that rounded sum.
+      `y` in the shape and dtype of `x`. Under autocast on a GPU, `y` is float32 from PyTorch 2.12 on, like the result
+      of `torch.nn.functional.rms_norm`. With a residual, `(y, total)`: `total` has the dtype of `x + residual`, and the
+      norm is computed from that rounded sum.
 
     Raises:
-      ValueError: shapes or devices disagree, something is of no floating-point dtype, `eps` is no number, negative or
-        infinite, or no implementation has that name.
-      NotImplementedError: the named implementation cannot run this input; or a derivative of a gradient is asked for,
-        which the operators do not have: `implementation="torch"` does.
+      ValueError: shapes or devices disagree, a dtype is not floating point, `eps` is not a number, is negative or is
+        infinite, or the implementation is unknown.
+      NotImplementedError: the named implementation cannot run this input, or a derivative that the operators do not
+        have (second-order or forward-mode) is requested; `implementation="torch"` has it.
     """
     return _norm("rms", x, weight, bias, residual, eps, implementation)
 
@@ -594,27 +600,27 @@ def layer_norm(
     eps: float = 1e-5,
     implementation: Implementation = None,
 ) -> Any:
-    """Brings rows to mean 0 and variance 1 (Ba, Kiros and Hinton, 2016), after adding a residual connection.
+    """Normalizes each row to mean 0 and variance 1 (Ba, Kiros and Hinton, 2016), after adding a residual connection.
 
         total = x + residual
         y = (total - mean(total)) / sqrt(var(total) + eps) * weight + bias,  var(t) = mean((t - mean(t))^2)
 
-    Computes in float32, or in float64 where `total` is.
+    The norm is computed in float32, or in float64 if `total` is float64.
 
     Args:
-      x: as of `rms_norm`.
-      weight: as of `rms_norm`.
-      bias: as of `rms_norm`.
-      residual: as of `rms_norm`.
-      eps: inside the root.
-      implementation: as of `rms_norm`.
+      x: see `rms_norm`.
+      weight: see `rms_norm`.
+      bias: see `rms_norm`.
+      residual: see `rms_norm`.
+      eps: added to the variance.
+      implementation: see `rms_norm`.
 
     Returns:
-      As `rms_norm`; under autocast on a GPU `y` is float32.
+      `y` or `(y, total)`, see `rms_norm`. Under autocast on a GPU, `y` is float32.
 
     Raises:
-      ValueError: as `rms_norm`.
-      NotImplementedError: as `rms_norm`.
+      ValueError: see `rms_norm`.
+      NotImplementedError: see `rms_norm`.
     """
     return _norm("layer", x, weight, bias, residual, eps, implementation)
 
@@ -624,17 +630,17 @@ def _norm(
     eps: float | None, implementation: Implementation,
 ) -> Any:  # fmt: skip
     if x.ndim < 1 or not x.is_floating_point():
-        raise ValueError(f"x must be [..., N] of floating point, got {tuple(x.shape)} of {x.dtype}")
+        raise ValueError(f"x must be [..., N] and floating point, got {tuple(x.shape)} of {x.dtype}")
     check_implementation(implementation)
     shapes = (("weight", weight, x.shape[-1:]), ("bias", bias, x.shape[-1:]), ("residual", residual, x.shape))
     for name, y, shape in shapes:
         if y is not None and y.shape != shape:
             raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
         if y is not None and not y.is_floating_point():
-            raise ValueError(f"{name} must be of floating point, got {y.dtype}: convert it")
+            raise ValueError(f"{name} must be floating point, got {y.dtype}: convert it")
     op_common.check_devices("x", x, {name: y for name, y, _ in shapes})
     if not (eps is None and kind == "rms") and (isinstance(eps, bool) or not isinstance(eps, (int, float))):
-        raise ValueError(f"eps of {kind}_norm must be a number, got {type(eps).__name__}: kernels are launched with it")
+        raise ValueError(f"eps of {kind}_norm must be a number, got {type(eps).__name__}: kernels take it as a scalar")
     if eps is not None and not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")
     device, dtype = x.device.type, x.dtype
@@ -652,7 +658,7 @@ def _norm(
         return y.reshape(1, math.prod(y.shape[:-1]), y.shape[-1])
 
     if residual is not None and residual.is_leaf and residual.requires_grad:
-        residual = residual.mul(1)  # its gradient is x's too: leaves that keep it would add to each other's
+        residual = residual.mul(1)  # x receives the same tensor as gradient; two leaves must not share .grad
     w, b = (None if y is None else y[None] for y in (weight, bias))
     sums = None if residual is None else rows(residual)
     y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)

@@ -1,11 +1,12 @@
-"""GRU and LSTM time loops in plain PyTorch operations: what runs where the kernels cannot, on any device and dtype.
+"""GRU and LSTM time loops in plain PyTorch operations, on any device and dtype, for use where the kernels cannot run.
 
-Arguments are those of the kernels: sequences `[G, T, B, W]`, G groups of B sequences, each group time first; states
-`[G, B, H]`; weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` says which way a
-model goes through time: "forward", "reverse", or "bidirectional" (models of even index forward, odd ones in reverse).
+The arguments are those of the kernels: sequences `[G, T, B, W]`, where each of the G groups holds B sequences, time
+first; states `[G, B, H]`; and weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` is
+the direction in which a model goes through time: "forward", "reverse", or "bidirectional" (models of even index
+forward, models of odd index in reverse).
 
-Gates and states are float32, or float64 where the weights are, whatever the dtype of the operands. Nothing is written
-in place, so autograd can differentiate the forward loops as often as it likes.
+Gates and states are float32, or float64 if the weights are, whatever the dtype of the operands. Nothing is written in
+place, so autograd can differentiate the forward loops to any order.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from torch_bridge import op_common
 
 
 class _Time:
-    """How the S models of `w_hh` go through `[G, T, B, ...]` arrays like `sequence`, a step at a time.
+    """The split of `[G, T, B, ...]` arrays like `sequence` into the steps of a time loop over the S models of `w_hh`.
 
-    A step has `[S, N, ...]`, the N = G / S * B sequences of each model.
+    A step is `[S, N, ...]`, with the N = G / S * B sequences of each model.
     """
 
     def __init__(self, sequence: Tensor, w_hh: Tensor, order: str):
@@ -30,7 +31,7 @@ class _Time:
         self.order, self.models, self.per_model = order, w_hh.shape[0], groups // w_hh.shape[0]
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """The steps, in the order that they are taken."""
+        """Returns the steps in the order in which the loop runs them."""
         x = x.reshape(self.models, self.per_model, self.steps, self.batch, *x.shape[3:])
         if self.batch == 1:
             x = x.squeeze(3).transpose(1, 2)
@@ -42,7 +43,7 @@ class _Time:
         return steps[::-1] if self.order == "reverse" else steps
 
     def join(self, steps: Sequence[Tensor]) -> Tensor:
-        """`[G, T, B, ...]` of what the steps gave, in the order that they were taken."""
+        """Returns `[G, T, B, ...]` from the results of the steps, given in the order in which the loop ran them."""
         x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
         if self.order == "bidirectional":
             x = self._flip_odd(x)
@@ -53,19 +54,19 @@ class _Time:
         return torch.stack([one.flip(0) if s % 2 else one for s, one in enumerate(x)])
 
     def state(self, x: Tensor) -> Tensor:
-        """`[S, N, H]` of `[G, B, H]`."""
+        """Reshapes `[G, B, H]` to `[S, N, H]`."""
         return x.reshape(self.models, self.per_model * self.batch, x.shape[-1])
 
     def groups(self, x: Tensor) -> Tensor:
-        """`[G, B, H]` of `[S, N, H]`."""
+        """Reshapes `[S, N, H]` to `[G, B, H]`."""
         return x.reshape(self.models * self.per_model, self.batch, x.shape[-1])
 
     def starts(self, resets: Tensor | None) -> Sequence[Tensor | None]:
-        """Of each step `[S, N, 1]` where it starts an episode, None where nothing does."""
+        """Returns for each step `[S, N, 1]`, true where an episode starts, or None if there are no resets."""
         return [None] * self.steps if resets is None else self.split((resets != 0)[..., None])
 
     def new_states(self, x: Tensor | None, like: Tensor) -> Sequence[Tensor]:
-        """Of each step the state that an episode starts from."""
+        """Returns for each step the states that episodes start from."""
         if x is None:
             return [torch.zeros_like(like)] * self.steps
         x = x.to(like.dtype)
@@ -73,16 +74,16 @@ class _Time:
 
 
 def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """(x, y) -> x + y @ w for every model, with both operands rounded to `operand`."""
+    """Returns `(x, y) -> x + y @ w`, batched over models, which rounds y to `operand`, the dtype of the weights."""
     return lambda x, y: torch.baddbmm(x, y.to(operand).to(x.dtype), w)
 
 
 class GRUResults(NamedTuple):
-    """What the GRU's forward loop gives: `local_grads` and `carry_gate` are None where nothing is saved."""
+    """The results of the GRU's forward loop. The last two are None if no residuals are saved."""
 
     hs: Tensor  # [G, T, B, H]
     h_last: Tensor  # [G, B, H]
-    local_grads: Tensor | None  # [G, T, B, 4H] of each unit dr, dz, dn, dh_n over dh
+    local_grads: Tensor | None  # [G, T, B, 4H] dr/dh, dz/dh, dn/dh and dh_n/dh, adjacent for each unit
     carry_gate: Tensor | None  # [G, T, B, H] z
 
 
@@ -90,7 +91,7 @@ def gru(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     order: str, save: bool,
 ) -> GRUResults:  # fmt: skip
-    """As `torch_bridge.kernels.gru.gru_fwd_kernel`; states in the dtype that they are computed in."""
+    """Computes what `torch_bridge.kernels.gru.gru_fwd_kernel` does. Returns states in the computation's dtype."""
     time, dtype = _Time(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     hidden = h0.shape[-1]
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
@@ -122,19 +123,19 @@ def gru(
 
 
 class GRUGradients(NamedTuple):
-    """What the GRU's backward loop gives."""
+    """The results of the GRU's backward loop."""
 
     dxp: Tensor  # [G, T, B, 3H]
-    dhn: Tensor  # [G, T, B, H] of W_hn h + b_hn
+    dhn: Tensor  # [G, T, B, H] gradient of W_hn h + b_hn
     dh0: Tensor  # [G, B, H]
-    dreset_h: Tensor | None  # [G, T, B, H] of each step's reset state
+    dreset_h: Tensor | None  # [G, T, B, H] gradient of each step's reset state
 
 
 def gru_backward(
     w_hh: Tensor, local_grads: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor, dh_last: Tensor,
     order: str, reset_gradients: bool,
 ) -> GRUGradients:  # fmt: skip
-    """As `torch_bridge.kernels.gru.gru_bwd_kernel`."""
+    """Computes what `torch_bridge.kernels.gru.gru_bwd_kernel` does."""
     time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
     f_r, f_z, f_n, f_hn = local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
@@ -161,14 +162,14 @@ def gru_backward(
 
 
 class LSTMResults(NamedTuple):
-    """What the LSTM's forward loop gives: `local_grads`, `dc_dh` and `carry_gate` are None where nothing is saved."""
+    """The results of the LSTM's forward loop. The last three are None if no residuals are saved."""
 
     hs: Tensor  # [G, T, B, H]
     cs: Tensor  # [G, T, B, H]
     h_last: Tensor  # [G, B, H]
     c_last: Tensor  # [G, B, H]
-    local_grads: Tensor | None  # [G, T, B, 4H] of each unit di, df, dg over dc and do over dh
-    dc_dh: Tensor | None  # [G, T, B, H] dc over dh
+    local_grads: Tensor | None  # [G, T, B, 4H] di/dc, df/dc, dg/dc and do/dh, adjacent for each unit
+    dc_dh: Tensor | None  # [G, T, B, H] dc/dh
     carry_gate: Tensor | None  # [G, T, B, H] f
 
 
@@ -176,7 +177,7 @@ def lstm(
     xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     reset_c: Tensor | None, order: str, save: bool,
 ) -> LSTMResults:  # fmt: skip
-    """As `torch_bridge.kernels.lstm.lstm_fwd_kernel`; states in the dtype that they are computed in."""
+    """Computes what `torch_bridge.kernels.lstm.lstm_fwd_kernel` does. Returns states in the computation's dtype."""
     time, dtype = _Time(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h, c = time.state(h0).to(dtype), time.state(c0).to(dtype)
@@ -209,12 +210,12 @@ def lstm(
 
 
 class LSTMGradients(NamedTuple):
-    """What the LSTM's backward loop gives."""
+    """The results of the LSTM's backward loop."""
 
     dxp: Tensor  # [G, T, B, 4H]
     dh0: Tensor  # [G, B, H]
     dc0: Tensor  # [G, B, H]
-    dreset_h: Tensor | None  # [G, T, B, H] of each step's reset state
+    dreset_h: Tensor | None  # [G, T, B, H] gradient of each step's reset state
     dreset_c: Tensor | None  # as dreset_h
 
 
@@ -222,7 +223,7 @@ def lstm_backward(
     w_hh: Tensor, local_grads: Tensor, dc_dh: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor,
     dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
 ) -> LSTMGradients:  # fmt: skip
-    """As `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
+    """Computes what `torch_bridge.kernels.lstm.lstm_bwd_kernel` does."""
     time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
     by_gate = torch.cat(local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)

@@ -1,8 +1,8 @@
-"""`GRU` and `LSTM` with episode resets, `RMSNorm` and `LayerNorm`, in place of those of `torch.nn`.
+"""`GRU` and `LSTM` with episode resets, `RMSNorm` and `LayerNorm`: replacements for the modules of `torch.nn`.
 
-Constructor, parameters, initial values, state dict and outputs are those of `torch.nn`, and errors of the recurrent
-ones; `forward` takes `resets` and `reset_state`, or a `residual`, besides. `run_trajectories` takes what TorchRL's
-recurrent modules take.
+Constructors, parameters, initial values, state dicts and outputs are those of `torch.nn`; so are the errors of the
+recurrent modules. In addition, `forward` takes `resets` and `reset_state`, or a `residual`. `run_trajectories` takes
+the inputs of TorchRL's recurrent modules.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch_bridge.rnn_ops import Cell, Precision
 
 
 class _Stack(torch.nn.RNNBase):
-    """What both modules share. Not a `torch.nn.GRU` or `LSTM`: compilers know these by their class and refuse them."""
+    """Base class of `GRU` and `LSTM`. It does not subclass `torch.nn.GRU` or `LSTM`: compilers refuse those."""
 
     def __init__(
         self, *args: Any, precision: Precision = None, implementation: Implementation = None, **kwargs: Any
@@ -29,11 +29,11 @@ class _Stack(torch.nn.RNNBase):
         super().__init__(*args, **kwargs)
         functional.check_implementation(implementation)
         if precision is not None:
-            rnn_ops.kernel_precision(precision, self.hidden_size)  # raises if there is no such
+            rnn_ops.kernel_precision(precision, self.hidden_size)  # raises ValueError if it is unknown
         self.precision, self.implementation = precision, implementation
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
-        """As `torch.nn` does, of the weights that `torch.func.functional_call` put in place too."""
+        """Checks the input as `torch.nn` does, also against weights that `torch.func.functional_call` substitutes."""
         flat: Any = self._flat_weights[0]
         dtype, before = self.weight_ih_l0.dtype, flat.dtype
         if dtype != before:
@@ -43,20 +43,20 @@ class _Stack(torch.nn.RNNBase):
         super().check_input(input, batch_sizes)
 
     def flatten_parameters(self) -> None:
-        """Does nothing: only cuDNN needs the weights side by side in memory."""
+        """Does nothing: only cuDNN needs all weights in one contiguous block of memory."""
 
 
 class GRU(_Stack):
     """`torch.nn.GRU` with episode resets.
 
     Args:
-      args: as of `torch.nn.GRU`.
-      precision: of float32 products in the time loop, see `torch_bridge.functional.gru`.
-      implementation: as there.
-      kwargs: as of `torch.nn.GRU`.
+      args: see `torch.nn.GRU`.
+      precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
+      implementation: see `torch_bridge.functional.gru`.
+      kwargs: see `torch.nn.GRU`.
 
     Raises:
-      ValueError: as `torch.nn.GRU`.
+      ValueError: see `torch.nn.GRU`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,18 +73,20 @@ class GRU(_Stack):
           input: `[T, B, D]` (`[B, T, D]` if `batch_first`), `[T, D]`, or a `PackedSequence`.
           hx: `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), or None for zeros.
           resets: `[T, B]` (`[B, T]`, `[T]`), any dtype; nonzero at the first step of an episode, that is, the
-            *previous* step's done. With packed inputs a `PackedSequence` of the same lengths and order, whose data has
-            an entry for every step. A backward direction starts an episode at the last of its steps.
-          reset_state: what episodes start from: None (zeros), `[layers * directions, H]`, one of each sequence as `hx`,
-            or one of each step, `[layers * directions, T, B, H]` (`[..., B, T, H]`, `[..., T, H]`). Takes gradients.
+            *previous* step's done. With packed inputs, a `PackedSequence` with the same lengths and order, whose data
+            has an entry for every step. A backward direction starts an episode at the episode's last step.
+          reset_state: the state at the start of an episode: None (zeros), `[layers * directions, H]`, a value for each
+            sequence in the shape of `hx`, or a value for every step in the shape `[layers * directions, T, B, H]`
+            (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
 
         Returns:
-          `(output, h_n)` as `torch.nn.GRU`.
+          `(output, h_n)`, see `torch.nn.GRU`.
 
         Raises:
-          ValueError: resets or reset states have other shapes; and as `torch.nn.GRU`.
-          RuntimeError: as `torch.nn.GRU`.
-          NotImplementedError: see `torch_bridge.functional.gru`; packed inputs with a reset state of each step.
+          ValueError: resets or reset states have other shapes; see also `torch.nn.GRU`.
+          RuntimeError: see `torch.nn.GRU`.
+          NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
+            step.
         """
         ys, (h_n,) = _forward(self, rnn_ops.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n
@@ -94,20 +96,20 @@ class LSTM(_Stack):
     """`torch.nn.LSTM` with episode resets.
 
     Args:
-      args: as of `torch.nn.LSTM`.
-      precision: as of `GRU`.
-      implementation: as of `GRU`.
-      kwargs: as of `torch.nn.LSTM`.
+      args: see `torch.nn.LSTM`.
+      precision: see `GRU`.
+      implementation: see `GRU`.
+      kwargs: see `torch.nn.LSTM`.
 
     Raises:
-      ValueError: as `torch.nn.LSTM`.
+      ValueError: see `torch.nn.LSTM`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("LSTM", *args, **kwargs)
 
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
-    check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]  # as torch.nn has it
+    check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]  # as in torch.nn
     permute_hidden = torch.nn.LSTM.permute_hidden  # type: ignore[assignment]
 
     def forward(
@@ -121,18 +123,18 @@ class LSTM(_Stack):
         """Runs the stack, starting afresh wherever `resets` is nonzero.
 
         Args:
-          input: as of `GRU`.
-          hx: `(h, c)`, each as of `GRU`; with `proj_size` h is so wide.
-          resets: as of `GRU`.
-          reset_state: None (zeros) or `(h, c)`, each as of `GRU`.
+          input: see `GRU.forward`.
+          hx: `(h, c)`, each like `hx` of `GRU.forward`; the width of h is `proj_size` if that is given.
+          resets: see `GRU.forward`.
+          reset_state: None (zeros) or `(h, c)`, each like `reset_state` of `GRU.forward`.
 
         Returns:
-          `(output, (h_n, c_n))` as `torch.nn.LSTM`.
+          `(output, (h_n, c_n))`, see `torch.nn.LSTM`.
 
         Raises:
-          ValueError: as `GRU`.
-          RuntimeError: as `torch.nn.LSTM`.
-          NotImplementedError: as `GRU`.
+          ValueError: see `GRU.forward`.
+          RuntimeError: see `torch.nn.LSTM`.
+          NotImplementedError: see `GRU.forward`.
         """
         if hx is not None:
             hx = functional.pair("hx", hx)
@@ -141,7 +143,7 @@ class LSTM(_Stack):
 
 
 class _Start(NamedTuple):
-    """What one direction of one layer starts from; attributes as of `Direction`."""
+    """The initial states and resets of one direction of one layer, with the attributes of `Direction`."""
 
     states: tuple[Tensor | None, ...]
     resets: Tensor | None
@@ -153,7 +155,7 @@ def _directions(rnn: torch.nn.RNNBase) -> int:
 
 
 def _is_backward(rnn: torch.nn.RNNBase, index: int) -> bool:
-    """Whether that direction of the stack, counted over all layers, runs from the last step to the first."""
+    """Whether direction `index` of the stack, counted over all layers, runs from the last step to the first."""
     return rnn.bidirectional and index % 2 == 1
 
 
@@ -164,7 +166,7 @@ def _widths(rnn: torch.nn.RNNBase, cell: Cell) -> tuple[int, ...]:
 def _run_stack(
     rnn: torch.nn.RNNBase, cell: Cell, xs: Tensor, starts: Sequence[_Start], batch_first: bool, cells: bool
 ) -> tuple[Tensor, list[DirectionResult]]:
-    """Runs all layers: returns the outputs of the last one, and what each direction of each layer gives."""
+    """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer."""
     outcomes: list[DirectionResult] = []
     for layer in range(rnn.num_layers):
         directions = []
@@ -190,7 +192,7 @@ def _run_stack(
 def _forward(
     rnn: Any, cell: Cell, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Any, tuple[Tensor, ...]]:
-    """Outputs, and the last states `[layers * directions, B, width]`, as `torch.nn` has them."""
+    """Returns the outputs and the last states `[layers * directions, B, width]`, as `torch.nn` does."""
     if isinstance(input, PackedSequence):
         return _forward_packed(rnn, cell, input, hx, resets, reset_states)
     if input.dim() not in (2, 3):
@@ -215,7 +217,7 @@ def _forward(
 
 
 def _checked_states(rnn: Any, cell: Cell, input: Tensor, hx: Any, batch: int, batch_sizes: Any) -> Any:
-    """The states to start from, zeros where none are given; errors as of `torch.nn`."""
+    """Returns the initial states, zeros if `hx` is None. Raises the errors of `torch.nn`."""
     if hx is None:
         count = rnn.num_layers * _directions(rnn)
         hx = tuple(input.new_zeros((count, batch, width)) for width in _widths(rnn, cell))
@@ -249,7 +251,7 @@ def _forward_batch(
 def _check_resets(
     rnn: Any, cell: Cell, outer: tuple[int, ...], batch: tuple[int, ...], resets: Any, reset_states: Sequence[Any]
 ) -> None:
-    """Raises ValueError unless they are tensors of shapes that `forward` takes."""
+    """Raises ValueError unless resets and reset states are tensors with shapes that `forward` accepts."""
     functional.check_tensor("resets", resets)
     if resets is not None and tuple(resets.shape) != outer:
         raise ValueError(f"resets must be {outer}, the time and batch axes of the input, got {tuple(resets.shape)}")
@@ -267,10 +269,10 @@ def _check_resets(
 
 
 def _resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) -> Tensor:
-    """Where an episode begins for a loop that runs from the last step to the first: at its last step.
+    """Returns the resets of a loop from the last step to the first, which starts each episode at its last step.
 
-    That of a sequence's last episode is not among them: there the loop itself begins. `last` is the last step of each
-    sequence, all else being padding.
+    A sequence's last episode needs no reset, because the loop itself begins there. `last` is the index of the last step
+    of each sequence; the steps after it are padding.
     """
     steps = resets.shape[time]
     begins = (resets != 0).roll(-1, time)
@@ -282,7 +284,7 @@ def _resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) -
 def _forward_packed(
     rnn: Any, cell: Cell, packed: PackedSequence, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[PackedSequence, tuple[Tensor, ...]]:
-    """Runs over padding too, which changes nothing: forward it comes last, and backward a reset ends it."""
+    """Runs over the padding too, which changes no result: it comes last, or, backward, a reset discards its states."""
     data, batch_sizes, order, inverse = packed
     states = _checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
     if resets is not None:
@@ -293,7 +295,7 @@ def _forward_packed(
         if resets.data.dim() != 1:
             raise ValueError(f"the data of resets must be [steps], got {tuple(resets.data.shape)}")
     if any(x is not None and x.dim() > 3 for x in reset_states):
-        raise NotImplementedError("packed inputs take no reset state of each step: pad_packed_sequence them first")
+        raise NotImplementedError("packed inputs cannot have a reset state for every step: use pad_packed_sequence")
 
     def sort(x: Tensor | None, order: Tensor | None = order) -> Any:
         return x if x is None or order is None or x.dim() < 3 else x.index_select(1, order)
@@ -315,7 +317,7 @@ def _forward_packed(
     sequence = torch.arange(xs.shape[1], device=xs.device)
     for i, out in enumerate(outcomes):
         ends = out.last
-        if not _is_backward(rnn, i):  # backward all sequences end at the first step
+        if not _is_backward(rnn, i):  # a backward loop ends at the first step of every sequence
             ends = tuple(x[last, sequence] for x in (out.hs, out.cs) if x is not None)
         results.append(ends)
     h_n = tuple(sort(torch.stack(x), inverse) for x in zip(*results, strict=True))
@@ -323,7 +325,7 @@ def _forward_packed(
 
 
 def _start_at_end(one: _Start, last: Tensor, xs: Tensor) -> _Start:
-    """As `one` for a backward loop that begins at the last step of each sequence, by a reset there to its states."""
+    """Returns `one` with a reset to its initial states at each sequence's last step, where a backward loop begins."""
     end = torch.arange(xs.shape[0], device=xs.device)[:, None] == last
     if one.resets is None:
         return _Start(one.states, end, one.states)
@@ -338,10 +340,10 @@ def _start_at_end(one: _Start, last: Tensor, xs: Tensor) -> _Start:
 def run_trajectories(
     rnn: torch.nn.RNNBase, input: Tensor, is_init: Tensor, hidden: Tensor, cell: Tensor | None = None
 ) -> tuple[Tensor, ...]:
-    """Runs a stack over rollouts of several trajectories each, with the conventions of TorchRL's recurrent modules.
+    """Runs a stack over rollouts that hold several trajectories, with the conventions of TorchRL's recurrent modules.
 
-    It computes what `torchrl.modules.GRUModule` and `LSTMModule` do in recurrent mode, on the kernels, without
-    splitting rollouts at trajectories and padding these. As a module of a policy:
+    It computes what `torchrl.modules.GRUModule` and `LSTMModule` compute in recurrent mode, but on the kernels, and
+    without splitting rollouts into trajectories and padding them. To use it as a module of a policy:
 
         TensorDictModule(
             functools.partial(run_trajectories, rnn), in_keys=["embed", "is_init", "hidden"],
@@ -349,19 +351,20 @@ def run_trajectories(
         )
 
     Args:
-      rnn: whose weights to use: a GRU or an LSTM of this module or of `torch.nn`.
+      rnn: a GRU or an LSTM of this module or of `torch.nn`, which provides the weights.
       input: `[B, T, D]`.
       is_init: `[B, T]` or `[B, T, 1]`, nonzero at the first step of a trajectory.
-      hidden: `[B, T, layers * directions, H]`; of these, those of first steps are what trajectories start from.
-      cell: the same of an LSTM's cell states.
+      hidden: `[B, T, layers * directions, H]`. A trajectory starts from the value at its first step; values at other
+        steps are not used.
+      cell: the cell states of an LSTM, like `hidden`.
 
     Returns:
-      `(features, hidden)`, or `(features, hidden, cell)`: outputs `[B, T, directions * H]`, and, in the shape of
-      `hidden`, the state after the last step of each trajectory, at that step, and zeros at the others.
+      `(features, hidden)`, or `(features, hidden, cell)`. The outputs are `[B, T, directions * H]`. The states have the
+      shape of `hidden`: at the last step of each trajectory they hold the state after that step, at other steps zeros.
 
     Raises:
-      ValueError: shapes disagree, there is no step, or the weights are of another kind.
-      RuntimeError: as `torch.nn`, of the width of the input.
+      ValueError: shapes disagree, there are no steps, or `rnn` is not a GRU or an LSTM.
+      RuntimeError: the width of the input is wrong, as in `torch.nn`.
     """
     kind = {"GRU": rnn_ops.GRU, "LSTM": rnn_ops.LSTM}.get(rnn.mode)
     if kind is None:
@@ -389,7 +392,7 @@ def run_trajectories(
     rnn.check_input(input, None)
     is_init = is_init != 0
     step = torch.arange(outer[1], device=input.device).expand(outer)
-    first = step.masked_fill(~is_init, 0).cummax(1).values  # of the trajectory that a step is of
+    first = step.masked_fill(~is_init, 0).cummax(1).values  # first step of each step's trajectory
     backward = _resets_of_reversed(is_init, 1)
     ends = backward | (step == outer[1] - 1)
 
@@ -417,9 +420,9 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: as of `torch.nn.RMSNorm`.
+      args: see `torch.nn.RMSNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: as of `torch.nn.RMSNorm`.
+      kwargs: see `torch.nn.RMSNorm`.
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
@@ -431,10 +434,10 @@ class RMSNorm(torch.nn.RMSNorm):
 
         Args:
           x: `[*batch, *normalized_shape]`.
-          residual: in the shape of `x`, added to it before; or None.
+          residual: added to `x` before the norm, in the shape of `x`; or None.
 
         Returns:
-          As `torch.nn.RMSNorm`; with a residual that and `x + residual`, of which it is the norm.
+          The result of `torch.nn.RMSNorm`; with a residual, `(norm of x + residual, x + residual)`.
 
         Raises:
           ValueError: shapes disagree.
@@ -447,9 +450,9 @@ class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: as of `torch.nn.LayerNorm`.
+      args: see `torch.nn.LayerNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: as of `torch.nn.LayerNorm`.
+      kwargs: see `torch.nn.LayerNorm`.
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
@@ -457,18 +460,18 @@ class LayerNorm(torch.nn.LayerNorm):
         self.implementation = implementation
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
-        """As of `RMSNorm`.
+        """Normalizes over the trailing axes.
 
         Args:
-          input: as x there.
-          residual: as there.
+          input: `[*batch, *normalized_shape]`.
+          residual: added to `input` before the norm, in the shape of `input`; or None.
 
         Returns:
-          As there.
+          The result of `torch.nn.LayerNorm`; with a residual, `(norm of input + residual, input + residual)`.
 
         Raises:
-          ValueError: as there.
-          NotImplementedError: as there.
+          ValueError: shapes disagree.
+          NotImplementedError: see `torch_bridge.functional.layer_norm`.
         """
         return _normalize(functional.layer_norm, self, input, residual, self.weight, self.bias)
 
@@ -481,7 +484,7 @@ def _normalize(
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(f"x must be [*batch, *normalized_shape] with {shape}, got {tuple(x.shape)}")
     if residual is not None and residual.shape != x.shape:
-        raise ValueError(f"the residual must be {tuple(x.shape)}, as x, got {tuple(residual.shape)}")
+        raise ValueError(f"the residual must be {tuple(x.shape)}, the shape of x, got {tuple(residual.shape)}")
 
     def flat(y: Tensor | None) -> Any:
         return y if y is None or len(shape) == 1 else y.flatten(-len(shape))

@@ -1,9 +1,9 @@
-"""RMSNorm and LayerNorm, with the sum of a residual connection before them, and their gradients, as PyTorch operators.
+"""RMSNorm and LayerNorm, after adding a residual connection, and their gradients, as PyTorch operators.
 
-The operators are `torch_bridge::rms_norm`, `torch_bridge::layer_norm` and, each its gradient, `rms_norm_backward` and
-`layer_norm_backward`. Sequences of rows are `[S, R, N]`, of S models which have weights and biases `[S, N]` of their
-own: `torch.vmap` over weights adds models, over inputs alone rows. Statistics are computed in float32 (float64 where
-the rows are), and saved as that. Every operator of a kind takes the same, so they are defined together.
+The operators are `torch_bridge::rms_norm` and `torch_bridge::layer_norm`, and their gradients `rms_norm_backward` and
+`layer_norm_backward`. Rows are `[S, R, N]`: each of S models has R rows and its own weights and biases `[S, N]`.
+`torch.vmap` over weights adds models; over inputs alone it adds rows. Statistics are computed and saved in float32, or
+in float64 if the rows are float64. The operators of both kinds take the same arguments, so one function defines them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Kind = Literal["rms", "layer"]
 
 @functools.cache
 def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
-    """Why the kernels cannot run there on arrays of these dtypes and so many columns; None if they can."""
+    """Returns why the kernels cannot run on a device with these dtypes and this many columns, or None if they can."""
     for dtype in dtypes:
         facts = op_common.device_facts(device, dtype)
         if isinstance(facts, str):
@@ -35,11 +35,11 @@ def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns:
 
 
 def _kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
-    """Whether an operator launches a kernel, or runs PyTorch operations.
+    """Returns whether an operator launches a kernel; if not, it runs PyTorch operations.
 
     Raises:
-      ValueError: no implementation has that name.
-      NotImplementedError: the kernels were asked for and cannot run.
+      ValueError: the implementation is unknown.
+      NotImplementedError: `implementation` is "triton" and the kernels cannot run.
     """
     if implementation not in (None, "triton", "torch"):
         raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
@@ -55,7 +55,7 @@ def _kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
 
 
 def _check(x: Tensor, **arrays: Tensor | None) -> None:
-    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, and are on one device."""
+    """Raises ValueError unless the arrays of an operator have the shapes that kernels read and are on one device."""
     if x.ndim != 3:
         raise ValueError(f"the rows must be [S, R, N], got {tuple(x.shape)}")
     shapes: dict[str, tuple[int, ...]] = {"weight": (x.shape[0], x.shape[2]), "bias": (x.shape[0], x.shape[2])}
@@ -66,11 +66,11 @@ def _check(x: Tensor, **arrays: Tensor | None) -> None:
     op_common.check_devices("x", x, arrays)
 
 
-# In PyTorch operations.
+# PyTorch operations.
 
 
 class Normalized(NamedTuple):
-    """What a norm returns: `y [..., N]`, the `total` that it is of, `mean [...]` (of LayerNorm), `rstd [...]`."""
+    """The results of a norm: `y [..., N]`, its input `total [..., N]`, `mean [...]` (LayerNorm only), `rstd [...]`."""
 
     y: Tensor
     total: Tensor
@@ -79,7 +79,7 @@ class Normalized(NamedTuple):
 
 
 def _per_row(x: Tensor, like: Tensor) -> Tensor:
-    """`[S, N]` (or `[N]`) beside `[S, R, N]` (or `[..., N]`)."""
+    """Returns `[S, N]` (or `[N]`) in a shape that broadcasts over `like`, `[S, R, N]` (or `[..., N]`), in its dtype."""
     return x.to(like.dtype) if x.ndim == 1 else x.to(like.dtype).unsqueeze(-2)
 
 
@@ -87,16 +87,16 @@ def normalize(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, *, kind: Kind, epsilon: float,
     dtype: torch.dtype,
 ) -> Normalized:  # fmt: skip
-    """A norm in operations that autograd sees.
+    """Computes a norm in PyTorch operations that autograd differentiates.
 
     Args:
       x: `[S, R, N]`, or `[..., N]` with a weight and a bias `[N]`.
       weight: `[S, N]`, `[N]`, or None.
-      bias: the same.
-      residual: added to `x`, in its shape, or None.
+      bias: `[S, N]`, `[N]`, or None.
+      residual: added to `x`, in the shape of `x`; or None.
       kind: "rms" or "layer".
-      epsilon: added to the mean square, or the variance.
-      dtype: of `y`.
+      epsilon: added to the mean square, or to the variance.
+      dtype: dtype of `y`.
     """
     total = x if residual is None else x + residual
     wide = total.to(op_common.accumulation_dtype(total.dtype))
@@ -114,7 +114,7 @@ def normalize(
 def _gradients_of_rows(
     kind: Kind, dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradient of `x`, and, of every row, those of weight and bias."""
+    """Returns the gradient of `x`, and each row's contribution to the gradients of weight and bias."""
     wide = rstd.dtype
     dy, normalized, rstd = dy.to(wide), x.to(wide), rstd.unsqueeze(-1)
     normalized = (normalized if mean is None else normalized - mean.unsqueeze(-1)) * rstd
@@ -165,7 +165,7 @@ def _run(
 def _forward_outputs(
     kind: Kind, x: Tensor, residual: Tensor | None, dtype: torch.dtype, save: bool
 ) -> dict[str, tuple[Any, torch.dtype]]:
-    """Shape and dtype of what the forward operator returns, by name; `(0,)` of what was not asked for."""
+    """Returns shape and dtype of each output of the forward operator, by name; `(0,)` if it is not requested."""
     total = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
     wide = op_common.accumulation_dtype(total)
     return {
@@ -179,7 +179,7 @@ def _forward_outputs(
 def _backward_outputs(
     x: Tensor, dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None
 ) -> dict[str, tuple[Any, torch.dtype]]:
-    """The same of the backward operator, of which gradients of no dtype were not asked for."""
+    """Returns shape and dtype of each output of the backward operator. Sums whose dtype is None are not requested."""
     shape = (x.shape[0], x.shape[2])
     sums = {"dweight": dweight_dtype, "dbias": dbias_dtype}
     return {"dx": (x.shape, x.dtype)} | {
@@ -188,9 +188,10 @@ def _backward_outputs(
 
 
 def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """The rule of `torch.vmap` for `op`: batched weights become models, shared ones leave the new axis to the rows.
+    """Returns the `torch.vmap` rule of `op`: a new axis adds models if weights are batched, rows if they are shared.
 
-    So that each model has its own, gradients of weights need models too: those that an argument in `asked` asks for.
+    It also adds models if an argument in `asked` requests a gradient of weights, since each example has its own
+    gradient.
     """
     names = [argument.name for argument in op._schema.arguments]
 
@@ -220,7 +221,7 @@ def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> C
 
 
 def _define(kind: Kind) -> tuple[Any, Any]:
-    """Registers the operators of a kind of norm, forward and backward, and returns them."""
+    """Registers the forward and backward operators of a kind of norm and returns them."""
     name = f"torch_bridge::{kind}_norm"
 
     @op_common.define(name)
@@ -235,7 +236,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
         found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
-        # contiguous, as from a kernel, whatever the strides of x: compilers take the fake's word for it
+        # Outputs are contiguous like a kernel's, whatever the strides of x: compilers rely on the strides of the fake.
         return tuple(
             op_common.nothing(x, wanted) if shape == (0,) else found[key].contiguous()
             for key, (shape, wanted) in returned.items()
@@ -254,7 +255,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         _check(x, dy=dy, dtotal=dtotal, weight=weight, mean=mean, rstd=rstd)
         for name, dtype in (("dweight_dtype", dweight_dtype), ("dbias_dtype", dbias_dtype)):
-            if dtype is not None and not dtype.is_floating_point:  # a bool, which PyTorch takes for one, among them
+            if dtype is not None and not dtype.is_floating_point:  # PyTorch accepts a bool as a dtype
                 raise ValueError(f"{name} must be a floating-point dtype, or None for no such gradient, got {dtype}")
         returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
         if _kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
@@ -325,7 +326,7 @@ def forward(
     kind: Kind, x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
     dtype: torch.dtype, implementation: str | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Calls the operator of a kind, saving what a gradient needs if there can be one.
+    """Calls the operator of a kind. It saves residuals for the backward pass if a gradient may be requested.
 
     Args:
       kind: "rms" or "layer".
@@ -333,12 +334,12 @@ def forward(
       weight: `[S, N]` or None.
       bias: `[S, N]` or None.
       residual: `[S, R, N]` or None.
-      epsilon: added to the mean square, or the variance.
-      dtype: of `y`.
-      implementation: "triton", "torch", or None for the fastest that works.
+      epsilon: added to the mean square, or to the variance.
+      dtype: dtype of `y`.
+      implementation: "triton", "torch", or None for the kernels where they can run, else PyTorch operations.
 
     Returns:
-      `(y, x + residual)`; of no residual, nothing for the latter.
+      `(y, x + residual)`. Without a residual the second is an empty tensor.
     """
     op = rms_norm_op if kind == "rms" else layer_norm_op
     save = op_common.wants_gradients([y for y in (x, weight, bias, residual) if y is not None])

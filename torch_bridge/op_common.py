@@ -1,4 +1,4 @@
-"""What operators of different kinds share: where kernels can run, launches, autocast, autograd and `torch.func`."""
+"""Code shared by all operators: where kernels can run, launches, autocast, autograd and `torch.func`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | str:
-    """Facts about a device that kernels can run on, with arrays of this dtype; a string says why they cannot."""
+    """Returns the facts about a device if kernels can run there on arrays of this dtype; else a string says why not."""
     if reason := _triton_fails():
         return f"{reason}: pip install 'triton>=3.6'"
     from torch_bridge import launch
@@ -30,12 +30,12 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | st
         return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
     if launch.interpreting():
         if device.type != "cpu":
-            return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes tensors on the CPU alone"
+            return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes CPU tensors only"
         return config.Device(interpreted=True)
     if device.type != "cuda" or torch.version.cuda is None:
         return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
     if reason := launch.driver_fails():
-        return f"cannot be loaded here ({reason}): mend that, or leave implementation out"
+        return f"cannot be loaded here ({reason}): fix that, or leave implementation out"
     facts = launch.device(ordinal(device))
     if facts.capability < 80:
         return (
@@ -47,13 +47,13 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | st
 
 @functools.cache
 def _triton_fails() -> str | None:
-    """Why Triton cannot be used in this process, None if it can. Warns where there is one, and a GPU for it."""
+    """Returns why Triton cannot be used, or None. Warns if Triton is installed but unusable and there is a GPU."""
     try:
         from torch_bridge import launch  # noqa: F401
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return "need triton, which is not installed"
-        reason = f"need Triton 3.6 or newer, and what is installed has not what they need ({error})"
+        reason = f"need Triton 3.6 or newer, and the installed one lacks what they use ({error})"
         if torch.cuda.is_available():
             warnings.warn(f"The kernels of torch_bridge {reason}", RuntimeWarning, stacklevel=2)
         return reason
@@ -61,39 +61,40 @@ def _triton_fails() -> str | None:
 
 
 def ordinal(device: torch.device) -> int:
-    """The number of a CUDA device."""
+    """Returns the index of a CUDA device."""
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def launch_ordinal(device: torch.device) -> int | None:
-    """The same, and None of the CPU, where kernels are interpreted."""
+    """Returns the index of a CUDA device, or None for the CPU, where kernels are interpreted."""
     return ordinal(device) if device.type == "cuda" else None
 
 
 @functools.cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a dtype, as kernels have it."""
+    """Returns the name of a dtype as the kernels use it, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What is computed and saved beside arrays of this dtype: states, gates, statistics."""
+    """Returns the dtype in which states, gates and statistics are computed and saved for arrays of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def autocasting(device: str) -> bool:
-    """Whether autocast is on for devices of this type; never where there is no such thing, as of meta tensors."""
-    return device != "meta" and torch.is_autocast_enabled(device)  # torch.compile traces no question for availability
+    """Whether autocast is on for devices of this type. It never is for meta tensors, which have no autocast."""
+    # torch.compile cannot trace a query whether a device type has autocast
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def readable(x: Tensor) -> Tensor:
-    """`x` as the kernels read it: contiguous, at a multiple of 16 bytes, and no view that is read with a minus."""
+    """Returns `x` as the kernels read it: contiguous, aligned to 16 bytes, and without a lazy negation (`is_neg`)."""
     x = x.resolve_neg().contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 def load(make: Callable[[Any, config.Device], Any], problem: Any, ordinal: int | None) -> Any:
-    """The launch of a problem, compiled and loaded onto a device; in the interpreter where there is none.
+    """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter.
 
     Raises:
       RuntimeError: the current stream is being captured in a CUDA graph.
@@ -104,8 +105,8 @@ def load(make: Callable[[Any, config.Device], Any], problem: Any, ordinal: int |
         return make(problem, config.Device(interpreted=True))
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "a kernel is not loaded yet, and a CUDA graph cannot record that: before the capture, call what it records "
-            f"once, with tensors of the same shapes and dtypes ({problem})"
+            "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "
+            f"the captured code once with tensors of the same shapes and dtypes ({problem})"
         )
     made = make(problem, launch.device(ordinal))
     made.load(ordinal)
@@ -113,7 +114,7 @@ def load(make: Callable[[Any, config.Device], Any], problem: Any, ordinal: int |
 
 
 def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None:
-    """Launches on the current stream of a device, with tensors by name, and workspaces of its own."""
+    """Allocates workspaces and launches on the current stream of a device, given tensors by name."""
     tensors = dict(tensors)
     place = next(iter(tensors.values())).device
     for name, length, dtype, zeroed in launch.workspaces:
@@ -135,7 +136,7 @@ def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """An implementation whose own operations autocast leaves alone."""
+    """Returns `function` with autocast disabled, for the type of device that its first argument is on."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -149,14 +150,14 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_devices(name: str, x: Tensor, arrays: Mapping[str, Tensor | None]) -> None:
-    """Raises ValueError unless arrays by name are where `x` is: a kernel takes their addresses as they are."""
+    """Raises ValueError unless all arrays are on the device of `x`: a kernel reads their addresses unchecked."""
     for other, y in arrays.items():
         if y is not None and y.device != x.device:
             raise ValueError(f"{other} is on {y.device} and {name} is on {x.device}: move one of them")
 
 
 def define(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Makes an operator of this name of a function; autocast leaves its own operations alone."""
+    """Returns a decorator that makes a function an operator of this name, and disables autocast in it."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = without_autocast(function)
@@ -168,12 +169,12 @@ def define(name: str) -> Callable[[Callable[..., Any]], Any]:
 
 
 def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
-    """What an operator returns where there is nothing to return."""
+    """Returns an empty tensor, which stands for an output that is not requested."""
     return like.new_empty((0,), dtype=dtype)
 
 
 def fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Tensor, ...]:
-    """What a fake call of an operator returns, of shapes and dtypes by name."""
+    """Returns the outputs of a fake call of an operator, given their shapes and dtypes by name."""
     return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in returned.values())
 
 
@@ -181,14 +182,14 @@ def fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Te
 
 
 def no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
-    """Of an operator that has no gradient: nothing to save."""
+    """Saves nothing, for an operator that has no gradient."""
     ctx.set_materialize_grads(False)
 
 
 def no_second_order(*_: Any) -> Any:
-    """The gradient of an operator that is a gradient."""
+    """Raises NotImplementedError, as the gradient of a backward operator."""
     raise NotImplementedError(
-        'the gradient of torch_bridge has no derivative of its own: pass implementation="torch", which has'
+        'the gradients of torch_bridge have no derivatives: pass implementation="torch", which has them'
     )
 
 
@@ -199,7 +200,7 @@ def _no_forward_mode(*_: Any) -> Any:
 
 
 def inside(x: Tensor) -> list[Tensor]:
-    """`x`, and what it wraps where `torch.func` transforms a function: what each of the transformations sees."""
+    """Returns `x` and, inside transformations of `torch.func`, the tensors it wraps: one for each transformation."""
     found = [x]
     while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
         found.append(inner)
@@ -207,12 +208,12 @@ def inside(x: Tensor) -> list[Tensor]:
 
 
 class _Registered(NamedTuple):
-    """What stands for an operator where nothing but autograd needs to know of it.
+    """The functions that `call` runs in place of an operator.
 
     Attributes:
-      transformed: calls the operator, with its gradient, for `torch.func`, which knows nothing of `register_autograd`.
-      function: computes what the operator does.
-      eager: the same with its gradient.
+      transformed: calls the operator and defines its gradient, for `torch.func`, which ignores `register_autograd`.
+      function: computes the operator without the dispatcher.
+      eager: computes the operator without the dispatcher, and defines its gradient.
     """
 
     transformed: type[torch.autograd.Function]
@@ -227,7 +228,7 @@ def register(
     definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
     vmap: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Gives an operator that `define` made a fake, a gradient and a rule for vmap, and `call` what it needs of them."""
+    """Registers an operator made by `define`: its fake, gradient and vmap rule, and the functions that `call` runs."""
     definition.register_fake(fake)
     definition.register_autograd(gradients, setup_context=setup)
     definition.register_vmap(vmap)
@@ -255,7 +256,7 @@ def _eager(
 ) -> type[torch.autograd.Function]:
     class Eager(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:  # a setup_context takes the host longer
+        def forward(ctx: Any, *args: Any) -> Any:  # setup_context has more host overhead
             output = function(*args)
             setup(ctx, args, output)
             return output
@@ -267,15 +268,16 @@ def _eager(
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
-# Of `torch.autograd.grad(is_grads_batched=True)` and `torch.autograd.functional.jacobian(vectorize=True)`.
+# Legacy vmap is used by `torch.autograd.grad(is_grads_batched=True)` and
+# `torch.autograd.functional.jacobian(vectorize=True)`.
 _in_old_vmap: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def call(op: Any, *args: Any) -> Any:
-    """Calls an operator; under a transformation of `torch.func`, the function that stands for it there.
+    """Calls an operator, or its `_Registered.transformed` under a transformation of `torch.func`.
 
-    A plain call on plain tensors, which no compiler, mode or transformation watches, is of the function itself: going
-    through the dispatcher takes the host longer than a short kernel takes the device.
+    An eager call on plain tensors, which no compiler, mode or transformation observes, bypasses the dispatcher:
+    dispatch takes the host longer than a short kernel takes the device.
     """
     if torch.compiler.is_compiling():
         return op(*args)
@@ -285,27 +287,27 @@ def call(op: Any, *args: Any) -> Any:
         return registered.transformed.apply(*args)
     if _is_observed(tensors):
         return op(*args)
-    # in forward mode too, to say that there is none
+    # `eager` also runs in forward mode, where it raises NotImplementedError
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
         return registered.eager.apply(*args)
     return registered.function(*args)
 
 
 def _is_observed(tensors: list[Tensor]) -> bool:
-    """Whether a mode, a tracer or a subclass wants to see the operators that are called on tensors."""
+    """Whether a mode, a tracer or a tensor subclass observes the operators that are called on these tensors."""
     if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return True
     return any(type(x) not in _PLAIN or x.is_meta or _in_old_vmap(x) for x in tensors)
 
 
 def plain(tensors: list[Tensor]) -> bool:
-    """Whether nothing but autograd, in reverse mode, sees what is done to these tensors."""
+    """Whether nothing but autograd in reverse mode observes operations on these tensors."""
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(len(inside(x)) > 1 for x in tensors):
         return False
     return not _is_observed(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:
-    """Whether any of them may be asked for a gradient, by any transformation."""
+    """Whether a gradient of any of these tensors may be requested, by autograd or by a transformation."""
     seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in inside(x)]
     return torch.is_grad_enabled() and any(x.requires_grad for x in seen)

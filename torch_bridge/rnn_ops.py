@@ -1,15 +1,16 @@
 """GRU and LSTM time loops with episode resets, and their gradients, as PyTorch operators.
 
-The operators are `torch_bridge::gru`, `torch_bridge::lstm` and, each its gradient, `torch_bridge::gru_backward` and
-`torch_bridge::lstm_backward`. They are the time loop alone, on the canonical arrays of the kernels: sequences
-`[G, T, B, W]`, G groups of B sequences, each group time first; states `[G, B, H]`; weights `[S, ...]` of S models, each
-of which owns G / S consecutive groups. Time-major input is one group, batch-major input a group for each sequence, two
-directions are two models, and `torch.vmap` adds models or groups: none of these costs a transpose or a second launch.
-Input projections, and the gradients of all weights, are PyTorch's own matmuls, so compilers can fuse what is around.
+The operators are `torch_bridge::gru` and `torch_bridge::lstm`, and their gradients `torch_bridge::gru_backward` and
+`torch_bridge::lstm_backward`. They run the time loop only, on the canonical arrays of the kernels. Sequences are
+`[G, T, B, W]`, where each of the G groups holds B sequences, time first. States are `[G, B, H]`. Weights are
+`[S, ...]`, where each of the S models owns G / S consecutive groups. Time-major input is one group, batch-major input
+is one group per sequence, two directions are two models, and `torch.vmap` adds models or groups. None of these costs a
+transpose or a second launch. Input projections and the gradients of all weights are PyTorch's own matmuls, so compilers
+can fuse the operations around the loop.
 
-They are `torch.library.custom_op`s, opaque to compilers, and not `triton_op`s: through `wrap_triton` Inductor writes
-the source of a kernel out again under `@triton.jit`, which is another language than that of the kernels in Gluon, and
-what it launches is never cooperative, so that programs which wait for one another could wait for ever.
+The operators are `torch.library.custom_op`s, which are opaque to compilers, and not `triton_op`s. With `wrap_triton`,
+Inductor emits a kernel's source again under `@triton.jit`, which does not compile the kernels written in Gluon.
+Inductor's launches are never cooperative, so programs that wait for one another could deadlock.
 """
 
 from __future__ import annotations
@@ -31,26 +32,26 @@ Precision = Literal["tf32", "tf32x3"] | None
 
 _REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "bidirectional": "bidirectional"}
 _PRECISIONS = ("tf32", "tf32x3")
-# Dtypes of resets that the kernels read as they are.
+# Dtypes of resets that the kernels read without conversion.
 _READ_RESETS = frozenset(
     (
         torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
         torch.int64, torch.float16, torch.bfloat16, torch.float32,
     )
 )  # fmt: skip
-# Up to this width TF32 would save nothing: the products are not what a step waits for.
+# Up to this hidden width TF32 saves no time: the products are not the bottleneck of a step.
 _FULL_PRECISION_WIDTH = 32
 
 
 class Cell(NamedTuple):
-    """What tells one cell from another.
+    """An entry of the cell table: the properties in which cells differ.
 
     Attributes:
-      name: of its operators and its kernels.
-      gates: width of the input projection over H.
-      states: what is carried, the hidden state first.
-      saved: what the forward pass saves of every step for the backward pass: `(name, width over H)`.
-      returns: names of what its forward operator returns.
+      name: name of the cell's operators and kernels.
+      gates: width of the input projection, divided by H.
+      states: names of the states in the carry, the hidden state first.
+      saved: residuals that the forward pass saves at every step for the backward pass: `(name, width / H)`.
+      returns: names of the outputs of the forward operator.
     """
 
     name: str
@@ -72,7 +73,7 @@ LSTM = Cell(
 
 @functools.cache
 def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
-    """Why the kernels cannot run there on weights of this dtype and width; None if they can."""
+    """Returns why the kernels cannot run on a device with weights of this dtype and width, or None if they can."""
     facts = op_common.device_facts(device, dtype)
     if isinstance(facts, str):
         return facts
@@ -80,18 +81,18 @@ def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str |
         return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
     if hidden > config.widest(facts):
         return (
-            f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} "
-            f"multiprocessors can share ({config.widest(facts)}); leave implementation out"
+            f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} SMs can "
+            f"share ({config.widest(facts)}); leave implementation out"
         )
     return None
 
 
 def _kernels(implementation: str | None, w_hh: Tensor) -> bool:
-    """Whether an operator launches a kernel, or runs the loop in PyTorch operations.
+    """Returns whether an operator launches a kernel; if not, it runs the loop in PyTorch operations.
 
     Raises:
-      ValueError: no implementation has that name.
-      NotImplementedError: the kernels were asked for and cannot run.
+      ValueError: the implementation is unknown.
+      NotImplementedError: `implementation` is "triton" and the kernels cannot run.
     """
     if implementation not in (None, "triton", "loop"):
         raise ValueError(f'implementation of an operator must be "triton", "loop" or None, got {implementation!r}')
@@ -105,28 +106,28 @@ def _kernels(implementation: str | None, w_hh: Tensor) -> bool:
 
 
 def _matmul_precision() -> str:
-    """What PyTorch computes float32 products in on a GPU: "tf32", or else."""
+    """Returns PyTorch's setting for float32 products on a GPU: "tf32", or the name of another precision."""
     return str(torch.backends.cuda.matmul.fp32_precision)
 
 
-# What torch.compiler.assume_constant_result sets, without the second that it takes to import the compiler. When this
-# setting changes, compiled code is made again.
+# Sets the attribute that torch.compiler.assume_constant_result sets, without importing the compiler, which takes a
+# second. torch.compile recompiles when PyTorch's setting changes.
 _matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def kernel_precision(precision: Precision, hidden: int) -> str:
-    """The precision that a kernel multiplies float32 in, by Triton's name.
+    """Returns the precision of float32 products in a kernel, by Triton's name.
 
-    None follows `torch.backends.cuda.matmul`: "tf32" where that is allowed and has something to gain.
+    None follows `torch.backends.cuda.matmul`: "tf32" if that setting allows it and H is above 32, else "tf32x3".
 
     Raises:
-      ValueError: there is no such precision.
+      ValueError: the precision is unknown.
     """
     if precision is None:
         return "tf32" if _matmul_precision() == "tf32" and hidden > _FULL_PRECISION_WIDTH else "tf32x3"
     if precision not in _PRECISIONS:
         raise ValueError(
-            f'precision must be "tf32", "tf32x3" or None (as torch.backends.cuda.matmul), got {precision!r}'
+            f'precision must be "tf32", "tf32x3" or None (to follow torch.backends.cuda.matmul), got {precision!r}'
         )
     return precision
 
@@ -145,19 +146,19 @@ def _check(
     order: str,
     precision: str,
 ) -> None:
-    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, or no elements at all.
+    """Raises ValueError unless the arrays of an operator have the shapes that kernels read. Arrays may be empty.
 
-    And unless they are on one device, and order and precision have such names.
+    It also raises if the arrays are on different devices, or if the order or the precision is unknown.
     """
     models, groups, steps, batch, hidden = sizes
     op_common.check_devices("w_hh", weights["w_hh"], sequences | states | weights)
     if order not in _REVERSE or precision not in _PRECISIONS:
         raise ValueError(
-            f"order must be one of {', '.join(_REVERSE)} and precision one of {', '.join(_PRECISIONS)}, got {order!r} "
-            f"and {precision!r}"
+            f"order must be one of {', '.join(_REVERSE)}; precision must be one of {', '.join(_PRECISIONS)}; got "
+            f"{order!r} and {precision!r}"
         )
     if models < 1 or groups % models:
-        raise ValueError(f"the groups of the sequences, {groups}, must be a multiple of the models, {models}")
+        raise ValueError(f"the number of groups, {groups}, must be a multiple of the number of models, {models}")
     widths = {"xp": gates * hidden, "local_grads": 4 * hidden}
     for name, x in sequences.items():
         shape: tuple[int, ...] = (groups, steps, batch, widths.get(name, hidden))
@@ -177,7 +178,7 @@ def _launch(
     cell: str, direction: config.Direction, sizes: config.Sizes, dtypes: tuple[tuple[str, str], ...],
     reset_state: Any, order: str, precision: Any, ordinal: int | None,
 ) -> Launch:  # fmt: skip
-    """The launch of a problem, compiled and loaded onto a device; in the interpreter where there is none."""
+    """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter."""
     from torch_bridge.launch import Launch
 
     problem = config.Problem(
@@ -198,7 +199,7 @@ def _run(
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
-    if launch.config.variant == "plain":  # those in Gluon round when they load, or do not
+    if launch.config.variant == "plain":  # Gluon kernels round weights on load, if at all
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = _operand(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)
@@ -206,22 +207,23 @@ def _run(
 
 
 def _operand(w: Tensor, precision: str) -> Tensor:
-    """Weights as plain Triton multiplies them: rounded to TF32, which the tensor cores would truncate to (a bias)."""
+    """Returns weights for plain Triton, rounded to TF32: the tensor cores would truncate them, which adds a bias."""
     if w.dtype != torch.float32 or precision != "tf32":
         return w
     rounded = (w.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
-    return torch.where(w == w, rounded, torch.nan)  # some NaN have bits that would make another number
+    return torch.where(w == w, rounded, torch.nan)  # rounding changes some NaNs to numbers
 
 
 def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:
-    """What the kernels read and write a state in: float32, or bfloat16 where all of it is."""
+    """Returns the dtype in which kernels read and write a state: bfloat16 if it and the weights are, else float32."""
     return torch.bfloat16 if x.dtype == w_hh.dtype == torch.bfloat16 else torch.float32
 
 
 def _residual_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torch.dtype:
-    """What the backward pass needs is saved in: float16 rounds no worse than the products of TF32 or bfloat16 do.
+    """Returns the dtype of a residual. float16 rounds no worse than products in TF32 or bfloat16 round their operands.
 
-    `carry_gate` stays float32: it multiplies the gradient at every step, so its rounding would grow with their number.
+    `carry_gate` stays float32: it multiplies the gradient at every step, so its rounding error would grow with the
+    number of steps.
     """
     if not kernels:
         return op_common.accumulation_dtype(w_hh.dtype)
@@ -233,7 +235,7 @@ def _forward_outputs(
     cell: Cell, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], cells: bool, save: bool, kernels: bool,
     precision: str,
 ) -> dict[str, tuple[Any, torch.dtype]]:  # fmt: skip
-    """Shape and dtype of what the forward operator returns, by name; `(0,)` of what was not asked for."""
+    """Returns shape and dtype of each output of the forward operator, by name; `(0,)` if it is not requested."""
     groups, steps, batch = xp.shape[:3]
     hidden = states[0].shape[-1]
     outputs: dict[str, tuple[Any, torch.dtype]] = {}
@@ -281,14 +283,14 @@ def _readable_resets(resets: Tensor | None) -> Tensor | None:
 
 
 def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
-    """What a loop gave, in the dtypes and the order that an operator returns it in."""
+    """Returns the results of a loop in the order and dtypes of an operator's outputs."""
     found = results._asdict()
 
     def given(name: str, shape: Any, dtype: torch.dtype) -> Tensor:
         if shape == (0,):
             return op_common.nothing(like, dtype)
-        x = found[name].to(dtype).contiguous()  # as a fake call has it
-        return x.clone() if x._is_view() else x  # autograd lets nobody change a view from inside of it in place
+        x = found[name].to(dtype).contiguous()  # the fake outputs are contiguous
+        return x.clone() if x._is_view() else x  # autograd forbids in-place changes to a view made in here
 
     return tuple(given(name, *output) for name, output in returned.items())
 
@@ -296,7 +298,7 @@ def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Ten
 def _backward_outputs(
     cell: Cell, w_hh: Tensor, carry_gate: Tensor, reset_gradients: bool, resets: Tensor | None
 ) -> dict[str, tuple[Any, torch.dtype]]:
-    """The same of the backward operator."""
+    """Returns shape and dtype of each output of the backward operator, by name; `(0,)` if it is not requested."""
     groups, steps, batch, hidden = carry_gate.shape
     wide = op_common.accumulation_dtype(w_hh.dtype)
     outputs: dict[str, tuple[Any, torch.dtype]] = {"dxp": ((groups, steps, batch, cell.gates * hidden), w_hh.dtype)}
@@ -333,10 +335,10 @@ def _backward_kernel(
 
 
 def _vmap(op: Any, groups: str) -> Callable[..., Any]:
-    """The rule of `torch.vmap` for `op`: batched weights become models, shared ones leave the new axis to the groups.
+    """Returns the `torch.vmap` rule of `op`: a new axis adds models if weights are batched, groups if they are shared.
 
-    Either way it is one launch, and the models there were stay side by side, so that of two directions each keeps the
-    parity of its index. `groups` is the name of an argument that has so many.
+    Both take one launch. The original models stay adjacent, so each of two directions keeps the parity of its index.
+    `groups` is the name of an argument whose leading axis is the groups.
     """
     names = [argument.name for argument in op._schema.arguments]
     weights = ("w_hh", "b_hn")
@@ -373,14 +375,14 @@ def _vmap(op: Any, groups: str) -> Callable[..., Any]:
 
 
 def _shifted(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """`[..., T, B, H]` the states before each step: `history` one step later, and `first` before the first step."""
+    """Returns the states before each step, `[..., T, B, H]`: `first` at the loop's first step, else from `history`."""
     first = first.unsqueeze(-3)
     parts = (history[..., 1:, :, :], first) if reverse else (first, history[..., :-1, :, :])
     return torch.cat(parts, -3)
 
 
 def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None) -> Tensor:
-    """The states that steps see, `[G, T, B, H]`, of those that the steps before left."""
+    """Returns the states that steps read, `[G, T, B, H]`: `previous`, or the reset state where an episode starts."""
     if resets is None:
         return previous
     start = (resets != 0)[..., None]
@@ -393,9 +395,10 @@ def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None
 def _seen(
     hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
 ) -> list[tuple[slice, Tensor]]:
-    """The hidden states that steps saw: of which steps, and `[G, those, B, H]`.
+    """Returns the hidden states that steps read, as pairs of a slice of steps and the states `[G, steps, B, H]`.
 
-    In parts, where time comes first in memory: the first step by itself, so that no others need to be moved beside it.
+    Where time is the slowest axis in memory, the first step is a part of its own. The other states then need not be
+    copied to be concatenated with it.
     """
     hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
     if order == "bidirectional":
@@ -416,7 +419,7 @@ def _seen(
 
 
 def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
-    """`[S, X, H]` the products of every model, over its groups, all steps and the batch, of `x` and what steps saw."""
+    """Returns `[S, X, H]`: each model's product of `x` and `seen`, summed over its groups, the steps and the batch."""
     products = []
     for steps, y in seen:
         part = x if len(seen) == 1 else x[:, steps]
@@ -428,12 +431,12 @@ def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tenso
 
 
 def _over_steps(x: Tensor, like: Tensor) -> Tensor:
-    """The gradient of a reset state, from that of every step's."""
+    """Returns the gradient of a reset state `like`, given the gradient of every step's reset state."""
     return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
 
 
 def _forward_flops(xp: Any, w_hh: Any, *_: Any, **__: Any) -> int:
-    """Of the products with the recurrent weights, from shapes: every state by all weights of a model."""
+    """Returns the FLOPs of the products of every state with a model's recurrent weights, given shapes."""
     groups, steps, batch = xp[:3]
     return int(2 * groups * steps * batch * w_hh[-1] * w_hh[-2])
 
@@ -446,12 +449,12 @@ def _register(
     name: str, definition: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
     backward: Any, backward_fake: Callable[..., Any],
 ) -> tuple[Any, Any]:  # fmt: skip
-    """What the operators of both cells have, forward and backward. Returns the two."""
+    """Registers the forward and backward operators of a cell and returns both."""
     op, backward_op = (getattr(torch.ops.torch_bridge, x).default for x in (name, f"{name}_backward"))
     op_common.register(definition, op, fake, gradients, setup, _vmap(op, "xp"))
-    # The backward operators do not read `hs`. Autograd takes `local_grads` and `carry_gate` for constants, since they
-    # have no gradient. They are not constant: `hs` links to what they depend on, so autograd asks for the missing
-    # derivative.
+    # The backward operators take `hs` but do not read it. Autograd treats the residuals, which are marked
+    # non-differentiable, as constants, although they depend on the inputs. `hs` connects the backward operators to
+    # those inputs, so a second derivative reaches the backward operators, which raise.
     op_common.register(
         backward,
         backward_op,
@@ -540,7 +543,7 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
     w_hh, h0, resets, reset_h, hs, local_grads, carry_gate, xp, b_hn = ctx.saved_tensors
     order, precision = ctx.options
     if not ctx.saves:
-        hs, _, local_grads, carry_gate = op_common.call(  # as they would have been saved
+        hs, _, local_grads, carry_gate = op_common.call(  # recomputes the residuals
             gru_op, xp, w_hh, b_hn, h0, resets, reset_h, order, precision, True, ctx.implementation
         )  # fmt: skip
     needs = ctx.needs_input_grad
@@ -583,7 +586,7 @@ def _lstm_op(
     sizes, kernels = _sizes(xp, w_hh), _kernels(implementation, w_hh)
     stepped = reset_h is not None and reset_h.ndim == 4
     if (reset_h is None) != (reset_c is None):
-        raise ValueError("reset_h and reset_c go together: pass zeros for one of them")
+        raise ValueError("reset_h and reset_c must be given together: pass zeros for the missing one")
     reset_states: dict[str, Tensor | None] = {"reset_h": reset_h, "reset_c": reset_c}
     _check(
         sizes, 4, {"xp": xp, "resets": resets, **(reset_states if stepped else {})},
@@ -688,18 +691,18 @@ lstm_op, lstm_backward_op = _register(
 def forward(
     cell: Cell, arguments: Sequence[Tensor | None], order: str, precision: str, cells: bool, implementation: str | None
 ) -> dict[str, Tensor]:
-    """Calls the operator of a cell, saving what a gradient needs if there can be one.
+    """Calls the operator of a cell. It saves residuals for the backward pass if a gradient may be requested.
 
     Args:
       cell: an entry of the cell table.
-      arguments: the tensors of its operator.
-      order: which way through time, see `torch_bridge.loops`.
-      precision: of float32 products, by Triton's name.
+      arguments: the tensor arguments of the operator.
+      order: the direction through time, see `torch_bridge.loops`.
+      precision: precision of float32 products, by Triton's name.
       cells: whether to return an LSTM's cell states of all steps.
-      implementation: "triton", "loop", or None for the fastest that works.
+      implementation: "triton", "loop", or None for the kernels where they can run, else the loop.
 
     Returns:
-      What the operator returns, by name.
+      The outputs of the operator, by name.
     """
     op = gru_op if cell is GRU else lstm_op
     options = (order, precision) if cell is GRU else (order, precision, cells)
