@@ -426,13 +426,13 @@ def both_directions(
 
 
 def broadcast_reset_states(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:
-    """Broadcasts two reset states, each `[H]`, `[*batch, H]` or a value per step, to one shape."""
-    most = max(x, y, key=jnp.ndim)
+    """Broadcasts two reset states, each `[H]`, `[*batch, H]` or a value per step, to one shape and dtype."""
+    largest, dtype = max(x, y, key=jnp.ndim), jnp.result_type(x, y)
 
     def broadcast(x: Array) -> Array:
-        if 1 < jnp.ndim(x) < jnp.ndim(most):
+        if 1 < jnp.ndim(x) < largest.ndim:
             x = jnp.expand_dims(x, time_axis)
-        return jnp.broadcast_to(jnp.asarray(x, jnp.result_type(x, y)), most.shape)
+        return jnp.broadcast_to(jnp.asarray(x, dtype), largest.shape)
 
     return broadcast(x), broadcast(y)
 

@@ -393,6 +393,15 @@ def test_a_learned_carry_starts_sequences_and_episodes(cell):
         stack.initialize_carry(jax.random.key(0), (B, D))
 
 
+@pytest.mark.parametrize("dtypes", [(jnp.float32, jnp.bfloat16), (jnp.bfloat16, jnp.float32)], ids=str)
+def test_directions_may_have_reset_carries_of_two_dtypes(dtypes):
+    stack, variables, _ = make("GRU", bidirectional=True)
+    xs, new = normal(2, (T, B, D)), [jnp.full((H,), 0.5 + k, dtype) for k, dtype in enumerate(dtypes)]
+    got = stack.apply(variables, xs, resets=RESETS, reset_carry=(tuple(new),))
+    want = stack.apply(variables, xs, resets=RESETS, reset_carry=(tuple(x.astype(jnp.float32) for x in new),))
+    assert_close(got, want, tol=0)
+
+
 def test_a_random_carry_has_a_key_for_each_layer():
     stack, variables, _ = make("LSTM", num_layers=2, carry_init=nn.initializers.normal(1.0))
     xs, key = normal(2, (T, B, D)), jax.random.key(4)
