@@ -1,4 +1,4 @@
-"""Weights from elsewhere: `GRUParams` and `LSTMParams` from and to other frameworks' GRU and LSTM.
+"""Conversion of `GRUParams` and `LSTMParams` from and to the GRU and LSTM weights of other frameworks.
 
 | framework                             | into jaxrnn      | out of it                               |
 | ------------------------------------- | ---------------- | --------------------------------------- |
@@ -9,12 +9,14 @@
 | Haiku: parameters of `hk.LSTM`        | `from_haiku`     | `to_haiku`: the same                    |
 | Keras: a layer, a cell or its weights | `from_keras`     | `to_keras`: a list for `set_weights`    |
 
-All of these compute what `jaxrnn.gru` and `jaxrnn.lstm` do, with gates in another order, matrices transposed and biases
-in other places. Weights are moved and never changed, except that biases which are always added are added here. Dtypes
-are kept. What computes something else raises ValueError with the reason.
+All of these compute the same as `jaxrnn.gru` and `jaxrnn.lstm`, with gates in another order, matrices transposed and
+biases in other places. Weights are moved and not changed, except that biases which the framework always adds are added
+here, and that Haiku's constant for the forget gate moves into the bias. Dtypes are kept. A cell that computes something
+else raises ValueError with the reason.
 
-None of the frameworks is imported: their arrays are converted, their modules read by attribute. What comes from JAX may
-be traced, so that a program that trains a Flax cell can convert inside `jit` and `grad`, and stacked weights in `vmap`.
+None of the frameworks is imported: their arrays are converted, and their modules are read by attribute. JAX arrays may
+be traced, so that a program that trains a Flax cell can convert its weights inside `jit` and `grad`, and stacked
+weights inside `vmap`.
 """
 
 from __future__ import annotations
@@ -50,27 +52,27 @@ __all__ = [
     "to_torch",
 ]
 
-# Gates by letter, in the order of `GRUParams` and `LSTMParams`.
+# The letters of the gates, in the order of `GRUParams` and `LSTMParams`.
 GRU_GATES, LSTM_GATES = "rzn", "ifgo"
 
 
 def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
-    """The weights of one layer and direction of `torch.nn.GRU` or `LSTM`, or of a `GRUCell` or `LSTMCell`.
+    """Returns the weights of one layer and direction of `torch.nn.GRU` or `LSTM`, or of a `GRUCell` or `LSTMCell`.
 
-    Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: all of an
-    LSTM's, those of a GRU's r and z. A module without biases gives zeros.
+    Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
+    gates of an LSTM, and for r and z of a GRU. A module without biases gives zeros.
 
     Args:
       source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays: `weight_ih_l0
         [3H|4H, D]`, `weight_hh_l0 [3H|4H, H]`, `bias_ih_l0` and `bias_hh_l0 [3H|4H]`; with `proj_size` `weight_hh_l0
         [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no `_l0`.
-      layer: which of several; may be left out if there is one.
+      layer: index of the layer; optional if there is only one.
       reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
-        for those of the forward one; may be left out if there is one.
-      prefix: what stands before the names in the state dict of a larger model, like "rnn.".
+        for those of the forward direction; optional if there is only one direction.
+      prefix: prefix of the names in the state dict of a larger model, like "rnn.".
 
     Raises:
-      ValueError: no such weights, several to choose from, or wrong shapes.
+      ValueError: there are no such weights, several fit, or shapes are wrong.
     """
     state = source.state_dict() if hasattr(source, "state_dict") else source
     if not isinstance(state, Mapping):
@@ -99,24 +101,24 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
 def to_torch(
     params: Params, *, layer: int | None = 0, reverse: bool = False, prefix: str = ""
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """What `torch.nn.GRU` or `LSTM` calls these weights: NumPy arrays, a copy, by name.
+    """Returns the weights for `torch.nn.GRU` or `LSTM`: copies as NumPy arrays, by PyTorch's names.
 
         module.load_state_dict({name: torch.from_numpy(x) for name, x in to_torch(params).items()})
 
-    `bias_hh` is zero but for a GRU's b_hn. PyTorch takes no bfloat16 from NumPy: give it `x.astype("float32")`, which
-    `load_state_dict` rounds to the bfloat16 of the module, to the same bits.
+    `bias_hh` is zero except for a GRU's b_hn. PyTorch does not accept NumPy's bfloat16: pass `x.astype("float32")`,
+    which `load_state_dict` rounds to the module's bfloat16, with the same bits.
 
     Args:
       params: the weights.
-      layer: for the names: `weight_ih_l0` for 0, and `weight_ih`, as cells have it, for None.
-      reverse: for the names: `weight_ih_l0_reverse`.
-      prefix: what comes before the names.
+      layer: index in the names: `weight_ih_l0` for 0, and `weight_ih`, the name in a cell, for None.
+      reverse: whether to use the names of the backward direction, like `weight_ih_l0_reverse`.
+      prefix: prefix of the names.
 
     Raises:
       ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
     """
     if layer is None and reverse:
-        raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: leave reverse out")
+        raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: do not pass reverse")
     _check_params("to_torch", params, projected=True)
     suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
     b_i, b_h = _two_biases(params)
@@ -127,20 +129,20 @@ def to_torch(
 
 
 def from_linen(tree: Any) -> Params:
-    """The weights of `flax.linen.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`, and of the cells of `jaxrnn.linen`.
+    """Returns the weights of `flax.linen.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`, or of a cell of `jaxrnn.linen`.
 
-    Attributes are not among the parameters: another `gate_fn` or `activation_fn` than the default cannot be seen here,
-    and must not be converted.
+    Parameters do not include attributes: a `gate_fn` or `activation_fn` other than the default cannot be detected here.
+    Do not convert such a cell.
 
     Args:
-      tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In those of a
-        larger module the cell is at a path like `variables["params"]["ScannedRNN_0"]["GRUCell_1"]`, or, in an `nn.RNN`,
-        under "cell".
+      tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In the
+        variables of a larger module the cell is at a path like `variables["params"]["ScannedRNN_0"]["GRUCell_1"]`, or,
+        in an `nn.RNN`, under "cell".
 
     Raises:
       ValueError: these are not the parameters of such a cell.
     """
-    if isinstance(tree, Mapping) and "params" in tree:  # of all variables of a module
+    if isinstance(tree, Mapping) and "params" in tree:  # tree holds all variables of a module
         tree = tree["params"]
     for order in (GRU_GATES, LSTM_GATES):
         if _keys(tree) == set(_dense_names(order)):
@@ -152,7 +154,7 @@ def from_linen(tree: Any) -> Params:
 
 
 def to_linen(params: Params) -> dict[str, dict[str, Array]]:
-    """The parameters of `flax.linen.GRUCell`, or of `LSTMCell` and `OptimizedLSTMCell`, which have the same.
+    """Returns the parameters of `flax.linen.GRUCell`, or of `LSTMCell` and `OptimizedLSTMCell`, which share a format.
 
         cell.apply({"params": to_linen(params)}, carry, x)
 
@@ -172,17 +174,17 @@ def to_linen(params: Params) -> dict[str, dict[str, Array]]:
 
 
 def from_nnx(source: Any) -> Params:
-    """The weights of `flax.nnx.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`.
+    """Returns the weights of `flax.nnx.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`.
 
-    Flax's NNX GRUCell has no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), which then is zeros. It is
-    taken from a cell that has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`.
+    Flax's NNX GRUCell has no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), and `b_hn` is then zeros.
+    If a cell has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`, it is converted.
 
     Args:
       source: the cell, its `nnx.State`, or a mapping like it: `{"dense_i": {"kernel": [D, 3H|4H], ...}, "dense_h":
-        ...}`, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`. Of an `nnx.RNN`, give `rnn.cell`.
+        ...}`, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`. For an `nnx.RNN`, pass `rnn.cell`.
 
     Raises:
-      ValueError: another cell, or another `gate_fn` or `activation_fn`. Those of a state cannot be seen.
+      ValueError: the cell is another one, or has another `gate_fn` or `activation_fn`. A state does not show those two.
     """
     _check_activations("from_nnx", source, gate="gate_fn", activation="activation_fn")
     tree = _nnx_tree("from_nnx", source)
@@ -204,17 +206,17 @@ def from_nnx(source: Any) -> Params:
 
 
 def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
-    """The weights of `cell` with the values of `params`, as a tree of arrays.
+    """Returns the values of `params` as a tree of arrays with the structure of `cell`.
 
         nnx.update(cell, to_nnx(params, cell))
 
     Args:
       params: the weights.
-      cell: the cell, or its state: it says where Flax keeps what, and whether there is a b_hn. Or the name of one of
+      cell: the cell or its state, which determines the structure and whether there is a b_hn; or the name of one of
         Flax's classes, "GRUCell" (without b_hn), "LSTMCell" or "OptimizedLSTMCell".
 
     Raises:
-      ValueError: `b_hn` is not zero and the cell has none; the cell is another one, or of other sizes.
+      ValueError: `b_hn` is not zero and the cell has none; the cell is another one, or has other sizes.
     """
     order = _check_params("to_nnx", params)
     given = None if isinstance(cell, str) else _nnx_tree("to_nnx", cell)
@@ -235,10 +237,10 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
         elif given is not None and given["dense_h"].get("bias") is not None:
             tree["dense_h"]["bias"] = _two_biases(params)[1]
         elif isinstance(params.b_hn, jax.core.Tracer):
-            raise ValueError("to_nnx: Flax's NNX GRUCell has no b_hn, and inside jit b_hn cannot be seen to be zero")
+            raise ValueError("to_nnx: Flax's NNX GRUCell has no b_hn, and inside jit b_hn cannot be checked to be zero")
         elif np.any(np.asarray(params.b_hn) != 0):
             raise ValueError(
-                "to_nnx: b_hn is not zero, and Flax's NNX GRUCell has none (flax#5594): it cannot compute this GRU. "
+                "to_nnx: b_hn is not zero, but Flax's NNX GRUCell has no b_hn (flax#5594) and cannot compute this GRU. "
                 "Linen's GRUCell can"
             )
     if given is not None:
@@ -247,14 +249,14 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
 
 
 def from_equinox(cell: Any) -> Params:
-    """The weights of `equinox.nn.GRUCell` or `LSTMCell`, whose formulas and order of gates are the same.
+    """Returns the weights of `equinox.nn.GRUCell` or `LSTMCell`, whose formulas and order of gates are the same.
 
     Args:
       cell: the cell, or a mapping with its arrays: `weight_ih [3H|4H, D]`, `weight_hh [3H|4H, H]`, `bias [3H|4H]`, and
-        `bias_n [H]` of a GRU. Biases that are None (`use_bias=False`) give zeros.
+        `bias_n [H]` for a GRU. Biases that are None (`use_bias=False`) give zeros.
 
     Raises:
-      ValueError: another module, or wrong shapes.
+      ValueError: the module is another one, or shapes are wrong.
     """
     names = ("weight_ih", "weight_hh", "bias", "bias_n")
     get = cell.get if isinstance(cell, Mapping) else lambda name: getattr(cell, name, None)
@@ -271,7 +273,7 @@ def from_equinox(cell: Any) -> Params:
 
 
 def to_equinox(params: Params) -> dict[str, Array]:
-    """The arrays of `equinox.nn.GRUCell` or `LSTMCell` (with `use_bias=True`), by attribute.
+    """Returns the arrays of `equinox.nn.GRUCell` or `LSTMCell` (with `use_bias=True`), by attribute.
 
         arrays = to_equinox(params)
         cell = eqx.tree_at(lambda cell: [getattr(cell, name) for name in arrays], cell, list(arrays.values()))
@@ -287,23 +289,25 @@ def to_equinox(params: Params) -> dict[str, Array]:
 
 
 def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
-    """The weights of `haiku.LSTM`.
+    """Returns the weights of `haiku.LSTM`.
 
-    Haiku orders gates i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate; here `b` has it.
+    Haiku orders gates i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate; here `b` includes
+    that 1.
 
     Args:
-      params: those of the linear layer in the LSTM, `{"w": [D + H, 4H], "b": [4H]}`, or a mapping with these alone,
+      params: parameters of the linear layer in the LSTM, `{"w": [D + H, 4H], "b": [4H]}`, or a mapping with only these,
         `{"lstm/linear": {"w": ..., "b": ...}}`.
 
     Raises:
-      ValueError: `hk.GRU`, which computes something else, another module, several modules, or wrong shapes.
+      ValueError: the parameters are of `hk.GRU`, which computes something else, of another module, or of several; or
+        shapes are wrong.
     """
     if len(_keys(params)) == 1:
         (params,) = params.values()
     if _keys(params) == {"w_i", "w_h", "b"}:
         raise ValueError(
-            "from_haiku: hk.GRU applies the reset gate before the matrix product, W_h (r * h), and jaxrnn.gru, as "
-            "cuDNN, PyTorch and Flax, after it, r * (W_h h + b_hn): no weights of one give the other. Train it anew"
+            "from_haiku: hk.GRU applies the reset gate before the matrix product, W_h (r * h), but jaxrnn.gru applies "
+            "it after, r * (W_h h + b_hn), as cuDNN, PyTorch and Flax do. Weights cannot be converted: train a new GRU"
         )
     if _keys(params) != {"w", "b"}:
         raise ValueError(
@@ -321,37 +325,37 @@ def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
 
 
 def to_haiku(params: LSTMParams) -> dict[str, Array]:
-    """The parameters of the linear layer in `haiku.LSTM`; its 1 for the forget gate is subtracted from the bias.
+    """Returns the parameters of the linear layer in `haiku.LSTM`, with its forget-gate 1 subtracted from the bias.
 
         {"lstm/linear": to_haiku(params)}
 
     Raises:
-      ValueError: for `GRUParams`, since `hk.GRU` computes something else.
+      ValueError: `params` are `GRUParams`, since `hk.GRU` computes something else.
     """
     _check_params("to_haiku", params)
     if isinstance(params, GRUParams):
         raise ValueError(
             "to_haiku: hk.GRU applies the reset gate before the matrix product and cannot compute this GRU. Call "
-            "jaxrnn.gru in hk.transform, on parameters from hk.get_parameter"
+            "jaxrnn.gru inside hk.transform, with parameters from hk.get_parameter"
         )
     w = jnp.concatenate([_reorder(x, LSTM_GATES, "igfo") for x in (params.w_ih, params.w_hh)])
     return {"w": w, "b": _reorder(_add_to_forget_gate(params.b, -1), LSTM_GATES, "igfo")}
 
 
 def from_keras(source: Any) -> Params:
-    """The weights of Keras' `GRU` (with `reset_after=True`, the default) or `LSTM`, or of their cells.
+    """Returns the weights of Keras' `GRU` (with `reset_after=True`, the default) or `LSTM`, or of their cells.
 
-    Keras orders the gates of a GRU z, r, h; those of an LSTM, i, f, c, o, are as here. A GRU's two biases are added for
-    r and z. `unit_forget_bias` is about the initial value: nothing is added in a step.
+    Keras orders the gates of a GRU z, r, h; it orders those of an LSTM as here, i, f, c, o. The two biases of a GRU are
+    added for r and z. `unit_forget_bias` affects the initial value only: a step adds no constant.
 
     Args:
-      source: the layer or cell, built; or what its `get_weights()` returns: `kernel [D, 3H|4H]`, `recurrent_kernel
-        [H, 3H|4H]` and `bias [2, 3H]` of a GRU, `[4H]` of an LSTM. Without biases (zeros then) a GRU must be given as a
-        layer: its weights do not tell `reset_after`.
+      source: the layer or cell, built; or the result of its `get_weights()`: `kernel [D, 3H|4H]`, `recurrent_kernel
+        [H, 3H|4H]` and `bias [2, 3H]` of a GRU, `[4H]` of an LSTM. Missing biases are zeros. Pass a GRU without biases
+        as a layer, because its weights do not show `reset_after`.
 
     Raises:
-      ValueError: `reset_after=False`, which computes something else; other activations (a list of weights does not show
-        them); several cells; a layer that is not built; wrong shapes.
+      ValueError: `reset_after` is False, which computes something else; activations are not sigmoid and tanh (a list of
+        weights does not show them); there are several cells; the layer is not built; or shapes are wrong.
     """
     given, reset_after = _keras_weights(source)
     names = ("kernel", "recurrent_kernel", "bias")
@@ -365,13 +369,13 @@ def from_keras(source: Any) -> Params:
         return _pack(order, arrays["kernel"], arrays["recurrent_kernel"], bias)
     if reset_after is False or (bias is not None and bias.shape == (wide,)):
         raise ValueError(
-            "from_keras: a GRU with reset_after=False applies the reset gate before the matrix product, jaxrnn.gru "
-            "after it: no weights of one give the other. Train it anew, with reset_after=True"
+            "from_keras: a GRU with reset_after=False applies the reset gate before the matrix product, but jaxrnn.gru "
+            "applies it after. Weights cannot be converted: train a new GRU with reset_after=True"
         )
     if reset_after is None and bias is None:
         raise ValueError(
-            "from_keras: a GRU's weights without biases do not tell whether reset_after is True, as it must be: give "
-            "the layer instead of its weights"
+            "from_keras: a GRU's weights without biases do not tell whether reset_after is True, which is required: "
+            "pass the layer instead of its weights"
         )
     _check_shapes(
         "from_keras", arrays, {"kernel": (inputs, wide), "recurrent_kernel": (hidden, wide), "bias": (2, wide)}
@@ -381,7 +385,7 @@ def from_keras(source: Any) -> Params:
 
 
 def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
-    """Kernel, recurrent kernel and bias of Keras' `GRU` (with `reset_after=True`) or `LSTM`: NumPy arrays, a copy.
+    """Returns kernel, recurrent kernel and bias for Keras' `GRU` (with `reset_after=True`) or `LSTM`: NumPy copies.
 
         layer.set_weights(to_keras(params))
 
@@ -403,7 +407,7 @@ def _pack(
     b_h: Array | None = None,
     b_hn: Array | None = None,
 ) -> Any:
-    """The parameters from `w_ih [D, nH]`, `w_hh [H, nH]` and what there is of the biases `[nH]`, `[nH]` and `[H]`."""
+    """Returns the parameters from `w_ih [D, nH]`, `w_hh [H, nH]` and any of the biases `[nH]`, `[nH]` and `[H]`."""
     canonical = GRU_GATES if len(order) == 3 else LSTM_GATES
     w_ih, w_hh = (_reorder(w, order, canonical) for w in (w_ih, w_hh))
     b_i, b_h = (None if b is None else _reorder(b, order, canonical) for b in (b_i, b_h))
@@ -420,7 +424,7 @@ def _pack(
 
 
 def _reorder(x: Array, came: str, wanted: str) -> Array:
-    """`x [..., nH]` with its gates in another order."""
+    """Returns `x [..., nH]` with its gates reordered."""
     if came == wanted:
         return x
     gates = dict(zip(came, jnp.split(x, len(came), axis=-1), strict=True))
@@ -433,7 +437,7 @@ def _add_to_forget_gate(b: Array, value: int) -> Array:
 
 
 def _two_biases(params: Params) -> tuple[Array, Array]:
-    """The biases on the sides of the inputs and of the state, each `[nH]`, as cuDNN has them."""
+    """Returns the biases of the input projection and of the hidden product, each `[nH]`, as cuDNN has them."""
     if isinstance(params, LSTMParams):
         return params.b, jnp.zeros_like(params.b)
     rz = 2 * params.b_hn.shape[0]
@@ -441,7 +445,7 @@ def _two_biases(params: Params) -> tuple[Array, Array]:
 
 
 def _from_dense(source: str, order: str, tree: Mapping[str, Any]) -> Params:
-    """The parameters from a dense layer for each operand and gate; a bias that is not there is zero."""
+    """Returns the parameters from one dense layer per operand and gate; a missing bias is zero."""
     named = {
         f"{name}.{part}": x for name in _dense_names(order) for part, x in _num_shards(source, name, tree[name]).items()
     }
@@ -469,33 +473,33 @@ def _dense_names(order: str) -> list[str]:
 
 
 def _torch_suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, prefix: str) -> str:
-    """What follows `weight_ih` in the names of the layer and direction asked for; "" for a cell."""
+    """Returns the suffix of `weight_ih` in the names of the requested layer and direction; "" for a cell."""
     pattern = re.compile(r"(?P<prefix>.*?)weight_ih(?P<suffix>_l(?P<layer>\d+)(?P<reverse>_reverse)?)?")
     found = [match for name in state if (match := pattern.fullmatch(name))]
     here = [match for match in found if match["prefix"] == prefix]
     if not here:
         prefixes = sorted({repr(match["prefix"]) for match in found})
-        hint = f"; with prefix={' or '.join(prefixes)} there are" if prefixes else ""
+        hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else ""
         raise ValueError(
-            f"from_torch: neither {prefix}weight_ih_l0 (of a GRU or LSTM) nor {prefix}weight_ih (of a cell) among "
+            f"from_torch: expected {prefix}weight_ih_l0 (of a GRU or LSTM) or {prefix}weight_ih (of a cell), got "
             f"{_what(state)}{hint}"
         )
     choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
     layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}
     if layer is None and len(layers) > 1:
-        raise ValueError(f"from_torch: there are {len(layers)} layers; say which: layer=0 to layer={max(layers)}")
+        raise ValueError(f"from_torch: there are {len(layers)} layers; pass one of layer=0 to layer={max(layers)}")
     if reverse is None and len(directions) > 1:
-        raise ValueError("from_torch: these are of a bidirectional module; say which direction: reverse=False or True")
+        raise ValueError("from_torch: the module is bidirectional; choose a direction with reverse=False or True")
     for index, backward, suffix in choices:
         if layer in (None, index) and reverse in (None, backward):
             return suffix
-    raise ValueError(f"from_torch: no weights for layer={layer}, reverse={reverse} among {_what(state)}")
+    raise ValueError(f"from_torch: there are no weights for layer={layer}, reverse={reverse}; got {_what(state)}")
 
 
 def _nnx_tree(source: str, cell: Any) -> dict[str, Any]:
-    """The parameters of an NNX cell by name: those of a layer as a dict, others as they are."""
+    """Returns the parameters of an NNX cell by name: a layer's as a dict, others unchanged."""
     entries = dict(cell) if isinstance(cell, Mapping) else getattr(cell, "__dict__", {})
-    if not isinstance(cell, Mapping):  # attributes that are no parameters have neither
+    if not isinstance(cell, Mapping):  # drops attributes that are not parameters
         entries = {name: x for name, x in entries.items() if hasattr(x, "kernel") or hasattr(x, "__jax_array__")}
     entries.pop("rngs", None)
     fused, apart = ["dense_i", "dense_h"], [name if name != "if" else "if_" for name in _dense_names(LSTM_GATES)]
@@ -521,25 +525,25 @@ def _check_fits(source: str, tree: dict[str, Any], given: dict[str, Any]) -> Non
     if ours != theirs:
         names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
         differ = ", ".join(f"{name} is {theirs.get(name)} there, {ours.get(name)} here" for name in names)
-        raise ValueError(f"{source}: the cell does not fit these parameters: {differ}")
+        raise ValueError(f"{source}: the shapes of the cell (there) and of params (here) differ: {differ}")
 
 
 def _keras_weights(source: Any) -> tuple[dict[str, Any], bool | None]:
-    """Kernels and bias by name, and `reset_after` where it can be seen."""
+    """Returns kernels and bias by name, and `reset_after`, or None if `source` does not show it."""
     if isinstance(source, Sequence):
         if len(source) not in (2, 3):
             raise ValueError(
-                f"from_keras takes kernel, recurrent kernel and bias of one layer, got {len(source)} arrays; convert "
-                "layers one by one"
+                f"from_keras takes the kernel, recurrent kernel and bias of one layer, got {len(source)} arrays; "
+                "convert layers one by one"
             )
         return dict(zip(("kernel", "recurrent_kernel", "bias"), source, strict=False)), None
     if hasattr(source, "forward_layer"):
-        raise ValueError("from_keras: a Bidirectional layer is two; give its forward_layer or its backward_layer")
+        raise ValueError("from_keras: a Bidirectional layer has two; pass its forward_layer or its backward_layer")
     cell = getattr(source, "cell", source)
     if hasattr(cell, "cells"):
-        raise ValueError("from_keras: these are several cells; give one of cells")
+        raise ValueError("from_keras: the source has several cells; pass one element of its cells")
     if getattr(cell, "built", True) is False:
-        raise ValueError(f"from_keras: the {type(source).__name__} has no weights yet; build it, or call it once")
+        raise ValueError(f"from_keras: the {type(source).__name__} has no weights yet; build it or call it once")
     _check_activations("from_keras", cell, gate="recurrent_activation", activation="activation")
     names = ("kernel", "recurrent_kernel", "bias")
     return {name: x for name in names if (x := getattr(cell, name, None)) is not None}, getattr(
@@ -548,7 +552,7 @@ def _keras_weights(source: Any) -> tuple[dict[str, Any], bool | None]:
 
 
 def _check_activations(source: str, cell: Any, *, gate: str, activation: str) -> None:
-    """Raises ValueError where what the cell has for sigmoid and tanh computes something else."""
+    """Raises ValueError if a cell's functions in place of sigmoid and tanh have other values."""
     x = np.linspace(-6, 6, 25, dtype=np.float32)
     for name, expected in ((gate, jax.nn.sigmoid), (activation, jnp.tanh)):
         function = getattr(cell, name, expected)
@@ -558,15 +562,15 @@ def _check_activations(source: str, cell: Any, *, gate: str, activation: str) ->
             got, want = np.asarray(_array(source, name, function(jnp.asarray(x)))), np.asarray(expected(x))
         if not np.allclose(got, want, rtol=0, atol=1e-5):
             raise ValueError(
-                f"{source}: {name} is {getattr(function, '__name__', function)!r}, and jaxrnn's cells have "
-                f"{expected.__name__} there"
+                f"{source}: {name} is {getattr(function, '__name__', function)!r}, but jaxrnn's cells use "
+                f"{expected.__name__}"
             )
 
 
 def _sizes(
     source: str, arrays: dict[str, Array], ih: str, hh: str, *, transposed: bool = False
 ) -> tuple[int, int, str]:
-    """`(H, D, gates)` from the two matrices, `[D, nH]` and `[H, nH]` unless they are `transposed`."""
+    """Returns `(H, D, gates)` from the two matrices, `[D, nH]` and `[H, nH]` unless they are `transposed`."""
     w_ih, w_hh = arrays[ih], arrays[hh]
     if w_ih.ndim != 2 or w_hh.ndim != 2:
         raise ValueError(f"{source}: {ih} and {hh} must be matrices, got {w_ih.shape} and {w_hh.shape}")
@@ -574,31 +578,31 @@ def _sizes(
     orders = {3 * hidden: GRU_GATES, 4 * hidden: LSTM_GATES}
     if not hidden or wide not in orders:
         layout = ("[3H, H]", "[4H, H]") if transposed else ("[H, 3H]", "[H, 4H]")
-        raise ValueError(f"{source}: {hh} is {layout[0]} for a GRU and {layout[1]} for an LSTM, got {w_hh.shape}")
+        raise ValueError(f"{source}: {hh} must be {layout[0]} (GRU) or {layout[1]} (LSTM), got {w_hh.shape}")
     return hidden, w_ih.shape[1 if transposed else 0], orders[wide]
 
 
 def _check_shapes(source: str, arrays: dict[str, Array], shapes: Shapes) -> None:
-    """Raises ValueError unless each array is among `shapes` and has that shape."""
+    """Raises ValueError unless every array is named in `shapes` and has the shape given there."""
     for name, x in arrays.items():
         if name not in shapes:
-            raise ValueError(f"{source}: there is no {name} in such a cell; got {_what(arrays)}")
+            raise ValueError(f"{source}: such a cell has no {name}; got {_what(arrays)}")
         if x.shape != shapes[name]:
             sizes = ", ".join(f"{other} {y.shape}" for other, y in arrays.items() if other != name)
-            raise ValueError(f"{source}: {name} must be {shapes[name]} beside {sizes}; got {x.shape}")
+            raise ValueError(f"{source}: {name} must be {shapes[name]} with {sizes}; got {x.shape}")
 
 
 def _check_params(source: str, params: Any, projected: bool = False) -> str:
-    """Returns the order of gates; raises ValueError unless these are parameters whose shapes agree.
+    """Returns the order of gates; raises ValueError unless `params` are parameters whose shapes agree.
 
-    With a projection only if `projected`.
+    A projection is accepted only if `projected`.
     """
     if not isinstance(params, (GRUParams, LSTMParams)):
         raise ValueError(f"{source} takes GRUParams or LSTMParams, got {type(params).__name__}")
     arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None}
     if "params.w_hr" in arrays:
         if not projected:
-            raise ValueError(f"{source}: there is no place for params.w_hr, a projection: to_torch has one")
+            raise ValueError(f"{source} cannot convert a projection, params.w_hr: only to_torch can")
         if arrays["params.w_hr"].ndim != 2:
             raise ValueError(f"{source}: params.w_hr must be a matrix, got {arrays['params.w_hr'].shape}")
         hidden, width = arrays["params.w_hr"].shape
@@ -620,18 +624,18 @@ def _check_params(source: str, params: Any, projected: bool = False) -> str:
 
 
 def _num_shards(source: str, name: str, entry: Any) -> dict[str, Any]:
-    """Kernel and bias of a dense layer, given as a module or a mapping."""
+    """Returns kernel and bias of a dense layer by name; the layer is a module or a mapping."""
     if not isinstance(entry, Mapping):
         entry = {part: x for part in ("kernel", "bias") if (x := getattr(entry, part, None)) is not None}
     elif not entry.keys() <= {"kernel", "bias"}:
-        raise ValueError(f"{source}: {name} should have a kernel and perhaps a bias, got {_what(entry)}")
+        raise ValueError(f"{source}: {name} must have a kernel and may have a bias, got {_what(entry)}")
     if "kernel" not in entry:
         raise ValueError(f"{source}: {name} has no kernel, only {_what(entry)}")
     return dict(entry)
 
 
 def _arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = None) -> dict[str, Array]:
-    """The arrays of these names; raises ValueError where one is missing."""
+    """Returns the arrays called `names`; raises ValueError if one is missing."""
     missing = [name for name in names if name not in given]
     if missing:
         raise ValueError(f"{source}: no {', '.join(missing)} in {_what(given if whole is None else whole)}")
@@ -639,13 +643,13 @@ def _arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = None
 
 
 def _array(source: str, name: str, x: Any) -> Array:
-    """`x` as a JAX array of the same dtype that shares no memory with what others can write to."""
-    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # a variable of NNX, or of Keras over JAX
+    """Returns `x` as a JAX array of the same dtype that shares no memory with a writable array."""
+    if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # x is a variable of NNX, or of Keras on JAX
         x = x.__jax_array__()
-    elif hasattr(x, "detach"):  # a tensor of PyTorch; NumPy alone has no bfloat16, and float32 holds all of it
+    elif hasattr(x, "detach"):  # x is a PyTorch tensor; NumPy alone has no bfloat16, and float32 represents it exactly
         x = x.detach().cpu()
         x = x.float().numpy().astype(jnp.bfloat16) if str(x.dtype) == "torch.bfloat16" else x.numpy()
-    elif hasattr(x, "value") and not callable(x.value):  # a box of linen, a variable of Keras
+    elif hasattr(x, "value") and not callable(x.value):  # x is a box of linen or a variable of Keras
         return _array(source, name, x.value)
     array = x if isinstance(x, jax.Array) else np.array(x)
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -655,14 +659,14 @@ def _array(source: str, name: str, x: Any) -> Array:
     converted = jnp.asarray(array)
     if converted.dtype != array.dtype:
         raise ValueError(
-            f"{source}: {name} is {array.dtype}, of which JAX makes {converted.dtype}: set jax_enable_x64, or convert "
-            "it first"
+            f"{source}: {name} is {array.dtype}, which JAX would convert to {converted.dtype}: set jax_enable_x64, or "
+            "convert it first"
         )
     return converted
 
 
 def _numpy(x: Array) -> np.ndarray[Any, Any]:
-    """A contiguous copy that may be written to."""
+    """Returns a contiguous, writable copy."""
     return np.array(x, order="C")
 
 
@@ -671,7 +675,7 @@ def _keys(tree: Any) -> set[str]:
 
 
 def _what(tree: Any) -> str:
-    """What a mapping holds, or the name of another type, for messages."""
+    """Returns a description for messages: the keys of a mapping, or the type of anything else."""
     if not isinstance(tree, Mapping):
         return f"a {type(tree).__name__}"
     names = [str(name) for name in tree]

@@ -1,7 +1,7 @@
-"""The recurrence by the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
+"""The recurrence with the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
 
-Canonical are `[G, T, B, W]`, G groups of B sequences, time first inside a group. `jax.vmap` adds groups, or models if
-weights are batched. With `remat` both passes go through time in chunks.
+Canonical arrays are `[G, T, B, W]`: G groups of B sequences, time first inside a group. `jax.vmap` adds groups, or
+models if weights are batched. With `remat` the forward and the backward pass process time in chunks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
     from jaxrnn._bridge import Reverse
 
-# Up to this width XLA multiplies small batches in full float32: TF32 would be far from its accuracy.
+# Up to this width XLA multiplies small batches in full float32, and TF32 would be far less accurate.
 FULL_PRECISION_WIDTH = 32
 
 
 def kernel_precision(precision: Any, hidden: int) -> str | None:
-    """The precision a kernel runs float32 products in, by Triton's name; None if there is no such kernel."""
+    """Returns Triton's name for the precision of a kernel's float32 products, or None if there is no such kernel."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if isinstance(precision, tuple):
@@ -43,7 +43,7 @@ def kernel_precision(precision: Any, hidden: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceSpec:
-    """What a recurrence is specialised on, besides shapes and dtypes."""
+    """The static arguments of a recurrence, on which it is specialised besides shapes and dtypes."""
 
     cell: cells.Cell
     operand_dtype: Any
@@ -57,7 +57,7 @@ class RecurrenceSpec:
 
     @property
     def uses_tf32(self) -> bool:
-        """Whether products are of float32 operands rounded to TF32."""
+        """Whether products round their float32 operands to TF32."""
         return self.operand_dtype == jnp.float32 and self.kernel_precision == "tf32"
 
 
@@ -67,7 +67,7 @@ def recurrence(
     static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
-    """Runs the recurrence on canonical arrays: returns the last states, and by name those of every step."""
+    """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step."""
     last, sequences, _ = _forward(
         static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=False
     )
@@ -78,7 +78,7 @@ def _forward(
     static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, save_residuals: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """As `recurrence`, and returns the arrays of all steps; with `save_residuals`, what the backward pass needs too."""
+    """Computes `recurrence`, and returns all per-step outputs by name too; `save_residuals` adds the residuals."""
     run = functools.partial(_forward_on_device, static, save_residuals)
     return sharding.shard_over_vmapped_axes(run, params, states, xs, resets, reset_states, first, in_reverse)
 
@@ -87,7 +87,7 @@ def _forward_on_device(
     static: RecurrenceSpec, save_residuals: bool, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """`_forward`, where no axis that devices share out is mapped."""
+    """Computes `_forward` where `vmap` maps no sharded axis."""
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
@@ -120,7 +120,7 @@ def _forward_on_device(
 
     size = chunk_steps(cell, xs, hidden) if save_residuals and static.remat else steps
     if size < steps:
-        states = tuple(x.astype(f32) for x in states)  # as a chunk hands them to the next
+        states = tuple(x.astype(f32) for x in states)  # the dtype in which a chunk passes them to the next
     last, _, results = _in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
     return last, {s: results[f"{s}s"] for s in static.returned}, results
 
@@ -128,7 +128,10 @@ def _forward_on_device(
 def _possible_first_steps(
     static: RecurrenceSpec, in_reverse: Array | None, start: Any, size: int, steps: int
 ) -> list[tuple[int, Any]]:
-    """Which of `size` steps from `start` on, of `steps`, the loop may begin with: `(index, whether it does)`."""
+    """Returns where in a chunk the loop may begin, as `(index in the chunk, whether the loop begins there)`.
+
+    The chunk has `size` of all `steps` and begins at step `start`.
+    """
     if in_reverse is not None:
         return [(0, ~in_reverse), (size - 1, in_reverse)]
     return [(size - 1, start + size == steps) if static.reverse else (0, start == 0)]
@@ -137,9 +140,9 @@ def _possible_first_steps(
 def _input_projection(
     static: RecurrenceSpec, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
 ) -> Array:
-    """`[G, T, B, gates * H]`, with `first` added at the step that the loop begins with.
+    """Returns the input projection `[G, T, B, gates * H]`, with `first` added at the step where the loop begins.
 
-    In float32, or in float16 where kernels that read bfloat16 are faster so.
+    Its dtype is float32, or float16 where that makes kernels with bfloat16 operands faster.
     """
     cell, dtype = static.cell, static.operand_dtype
     inputs, gates = params.w_ih.shape
@@ -153,23 +156,26 @@ def _input_projection(
         return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out)
     xp = cells.project(cell, params, xs, static.precision)
     if first is not None:
-        for at, begins in beginnings:  # written in place
+        for at, begins in beginnings:  # XLA updates xp in place
             step = xp[:, at : at + 1] + jnp.where(begins, first, jnp.zeros_like(first))[:, None]
             xp = jax.lax.dynamic_update_slice_in_dim(xp, step, at, axis=1)
     return xp
 
 
-# `remat` recomputes so many bytes at a time: a chunk then takes several times as long as its launches' 10 to 30 us, and
-# is small beside inputs and states that one would save memory for.
+# Bytes that `remat` recomputes at a time. A chunk then takes several times as long as the 10 to 30 us of its launches,
+# and is small compared with the inputs and states of a call for which saving memory is worthwhile.
 _CHUNK_BYTES = 2**27
-# At least so many steps, also where sequences are many: to bring the weights on chip takes as long as a few.
+# Minimum steps of a chunk, however many sequences there are: loading the weights on chip takes as long as a few steps.
 _CHUNK_STEPS = 16
 
 
 def chunk_steps(cell: cells.Cell, xs: Array | jax.ShapeDtypeStruct, hidden: int) -> int:
-    """Steps that `remat` takes at a time: all, or as many as it may, fewer by up to a half if that leaves no rest."""
+    """Returns the steps per chunk under `remat`: all steps if they fit in one chunk, else the maximum that fits.
+
+    The maximum is reduced by up to half if that makes all chunks equal.
+    """
     groups, steps, batch = xs.shape[:3]
-    # xp, hp, what is saved, and the states before each step, in float32
+    # the bytes of xp, hp, the residuals, and the states before each step, all counted in float32
     step_bytes = 4 * groups * batch * hidden * (3 * cell.gates + len(cell.history))
     most = max(_CHUNK_STEPS, _CHUNK_BYTES // step_bytes)
     if most >= steps:
@@ -182,14 +188,15 @@ def _in_chunks(
 ) -> tuple[Any, Any, Any]:
     """Runs `run` on chunks of time of `sequences` `[G, T, ...]`, one after the other.
 
-    It takes the carry, a chunk and where it starts, and returns the carry, what to add up over all chunks, and what to
-    join along time.
+    `run` takes the carry, a chunk and the chunk's first step. It returns the carry, a tree to sum over all chunks, and
+    a tree to concatenate along time.
     """
     steps = jax.tree.leaves(sequences)[0].shape[1]
     if size == steps:
         return run(carry, sequences, 0)
     full, rest = divmod(steps, size)
-    # flat: where a batch of one lies among the axes is open, and XLA would copy what enters the loop to settle it
+    # trailing axes are flattened: the layout of a batch axis of size one is ambiguous, and XLA would copy the inputs of
+    # the loop to settle it
     flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), sequences)
 
     def part(start: Any, size: int) -> Any:
@@ -207,11 +214,11 @@ def _in_chunks(
     def chunk(everything: Any, start: Any, size: int) -> Any:
         carry, sums, joined = everything
         carry, terms, parts = run(carry, part(start, size), start)
-        # written in place: of scans' stacked outputs, more than one group would be transposed
+        # updated in place, because XLA would transpose the stacked outputs of a scan if there is more than one group
         joined = jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice_in_dim(x, p, start, axis=1), joined, parts)
         return carry, jax.tree.map(jnp.add, sums, terms), joined
 
-    if rest:  # before the loop, whose arrays XLA would copy to write another part
+    if rest:  # runs before the loop: XLA would copy the arrays of the loop to write another chunk after it
         everything = chunk(everything, full * size if last_first else 0, rest)
     starts = jnp.arange(full) * size + (0 if last_first else rest)
     everything, _ = jax.lax.scan(
@@ -221,41 +228,43 @@ def _in_chunks(
 
 
 def _residual_fits_float16(name: str, static: RecurrenceSpec) -> bool:
-    """Whether what the backward pass needs is saved within float16: it rounds no worse than TF32 or bfloat16 do.
+    """Whether a residual is kept in float16's range: float16 rounds it no worse than TF32 or bfloat16 round operands.
 
-    `save_residuals` is not: it multiplies the gradient at every step, so its rounding would grow with their number.
+    `carry_gate` is excluded: it multiplies the gradient at every step, so its rounding error would grow with the number
+    of steps.
     """
     return name != "carry_gate" and (static.uses_tf32 or static.operand_dtype == jnp.bfloat16)
 
 
 def _residual_dtype(name: str, static: RecurrenceSpec, hidden: int, sequences: Any) -> Any:
-    """The dtype that a program has what is saved in: float32 if that, or float16 after all, is up to the launch."""
+    """Returns the dtype of a residual in the traced program: float32 also where the launch may still choose float16."""
     if not _residual_fits_float16(name, static):
         return jnp.dtype(jnp.float32)
     up_to_launch = static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, sequences, static.reset_state)
     return jnp.dtype(jnp.float32 if up_to_launch else jnp.float16)
 
 
-# From this size on of the input projections, of one model and as they are traced, memory counts for more than time. On
-# an H200 the GRU of 2048,256,128, whose projections take 0.8 GB, so takes 1.91 GB in place of 2.69 and 0.6 % longer;
-# 4,128,128 takes 3 % longer.
+# Bytes of input projections, of one model and at the traced shapes, from which saving memory is worth the time. On an
+# H200, in-place residuals reduce the memory of GRU 2048,256,128, whose projections take 0.8 GB, from 2.69 GB to 1.91 GB
+# and take 0.6 % longer; at 4,128,128 they take 3 % longer.
 _IN_PLACE_BYTES = 2**29
-# Of multiples of this width all blocks of units are full; of others some kernels run out of registers with Triton 3.9.
+# If the hidden width is a multiple of this, all blocks of units are full. At other widths some kernels run out of
+# registers with Triton 3.9.
 _IN_PLACE_UNITS = 64
 
 
 def _has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> bool:
-    """Whether what is saved takes as much as the input projections, and gate gradients as much as what is saved.
+    """Whether the residuals overwrite the input projections, and the gate gradients overwrite the residuals.
 
-    Then each is written over the one before, and two arrays fewer of that size are held: where it is large. `rows` are
-    those of the projections.
+    All three then have the same size, and two arrays fewer of that size are held. The projections, of `rows` rows, must
+    be large for this.
     """
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
     return static.cell.in_place is not None and static.uses_tf32 and not static.remat and large
 
 
 def _compute_residuals(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
-    """What the forward pass saves of every step of `xs` for the backward pass."""
+    """Returns the outputs of the forward launch that hold the residuals of every step of `xs`."""
     if in_place and static.cell.in_place:
         name, width = static.cell.in_place
         return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
@@ -278,7 +287,7 @@ def _recurrence_fwd(
 
 
 def _state_before(static: RecurrenceSpec, history: Array, state: Array, start: Any, size: int) -> Array:
-    """`[G, B, H]` the state that the first of these steps started from, resets not applied."""
+    """Returns the state `[G, B, H]` before the first of `size` steps from `start` on, without resets applied."""
     steps = history.shape[1]
     if size == steps:
         return state
@@ -288,9 +297,9 @@ def _state_before(static: RecurrenceSpec, history: Array, state: Array, start: A
 
 
 def _shifted(history: Array, state: Array, reverse: bool) -> Array:
-    """`history` one step later in the order of `reverse`, with `state` first.
+    """Returns `history` shifted one step later in the order of `reverse`, with `state` first.
 
-    Of padding XLA makes one pass at the speed of memory; of a concatenation one that takes 2.5 times as long (H200).
+    XLA compiles padding to one pass at memory bandwidth; a concatenation takes 2.5 times as long (H200).
     """
     steps = history.shape[1]
     low, high, first = (-1, 1, steps - 1) if reverse else (1, -1, 0)
@@ -303,7 +312,7 @@ def _states_before(
     static: RecurrenceSpec, history: Array, state: Array, resets: Array | None, reset_state: Array | None,
     in_reverse: Array | None,
 ) -> Array:  # fmt: skip
-    """`[G, T, B, H]` the state that every step started from, resets applied; the first from `state`."""
+    """Returns the states `[G, T, B, H]` before each step, with resets applied; `state` precedes the first step."""
     if in_reverse is not None:
         previous = jnp.where(in_reverse, _shifted(history, state, True), _shifted(history, state, False))
     else:
@@ -324,7 +333,7 @@ def _recurrence_bwd(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> 
 
 
 def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """The gradients of `recurrence` to what has one, where no axis that devices share out is mapped."""
+    """Returns the gradients to the differentiable arguments of `recurrence` where `vmap` maps no sharded axis."""
     params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
@@ -360,7 +369,7 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             local_grads = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
             for array in kept:
-                if _residual_fits_float16(array.name, static):  # as the kernel
+                if _residual_fits_float16(array.name, static):  # clamped as in the kernel
                     local_grads[array.name] = jnp.clip(local_grads[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
@@ -388,7 +397,7 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
             d = results[f"dreset_{s}"]
             if static.reset_state == "stepped":
                 parts[f"reset_{s}"] = d.astype(value.dtype)
-            else:  # the kernel gives every step's gradient: few are not zero, and a sum would take it registers
+            else:  # the kernel writes one gradient per step, mostly zeros: a sum in the kernel would cost registers
                 sums[f"reset_{s}"] = d.sum(axis=1)
         return tuple(results[f"d{s}0"] for s in cell.states), sums, parts
 
@@ -411,12 +420,12 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
 def _weight_grads(
     static: RecurrenceSpec, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
 ) -> dict[str, Array]:
-    """The gradients of weights and biases by field of the params, of the states before each step."""
+    """Returns the gradients of weights and biases by params field, from the states before each step, `h_prev`."""
     cell, spec = static.cell, "gtbx,gtby->xy"
     xs, h_prev = xs.astype(static.operand_dtype), h_prev.astype(static.operand_dtype)
 
     def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
-        """`x^T @ y` over groups, steps and batch."""
+        """Returns `x^T @ y`, summed over groups, steps and batch."""
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
     recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= FULL_PRECISION_WIDTH else static.precision
@@ -430,7 +439,7 @@ def _weight_grads(
 
 
 def _fuses_weight_grads(static: RecurrenceSpec, xs: Array, hidden: int) -> bool:
-    """Whether one launch adds up the gradients of weights and biases: if steps are all there, in one order."""
+    """Whether one launch computes the gradients of weights and biases, which needs all steps in one direction."""
     if static.remat or static.reset_state != "zeros" or static.reverse == "bidirectional":
         return False
     if static.operand_dtype == jnp.float32 and not static.uses_tf32:
@@ -448,7 +457,7 @@ def _fused_weight_grads(
     dxp: Array,
     hidden_grads: dict[str, Array],
 ) -> dict[str, Array]:
-    """As `_weight_grads`, of the states after each step."""
+    """Returns the gradients of `_weight_grads` by one launch, from the states after each step, `hs`."""
     cell, dtype = static.cell, static.operand_dtype
     arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
     arrays |= {"reset": resets, "dxp": dxp} | hidden_grads

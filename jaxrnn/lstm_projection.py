@@ -1,16 +1,18 @@
-"""The LSTM with a projection (Sak et al. 2014) as an LSTM without: how the kernels run it, exactly.
+"""Exact reduction of an LSTM with a projection (Sak et al. 2014) to an LSTM without, which the kernels run.
 
-With m_t = o_t * tanh(c_t) of H units and h_t = m_t @ w_hr of P, a step takes from the one before it
+Let m_t = o_t * tanh(c_t) of H units and h_t = m_t @ w_hr of P units. The recurrent product of a step is
 
     h_{t-1} @ w_hh = m_{t-1} @ (w_hr @ w_hh)
 
-So the loop is that of an LSTM of H units with the recurrent weights w_hr @ w_hh [H, 4H], and h is one product over all
-steps, after it. What a sequence or an episode starts from is an h, and need not be the projection of any m: there the
-loop starts from m = 0, and the input projection of that step has the start's product with w_hh added.
+The loop is therefore that of an LSTM of H units with the recurrent weights w_hr @ w_hh [H, 4H], and one product over
+all steps computes h after the loop. The initial state of a sequence or an episode is an h, which need not be the
+projection of any m. There the loop starts from m = 0, and the product of the initial h and w_hh is added to the input
+projection of that step.
 
-A step multiplies by 4 H^2 numbers and not by 5 H P: the loop is bound by latency at the widths that fit on chip.
-|w_hr @ w_hh| <= |w_hr| |w_hh|: nothing grows, and it is rounded once, as are w_hr, w_hh and h in a loop with both.
-Weights in 16 bits are exact in such a loop, and their product is not: so it and m are multiplied as float32.
+A step multiplies by 4 H^2 elements instead of 5 H P, but latency bounds the loop at the widths that fit on chip. Since
+|w_hr @ w_hh| <= |w_hr| |w_hh|, magnitudes do not grow. The product of the weights is rounded once; a loop with both
+weights would round each of w_hr, w_hh and h once. Weights in 16 bits are exact in such a loop, but their product is not
+exact in 16 bits, so the product and m are multiplied as float32.
 
 Sak, Senior, Beaufays: Long short-term memory recurrent neural network architectures for large scale acoustic modeling,
 Interspeech 2014.
@@ -30,13 +32,14 @@ if TYPE_CHECKING:
 
 
 class Plain(NamedTuple):
-    """An LSTM without a projection, whose hidden states m give those with one: `m @ w_hr`.
+    """An LSTM without a projection; if m are its hidden states, those of the LSTM with the projection are `m @ w_hr`.
 
     Attributes:
-      params: `w_ih [D, 4H]`, `w_hh [H, 4H]` in float32, `b [4H]`; D grows by P where episodes start from a state.
+      params: `w_ih [D, 4H]`, `w_hh [H, 4H]` in float32, `b [4H]`; D grows by P if episodes start from a reset state.
       m0: `[*batch, H]` zeros in float32.
-      xs: `[T, *batch, D]` (`[*batch, T, D]`).
-      first: `[*batch, 4H]` to be added to the input projection of the step that is computed first, or None: in `xs`.
+      xs: `[T, *batch, D]` (`[*batch, T, D]`), with the same D.
+      first: `[*batch, 4H]` to add to the input projection of the step that is computed first; None if `xs` contains the
+        initial state.
     """
 
     params: LSTMParams
@@ -46,10 +49,10 @@ class Plain(NamedTuple):
 
 
 def product(x: Array, w: Array, precision: jax.lax.PrecisionLike) -> Array:
-    """`x @ w` in float32, kept apart from every other product.
+    """Returns `x @ w` in float32, with barriers that keep XLA from merging it with another product.
 
-    XLA merges two that have an operand in common, also in their gradients, into one that its GPU compiler may then find
-    no way to run: under `vmap` over last axes it gives up with "No supported config found" (jaxlib 0.11.2).
+    XLA merges two products that share an operand, in their gradients too, into one that its GPU compiler may be unable
+    to compile: under `vmap` over last axes it fails with "No supported config found" (jaxlib 0.11.2).
     """
     x, w = jax.lax.optimization_barrier((x, w))
     return jax.lax.optimization_barrier(matmul(x, w, precision, jnp.float32))
@@ -59,24 +62,24 @@ def without_projection(
     params: LSTMParams, h0: Array, xs: Array, resets: Array | None, reset_h: Array | None, *,
     in_reverse: bool | Array, time_major: bool, precision: jax.lax.PrecisionLike,
 ) -> Plain:  # fmt: skip
-    """The LSTM that takes the place of the one with `params`, `h0` and `reset_h`, of which episodes start from m = 0.
+    """Returns the LSTM that replaces the one with `params`, `h0` and `reset_h`; its episodes start from m = 0.
 
     Args:
-      params: with `w_hr [H, P]` and `w_hh [P, 4H]`.
+      params: the weights, with `w_hr [H, P]` and `w_hh [P, 4H]`.
       h0: `[*batch, P]`.
       xs: `[T, *batch, D]` (`[*batch, T, D]` if not `time_major`).
-      resets: None or as `xs` without D.
+      resets: None, or an array with the shape of `xs` without D.
       reset_h: None (zeros), `[P]`, `[*batch, P]` or `[T, *batch, P]` (`[*batch, T, P]`); None without `resets`.
-      in_reverse: whether the last step is computed first; an array where it is known at run time alone.
-      time_major: see `xs`.
-      precision: of the product of `h0` and `w_hh`.
+      in_reverse: whether the last step is computed first; an array if that is known at run time only.
+      time_major: whether time is the first axis, see `xs`.
+      precision: precision of the product of `h0` and `w_hh`.
     """
     w_ih, w_hh, b = params[:3]
     w_hr = cast("Array", params.w_hr)
     (hidden, width), operand_dtype = w_hr.shape, jnp.result_type(xs, w_ih, w_hh)
     recurrent = product(w_hr.astype(jnp.float32), w_hh.astype(jnp.float32), jax.lax.Precision.HIGHEST)
 
-    # selects, no products: a NaN in h0 ends where an episode starts
+    # selects instead of products keep a NaN in h0 from crossing the start of an episode
     m0 = jnp.zeros((*h0.shape[:-1], hidden), jnp.float32)
     axis = 0 if time_major else xs.ndim - 2
     steps = jax.lax.broadcasted_iota(jnp.int32, (*xs.shape[:-1], 1), axis)

@@ -1,7 +1,7 @@
-"""`rms_norm` and `layer_norm`: check the arguments, choose the implementation, run it.
+"""Checks the arguments of `rms_norm` and `layer_norm`, chooses the implementation and runs it.
 
 The Triton implementation is one `jax.custom_vjp` for both. It works on arrays `[1, *rows, N]`: `vmap` adds rows, or
-models if the weights are batched, and rows stay the axes they are, so that devices can share out each of them.
+models if the weights are batched. Row axes are not merged, so that each of them can be sharded.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from jaxrnn.reference import along_last
 
 Kind = Literal["rms", "layer"]
 
-# Elements from which on a kernel is the fastest (H200: as fast forward, up to 1.6 times as fast backward); below, XLA
-# fuses a norm with what is around it.
+# Elements from which a kernel is profitable (H200: as fast as XLA forward, up to 1.6 times as fast backward). Below,
+# XLA fuses a norm with the operations around it.
 _LARGE = 2**22
 
 
 def preferred(rows: int, columns: int) -> bool:
-    """Whether the Triton implementation, where it can run, is the fastest for an array of this size."""
-    return isinstance(rows * columns, int) and rows * columns >= _LARGE  # not so under `jax.export` of symbolic ones
+    """Whether the Triton implementation, if it can run, is the fastest for an array of this size."""
+    return isinstance(rows * columns, int) and rows * columns >= _LARGE  # symbolic sizes of `jax.export` are not ints
 
 
 def rms_norm(
@@ -51,29 +51,29 @@ def rms_norm(
       x: `[*rows, N]`, float32, bfloat16 or float16; any number of axes before the last.
       weight: `[N]` of any of these dtypes, or None for ones.
       bias: `[N]` of any of these dtypes, or None for zeros.
-      residual: added to `x` first, in the same pass; of its shape and dtype. The norm is of the sum as it is returned,
-        rounded to that dtype.
+      residual: array with the shape and dtype of `x`, added to `x` first, in the same pass. The norm is computed from
+        the sum as it is returned, rounded to that dtype.
       epsilon: a number, not an array; added to the mean square, inside the root.
-      implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`jax.numpy`), or None: "triton" for arrays
-        of 2^22 elements and more where it works, else "xla". Under `jax.vmap` the elements of one example count. A name
-        works or raises.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`jax.numpy`), or None, which picks "triton"
+        for arrays of at least 2^22 elements if it can run, else "xla". Under `jax.vmap` the elements of one example
+        count. If you name one that cannot run the input, a `NotImplementedError` says why.
 
-    Computed in float32. float64 takes "xla" and is computed in float64.
+    The norm is computed in float32. Only "xla" supports float64 and computes it in float64.
 
-    On an explicit mesh `x` may be sharded over all axes but the last: every device normalises its part, and what else
-    is given goes to where that is. So it is if JAX manages the mesh by itself (`AxisType.Auto`). Gradients of `weight`
-    and `bias` are summed over devices.
+    On an explicit mesh `x` may be sharded over all axes but the last: every device normalises its shard, and the other
+    arguments are resharded to match `x`. The same holds if JAX manages the mesh (`AxisType.Auto`). Gradients of
+    `weight` and `bias` are summed over devices.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
-    kernels have a gradient and no other derivative, and raise also where None picks them.
+    kernels support first-order reverse mode only, and raise for other derivatives even if None picked them.
 
     Returns:
-      `y`, of the shape and dtype of `x`; with a residual `(y, x + residual)`.
+      `y`, with the shape and dtype of `x`; with a residual, `(y, x + residual)`.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
-        or second derivative; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
+        the kernels is requested; the message says which limit was hit.
     """
     return normalize("rms", x, weight, bias, residual, epsilon, implementation)
 
@@ -87,12 +87,12 @@ def layer_norm(
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> Any:
-    """Brings the last axis to a mean of zero and a variance of one (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
+    """Normalises the last axis to zero mean and unit variance (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
         y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * weight + bias
 
     Args:
-      x: as all arguments, as in `rms_norm`.
+      x: `[*rows, N]`; all arguments are as in `rms_norm`.
       weight: `[N]`, or None for ones.
       bias: `[N]`, or None for zeros.
       residual: added to `x` first.
@@ -100,11 +100,11 @@ def layer_norm(
       implementation: "triton", "xla" or None.
 
     Returns:
-      As `rms_norm`: `y`, or `(y, x + residual)`.
+      `y`, or `(y, x + residual)`, as in `rms_norm`.
 
     Raises:
-      ValueError: as `rms_norm`.
-      NotImplementedError: as `rms_norm`.
+      ValueError: as in `rms_norm`.
+      NotImplementedError: as in `rms_norm`.
     """
     return normalize("layer", x, weight, bias, residual, epsilon, implementation)
 
@@ -119,7 +119,7 @@ def normalize(
     implementation: Implementation,
     dtype: DTypeLike | None = None,
 ) -> Any:
-    """`rms_norm` or `layer_norm`, with `y` in `dtype`, by default that of `x`."""
+    """Computes `rms_norm` or `layer_norm`, with `y` in `dtype`; the default is the dtype of `x`."""
     _check(kind, x, weight, bias, residual, epsilon)
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
     static = _NormSpec(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
@@ -129,7 +129,7 @@ def normalize(
 
 
 def _check(kind: Kind, x: Any, weight: Any, bias: Any, residual: Any, epsilon: Any) -> None:
-    """Raises ValueError unless the norm can take them."""
+    """Raises ValueError unless the norm accepts these arguments."""
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     for name, array in arrays.items():
         if array is not None or name == "x":
@@ -146,18 +146,18 @@ def _check(kind: Kind, x: Any, weight: Any, bias: Any, residual: Any, epsilon: A
             raise ValueError(f"residual must have the shape and dtype of x, {expected}, got {got}")
     if isinstance(epsilon, (bool, jax.Array)) or not isinstance(epsilon, (int, float, np.number)):
         raise ValueError(
-            f"epsilon of {kind}_norm must be a number, got {type(epsilon).__name__}: kernels are made for it"
+            f"epsilon of {kind}_norm must be a number, got {type(epsilon).__name__}: it must be known at trace time"
         )
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
 
 
 def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> bool:
-    """Whether to run the Triton kernels. Where there is nothing to compute, XLA gives the empty results.
+    """Returns whether to run the Triton kernels; if there is nothing to compute, XLA gives the empty results.
 
     Raises:
       ValueError: no implementation has that name.
-      NotImplementedError: "triton" was asked for and cannot run; the message says why.
+      NotImplementedError: "triton" was requested and cannot run; the message says why.
     """
     check_implementation(implementation)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
@@ -168,8 +168,8 @@ def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array
     spec = sharding.spec_of(x)
     if reason is None and spec[-1] is not None:
         reason = (
-            f"needs whole features on a device, and x is sharded as {spec}: jax.reshard it to be sharded over other "
-            'axes alone, or pass implementation="xla"'
+            f"needs the last axis of x unsharded, but x is sharded as {spec}: use jax.reshard to shard x over its "
+            'other axes only, or pass implementation="xla"'
         )
     if reason is not None and implementation == "triton":
         raise NotImplementedError(f"the Triton implementation {reason}")
@@ -178,7 +178,7 @@ def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array
 
 @dataclasses.dataclass(frozen=True)
 class _NormSpec:
-    """What a norm is specialised on, besides shapes and dtypes of its arguments; `dtype` is that of y."""
+    """The static arguments of a norm, on which it is specialised besides shapes and dtypes; `dtype` is that of y."""
 
     kind: Kind
     epsilon: float
@@ -186,7 +186,7 @@ class _NormSpec:
 
 
 def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
-    """`x`, or what is left of it without its mean, and the factor that normalises that, `[..., 1]`."""
+    """Returns `x`, with its mean subtracted for LayerNorm, and the factor `[..., 1]` that normalises it."""
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     return x, jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
@@ -196,15 +196,15 @@ def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
 def _xla(
     static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
-    """The norm in `jax.numpy`; compiled, so that an eager call finds what the one before has compiled."""
-    if sharding.on_explicit_mesh(x):  # all else goes to where x is
+    """Computes the norm with `jax.numpy` under `jax.jit`, so that eager calls reuse the compiled program."""
+    if sharding.on_explicit_mesh(x):  # the other arguments are resharded to match x
         spec = sharding.spec_of(x)
         rows, columns = PartitionSpec(*spec), PartitionSpec(spec[-1])
         weight, bias, residual = sharding.reshard(
             (weight, bias, residual), jax.typeof(x).sharding.mesh, (columns, columns, rows)
         )
     dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
-    dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # by no promotion: JAX may be told to refuse it
+    dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # `jax_numpy_dtype_promotion` may forbid promotion
     total = x if residual is None else _sum(x, residual)
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor
@@ -216,7 +216,7 @@ def _xla(
 
 
 def _sum(x: Array, y: Array) -> Array:
-    """`x + y`, rounded to their dtype for all who read it: XLA may leave out a rounding to 16 bits and back."""
+    """Returns `x + y`, rounded to their dtype for every consumer: XLA may omit a rounding to 16 bits and back."""
     info = jnp.finfo(x.dtype)
     if info.bits > 16:
         return x + y
@@ -227,7 +227,7 @@ def _sum(x: Array, y: Array) -> Array:
 def _run_triton(
     static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
-    """Runs the kernels, on each device of an explicit mesh for its part of the rows."""
+    """Runs the kernels; on an explicit mesh each device runs them for its shard of the rows."""
     run = functools.partial(_run_on_device, static)
     arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
     spec = sharding.spec_of(x)
@@ -244,9 +244,10 @@ def _run_on_device(
     static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
-    # out here, where the transpose sums gradients over the devices of a `shard_map` that an argument does not vary over
+    # done outside of the custom_vjp, where the transpose sums gradients over the mesh axes of a `shard_map` that an
+    # argument does not vary over
     x, weight, bias, residual = sharding.unify_varying_axes((x, weight, bias, residual))
-    lead = (0,) if x.ndim > 1 else (0, 1)  # one model and, of a vector, one row
+    lead = (0,) if x.ndim > 1 else (0, 1)  # adds one model and, if x is a vector, one row
     canonical = jax.tree.map(lambda array: jnp.expand_dims(array, lead), (x, residual))
     y, total = _norm(static, *canonical, *jax.tree.map(lambda w: w[None], (weight, bias)))
     return y.squeeze(lead), total.squeeze(lead)
@@ -257,7 +258,7 @@ def _run_on_device(
 def _norm(
     static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
 ) -> tuple[Array, Array]:
-    """Runs the norm on canonical arrays: returns y and what it is the norm of."""
+    """Runs the norm on canonical arrays; returns y and the array of which y is the norm."""
     results = _forward(static, x, residual, weight, bias, save_residuals=False)
     return results["y"], results["total"]
 
@@ -265,7 +266,7 @@ def _norm(
 def _forward(
     static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, save_residuals: bool
 ) -> dict[str, Array]:
-    """As `_norm`, and returns by name what the backward pass needs, with `save_residuals`."""
+    """Computes `_norm` and returns its outputs by name; `save_residuals` adds the residuals of the backward pass."""
     outputs = [_bridge.NamedOutput("y", static.dtype)]
     if residual is not None:
         outputs.append(_bridge.NamedOutput("total", x.dtype))
@@ -278,7 +279,7 @@ def _forward(
 def _launch(
     static: _NormSpec, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NamedOutput]
 ) -> dict[str, Array]:
-    """Launches a kernel, under `vmap` over axes that devices share out on each for its part."""
+    """Launches a kernel; under `vmap` over sharded axes each device launches it for its shard."""
 
     def run(arrays: dict[str, Array | None]) -> dict[str, Array]:
         return _bridge.launch_norm(static.kind, direction, arrays, outputs, epsilon=static.epsilon)
@@ -287,7 +288,7 @@ def _launch(
 
 
 def _residuals(static: _NormSpec) -> tuple[str, ...]:
-    """The statistics that the backward pass needs."""
+    """Returns the names of the statistics that the backward pass needs."""
     return ("mean", "rstd") if static.kind == "layer" else ("rstd",)
 
 

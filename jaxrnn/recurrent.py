@@ -1,4 +1,4 @@
-"""`gru` and `lstm`, and both directions of them at once: check the arguments, choose the implementation, run it."""
+"""Checks the arguments of `gru`, `lstm` and their bidirectional forms, chooses the implementation and runs it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def gru(
 ) -> tuple[Array, Array]:
     """Runs a GRU over time, starting afresh wherever `resets` is nonzero.
 
-    With s the logistic function and gates ordered r, z, n (the variant of cuDNN, PyTorch and Flax):
+    s is the logistic function, and gates are ordered r, z, n (the variant of cuDNN, PyTorch and Flax):
 
         h = reset_state if resets[t] else h
         r = s(W_ir x + W_hr h + b_r),  z = s(W_iz x + W_hz h + b_z)
@@ -51,30 +51,32 @@ def gru(
       xs: `[T, *batch, D]` inputs, time first; `[*batch, T, D]` if not `time_major`. Any number of batch axes.
       resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
         step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
-      reset_state: what an episode starts from: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a value for
-        every step, `[T, *batch, H]` (`[*batch, T, H]`). Takes gradients.
-      reverse: run from the last step to the first; outputs stay in the order of the inputs.
+      reset_state: the state from which an episode starts: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a
+        value for every step, `[T, *batch, H]` (`[*batch, T, H]`). It is differentiable.
+      reverse: whether to run from the last step to the first; outputs stay in the order of the inputs.
       time_major: whether time is the first axis of `xs`, `resets` and the outputs, or the last before features.
-      precision: of every matmul, as in `jax.lax.dot_general`; None takes `jax_default_matmul_precision`.
-      remat: save no gates for the backward pass; recompute them there, in matmuls over many steps at a time.
-      implementation: "triton" (a fused kernel, needs an NVIDIA GPU), "xla" (`lax.scan`), or None: the fastest that
-        works here. A name works or raises.
+      precision: precision of every matmul, as in `jax.lax.dot_general`; None means `jax_default_matmul_precision`.
+      remat: whether to recompute the gates in the backward pass, in matmuls over many steps at a time, instead of
+        saving them.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
+        fastest that can run the input. If you name one that cannot run it, a `NotImplementedError` says why.
 
-    On an explicit mesh `xs` may be sharded over its batch axes: every device runs its part, and what else is given goes
-    to where that is. So it is for the first batch axis if JAX manages the mesh by itself (`AxisType.Auto`).
+    On an explicit mesh `xs` may be sharded over its batch axes: every device runs its shard, and the other arguments
+    are resharded to match `xs`. If JAX manages the mesh (`AxisType.Auto`), the same holds for the first batch axis.
 
     Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
-    kernels have a gradient and no other derivative, and raise also where None picks them.
+    kernels support first-order reverse mode only, and raise for other derivatives even if None picked them.
 
     Returns:
-      `(carry, ys)` as `lax.scan` would: the last hidden state `[*batch, H]`, and all of them, `[T, *batch, H]`
-      (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32, or float64 where anything
-      is; matrices are multiplied in the dtype that `xs`, `w_ih` and `w_hh` promote to.
+      `(carry, ys)`, as from `lax.scan`: the last hidden state `[*batch, H]` and the hidden states of all steps
+      `[T, *batch, H]` (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32, or
+      float64 if `carry`, `xs` or any of `params` is. Matrices are multiplied in the dtype that `xs`, `w_ih` and `w_hh`
+      promote to.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
-        or second derivative; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
+        the kernels is requested; the message says which limit was hit.
     """
     reverse, time_major, remat = check_flags(reverse=reverse, time_major=time_major, remat=remat)
     check_gru(params, carry, xs, resets, reset_state, time_major)
@@ -108,37 +110,37 @@ def lstm(
 ) -> tuple[tuple[Array, Array], Array | tuple[Array, Array]]:
     """Runs an LSTM over time, starting afresh wherever `resets` is nonzero.
 
-    With s the logistic function and gates ordered i, f, g, o (nothing is added to the forget gate):
+    s is the logistic function, and gates are ordered i, f, g, o (no constant is added to the forget gate):
 
         c, h = reset_state if resets[t] else c, h
         i, f, o = s(W_i x + W_h h + b),  g = tanh(W_ig x + W_hg h + b_g)
         c' = f * c + i * g,  h' = o * tanh(c')
 
-    With `params.w_hr` the hidden state is projected to P units, as by `proj_size` of `torch.nn.LSTM` (Sak et al. 2014):
-    `h' = W_hr (o * tanh(c'))`, and P takes the place of H wherever the width of h is meant. The kernels
-    multiply by W_h W_hr in their loop: 4 H^2 products a step for 5 H P, which costs little beside its latency.
+    With `params.w_hr` the hidden state is projected to P units, as with `proj_size` of `torch.nn.LSTM` (Sak et al.
+    2014): `h' = W_hr (o * tanh(c'))`, and the width of h is P instead of H. The loop of the kernels multiplies by
+    W_h W_hr. It takes 4 H^2 products per step instead of 5 H P, at a cost that is small compared with its latency.
 
     Args:
       params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`; with a projection `w_hh [P, 4H]` and `w_hr [H, P]`.
-      carry: `(c, h)`, each `[*batch, H]`: cell and hidden state before the first step, in Flax's order.
+      carry: `(c, h)`, each `[*batch, H]`: the cell and hidden state before the first step, in Flax's order.
       xs: as in `gru`.
       resets: as in `gru`.
-      reset_state: None (zeros) or `(c, h)`, each None or of a shape that `gru` takes.
+      reset_state: None (zeros) or `(c, h)`, each None or of a shape that `gru` accepts.
       reverse: as in `gru`.
       time_major: as in `gru`.
-      return_cells: also return the cell state of every step.
+      return_cells: whether to return the cell state of every step too.
       precision: as in `gru`.
       remat: as in `gru`.
       implementation: as in `gru`.
 
     Returns:
-      `((c, h), hs)`, or `((c, h), (hs, cs))` if `return_cells`: the last carry, and the hidden (and cell) states of all
+      `((c, h), hs)`, or `((c, h), (hs, cs))` if `return_cells`: the last carry and the hidden (and cell) states of all
       steps, each in the dtype of its carry.
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or the kernels are asked for a forward-mode
-        or second derivative; the message says which limit was hit.
+      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
+        the kernels is requested; the message says which limit was hit.
     """
     reverse, time_major, remat, return_cells = check_flags(
         reverse=reverse, time_major=time_major, remat=remat, return_cells=return_cells
@@ -171,12 +173,12 @@ def bidirectional_gru(
     remat: bool = False,
     implementation: Implementation = None,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Runs a GRU over time and another one in reverse, side by side: both directions take one launch of a kernel.
+    """Runs one GRU forward in time and another in reverse, both in a single kernel launch.
 
-    Each has launches of its own where it fills a GPU by itself, from 2^18 hidden states on (2048 sequences of 128
-    units), and where `remat` recomputes the gates for a part of the steps at a time.
+    Each direction has launches of its own if it fills a GPU by itself, from 2^18 elements of hidden state on (2048
+    sequences of 128 units), or if `remat` recomputes the gates for a part of the steps at a time.
 
-    The same as, where a pair has one of each direction:
+    Every pair holds the forward direction first. The call is equivalent to:
 
         gru(params[0], carry[0], xs, resets=resets[0], reset_state=reset_state[0], ...),
         gru(params[1], carry[1], xs, resets=resets[1], reset_state=reset_state[1], reverse=True, ...)
@@ -184,8 +186,8 @@ def bidirectional_gru(
     Args:
       params: a pair.
       carry: a pair.
-      xs: as in `gru`, shared.
-      resets: None or a pair. In reverse an episode starts at the last of its steps, so one is not a copy of the other.
+      xs: as in `gru`, shared by both directions.
+      resets: None or a pair. In reverse an episode starts at the last of its steps, so the two arrays differ.
       reset_state: None or a pair.
       time_major: as in `gru`.
       precision: as in `gru`.
@@ -193,11 +195,11 @@ def bidirectional_gru(
       implementation: as in `gru`.
 
     Returns:
-      What the two calls would, a pair of `(carry, ys)`.
+      The results of the two calls, a pair of `(carry, ys)`.
 
     Raises:
-      ValueError: as `gru`, or a pair's two have not the same shapes and dtypes.
-      NotImplementedError: as `gru`.
+      ValueError: as in `gru`, or the two elements of a pair differ in shape or dtype.
+      NotImplementedError: as in `gru`.
     """
     time_major, remat = check_flags(time_major=time_major, remat=remat)
     directions = split_directions(params, carry, resets, reset_state)
@@ -230,12 +232,14 @@ def bidirectional_lstm(
     remat: bool = False,
     implementation: Implementation = None,
 ) -> tuple[Any, Any]:
-    """As `bidirectional_gru`, of LSTMs: what `lstm` takes once comes in pairs, one of each direction.
+    """Runs one LSTM forward in time and another in reverse, as `bidirectional_gru` does for GRUs.
+
+    Every argument that belongs to one direction is passed as a pair, forward direction first.
 
     Args:
       params: a pair.
       carry: a pair of `(c, h)`.
-      xs: as in `lstm`, shared.
+      xs: as in `lstm`, shared by both directions.
       resets: None or a pair.
       reset_state: None or a pair of `(c, h)`.
       time_major: as in `gru`.
@@ -245,11 +249,11 @@ def bidirectional_lstm(
       implementation: as in `gru`.
 
     Returns:
-      A pair of what `lstm` returns.
+      The results of `lstm` for both directions, a pair.
 
     Raises:
-      ValueError: as `lstm`, or a pair's two have not the same shapes and dtypes.
-      NotImplementedError: as `lstm`.
+      ValueError: as in `lstm`, or the two elements of a pair differ in shape or dtype.
+      NotImplementedError: as in `lstm`.
     """
     time_major, remat, return_cells = check_flags(time_major=time_major, remat=remat, return_cells=return_cells)
     directions = split_directions(params, carry, resets, reset_state)
@@ -279,11 +283,11 @@ def _xla(
     function: Callable[..., Any], remat: bool, params: Any, carry: Any, xs: Array, resets: Array | None,
     reset_state: Any, **options: Any,
 ) -> Any:  # fmt: skip
-    """The reference; compiled, so that an eager call finds what the one before has compiled."""
+    """Runs the reference implementation under `jax.jit`, so that eager calls reuse the compiled program."""
     params, carry, xs, resets, reset_state = canonical.place(
         params, carry, xs, resets, reset_state, options["time_major"]
     )
-    carry = sharding.unify_varying_axes(carry, (params, xs, resets, reset_state))  # as the scan returns it
+    carry = sharding.unify_varying_axes(carry, (params, xs, resets, reset_state))  # a scan's carry keeps its type
 
     def run(params: Any, carry: Any, xs: Array, reset_state: Any) -> Any:
         return function(params, carry, xs, resets=resets, reset_state=reset_state, **options)
@@ -294,7 +298,7 @@ def _xla(
 def _xla_both(
     function: Callable[..., Any], remat: bool, directions: tuple[Any, Any], xs: Array, **options: Any
 ) -> tuple[Any, Any]:
-    """`_xla`, forward and in reverse: `directions` are as of `checks.split_directions`, and the results a pair."""
+    """Runs `_xla` forward and in reverse, on `directions` from `checks.split_directions`; returns a pair."""
     forward, backward = (
         _xla(function, remat, params, carry, xs, resets, reset_state, reverse=reverse, **options)
         for reverse, (params, carry, resets, reset_state) in zip((False, True), directions, strict=True)
@@ -305,11 +309,11 @@ def _xla_both(
 def _use_triton(
     implementation: Any, precision: Any, time_major: bool, carry: Array, xs: Array, params: Any, *others: Array
 ) -> bool:
-    """Whether to run the Triton kernels. Where there is nothing to compute, `lax.scan` gives the empty results.
+    """Returns whether to run the Triton kernels; if there is nothing to compute, `lax.scan` gives the empty results.
 
     Raises:
       ValueError: no implementation has that name.
-      NotImplementedError: "triton" was asked for and cannot run; the message says why.
+      NotImplementedError: "triton" was requested and cannot run; the message says why.
     """
     check_implementation(implementation)
     if implementation == "xla" or (implementation is None and not _bridge.preferred(xs.shape[0 if time_major else -2])):

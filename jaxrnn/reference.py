@@ -1,7 +1,8 @@
-"""GRU and LSTM over `jax.lax.scan`: the semantics of every path, the CPU path, and the oracle of the tests.
+"""GRU and LSTM with `jax.lax.scan`: they define the semantics of every implementation and are the one on CPU.
 
-Gates accumulate in float32 (float64 if an operand has it) and so does the carry between steps; what is returned has
-the dtype of the carry that came in. Arguments are taken as valid: `jaxrnn.gru` and `jaxrnn.lstm` check them.
+The tests compare the other implementations with them. Gates are accumulated and the carry is kept between steps in
+float32, or float64 if an operand is float64; results have the dtype of the carry that was passed. Arguments are assumed
+valid: `jaxrnn.gru` and `jaxrnn.lstm` check them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class GRUParams(NamedTuple):
     Attributes:
       w_ih: `[D, 3H]` input weights.
       w_hh: `[H, 3H]` recurrent weights.
-      b_ih: `[3H]` bias of the three gates; the recurrent biases of r and z are added into it.
+      b_ih: `[3H]` bias of the three gates; it includes the recurrent biases of r and z.
       b_hn: `[H]` recurrent bias of n, inside the product with r.
     """
 
@@ -40,8 +41,8 @@ class LSTMParams(NamedTuple):
     Attributes:
       w_ih: `[D, 4H]` input weights.
       w_hh: `[H, 4H]` recurrent weights, `[P, 4H]` with a projection.
-      b: `[4H]` bias; nothing is added for the forget gate.
-      w_hr: `[H, P]` projection of the hidden state, or None for none.
+      b: `[4H]` bias; no constant is added for the forget gate.
+      w_hr: `[H, P]` projection of the hidden state, or None if there is none.
     """
 
     w_ih: Array
@@ -51,13 +52,13 @@ class LSTMParams(NamedTuple):
 
 
 def accumulation_dtype(*dtypes: DTypeLike) -> jnp.dtype:
-    """The dtype gates and carry are computed in: float32, or float64 where an operand is."""
-    wide = jnp.float64 in map(jnp.result_type, dtypes)  # by no promotion: JAX may be told to refuse it
+    """Returns the dtype in which gates and carry are computed: float64 if any operand is float64, else float32."""
+    wide = jnp.float64 in map(jnp.result_type, dtypes)  # one by one: `jax_numpy_dtype_promotion` may forbid promotion
     return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:
-    """`x @ w` with both operands in their common dtype, accumulated and returned in `dtype`."""
+    """Returns `x @ w`: casts both operands to their common dtype, and accumulates and returns in `dtype`."""
     operand_dtype = jnp.result_type(x, w)
     return jnp.matmul(
         x.astype(operand_dtype), w.astype(operand_dtype), precision=precision, preferred_element_type=dtype
@@ -65,12 +66,12 @@ def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:
 
 
 def along_last(b: Array, x: Array) -> Array:
-    """`b [N]` in the dtype and with all axes of `x [*axes, N]`: `jax_numpy_rank_promotion` may ask for them."""
+    """Returns `b [N]` in the dtype and rank of `x [*axes, N]`: `jax_numpy_rank_promotion` may require equal ranks."""
     return jax.lax.expand_dims(b.astype(x.dtype), range(x.ndim - 1))
 
 
 def gru_cell(a_r: Array, a_z: Array, x_n: Array, h_n: Array, h: Array) -> Array:
-    """One GRU step from its preactivations (Cho et al. 2014, in the variant of cuDNN, PyTorch, Flax).
+    """Computes one GRU step from its preactivations (Cho et al. 2014, in the variant of cuDNN, PyTorch and Flax).
 
     r = s(a_r), z = s(a_z), n = tanh(x_n + r h_n), h' = (1 - z) n + z h.
     """
@@ -80,7 +81,7 @@ def gru_cell(a_r: Array, a_z: Array, x_n: Array, h_n: Array, h: Array) -> Array:
 
 
 def lstm_cell(i: Array, f: Array, g: Array, o: Array, c: Array) -> tuple[Array, Array]:
-    """One LSTM step from its preactivations (Hochreiter & Schmidhuber 1997, with forget gates).
+    """Computes one LSTM step from its preactivations (Hochreiter & Schmidhuber 1997, with forget gates).
 
     c' = s(f) c + s(i) tanh(g), h' = s(o) tanh(c').
     """
@@ -89,12 +90,12 @@ def lstm_cell(i: Array, f: Array, g: Array, o: Array, c: Array) -> tuple[Array, 
 
 
 class Loop(NamedTuple):
-    """A time loop as one backend runs it best.
+    """A time loop in the form that is fastest on one backend.
 
     Attributes:
-      inputs: arrays with the axes of `xs`, to go over.
-      gates: (inputs of a step, hidden state) -> gates before their activations: of each the sum of input projection and
-        hidden product, of a GRU's last one both, of which only the first has a bias.
+      inputs: arrays with the axes of `xs`, over which the loop runs.
+      gates: (inputs of a step, hidden state) -> gates before their activations. Each is the sum of input projection and
+        hidden product, except a GRU's last gate: its two terms are returned separately, and only the first has a bias.
       cell: the pointwise part of a step.
     """
 
@@ -103,8 +104,9 @@ class Loop(NamedTuple):
     cell: Callable[..., Any]
 
 
-# One step alone takes one product for `[x, h]`, where weights put together for it have no more bytes than this: a GRU's
-# are a third more, zeros. In a scan on an H200, D = H = 128: 8.9 us for 10.9 (64 sequences), 14.7 for 16.6 (1024).
+# A call of one step computes one product with `[x, h]` if the concatenated weights have at most this many bytes. Zero
+# padding makes those of a GRU a third larger. Inside a scan on an H200 with D = H = 128, a call takes 8.9 us instead of
+# 10.9 us (64 sequences), 14.7 us instead of 16.6 us (1024).
 _JOINT_BYTES = 2**21
 
 
@@ -119,9 +121,10 @@ def make_loop(
     *,
     separate: int = 0,
 ) -> Loop:
-    """Lays `cell` out for the default backend; results are the same, to rounding. `weights` are w_ih, b_ih, w_hh.
+    """Returns the loop over `cell` that is fastest on the default backend; results are the same up to rounding.
 
-    The last `separate` gates have input projection and hidden product apart.
+    `weights` are w_ih, b_ih and w_hh. For the last `separate` gates, the loop returns the input projection and the
+    hidden product instead of their sum.
     """
     w_ih, b_ih, w_hh = weights
     operand_dtype = jnp.result_type(xs, w_ih, w_hh)
@@ -144,8 +147,8 @@ def make_loop(
     if jax.default_backend() != "cpu":
         zeros = separate * b_ih.shape[-1] // gates
         size = (w_ih.shape[0] + w_hh.shape[0]) * (w_hh.shape[1] + zeros) * jnp.dtype(operand_dtype).itemsize
-        alone = isinstance(steps, int) and steps == 1  # neither is an int under `jax.export` with symbolic dimensions
-        alike = jnp.result_type(xs, w_ih) == operand_dtype  # or the input projection rounds otherwise
+        alone = isinstance(steps, int) and steps == 1  # symbolic dimensions of `jax.export` are not ints
+        alike = jnp.result_type(xs, w_ih) == operand_dtype  # else the input projection would round differently
         if alone and isinstance(size, int) and size <= _JOINT_BYTES and alike:
             shared = w_hh.shape[1] - zeros
             lower = jnp.concatenate((w_hh[:, :shared], jnp.zeros_like(w_hh[:, :zeros]), w_hh[:, shared:]), axis=-1)
@@ -153,7 +156,8 @@ def make_loop(
             w = jnp.concatenate((upper.astype(operand_dtype), lower.astype(operand_dtype)))
             bias = jnp.pad(b_ih, (0, zeros))
 
-            # zeros times infinity would be NaN where the gates of the formula saturate; and TF32 rounds up
+            # infinity times the padding's zeros would be NaN where the formula's gates saturate, so the operand is
+            # clamped; rounding to TF32 may round up, so float32 is clamped to half its maximum
             largest = float(jnp.finfo(operand_dtype).max) / (2 if operand_dtype == jnp.float32 else 1)
 
             def both(x: Array, h: Array) -> list[Array]:
@@ -161,32 +165,32 @@ def make_loop(
                 return jnp.split(project(operand.astype(operand_dtype), w, bias), gates + separate, axis=-1)
 
             return Loop(xs, both, cell)
-        # one large matmul before the loop: a GRU is 1.7x as fast as Flax's, which projects in the loop, on an H200
+        # with one large matmul before the loop, a GRU is 1.7x as fast on an H200 as Flax's, which projects in the loop
         return Loop(project(xs, w_ih, b_ih), lambda x, h: add(split(x), h), cell)
 
-    # gates recomputed backward, arrays split before they are saved, projections of 8 MiB or more made in the loop: all
-    # for less memory traffic. GRU, T=128 B=64 H=128, CPU time on an EPYC core, forward / gradient: 20 / 64 ms (with the
-    # matmul before the loop and gates saved 36 / 114, Flax 19 / 85)
+    # Three measures reduce memory traffic: the backward pass recomputes the gates, arrays are split before they are
+    # saved, and projections of 8 MiB or more are computed in the loop. GRU, T=128 B=64 H=128, CPU time on an EPYC core,
+    # forward / gradient: 20 / 64 ms (36 / 114 ms with the matmul before the loop and saved gates, 19 / 85 ms for Flax)
     cell = jax.checkpoint(cell, prevent_cse=False)
     size = math.prod(xs.shape[:-1]) * b_ih.size * jnp.dtype(dtype).itemsize
-    if isinstance(size, int) and size < 8 * 2**20:  # not so under `jax.export` with symbolic dimensions
+    if isinstance(size, int) and size < 8 * 2**20:  # symbolic dimensions of `jax.export` are not ints
         return Loop(split(project(xs, w_ih, b_ih)), add, cell)
     return Loop(xs, lambda x, h: add(split(project(x, w_ih, b_ih)), h), cell)
 
 
 def is_reset(resets: Array) -> Array:
-    """`resets` as booleans. Nonzero (NaN too) means reset."""
+    """Returns `resets` as booleans. Nonzero, NaN included, means reset."""
     return resets if resets.dtype == bool else resets != jnp.zeros((), resets.dtype)
 
 
 def expand_resets(resets: Array, ndim: int) -> Array:
-    """As `is_reset`, with trailing axes of length one up to `ndim`."""
+    """Returns `is_reset(resets)` with trailing axes of size one added, `ndim` axes in all."""
     resets = is_reset(resets)
     return resets.reshape(resets.shape + (1,) * (ndim - resets.ndim))
 
 
 def _select_reset(reset: Array | None, reset_state: Array | None, carry: Array) -> Array:
-    """The carry a step sees: a select, never a product, so that a NaN or infinite carry does not leak."""
+    """Returns the carry that a step sees, by a select: in a product, a NaN or infinite carry would pass a reset."""
     if reset is None:
         return carry
     new = jnp.zeros_like(carry) if reset_state is None else reset_state.astype(carry.dtype)
@@ -194,7 +198,7 @@ def _select_reset(reset: Array | None, reset_state: Array | None, carry: Array) 
 
 
 def _per_step(reset_state: Array | None, carry: Array, time_major: bool) -> tuple[Array | None, Array | None]:
-    """Splits a reset state into `(fixed, per step with time first)`, one of them None."""
+    """Splits a reset state into `(fixed, per step with time first)`; at least one of the two is None."""
     if reset_state is None or reset_state.ndim <= carry.ndim:
         return reset_state, None
     return None, jnp.moveaxis(reset_state, 0 if time_major else -2, 0)
@@ -211,7 +215,7 @@ def gru(
     time_major: bool = True,
     precision: Precision = None,
 ) -> tuple[Array, Array]:
-    """`jaxrnn.gru` as a `lax.scan`; see there for shapes."""
+    """Computes `jaxrnn.gru` with `lax.scan`; `jaxrnn.gru` documents the shapes."""
     dtype = accumulation_dtype(carry, xs, *params)
     fixed, stepped = _per_step(reset_state, carry, time_major)
     if resets is not None:
@@ -244,7 +248,7 @@ def lstm(
     return_cells: bool = False,
     precision: Precision = None,
 ) -> tuple[tuple[Array, Array], Array | tuple[Array, Array]]:
-    """`jaxrnn.lstm` as a `lax.scan`; see there for shapes."""
+    """Computes `jaxrnn.lstm` with `lax.scan`; `jaxrnn.lstm` documents the shapes."""
     c0, h0 = carry
     dtype = accumulation_dtype(c0, h0, xs, *(w for w in params if w is not None))
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)

@@ -662,9 +662,9 @@ def test_xland_minigrid(implementation, dtype, monkeypatch):
     monkeypatch.setattr(jaxrnn, "gru", functools.partial(jaxrnn.gru, implementation=implementation))
     xs, carry = normal(1, (B, T, D)), normal(2, (B, 2, H))
 
-    def run(run_over_time, dtype):
+    def run(over_time, dtype):
         batched = nn.vmap(Layers, variable_axes={"params": None}, split_rngs={"params": False}, axis_name="batch")
-        network = batched(functools.partial(TorchLayoutGRU, H, dtype, run_over_time))
+        network = batched(functools.partial(TorchLayoutGRU, H, dtype, over_time))
         state = carry.astype(dtype or jnp.float32)
         variables = network.init(jax.random.key(10), xs[:, :1], state)
 
