@@ -60,7 +60,9 @@ def _partition_specs(
     return specs, state, sequence
 
 
-def place(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, time_major: bool) -> tuple[Any, ...]:
+def reshard_arguments(
+    params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, time_major: bool
+) -> tuple[Any, ...]:
     """Reshards the arguments of a recurrence for XLA on an explicit mesh: batch axes are sharded as those of `xs`.
 
     Time, features and params are replicated. JAX does not reshard there by itself, but `lax.scan` must return a carry

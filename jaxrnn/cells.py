@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.reference import GRUParams, LSTMParams, along_last, gru_cell, lstm_cell, matmul
+from jaxrnn.reference import GRUParams, LSTMParams, broadcast_to_rank, gru_cell, lstm_cell, matmul
 
 if TYPE_CHECKING:
     from jax import Array
@@ -71,13 +71,13 @@ def _interleave(local_grads: Sequence[Array]) -> Array:
 
 def _gru_step(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
     (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(hp, 3, axis=-1)
-    return {"h": gru_cell(x_r + h_r, x_z + h_z, x_n, h_n + along_last(params.b_hn, h_n), previous["h"])}
+    return {"h": gru_cell(x_r + h_r, x_z + h_z, x_n, h_n + broadcast_to_rank(params.b_hn, h_n), previous["h"])}
 
 
-def _gru_saved(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
+def _gru_residuals(params: GRUParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
     (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(hp, 3, axis=-1)
     r, z = jax.nn.sigmoid(x_r + h_r), jax.nn.sigmoid(x_z + h_z)
-    h_n = h_n + along_last(params.b_hn, h_n)
+    h_n = h_n + broadcast_to_rank(params.b_hn, h_n)
     n = jnp.tanh(x_n + r * h_n)
     f_n = (1 - z) * (1 - n * n)
     local_grads = f_n * h_n * r * (1 - r), (previous["h"] - n) * z * (1 - z), f_n, f_n * r
@@ -105,7 +105,7 @@ def _lstm_step(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Arr
     return {"h": h, "c": c}
 
 
-def _lstm_saved(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
+def _lstm_residuals(params: LSTMParams, xp: Array, hp: Array, previous: dict[str, Array]) -> dict[str, Array]:
     i, f, g, o = jnp.split(xp + hp, 4, axis=-1)
     i, f, g, o = jax.nn.sigmoid(i), jax.nn.sigmoid(f), jnp.tanh(g), jax.nn.sigmoid(o)
     tanh_c = jnp.tanh(f * previous["c"] + i * g)
@@ -128,7 +128,7 @@ GRU = Cell(
     saved=(("local_grads", 4), ("carry_gate", 1)),
     in_place=("local_grads", 3),
     step=_gru_step,
-    save=_gru_saved,
+    save=_gru_residuals,
     grad_step=_gru_grad_step,
     history=("h",),
     hidden_grads=("dhn",),
@@ -143,7 +143,7 @@ LSTM = Cell(
     saved=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
     in_place=None,
     step=_lstm_step,
-    save=_lstm_saved,
+    save=_lstm_residuals,
     grad_step=_lstm_grad_step,
     history=("h", "c"),
     hidden_grads=(),
@@ -156,7 +156,7 @@ LSTM = Cell(
 def project(cell: Cell, params: Any, xs: Array, precision: Any) -> Array:
     """Returns the input projection `xs @ w_ih + bias`, `[..., gates * H]` in float32."""
     product = matmul(xs, params.w_ih, precision, jnp.float32)
-    return product + along_last(getattr(params, cell.bias), product)
+    return product + broadcast_to_rank(getattr(params, cell.bias), product)
 
 
 def bias_grad(dxp: Array) -> Array:

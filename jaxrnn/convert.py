@@ -149,7 +149,7 @@ def from_linen(tree: Any) -> Params:
             return _from_dense("from_linen", order, tree)
     raise ValueError(
         f"from_linen takes the parameters of a GRUCell ({', '.join(_dense_names(GRU_GATES))}) or of an LSTMCell or "
-        f"OptimizedLSTMCell ({', '.join(_dense_names(LSTM_GATES))}), got {_what(tree)}"
+        f"OptimizedLSTMCell ({', '.join(_dense_names(LSTM_GATES))}), got {_describe(tree)}"
     )
 
 
@@ -312,7 +312,7 @@ def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
     if _keys(params) != {"w", "b"}:
         raise ValueError(
             "from_haiku takes the parameters of the linear layer in an hk.LSTM, w and b, like params['lstm/linear'], "
-            f"got {_what(params)}"
+            f"got {_describe(params)}"
         )
     arrays = _arrays("from_haiku", params, ("w", "b"))
     w = arrays["w"]
@@ -447,7 +447,9 @@ def _two_biases(params: Params) -> tuple[Array, Array]:
 def _from_dense(source: str, order: str, tree: Mapping[str, Any]) -> Params:
     """Returns the parameters from one dense layer per operand and gate; a missing bias is zero."""
     named = {
-        f"{name}.{part}": x for name in _dense_names(order) for part, x in _num_shards(source, name, tree[name]).items()
+        f"{name}.{part}": x
+        for name in _dense_names(order)
+        for part, x in _dense_arrays(source, name, tree[name]).items()
     }
     arrays = _arrays(source, named, named)
     first = [arrays[f"{operand}{order[0]}.kernel"] for operand in "ih"]
@@ -482,7 +484,7 @@ def _torch_suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | N
         hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else ""
         raise ValueError(
             f"from_torch: expected {prefix}weight_ih_l0 (of a GRU or LSTM) or {prefix}weight_ih (of a cell), got "
-            f"{_what(state)}{hint}"
+            f"{_describe(state)}{hint}"
         )
     choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
     layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}
@@ -493,7 +495,7 @@ def _torch_suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | N
     for index, backward, suffix in choices:
         if layer in (None, index) and reverse in (None, backward):
             return suffix
-    raise ValueError(f"from_torch: there are no weights for layer={layer}, reverse={reverse}; got {_what(state)}")
+    raise ValueError(f"from_torch: there are no weights for layer={layer}, reverse={reverse}; got {_describe(state)}")
 
 
 def _nnx_tree(source: str, cell: Any) -> dict[str, Any]:
@@ -508,9 +510,9 @@ def _nnx_tree(source: str, cell: Any) -> dict[str, Any]:
     if not layers or not entries.keys() <= known:
         raise ValueError(
             f"{source} takes an nnx.GRUCell or OptimizedLSTMCell ({', '.join(fused)}) or an nnx.LSTMCell "
-            f"({', '.join(apart)}), or the state of one; got a {type(cell).__name__} with {_what(entries)}"
+            f"({', '.join(apart)}), or the state of one; got a {type(cell).__name__} with {_describe(entries)}"
         )
-    return {name: _num_shards(source, name, x) if name in layers else x for name, x in entries.items()}
+    return {name: _dense_arrays(source, name, x) if name in layers else x for name, x in entries.items()}
 
 
 def _check_fits(source: str, tree: dict[str, Any], given: dict[str, Any]) -> None:
@@ -586,7 +588,7 @@ def _check_shapes(source: str, arrays: dict[str, Array], shapes: Shapes) -> None
     """Raises ValueError unless every array is named in `shapes` and has the shape given there."""
     for name, x in arrays.items():
         if name not in shapes:
-            raise ValueError(f"{source}: such a cell has no {name}; got {_what(arrays)}")
+            raise ValueError(f"{source}: such a cell has no {name}; got {_describe(arrays)}")
         if x.shape != shapes[name]:
             sizes = ", ".join(f"{other} {y.shape}" for other, y in arrays.items() if other != name)
             raise ValueError(f"{source}: {name} must be {shapes[name]} with {sizes}; got {x.shape}")
@@ -623,14 +625,14 @@ def _check_params(source: str, params: Any, projected: bool = False) -> str:
     return order
 
 
-def _num_shards(source: str, name: str, entry: Any) -> dict[str, Any]:
+def _dense_arrays(source: str, name: str, entry: Any) -> dict[str, Any]:
     """Returns kernel and bias of a dense layer by name; the layer is a module or a mapping."""
     if not isinstance(entry, Mapping):
         entry = {part: x for part in ("kernel", "bias") if (x := getattr(entry, part, None)) is not None}
     elif not entry.keys() <= {"kernel", "bias"}:
-        raise ValueError(f"{source}: {name} must have a kernel and may have a bias, got {_what(entry)}")
+        raise ValueError(f"{source}: {name} must have a kernel and may have a bias, got {_describe(entry)}")
     if "kernel" not in entry:
-        raise ValueError(f"{source}: {name} has no kernel, only {_what(entry)}")
+        raise ValueError(f"{source}: {name} has no kernel, only {_describe(entry)}")
     return dict(entry)
 
 
@@ -638,7 +640,7 @@ def _arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = None
     """Returns the arrays called `names`; raises ValueError if one is missing."""
     missing = [name for name in names if name not in given]
     if missing:
-        raise ValueError(f"{source}: no {', '.join(missing)} in {_what(given if whole is None else whole)}")
+        raise ValueError(f"{source}: no {', '.join(missing)} in {_describe(given if whole is None else whole)}")
     return {name: _array(source, name, given[name]) for name in names}
 
 
@@ -674,7 +676,7 @@ def _keys(tree: Any) -> set[str]:
     return set(tree) if isinstance(tree, Mapping) else set()
 
 
-def _what(tree: Any) -> str:
+def _describe(tree: Any) -> str:
     """Returns a description for messages: the keys of a mapping, or the type of anything else."""
     if not isinstance(tree, Mapping):
         return f"a {type(tree).__name__}"

@@ -101,7 +101,7 @@ def _forward_on_device(
     outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
     if save_residuals and not static.remat:
         in_place = _has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
-        outputs += _compute_residuals(static, hidden, xs, in_place)
+        outputs += _residual_outputs(static, hidden, xs, in_place)
 
     stepped = reset_states if static.reset_state == "stepped" else None
 
@@ -263,7 +263,7 @@ def _has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> b
     return static.cell.in_place is not None and static.uses_tf32 and not static.remat and large
 
 
-def _compute_residuals(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
+def _residual_outputs(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
     """Returns the outputs of the forward launch that hold the residuals of every step of `xs`."""
     if in_place and static.cell.in_place:
         name, width = static.cell.in_place
@@ -296,7 +296,7 @@ def _state_before(static: RecurrenceSpec, history: Array, state: Array, start: A
     return jnp.where((at < 0) | (at == steps), state, before)
 
 
-def _shifted(history: Array, state: Array, reverse: bool) -> Array:
+def _shift_one_step(history: Array, state: Array, reverse: bool) -> Array:
     """Returns `history` shifted one step later in the order of `reverse`, with `state` first.
 
     XLA compiles padding to one pass at memory bandwidth; a concatenation takes 2.5 times as long (H200).
@@ -314,9 +314,9 @@ def _states_before(
 ) -> Array:  # fmt: skip
     """Returns the states `[G, T, B, H]` before each step, with resets applied; `state` precedes the first step."""
     if in_reverse is not None:
-        previous = jnp.where(in_reverse, _shifted(history, state, True), _shifted(history, state, False))
+        previous = jnp.where(in_reverse, _shift_one_step(history, state, True), _shift_one_step(history, state, False))
     else:
-        previous = _shifted(history, state, static.reverse is True)
+        previous = _shift_one_step(history, state, static.reverse is True)
     if resets is None:
         return previous
     new = jnp.zeros_like(previous)
@@ -339,7 +339,7 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
-    kept = _compute_residuals(
+    kept = _residual_outputs(
         static, hidden, xs, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys()
     )
     over = next((array.name for array in kept if array.over), None)

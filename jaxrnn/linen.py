@@ -579,10 +579,12 @@ class FusedStack(nn.Module):
         structure = self.widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
             layers,
-            modules.by_direction("initial_carry", initial_carry, *structure),
+            modules.group_by_direction("initial_carry", initial_carry, *structure),
             inputs,
             resets=resets,
-            reset_carry=None if reset_carry is None else modules.by_direction("reset_carry", reset_carry, *structure),
+            reset_carry=None
+            if reset_carry is None
+            else modules.group_by_direction("reset_carry", reset_carry, *structure),
             seq_lengths=seq_lengths,
             between=between,
             dtype=self.dtype,
@@ -799,7 +801,7 @@ def first_reset_carry(like: Array, reset_carry: Array) -> Array:
     return jnp.broadcast_to(reset_carry if jnp.ndim(reset_carry) <= like.ndim else reset_carry[0], like.shape)
 
 
-class OnClassOrInstance:
+class ClassOrInstanceMethod:
     """A descriptor that makes a function a method of both the class and its instances: its first argument is either."""
 
     nowrap = True  # Flax does not wrap methods with this attribute
@@ -914,7 +916,7 @@ class ScannedRNN(nn.Module):
                 "subclass ScannedRNN, and set cell_type to the cell of these parameters and cell_name to their name"
             )
 
-    initialize_carry = OnClassOrInstance(zero_carry)
+    initialize_carry = ClassOrInstanceMethod(zero_carry)
 
 
 class HiddenFirstScannedRNN(ScannedRNN):
@@ -929,7 +931,7 @@ class HiddenFirstScannedRNN(ScannedRNN):
 
     _cell_index = 0
 
-    initialize_carry = OnClassOrInstance(zero_carry_hidden_first)
+    initialize_carry = ClassOrInstanceMethod(zero_carry_hidden_first)
 
 
 # Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-class Plain(NamedTuple):
+class UnprojectedLSTM(NamedTuple):
     """An LSTM without a projection; if m are its hidden states, those of the LSTM with the projection are `m @ w_hr`.
 
     Attributes:
@@ -61,7 +61,7 @@ def product(x: Array, w: Array, precision: jax.lax.PrecisionLike) -> Array:
 def without_projection(
     params: LSTMParams, h0: Array, xs: Array, resets: Array | None, reset_h: Array | None, *,
     in_reverse: bool | Array, time_major: bool, precision: jax.lax.PrecisionLike,
-) -> Plain:  # fmt: skip
+) -> UnprojectedLSTM:  # fmt: skip
     """Returns the LSTM that replaces the one with `params`, `h0` and `reset_h`; its episodes start from m = 0.
 
     Args:
@@ -92,8 +92,8 @@ def without_projection(
         starts = jnp.where(begins, jnp.expand_dims(h0, axis), jnp.zeros((width,), h0.dtype)).astype(operand_dtype)
         starts = jnp.where(resets, reset_h.astype(operand_dtype), starts)
         wide = LSTMParams(jnp.concatenate([w_ih, w_hh]), recurrent, b)
-        return Plain(wide, m0, jnp.concatenate([xs, starts], axis=-1), None)
+        return UnprojectedLSTM(wide, m0, jnp.concatenate([xs, starts], axis=-1), None)
     if resets is not None:
         h0 = jnp.where((resets & begins).any(axis), jnp.zeros_like(h0), h0)
     first = product(h0.astype(operand_dtype), w_hh, precision)
-    return Plain(LSTMParams(w_ih, recurrent, b), m0, xs, first)
+    return UnprojectedLSTM(LSTMParams(w_ih, recurrent, b), m0, xs, first)

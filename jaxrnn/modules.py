@@ -54,13 +54,13 @@ def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
     if any(function is one for one in known):
         return True
     jitted: Any = type(jax.nn.sigmoid)  # `copy.deepcopy` copies jitted functions, but returns plain functions unchanged
-    if type(function) is not jitted or (program := _program(function)) is None:
+    if type(function) is not jitted or (program := _scalar_jaxpr(function)) is None:
         return False
-    return program in [_program(one) for one in known if type(one) is jitted]
+    return program in [_scalar_jaxpr(one) for one in known if type(one) is jitted]
 
 
 @functools.lru_cache(maxsize=256)
-def _program(function: Callable[..., Array]) -> str | None:
+def _scalar_jaxpr(function: Callable[..., Array]) -> str | None:
     """Returns the jaxpr of a scalar function as text, without enclosing `jit`s but with custom gradients and effects.
 
     Returns None if the function cannot be traced with one scalar, for example because it needs an axis.
@@ -208,7 +208,7 @@ def run_over_time(
         inputs, resets = flip(inputs), None if resets is None else flip(resets)
         if _has_same_structure(reset_carry, carry):
             reset_carry = jax.tree.map(
-                lambda new, old: flip(new) if _is_stepped(new, old) else new, reset_carry, carry, is_leaf=_is_none
+                lambda new, old: flip(new) if _has_time_axis(new, old) else new, reset_carry, carry, is_leaf=_is_none
             )
     last, outputs, carries = run(
         carry,
@@ -252,7 +252,7 @@ def _has_same_structure(reset_carry: Carry | None, carry: Carry) -> bool:
     return bool(structures[0] == structures[1])
 
 
-def _is_stepped(new: Array | None, old: Array) -> bool:
+def _has_time_axis(new: Array | None, old: Array) -> bool:
     """Whether an array of a reset carry has a time axis, and so more axes than the array of the carry."""
     return new is not None and jnp.ndim(new) > jnp.ndim(old)
 
@@ -268,7 +268,7 @@ def check_steps(
     if not _has_same_structure(reset_carry, carry):  # no reset carry, or one that the loop rejects
         return
     for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
-        if _is_stepped(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
+        if _has_time_axis(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
             axes = "[T, *batch, H]" if time_major else "[*batch, T, H]"
             raise ValueError(
                 f"reset_carry must be {axes} with batch and time {batch_and_time} as in inputs, got {jnp.shape(new)}"
@@ -338,7 +338,7 @@ def check_stack(
         raise ValueError(f'norm must be "rms", "layer", None, or a class or function that makes a module, got {norm!r}')
 
 
-def by_direction(
+def group_by_direction(
     name: str, carry: Any, widths: tuple[int, ...], num_layers: int, bidirectional: bool
 ) -> tuple[tuple[Carry, ...], ...]:
     """Returns the carry of a stack grouped by layer and direction, as `run_stack` takes it.
@@ -388,7 +388,7 @@ class Direction(NamedTuple):
     reset_carry: Carry | None
 
 
-def both_directions(
+def run_bidirectional(
     layer: Sequence[Direction],
     xs: Array,
     resets: Sequence[Array | None],
@@ -453,7 +453,7 @@ def resets_of_reversed(resets: Array, seq_lengths: Array | None, time_axis: int)
     return next_begins & ~is_last_step(seq_lengths, resets.shape, time_axis)
 
 
-def start_at_end(
+def add_reset_at_end(
     resets: Array | None, reset_carry: Carry | None, carry: Carry, seq_lengths: Array, xs: Array, time_axis: int
 ) -> tuple[Array, Carry]:
     """Returns `(resets, reset carry)` with which a backward loop starts from `carry` at the end of each sequence.
@@ -498,14 +498,14 @@ def run_layer(
         if is_backward and reset is not None and not reverse:
             reset = resets_of_reversed(reset, seq_lengths, time_axis)
         if is_backward and seq_lengths is not None:
-            reset, state = start_at_end(reset, state, one.carry, seq_lengths, xs, time_axis)
+            reset, state = add_reset_at_end(reset, state, one.carry, seq_lengths, xs, time_axis)
         all_resets.append(reset)
         reset_carries.append(state)
 
     # a forward loop runs past the end of short sequences, so it must return all carries; a backward loop ends at step 0
     options |= {"time_major": time_major, "return_carries": return_carry and seq_lengths is not None and not reverse}
     if len(layer) == 2:
-        results = both_directions(layer, xs, all_resets, reset_carries, time_axis=time_axis, **options)
+        results = run_bidirectional(layer, xs, all_resets, reset_carries, time_axis=time_axis, **options)
     else:
         (one,), (reset,), (state,) = layer, all_resets, reset_carries
         results = [run(one.params, one.carry, xs, resets=reset, reset_state=state, reverse=reverse, **options)]
@@ -542,7 +542,7 @@ def run_stack(
 
     Args:
       layers: the weights by layer and direction: one direction, or forward and backward.
-      carry: the carry by layer and direction, as `by_direction` returns it.
+      carry: the carry by layer and direction, as `group_by_direction` returns it.
       xs: `[T, *batch, D]`, or `[*batch, T, D]` if not `time_major`.
       reset_carry: a carry like `carry`, or None for zeros.
       seq_lengths: `[*batch]` or None.

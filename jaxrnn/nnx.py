@@ -631,10 +631,12 @@ class FusedStack(nnx.Module):
         structure = tuple(self.widths().values()), self.num_layers, self.bidirectional
         return modules.run_stack(
             [[packed_params(cell) for cell in layer] for layer in layers],
-            modules.by_direction("initial_carry", initial_carry, *structure),
+            modules.group_by_direction("initial_carry", initial_carry, *structure),
             inputs,
             resets=resets,
-            reset_carry=None if reset_carry is None else modules.by_direction("reset_carry", reset_carry, *structure),
+            reset_carry=None
+            if reset_carry is None
+            else modules.group_by_direction("reset_carry", reset_carry, *structure),
             seq_lengths=seq_lengths,
             between=between,
             dtype=self.dtype,

@@ -20,18 +20,20 @@ from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.checks import Implementation, check_floating, check_implementation
-from jaxrnn.reference import along_last
+from jaxrnn.reference import broadcast_to_rank
 
 Kind = Literal["rms", "layer"]
 
 # Elements from which a kernel is profitable (H200: as fast as XLA forward, up to 1.6 times as fast backward). Below,
 # XLA fuses a norm with the operations around it.
-_LARGE = 2**22
+_MIN_KERNEL_ELEMENTS = 2**22
 
 
 def preferred(rows: int, columns: int) -> bool:
     """Whether the Triton implementation, if it can run, is the fastest for an array of this size."""
-    return isinstance(rows * columns, int) and rows * columns >= _LARGE  # symbolic sizes of `jax.export` are not ints
+    return (
+        isinstance(rows * columns, int) and rows * columns >= _MIN_KERNEL_ELEMENTS
+    )  # symbolic sizes of `jax.export` are not ints
 
 
 def rms_norm(
@@ -209,9 +211,9 @@ def _xla(
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor
     if weight is not None:
-        y = y * along_last(weight, y)
+        y = y * broadcast_to_rank(weight, y)
     if bias is not None:
-        y = y + along_last(bias, y)
+        y = y + broadcast_to_rank(bias, y)
     return y.astype(static.dtype), total
 
 

@@ -216,7 +216,7 @@ def bidirectional_gru(
         forward, backward = ((h, hs) for (h,), (hs,) in both)
         return forward, backward
 
-    return _xla_both(reference.gru, remat, directions, xs, time_major=time_major, precision=precision)
+    return _xla_bidirectional(reference.gru, remat, directions, xs, time_major=time_major, precision=precision)
 
 
 def bidirectional_lstm(
@@ -271,7 +271,7 @@ def bidirectional_lstm(
         forward, backward = (((c, h), each if return_cells else each[0]) for (h, c), each in both)
         return forward, backward
 
-    return _xla_both(
+    return _xla_bidirectional(
         reference.lstm, remat, directions, xs, time_major=time_major, precision=precision, return_cells=return_cells
     )
 
@@ -284,7 +284,7 @@ def _xla(
     reset_state: Any, **options: Any,
 ) -> Any:  # fmt: skip
     """Runs the reference implementation under `jax.jit`, so that eager calls reuse the compiled program."""
-    params, carry, xs, resets, reset_state = canonical.place(
+    params, carry, xs, resets, reset_state = canonical.reshard_arguments(
         params, carry, xs, resets, reset_state, options["time_major"]
     )
     carry = sharding.unify_varying_axes(carry, (params, xs, resets, reset_state))  # a scan's carry keeps its type
@@ -295,7 +295,7 @@ def _xla(
     return (jax.checkpoint(run) if remat else run)(params, carry, xs, reset_state)
 
 
-def _xla_both(
+def _xla_bidirectional(
     function: Callable[..., Any], remat: bool, directions: tuple[Any, Any], xs: Array, **options: Any
 ) -> tuple[Any, Any]:
     """Runs `_xla` forward and in reverse, on `directions` from `checks.split_directions`; returns a pair."""

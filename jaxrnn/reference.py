@@ -65,7 +65,7 @@ def matmul(x: Array, w: Array, precision: Precision, dtype: DTypeLike) -> Array:
     )
 
 
-def along_last(b: Array, x: Array) -> Array:
+def broadcast_to_rank(b: Array, x: Array) -> Array:
     """Returns `b [N]` in the dtype and rank of `x [*axes, N]`: `jax_numpy_rank_promotion` may require equal ranks."""
     return jax.lax.expand_dims(b.astype(x.dtype), range(x.ndim - 1))
 
@@ -131,7 +131,7 @@ def make_loop(
 
     def project(x: Array, w: Array, b: Array) -> Array:
         product = matmul(x, w, precision, dtype)
-        return product + along_last(b, product)
+        return product + broadcast_to_rank(b, product)
 
     def recur(h: Array, w: Array) -> Array:
         return matmul(h.astype(operand_dtype), w, precision, dtype)
@@ -228,7 +228,7 @@ def gru(
         x, reset, state = inputs
         h = _select_reset(reset, fixed if state is None else state, h)
         a_r, a_z, x_n, h_n = loop.gates(x, h)
-        h = loop.cell(a_r, a_z, x_n, h_n + along_last(params.b_hn, h_n), h)
+        h = loop.cell(a_r, a_z, x_n, h_n + broadcast_to_rank(params.b_hn, h_n), h)
         return h, h.astype(carry.dtype)
 
     inputs = jax.tree.map(lambda x: jnp.moveaxis(x, 0 if time_major else -2, 0), loop.inputs)

@@ -100,7 +100,7 @@ def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
     return reference.matmul(x.astype(w.dtype), w, precision, jnp.float32)
 
 
-def _to(x: Array, dtype: Any) -> Array:
+def _cast(x: Array, dtype: Any) -> Array:
     """Casts `x` to `dtype`; for float16, values beyond its range are clamped."""
     return (jnp.clip(x, -_LARGEST_FLOAT16, _LARGEST_FLOAT16) if dtype == jnp.float16 else x).astype(dtype)
 
@@ -113,8 +113,8 @@ def _forward(
     steps = _Steps(arrays["xp"], in_reverse)
     params, w = SimpleNamespace(b_hn=weights.get("b_hn")), weights["w_hh_t"].T
     fixed = {s: steps.state(arrays[f"reset_{s}"]) for s in cell.states if reset_state == "fixed"}
-    in_words = "local_grads" in dtypes and "carry_gate" not in dtypes
-    saved = [name for name, _ in cell.saved if name in dtypes] if not in_words else []
+    residuals_packed = "local_grads" in dtypes and "carry_gate" not in dtypes
+    saved = [name for name, _ in cell.saved if name in dtypes] if not residuals_packed else []
 
     def step(states: dict[str, Array], inputs: Any) -> Any:
         xp, reset, new = inputs
@@ -125,11 +125,11 @@ def _forward(
         xp, hp = xp.astype(jnp.float32), _product(states["h"], w, precision)
         after = cell.step(params, xp, hp, states)
         results = {f"{s}s": after[s].astype(dtypes[f"{s}s"]) for s in cell.states if f"{s}s" in dtypes}
-        if saved or in_words:
+        if saved or residuals_packed:
             residuals = cell.save(params, xp, hp, states)
-            results |= {name: _to(residuals[name], dtypes[name]) for name in saved}
-            if in_words:
-                results["local_grads"] = to_words(residuals["local_grads"], residuals["carry_gate"])
+            results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
+            if residuals_packed:
+                results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
         return after, results
 
     carry = {s: steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states}
@@ -149,12 +149,12 @@ def _backward(
     del reset_state  # no gradient crosses a reset, whatever the reset state is
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T
-    in_words = "carry_gate" not in arrays
+    residuals_packed = "carry_gate" not in arrays
 
     def step(dstates: dict[str, Array], inputs: Any) -> Any:
         saved, d_each, reset = inputs
-        if in_words:
-            saved = dict(zip(("local_grads", "carry_gate"), from_words(saved["local_grads"]), strict=True))
+        if residuals_packed:
+            saved = dict(zip(("local_grads", "carry_gate"), unpack_words(saved["local_grads"]), strict=True))
         saved = {name: x.astype(jnp.float32) for name, x in saved.items()}
         dstates = {s: d + d_each[s].astype(jnp.float32) if s in d_each else d for s, d in dstates.items()}
         dxp, dhp, direct = cell.grad_step(saved, dstates)
@@ -184,21 +184,21 @@ def _backward(
     return results
 
 
-def to_words(local_grads: Array, carry_gate: Array) -> Array:
+def pack_words(local_grads: Array, carry_gate: Array) -> Array:
     """Packs `local_grads [..., 4H]`, cast to float16, and `carry_gate [..., H]` into three 32-bit words per unit.
 
     Returns them as `[..., 3H]` float32: the first words of all units, then their second words, then their third words.
     The words have the format of `torch_bridge.kernels.common.split_words`.
     """
-    halves = _to(local_grads, jnp.float16).reshape(*carry_gate.shape, 4)
+    halves = _cast(local_grads, jnp.float16).reshape(*carry_gate.shape, 4)
     a, b, c, d = jnp.unstack(jax.lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32), axis=-1)
     bits = jax.lax.bitcast_convert_type(carry_gate, jnp.uint32)
     words = jnp.concatenate((d | a << 16, (bits & 0xFFFF) | b << 16, bits >> 16 | c << 16), axis=-1)
     return jax.lax.bitcast_convert_type(words, jnp.float32)
 
 
-def from_words(words: Array) -> tuple[Array, Array]:
-    """Inverts `to_words`: returns `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` in float32."""
+def unpack_words(words: Array) -> tuple[Array, Array]:
+    """Inverts `pack_words`: returns `local_grads [..., 4H]` in float16 and `carry_gate [..., H]` in float32."""
     first, second, third = jnp.split(jax.lax.bitcast_convert_type(words, jnp.uint32), 3, axis=-1)
     halves = jnp.stack((first >> 16, second >> 16, third >> 16, first & 0xFFFF), axis=-1).astype(jnp.uint16)
     carry_gate = (second & 0xFFFF) | third << 16

@@ -88,7 +88,9 @@ def test_gradients_of_weights_from_it(cell, steps, batch, hidden, monkeypatch):
     for args, map_over in ((single, lambda f: f), (calls.stack([single, single]), jax.vmap)):
         found = []
         for is_profitable in (True, False):
-            monkeypatch.setattr(_bridge, "is_features_first_profitable", lambda *_, is_profitable=is_profitable: is_profitable)
+            monkeypatch.setattr(
+                _bridge, "is_features_first_profitable", lambda *_, is_profitable=is_profitable: is_profitable
+            )
             jax.clear_caches()
             run = map_over(calls.with_gradients(calls.runner(cell, "triton", precision="default")))
             assert (CONSTRAINT in lowered(run, *args)) == is_profitable

@@ -286,7 +286,8 @@ else:
 pid = os.fork()
 if pid == 0:
     with launch._parsing, launch.interpreter:
-        print("child has", launch._ensure_loaded(0, compile, 1), launch._run_in_background(int, "2").result(timeout=10), flush=True)
+        loaded = launch._ensure_loaded(0, compile, 1)
+        print("child has", loaded, launch._run_in_background(int, "2").result(timeout=10), flush=True)
     os._exit(0)
 end = time.monotonic() + 60
 while os.waitpid(pid, os.WNOHANG) == (0, 0):

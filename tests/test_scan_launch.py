@@ -96,9 +96,9 @@ def test_words_are_those_of_the_kernels():
     local_grads = rng.standard_normal((3, 5, 28)).astype(np.float32)
     local_grads[0, 0, :4] = [1e6, -1e6, 3e-8, 0.0]
     carry_gate = rng.random((3, 5, 7)).astype(np.float32)
-    words = scan_launch.to_words(jnp.asarray(local_grads), jnp.asarray(carry_gate))
+    words = scan_launch.pack_words(jnp.asarray(local_grads), jnp.asarray(carry_gate))
     assert words.shape == (3, 5, 21) and words.dtype == jnp.float32
-    halves, back = scan_launch.from_words(words)
+    halves, back = scan_launch.unpack_words(words)
     np.testing.assert_array_equal(back, carry_gate)
     np.testing.assert_array_equal(halves, np.clip(local_grads, -65504, 65504).astype(np.float16))
     first = np.asarray(words).view(np.uint32)[..., :7]

@@ -141,7 +141,7 @@ def lstm(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: see `gru`.
     """
-    states, reset_states = pair("state", state), pair("reset_state", reset_state)
+    states, reset_states = split_state_pair("state", state), split_state_pair("reset_state", reset_state)
     one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
     _check(LSTM, xs, one, batch_first)
     (out,) = run_layer(
@@ -151,7 +151,7 @@ def lstm(
     return (out.hs, out.cs) if return_cells else out.hs, (out.last[0], out.last[1])
 
 
-def pair(name: str, given: Any) -> tuple[Any, Any]:
+def split_state_pair(name: str, given: Any) -> tuple[Any, Any]:
     """Returns an LSTM's argument as `(h, c)`, both None if the argument is None."""
     if given is None:
         return None, None
@@ -174,7 +174,7 @@ def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
 
 def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight: Tensor) -> None:
     """Raises ValueError unless a state has the dtype of the inputs or weights, or float32. Autocast accepts any."""
-    if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not op_common.autocasting(xs.device.type):
+    if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not op_common.is_autocasting(xs.device.type):
         raise ValueError(f"{name} must be {xs.dtype}, like {inputs}, or float32, got {state.dtype}: convert it")
 
 
@@ -247,7 +247,7 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
             continue
         if tuple(w.shape) != shape:
             raise ValueError(f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}")
-        if w.dtype != xs.dtype and not op_common.autocasting(xs.device.type):
+        if w.dtype != xs.dtype and not op_common.is_autocasting(xs.device.type):
             raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
     check_tensor("resets", one.resets)
     if one.resets is not None and tuple(one.resets.shape) != steps:
@@ -291,7 +291,7 @@ def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tenso
     Returns the inputs, the layer, and the dtype for states that are not given.
     """
     device = xs.device.type
-    if not op_common.autocasting(device) or xs.dtype == torch.float64:
+    if not op_common.is_autocasting(device) or xs.dtype == torch.float64:
         return xs, layer, xs.dtype
     dtype, default = torch.get_autocast_dtype(device), xs.dtype
     names = ["w_ih", "w_hh", "b_ih", "b_hh", "w_hr"]
@@ -442,13 +442,13 @@ def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
     """Whether PyTorch's own cell can compute the step, in less than half the host time of a launch."""
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
-    if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.autocasting(xs.device.type):
+    if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
         return False
     given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
     tensors = [x for x in given if x is not None]
     if any(x.dtype != xs.dtype for x in tensors):
         return False
-    return op_common.plain(tensors if one.resets is None else [*tensors, one.resets])
+    return op_common.is_unobserved(tensors if one.resets is None else [*tensors, one.resets])
 
 
 def _run_single_step(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> DirectionResult:
@@ -644,7 +644,7 @@ def _norm(
     if eps is not None and not 0 <= eps < math.inf:
         raise ValueError(f"eps must be finite and not negative, got {eps}")
     device, dtype = x.device.type, x.dtype
-    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and op_common.autocasting(device):
+    if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and op_common.is_autocasting(device):
         dtype = torch.float32
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch_bridge import op_common
 
 
-class _Time:
+class _TimeSteps:
     """The split of `[G, T, B, ...]` arrays like `sequence` into the steps of a time loop over the S models of `w_hh`.
 
     A step is `[S, N, ...]`, with the N = G / S * B sequences of each model.
@@ -92,7 +92,7 @@ def gru(
     order: str, save: bool,
 ) -> GRUResults:  # fmt: skip
     """Computes what `torch_bridge.kernels.gru.gru_fwd_kernel` does. Returns states in the computation's dtype."""
-    time, dtype = _Time(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
+    time, dtype = _TimeSteps(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     hidden = h0.shape[-1]
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h = time.state(h0).to(dtype)
@@ -136,7 +136,7 @@ def gru_backward(
     order: str, reset_gradients: bool,
 ) -> GRUGradients:  # fmt: skip
     """Computes what `torch_bridge.kernels.gru.gru_bwd_kernel` does."""
-    time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
+    time, dtype = _TimeSteps(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
     f_r, f_z, f_n, f_hn = local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
     sequences = (torch.cat((f_r, f_z, f_hn), -1), carry_gate.to(dtype), dhs.to(dtype))
@@ -178,7 +178,7 @@ def lstm(
     reset_c: Tensor | None, order: str, save: bool,
 ) -> LSTMResults:  # fmt: skip
     """Computes what `torch_bridge.kernels.lstm.lstm_fwd_kernel` does. Returns states in the computation's dtype."""
-    time, dtype = _Time(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
+    time, dtype = _TimeSteps(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype).mT, w_hh.dtype)
     h, c = time.state(h0).to(dtype), time.state(c0).to(dtype)
     new = time.new_states(reset_h, h), time.new_states(reset_c, c)
@@ -224,7 +224,7 @@ def lstm_backward(
     dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
 ) -> LSTMGradients:  # fmt: skip
     """Computes what `torch_bridge.kernels.lstm.lstm_bwd_kernel` does."""
-    time, dtype = _Time(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
+    time, dtype = _TimeSteps(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product = _product(w_hh.to(dtype), w_hh.dtype)
     by_gate = torch.cat(local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
     dh, dc = time.state(dh_last).to(dtype), time.state(dc_last).to(dtype)

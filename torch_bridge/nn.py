@@ -20,7 +20,7 @@ from torch_bridge.functional import Direction, DirectionResult, Implementation
 from torch_bridge.rnn_ops import Cell, Precision
 
 
-class _Stack(torch.nn.RNNBase):
+class _RecurrentModule(torch.nn.RNNBase):
     """Base class of `GRU` and `LSTM`. It does not subclass `torch.nn.GRU` or `LSTM`: compilers refuse those."""
 
     def __init__(
@@ -37,7 +37,7 @@ class _Stack(torch.nn.RNNBase):
         flat: Any = self._flat_weights[0]
         dtype, before = self.weight_ih_l0.dtype, flat.dtype
         if dtype != before:
-            if input.dtype != dtype and not op_common.autocasting(input.device.type):
+            if input.dtype != dtype and not op_common.is_autocasting(input.device.type):
                 raise ValueError(f"RNN input dtype ({input.dtype}) does not match weight dtype ({dtype}): convert one")
             input = torch.empty_like(input, dtype=before, device="meta")
         super().check_input(input, batch_sizes)
@@ -46,7 +46,7 @@ class _Stack(torch.nn.RNNBase):
         """Does nothing: only cuDNN needs all weights in one contiguous block of memory."""
 
 
-class GRU(_Stack):
+class GRU(_RecurrentModule):
     """`torch.nn.GRU` with episode resets.
 
     Args:
@@ -92,7 +92,7 @@ class GRU(_Stack):
         return ys, h_n
 
 
-class LSTM(_Stack):
+class LSTM(_RecurrentModule):
     """`torch.nn.LSTM` with episode resets.
 
     Args:
@@ -137,12 +137,14 @@ class LSTM(_Stack):
           NotImplementedError: see `GRU.forward`.
         """
         if hx is not None:
-            hx = functional.pair("hx", hx)
-        ys, (h_n, c_n) = _forward(self, rnn_ops.LSTM, input, hx, resets, functional.pair("reset_state", reset_state))
+            hx = functional.split_state_pair("hx", hx)
+        ys, (h_n, c_n) = _forward(
+            self, rnn_ops.LSTM, input, hx, resets, functional.split_state_pair("reset_state", reset_state)
+        )
         return ys, (h_n, c_n)
 
 
-class _Start(NamedTuple):
+class _InitialStates(NamedTuple):
     """The initial states and resets of one direction of one layer, with the attributes of `Direction`."""
 
     states: tuple[Tensor | None, ...]
@@ -164,7 +166,7 @@ def _widths(rnn: torch.nn.RNNBase, cell: Cell) -> tuple[int, ...]:
 
 
 def _run_stack(
-    rnn: torch.nn.RNNBase, cell: Cell, xs: Tensor, starts: Sequence[_Start], batch_first: bool, cells: bool
+    rnn: torch.nn.RNNBase, cell: Cell, xs: Tensor, starts: Sequence[_InitialStates], batch_first: bool, cells: bool
 ) -> tuple[Tensor, list[DirectionResult]]:
     """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer."""
     outcomes: list[DirectionResult] = []
@@ -237,7 +239,7 @@ def _forward_batch(
     _check_resets(rnn, cell, tuple(xs.shape[:2]), (xs.shape[1 - time],), resets, reset_states)
     backward = None if resets is None or not rnn.bidirectional else _resets_of_reversed(resets, time)
     starts = [
-        _Start(
+        _InitialStates(
             (None,) * len(states) if hx is None else tuple(x[i] for x in states),
             backward if _is_backward(rnn, i) else resets,
             tuple(None if x is None else x[i] for x in reset_states),
@@ -309,7 +311,7 @@ def _forward_packed(
     starts = []
     for i in range(states[0].shape[0]):
         first = tuple(sort(x)[i] for x in states)
-        one = _Start(first, resets, tuple(None if x is None else x[i] for x in reset_states))
+        one = _InitialStates(first, resets, tuple(None if x is None else x[i] for x in reset_states))
         starts.append(_start_at_end(one, last, xs) if _is_backward(rnn, i) else one)
     ys, outcomes = _run_stack(rnn, cell, xs, starts, False, cells=cell is rnn_ops.LSTM)
 
@@ -324,17 +326,17 @@ def _forward_packed(
     return PackedSequence(pack_padded_sequence(ys, lengths).data, batch_sizes, order, inverse), h_n
 
 
-def _start_at_end(one: _Start, last: Tensor, xs: Tensor) -> _Start:
+def _start_at_end(one: _InitialStates, last: Tensor, xs: Tensor) -> _InitialStates:
     """Returns `one` with a reset to its initial states at each sequence's last step, where a backward loop begins."""
     end = torch.arange(xs.shape[0], device=xs.device)[:, None] == last
     if one.resets is None:
-        return _Start(one.states, end, one.states)
+        return _InitialStates(one.states, end, one.states)
     begins = _resets_of_reversed(one.resets, 0, last)
     states = []
     for first, new in zip(one.states, one.reset_states, strict=True):
         assert first is not None
         states.append(torch.where(end[..., None], first, torch.zeros_like(first) if new is None else new))
-    return _Start(one.states, begins | end, tuple(states))
+    return _InitialStates(one.states, begins | end, tuple(states))
 
 
 def run_trajectories(
@@ -404,9 +406,9 @@ def run_trajectories(
         each = tuple(x[:, :, i] for x in given)
         if _is_backward(rnn, i):
             each = tuple(map(at_first, each))
-            starts.append(_Start(tuple(x[:, -1] for x in each), backward, each))
+            starts.append(_InitialStates(tuple(x[:, -1] for x in each), backward, each))
         else:
-            starts.append(_Start(tuple(x[:, 0] for x in each), is_init, each))
+            starts.append(_InitialStates(tuple(x[:, 0] for x in each), is_init, each))
     ys, outcomes = _run_stack(rnn, kind, input, starts, True, cells=True)
     results = []
     for k in range(len(given)):

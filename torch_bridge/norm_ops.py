@@ -34,7 +34,7 @@ def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns:
     return None
 
 
-def _kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
+def _should_launch_kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
     """Returns whether an operator launches a kernel; if not, it runs PyTorch operations.
 
     Raises:
@@ -111,7 +111,7 @@ def normalize(
     return Normalized(y.to(dtype), total, mean, rstd)
 
 
-def _gradients_of_rows(
+def _row_gradients(
     kind: Kind, dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the gradient of `x`, and each row's contribution to the gradients of weight and bias."""
@@ -147,7 +147,7 @@ def _run(
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs."""
-    tensors = {name: op_common.readable(x) for name, x in arrays.items() if x is not None}
+    tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
     x = tensors["x"]
     results = {
         name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in returned.items()
@@ -231,14 +231,14 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _check(x, weight=weight, bias=bias, residual=residual)
         returned = _forward_outputs(kind, x, residual, dtype, save)
-        kernels = _kernels(implementation, x, weight, bias, residual)
+        kernels = _should_launch_kernels(implementation, x, weight, bias, residual)
         if kernels and dtype != torch.float64 and x.numel() > 0:
             arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
         found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
         # Outputs are contiguous like a kernel's, whatever the strides of x: compilers rely on the strides of the fake.
         return tuple(
-            op_common.nothing(x, wanted) if shape == (0,) else found[key].contiguous()
+            op_common.empty_output(x, wanted) if shape == (0,) else found[key].contiguous()
             for key, (shape, wanted) in returned.items()
         )  # type: ignore[return-value]
 
@@ -258,12 +258,12 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             if dtype is not None and not dtype.is_floating_point:  # PyTorch accepts a bool as a dtype
                 raise ValueError(f"{name} must be a floating-point dtype, or None for no such gradient, got {dtype}")
         returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
-        if _kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
+        if _should_launch_kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
             return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
-        dx, *per_row = _gradients_of_rows(kind, dy, x, dtotal, weight, mean, rstd)
+        dx, *per_row = _row_gradients(kind, dy, x, dtotal, weight, mean, rstd)
         dweight, dbias = (
-            op_common.nothing(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
+            op_common.empty_output(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
             for rows, dtype in zip(per_row, (dweight_dtype, dbias_dtype), strict=True)
         )
         return dx.contiguous(), dweight, dbias

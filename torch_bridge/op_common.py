@@ -81,13 +81,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def autocasting(device: str) -> bool:
+def is_autocasting(device: str) -> bool:
     """Whether autocast is on for devices of this type. It never is for meta tensors, which have no autocast."""
     # torch.compile cannot trace a query whether a device type has autocast
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def readable(x: Tensor) -> Tensor:
+def as_kernel_input(x: Tensor) -> Tensor:
     """Returns `x` as the kernels read it: contiguous, aligned to 16 bytes, and without a lazy negation (`is_neg`)."""
     x = x.resolve_neg().contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
@@ -141,7 +141,7 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         device = args[0].device.type
-        if not autocasting(device):
+        if not is_autocasting(device):
             return function(*args, **kwargs)
         with torch.autocast(device, enabled=False):
             return function(*args, **kwargs)
@@ -168,7 +168,7 @@ def define(name: str) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def nothing(like: Tensor, dtype: torch.dtype) -> Tensor:
+def empty_output(like: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns an empty tensor, which stands for an output that is not requested."""
     return like.new_empty((0,), dtype=dtype)
 
@@ -199,7 +199,7 @@ def _no_forward_mode(*_: Any) -> Any:
     )
 
 
-def inside(x: Tensor) -> list[Tensor]:
+def unwrapped_levels(x: Tensor) -> list[Tensor]:
     """Returns `x` and, inside transformations of `torch.func`, the tensors it wraps: one for each transformation."""
     found = [x]
     while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
@@ -270,7 +270,7 @@ def _eager(
 _PLAIN = (Tensor, torch.nn.Parameter)
 # Legacy vmap is used by `torch.autograd.grad(is_grads_batched=True)` and
 # `torch.autograd.functional.jacobian(vectorize=True)`.
-_in_old_vmap: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
+_is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_batchedtensor
 
 
 def call(op: Any, *args: Any) -> Any:
@@ -283,7 +283,7 @@ def call(op: Any, *args: Any) -> Any:
         return op(*args)
     tensors = [x for x in args if isinstance(x, Tensor)]
     registered = _REGISTERED[op]
-    if any(len(inside(x)) > 1 for x in tensors):
+    if any(len(unwrapped_levels(x)) > 1 for x in tensors):
         return registered.transformed.apply(*args)
     if _is_observed(tensors):
         return op(*args)
@@ -297,17 +297,21 @@ def _is_observed(tensors: list[Tensor]) -> bool:
     """Whether a mode, a tracer or a tensor subclass observes the operators that are called on these tensors."""
     if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return True
-    return any(type(x) not in _PLAIN or x.is_meta or _in_old_vmap(x) for x in tensors)
+    return any(type(x) not in _PLAIN or x.is_meta or _is_legacy_batched(x) for x in tensors)
 
 
-def plain(tensors: list[Tensor]) -> bool:
+def is_unobserved(tensors: list[Tensor]) -> bool:
     """Whether nothing but autograd in reverse mode observes operations on these tensors."""
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(len(inside(x)) > 1 for x in tensors):
+    if (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or any(len(unwrapped_levels(x)) > 1 for x in tensors)
+    ):
         return False
     return not _is_observed(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:
     """Whether a gradient of any of these tensors may be requested, by autograd or by a transformation."""
-    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in inside(x)]
+    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in unwrapped_levels(x)]
     return torch.is_grad_enabled() and any(x.requires_grad for x in seen)

@@ -87,7 +87,7 @@ def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str |
     return None
 
 
-def _kernels(implementation: str | None, w_hh: Tensor) -> bool:
+def _should_launch_kernels(implementation: str | None, w_hh: Tensor) -> bool:
     """Returns whether an operator launches a kernel; if not, it runs the loop in PyTorch operations.
 
     Raises:
@@ -192,7 +192,7 @@ def _run(
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
-    tensors = {name: op_common.readable(x) for name, x in arrays.items() if x is not None}
+    tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
     place = next(iter(tensors.values())).device
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
     tensors |= results
@@ -201,12 +201,12 @@ def _run(
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
     if launch.config.variant == "plain":  # Gluon kernels round weights on load, if at all
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
-        tensors[weights] = _operand(tensors[weights], precision)
+        tensors[weights] = _round_to_tf32(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)
     return results
 
 
-def _operand(w: Tensor, precision: str) -> Tensor:
+def _round_to_tf32(w: Tensor, precision: str) -> Tensor:
     """Returns weights for plain Triton, rounded to TF32: the tensor cores would truncate them, which adds a bias."""
     if w.dtype != torch.float32 or precision != "tf32":
         return w
@@ -273,7 +273,7 @@ def _forward_kernel(
             outputs[name] = (shape, dtypes[name[0]] if name in ("hs", "cs") else dtype)
     results = _run(cell, "fwd", sizes, arrays, outputs, order, precision, kind)
     return tuple(
-        results[name].to(dtype) if name in results else op_common.nothing(xp, dtype)
+        results[name].to(dtype) if name in results else op_common.empty_output(xp, dtype)
         for name, (_, dtype) in returned.items()
     )
 
@@ -282,13 +282,13 @@ def _readable_resets(resets: Tensor | None) -> Tensor | None:
     return resets if resets is None or resets.dtype in _READ_RESETS else resets != 0
 
 
-def _given(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
+def _as_outputs(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
     """Returns the results of a loop in the order and dtypes of an operator's outputs."""
     found = results._asdict()
 
     def given(name: str, shape: Any, dtype: torch.dtype) -> Tensor:
         if shape == (0,):
-            return op_common.nothing(like, dtype)
+            return op_common.empty_output(like, dtype)
         x = found[name].to(dtype).contiguous()  # the fake outputs are contiguous
         return x.clone() if x._is_view() else x  # autograd forbids in-place changes to a view made in here
 
@@ -330,7 +330,8 @@ def _backward_kernel(
     outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
     results = _run(cell, "bwd", sizes, arrays, outputs, order, precision)
     return tuple(
-        results[name] if name in results else op_common.nothing(w_hh, dtype) for name, (_, dtype) in returned.items()
+        results[name] if name in results else op_common.empty_output(w_hh, dtype)
+        for name, (_, dtype) in returned.items()
     )
 
 
@@ -374,7 +375,7 @@ def _vmap(op: Any, groups: str) -> Callable[..., Any]:
     return rule
 
 
-def _shifted(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
+def _shift_one_step(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
     """Returns the states before each step, `[..., T, B, H]`: `first` at the loop's first step, else from `history`."""
     first = first.unsqueeze(-3)
     parts = (history[..., 1:, :, :], first) if reverse else (first, history[..., :-1, :, :])
@@ -392,7 +393,7 @@ def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None
     return torch.where(start, state.to(previous.dtype), previous)
 
 
-def _seen(
+def _states_read(
     hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
 ) -> list[tuple[slice, Tensor]]:
     """Returns the hidden states that steps read, as pairs of a slice of steps and the states `[G, steps, B, H]`.
@@ -403,10 +404,10 @@ def _seen(
     hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
     if order == "bidirectional":
         pairs = zip(hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1)), strict=True)
-        whole = torch.cat([_shifted(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
+        whole = torch.cat([_shift_one_step(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
         parts = [(slice(0, steps), whole)]
     elif groups > models or steps == 1:
-        parts = [(slice(0, steps), _shifted(hs, h0, order == "reverse"))]
+        parts = [(slice(0, steps), _shift_one_step(hs, h0, order == "reverse"))]
     elif order == "reverse":
         parts = [(slice(0, steps - 1), hs[:, 1:]), (slice(steps - 1, steps), h0[:, None])]
     else:
@@ -418,7 +419,7 @@ def _seen(
     return [(part, _with_resets(x, of(part, resets), of(part, reset_h))) for part, x in parts]
 
 
-def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
+def _sum_products(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
     """Returns `[S, X, H]`: each model's product of `x` and `seen`, summed over its groups, the steps and the batch."""
     products = []
     for steps, y in seen:
@@ -430,7 +431,7 @@ def _contract(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tenso
     return products[0] if len(products) == 1 else products[0] + products[1]
 
 
-def _over_steps(x: Tensor, like: Tensor) -> Tensor:
+def _reset_state_gradient(x: Tensor, like: Tensor) -> Tensor:
     """Returns the gradient of a reset state `like`, given the gradient of every step's reset state."""
     return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
 
@@ -473,7 +474,7 @@ def _gru_op(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str,
     precision: str, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, kernels = _sizes(xp, w_hh), _kernels(implementation, w_hh)
+    sizes, kernels = _sizes(xp, w_hh), _should_launch_kernels(implementation, w_hh)
     stepped = reset_h if reset_h is not None and reset_h.ndim == 4 else None
     fixed = reset_h if stepped is None else None
     _check(
@@ -483,7 +484,7 @@ def _gru_op(
     returned = _forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision)
     resets = _readable_resets(resets)
     if not kernels or xp.numel() == 0:
-        return _given(loops.gru(xp, w_hh, b_hn, h0, resets, reset_h, order, save), returned, xp)
+        return _as_outputs(loops.gru(xp, w_hh, b_hn, h0, resets, reset_h, order, save), returned, xp)
     return _forward_kernel(
         GRU, sizes, xp, w_hh, (h0,), resets, (reset_h,), order, precision, returned, b_hn=b_hn
     )  # fmt: skip
@@ -494,7 +495,7 @@ def _gru_fake(
     precision: str, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     op_common.check_devices("w_hh", w_hh, {"xp": xp, "b_hn": b_hn, "h0": h0, "resets": resets, "reset_h": reset_h})
-    kernels = _kernels(implementation, w_hh)
+    kernels = _should_launch_kernels(implementation, w_hh)
     return op_common.fake(_forward_outputs(GRU, xp, w_hh, (h0,), True, save, kernels, precision), xp)
 
 
@@ -503,7 +504,7 @@ def _gru_backward_op(
     w_hh: Tensor, hs: Tensor, local_grads: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor | None,
     dh_last: Tensor | None, order: str, precision: str, reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, kernels = _sizes(carry_gate, w_hh), _kernels(implementation, w_hh)
+    sizes, kernels = _sizes(carry_gate, w_hh), _should_launch_kernels(implementation, w_hh)
     _check(
         sizes, 3, {"local_grads": local_grads, "carry_gate": carry_gate, "resets": resets, "dhs": dhs},
         {"dh_last": dh_last}, {"w_hh": w_hh}, order, precision,
@@ -517,7 +518,7 @@ def _gru_backward_op(
     dhs = torch.zeros_like(carry_gate) if dhs is None else dhs
     dh_last = torch.zeros_like(carry_gate[:, 0]) if dh_last is None else dh_last
     results = loops.gru_backward(w_hh, local_grads, carry_gate, resets, dhs, dh_last, order, reset_gradients)
-    return _given(results, returned, carry_gate)
+    return _as_outputs(results, returned, carry_gate)
 
 
 def _gru_backward_fake(
@@ -564,12 +565,12 @@ def _gru_gradients(ctx: Any, dhs: Tensor | None, dh_last: Tensor | None, *_: Any
     dw_hh = db_hn = None
     if needs[1]:
         models, hidden = w_hh.shape[0], w_hh.shape[-1]
-        seen = _seen(hs, h0, resets, reset_h, order, models, w_hh.dtype)
-        parts = _contract(dxp[..., : 2 * hidden], seen, models), _contract(dhn, seen, models)
+        seen = _states_read(hs, h0, resets, reset_h, order, models, w_hh.dtype)
+        parts = _sum_products(dxp[..., : 2 * hidden], seen, models), _sum_products(dhn, seen, models)
         dw_hh = torch.cat(parts, 1)
     if needs[2]:
         db_hn = dhn.reshape(w_hh.shape[0], -1, dhn.shape[-1]).sum(1)
-    dreset = _over_steps(dreset_h, reset_h) if needs[5] and resets is not None else None
+    dreset = _reset_state_gradient(dreset_h, reset_h) if needs[5] and resets is not None else None
     return dxp, dw_hh, db_hn, dh0.to(h0.dtype), None, dreset, None, None, None, None
 
 
@@ -583,7 +584,7 @@ def _lstm_op(
     xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
     reset_c: Tensor | None, order: str, precision: str, cells: bool, save: bool, implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, kernels = _sizes(xp, w_hh), _kernels(implementation, w_hh)
+    sizes, kernels = _sizes(xp, w_hh), _should_launch_kernels(implementation, w_hh)
     stepped = reset_h is not None and reset_h.ndim == 4
     if (reset_h is None) != (reset_c is None):
         raise ValueError("reset_h and reset_c must be given together: pass zeros for the missing one")
@@ -595,7 +596,7 @@ def _lstm_op(
     returned = _forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision)
     resets = _readable_resets(resets)
     if not kernels or xp.numel() == 0:
-        return _given(loops.lstm(xp, w_hh, h0, c0, resets, reset_h, reset_c, order, save), returned, xp)
+        return _as_outputs(loops.lstm(xp, w_hh, h0, c0, resets, reset_h, reset_c, order, save), returned, xp)
     return _forward_kernel(
         LSTM, sizes, xp, w_hh, (h0, c0), resets, (reset_h, reset_c), order, precision, returned
     )  # fmt: skip
@@ -607,7 +608,7 @@ def _lstm_fake(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     arrays = {"xp": xp, "h0": h0, "c0": c0, "resets": resets, "reset_h": reset_h, "reset_c": reset_c}
     op_common.check_devices("w_hh", w_hh, arrays)
-    kernels = _kernels(implementation, w_hh)
+    kernels = _should_launch_kernels(implementation, w_hh)
     return op_common.fake(_forward_outputs(LSTM, xp, w_hh, (h0, c0), cells, save, kernels, precision), xp)
 
 
@@ -617,7 +618,7 @@ def _lstm_backward_op(
     dhs: Tensor | None, dcs: Tensor | None, dh_last: Tensor | None, dc_last: Tensor | None, order: str, precision: str,
     reset_gradients: bool, implementation: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    sizes, kernels = _sizes(carry_gate, w_hh), _kernels(implementation, w_hh)
+    sizes, kernels = _sizes(carry_gate, w_hh), _should_launch_kernels(implementation, w_hh)
     saved = {"local_grads": local_grads, "dc_dh": dc_dh, "carry_gate": carry_gate}
     _check(
         sizes, 4, {**saved, "resets": resets, "dhs": dhs, "dcs": dcs}, {"dh_last": dh_last, "dc_last": dc_last},
@@ -633,7 +634,7 @@ def _lstm_backward_op(
     results = loops.lstm_backward(
         w_hh, local_grads, dc_dh, carry_gate, resets, dhs, dcs, dh_last, dc_last, order, reset_gradients
     )
-    return _given(results, returned, carry_gate)
+    return _as_outputs(results, returned, carry_gate)
 
 
 def _lstm_backward_fake(
@@ -675,9 +676,9 @@ def _lstm_gradients(
     dw_hh = None
     if needs[1]:
         models = w_hh.shape[0]
-        dw_hh = _contract(dxp, _seen(hs, h0, resets, reset_h, order, models, w_hh.dtype), models)
+        dw_hh = _sum_products(dxp, _states_read(hs, h0, resets, reset_h, order, models, w_hh.dtype), models)
     dresets = (
-        _over_steps(d, x) if reset_gradients and need else None
+        _reset_state_gradient(d, x) if reset_gradients and need else None
         for d, x, need in ((dreset_h, reset_h, needs[5]), (dreset_c, reset_c, needs[6]))
     )
     return dxp, dw_hh, dh0.to(h0.dtype), dc0.to(c0.dtype), None, *dresets, None, None, None, None, None
