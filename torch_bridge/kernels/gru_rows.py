@@ -1,4 +1,7 @@
-"""GRU time loop for Hopper in Gluon, for wide states: as `gru.py`, weights on chip, sequences as rows of products."""
+"""GRU time loop for Hopper in Gluon, for wide states.
+
+The kernels compute what those of `gru.py` do, with weights on chip and sequences as rows of products.
+"""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -50,10 +53,10 @@ def fwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`, but two.
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.gru.gru_fwd_kernel`, except for two.
 
-    `exchange`, `[2, workers, BLOCK_B, SPLITS * 32]` of what products are made of, and `barrier`, int32 zeros `[workers,
-    warps, 32]`.
+    `exchange` is `[2, workers, BLOCK_B, SPLITS * 32]` in the dtype of the products' operands, and `barrier` is int32
+    zeros `[workers, warps, 32]`.
     """
     WARPS: gl.constexpr = gl.num_warps()
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
@@ -82,7 +85,7 @@ def fwd_kernel(
             exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
         )
         for i in range(T):
-            here = worker + opaque_zero(i)  # or addresses would take registers all the time
+            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
             next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, 3, H, 3 * H)
@@ -118,11 +121,11 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but four.
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.gru.gru_bwd_kernel`, except for four.
 
-    `exchange`, `[2, workers, BLOCK_B, 3, SPLITS * 32]` of what products are made of; `bounds`, float32 `[2, workers,
-    BLOCK_B, 32]`, or None if that is bfloat16; `products`, int32 zeros `[workers, SPLITS, PARTS, BLOCK_B, 32]`; and
-    `barrier`, int32 zeros `[workers, warps, 32]`.
+    `exchange` is `[2, workers, BLOCK_B, 3, SPLITS * 32]` in the dtype of the products' operands. `bounds` is float32
+    `[2, workers, BLOCK_B, 32]`, or None if that dtype is bfloat16. `products` is int32 zeros `[workers, SPLITS, PARTS,
+    BLOCK_B, 32]`, and `barrier` is int32 zeros `[workers, warps, 32]`.
     """
     PARTS: gl.constexpr = parts(SPLITS)
     LENGTH: gl.constexpr = SPLITS // PARTS
@@ -161,14 +164,14 @@ def bwd_kernel(
             bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
             sent += 2
         for i in range(T):
-            here = worker + opaque_zero(i)  # or addresses would take registers all the time
+            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
             dh += dy.to(gl.float32)
             f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
             dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
             sent += 1
             scale = zeros
             if SCALED:
-                # 2^0: what a factor may be beyond one (a quarter of |h_n| or |h|) has room
+                # 2^0 leaves headroom for local gradients above 1 (up to a quarter of |h_n| or |h|)
                 scale = scale_to_float16(bound, 0)[:, None]
                 largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
                 largest = gl.abs(dh) + w_bounds[:, None] * largest
@@ -225,6 +228,6 @@ def bwd_kernel(
             saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H)
             reset = load_resets(reset_ptr, rows, mask_q)
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
-        # again, so that it need not be kept for so long
+        # located again, so that the location takes no registers during the loop
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         gl.store(dh0_ptr + last, dh, mask=mask)

@@ -1,9 +1,9 @@
-"""GRU time loop for Hopper in Gluon, units shared among programs: as `gru.py` with SPLITS > 1, weights on chip.
+"""GRU time loop for Hopper in Gluon, with units sharded over programs: as `gru.py` with SPLITS > 1, weights on chip.
 
-A program keeps the weights of 64 units in shared memory, in 16 bits. Forward it receives the hidden state of all units
-and sends that of its own. Backward it multiplies the gate gradients of its own units with its weights, and sends to
-every program that one's part of the gradient: gate gradients, and the scale of their float16 operands, stay where they
-are.
+A program keeps the weights of 64 units in shared memory, in 16 bits. In the forward pass, a program receives the hidden
+state of all units and sends that of its own units. In the backward pass, a program multiplies the gate gradients of its
+own units by its weights, and sends to every program the part of the gradient that belongs to that program's units. The
+gate gradients, and the scale of their float16 operands, are not exchanged.
 """
 
 import triton.experimental.gluon.language as gl
@@ -49,9 +49,9 @@ def fwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`, but `exchange`.
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.gru.gru_fwd_kernel`, but for `exchange`.
 
-    It is zeros, int32 `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
+    `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
     """
     WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
@@ -84,7 +84,7 @@ def fwd_kernel(
             exchange_ptr, h, scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
         )
         for i in range(T):
-            now = i + opaque_zero(i)  # or addresses of many steps would take registers
+            now = i + opaque_zero(i)  # opaque, or addresses of many steps would take registers
             next_rows = forward_rows(row, now + 1, T, stride, REVERSE)
             next_r, next_z, next_n = load_inputs(xp_ptr + next_rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
             if reset_ptr is not None:
@@ -113,7 +113,7 @@ def fwd_kernel(
 
 @gluon.jit
 def _load_saved(local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a backward step reads, as it lies in memory."""
+    """Loads what a backward step reads, without unpacking or converting the data."""
     saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H)
     reset = load_resets(reset_ptr, rows, mask_q)
     return saved, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
@@ -126,9 +126,10 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`, but `exchange`.
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.gru.gru_bwd_kernel`, but for `exchange`.
 
-    It is zeros, int32 `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, to each program from each.
+    `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, by receiving program
+    and then by sending program.
     """
     WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32

@@ -1,9 +1,9 @@
-"""The input projection of a recurrence, `x @ w_ih + bias`, where the bias would be another pass over memory.
+"""The input projection of a recurrence, `x @ w_ih + bias`, where the bias would take another pass over memory.
 
-Of 16 bits a library writes the products in float32 and adds the bias in a pass of its own, which moves four times the
-bytes that are left if float16 is what the loop reads. Of float32, multiplied in TF32, XLA adds a bias while it
-multiplies, but only one that a program is given, or that a loop carries: one that is put together of several, as the
-modules for Flax do with those of their gates, takes a pass too.
+For 16-bit inputs, a library writes the products in float32 and adds the bias in a separate pass, which moves four times
+the bytes that remain if the loop reads float16. For float32 inputs, multiplied in TF32, XLA fuses the bias with the
+product, but only if the bias is an argument of the compiled program or is carried by a loop. A bias that is assembled
+from several arrays, as the Flax modules assemble it from the biases of their gates, takes a separate pass too.
 """
 
 import triton
@@ -11,7 +11,7 @@ import triton.language as tl
 
 from torch_bridge.kernels.common import operand
 
-# Tiles of rows whose programs go through all columns before the next ones.
+# Number of row tiles whose programs go through all columns before the programs of the next row tiles.
 GROUP = tl.constexpr(8)
 
 
@@ -25,17 +25,17 @@ def _store(xp_ptr, xp, row, col, live, W: tl.constexpr):
 @triton.jit(do_not_specialize=["rows", "tiles", "programs"])
 def projection_kernel(
     x_ptr,      # [S, rows, D]
-    w_ih_t_ptr, # [S, W, D] weights, transposed; of float32 rounded to TF32
+    w_ih_t_ptr, # [S, W, D] weights, transposed; float32 weights are rounded to TF32
     bias_ptr,   # [S, W] float32
-    xp_ptr,     # [S, rows, W] out: float32, or float16, in which what is beyond its range becomes the largest
-    rows,       # of a model
-    tiles,      # of rows
-    programs,   # of a model and a block of columns: each takes tiles of rows in turn
+    xp_ptr,     # [S, rows, W] out: float32, or float16 with values clamped to its range
+    rows,       # rows of a model
+    tiles,      # tiles of rows
+    programs,   # programs per model and block of columns; each takes tiles of rows in turn
     D: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(W, BLOCK_W)
-    block = tl.program_id(0) % blocks  # so that programs which read the same inputs run side by side
+    block = tl.program_id(0) % blocks  # varies fastest, so that programs that read the same inputs run side by side
     program = tl.program_id(0) // blocks % programs
     model = tl.program_id(0) // (blocks * programs)
     col = block * BLOCK_W + tl.arange(0, BLOCK_W)
@@ -56,7 +56,7 @@ def projection_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tiles"])
 def wide_projection_kernel(
-    x_ptr,      # as of projection_kernel, of 16 bits
+    x_ptr,      # arguments as in projection_kernel; inputs and weights have 16 bits
     w_ih_t_ptr,
     bias_ptr,
     xp_ptr,
@@ -65,9 +65,12 @@ def wide_projection_kernel(
     D: tl.constexpr, W: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The same of inputs that do not fit on chip beside weights: a program has one tile, and takes them in blocks."""
+    """Computes what `projection_kernel` does, for inputs that do not fit on chip beside the weights.
+
+    A program has one tile, and reads the inputs in blocks of BLOCK_D.
+    """
     blocks = tl.cdiv(W, BLOCK_W)
-    # programs of a few tiles of rows and all columns run side by side, so that both operands are in L2
+    # programs of GROUP tiles of rows and all columns run side by side, so that both operands stay in L2
     together = GROUP * blocks
     of_model = tl.program_id(0) % (tiles * blocks)
     model = tl.program_id(0) // (tiles * blocks)

@@ -1,6 +1,7 @@
-"""LSTM time loop for Hopper in Gluon, for wide states: as `lstm.py`, weights on chip, sequences as rows of products.
+"""LSTM time loop for Hopper in Gluon, for wide states.
 
-What programs keep and exchange is as in `gru_rows.py`; the cell states of its units a program keeps.
+The kernels compute what those of `lstm.py` do, with weights on chip and sequences as rows of products. Programs keep
+and exchange what they do in `gru_rows.py`; each program also keeps the cell states of its own units.
 """
 
 import triton.experimental.gluon.language as gl
@@ -47,7 +48,10 @@ def fwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but two, which are as in `gru_rows.py`."""
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, except for two.
+
+    `exchange` and `barrier` are as in `gru_rows.py`.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
@@ -75,7 +79,7 @@ def fwd_kernel(
             exchange_ptr, barrier_ptr, h, scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
         )
         for i in range(T):
-            here = worker + opaque_zero(i)  # or addresses would take registers all the time
+            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
             next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, 4, H, 4 * H)
@@ -115,7 +119,10 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but four, which are as in `gru_rows.py`."""
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, except for four.
+
+    `exchange`, for four gates, `bounds`, `products` and `barrier` are as in `gru_rows.py`.
+    """
     PARTS: gl.constexpr = parts(SPLITS)
     LENGTH: gl.constexpr = SPLITS // PARTS
     WARPS: gl.constexpr = gl.num_warps()
@@ -164,7 +171,7 @@ def bwd_kernel(
         if dcs_ptr is not None:
             dc += dcy
         for i in range(T):
-            here = worker + opaque_zero(i)  # or addresses would take registers all the time
+            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
             dh += dy.to(gl.float32)
             dc += dh * dc_dh.to(gl.float32)
             f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
@@ -175,7 +182,7 @@ def bwd_kernel(
             if dcs_ptr is not None:
                 dcy = load_gradient_rows(dcs_ptr, next_rows, unit, mask & (i + 1 < T), H).to(gl.float32)
             if SCALED:
-                # 2^0: what a factor may be beyond one (a quarter of |c|) has room
+                # 2^0 leaves headroom for local gradients above 1 (up to a quarter of |c|)
                 scale = scale_to_float16(bound, 0)[:, None]
                 largest = gl.maximum(gl.maximum(gl.abs(d_i), gl.abs(d_f)), gl.maximum(gl.abs(d_g), gl.abs(d_o)))
                 largest = gl.abs(dc) + w_bounds[:, None] * largest
@@ -245,7 +252,7 @@ def bwd_kernel(
                 mask_q,
             )
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
-        # again, so that it need not be kept for so long
+        # located again, so that the location takes no registers during the loop
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         gl.store(dh0_ptr + last, dh, mask=mask)
         gl.store(dc0_ptr + last, dc, mask=mask)

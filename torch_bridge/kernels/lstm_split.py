@@ -1,6 +1,6 @@
-"""LSTM time loop for Hopper in Gluon, units shared among programs: as `lstm.py` with SPLITS > 1, weights on chip.
+"""LSTM time loop for Hopper in Gluon, with units sharded over programs: as `lstm.py` with SPLITS > 1, weights on chip.
 
-What programs keep and send is as in `gru_split.py`; the cell states of its units a program keeps.
+Programs keep and send what they do in `gru_split.py`; each program also keeps the cell states of its own units.
 """
 
 import triton.experimental.gluon.language as gl
@@ -41,15 +41,15 @@ def fwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but `exchange`.
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but for `exchange`.
 
-    It is zeros, int32 `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
+    `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
     """
     WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
-    EARLY: gl.constexpr = BLOCK_B // WIDE < 16  # registers for two steps' inputs
+    EARLY: gl.constexpr = BLOCK_B // WIDE < 16  # there are registers for the inputs of two steps
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
@@ -77,7 +77,7 @@ def fwd_kernel(
             exchange_ptr, h, scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
         )
         for i in range(T):
-            now = i + opaque_zero(i)  # or addresses of many steps would take registers
+            now = i + opaque_zero(i)  # opaque, or addresses of many steps would take registers
             next_rows = forward_rows(row, now + 1, T, stride, REVERSE)
             if EARLY:
                 next_i, next_f, next_g, next_o = load_inputs(
@@ -117,7 +117,7 @@ def fwd_kernel(
 def _load_saved(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
 ):  # fmt: skip
-    """What a backward step reads, as it lies in memory."""
+    """Loads what a backward step reads, without unpacking or converting the data."""
     at = rows[None, :] * H + unit[:, None]
     local_grads, dc_dh, carry_gate, reset = load_residuals(
         local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, at, rows, mask, mask_q
@@ -136,9 +136,10 @@ def bwd_kernel(
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but `exchange`.
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but for `exchange`.
 
-    It is zeros, int32 `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, to each program from each.
+    `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, by receiving program
+    and then by sending program.
     """
     WIDE: gl.constexpr = gl.num_warps() // 4
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32

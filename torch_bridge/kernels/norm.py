@@ -1,16 +1,17 @@
 """Normalization of rows, RMSNorm and LayerNorm: forward, backward, and the sums for the gradients of weight and bias.
 
-A program has whole rows, BLOCK_R of them, in registers and in the type they have in memory: they are read once, with
-all loads in flight before the first is used, and converted to float32 at each use. Where BLOCK_N is less than a row
-(wide rows, that registers cannot hold) it goes over the row in chunks, twice, the second time mostly from L2: whole
-chunks without masks, then what is left of the row with one.
+A program keeps BLOCK_R whole rows in registers, in their dtype in memory. It reads each row once, issues all loads
+before it uses the first value, and converts elements to float32 at each use. If BLOCK_N is smaller than a row, because
+the row is too wide for registers, the program goes over the row twice in chunks, the second time mostly from L2. Only
+the partial chunk at the end of a row needs a column mask.
 
-With x^ = (x - mean) * rstd (of RMSNorm: x * rstd), y = x^ * weight + bias and a = dy * weight:
+With x^ = (x - mean) * rstd (for RMSNorm: x * rstd), y = x^ * weight + bias and a = dy * weight:
 
-    dx = (a - mean(a) - x^ * mean(a * x^)) * rstd    (of RMSNorm without the second term)
+    dx = (a - mean(a) - x^ * mean(a * x^)) * rstd    (for RMSNorm without the second term)
     dweight = sum over rows of dy * x^               dbias = sum over rows of dy
 
-The sums are taken in two stages of a fixed order: each program adds up its rows, then one kernel adds up the programs.
+The sums over rows are computed in two stages, in a fixed order: each program sums its rows, then one kernel sums the
+partial sums of the programs.
 """
 
 import triton
@@ -21,7 +22,10 @@ from torch_bridge.kernels.sums import add_up, block_of_columns, launch_dependent
 
 @triton.jit
 def _hide_from_compiler(x, OPAQUE: tl.constexpr):
-    """The same values, of which the compiler does not know it: it would keep their conversions to float32 instead."""
+    """Returns `x` unchanged: with OPAQUE, through an instruction that hides 16-bit elements from the compiler.
+
+    Otherwise the compiler would keep the float32 conversions of `x` in registers instead of `x`.
+    """
     if OPAQUE and x.dtype.primitive_bitwidth == 16:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
     else:
@@ -30,7 +34,7 @@ def _hide_from_compiler(x, OPAQUE: tl.constexpr):
 
 @triton.jit
 def _row_load(ptr, col, N: tl.constexpr, WHOLE: tl.constexpr = False):
-    """`[BLOCK_N]` of a vector, 0 past its end; 0 of none."""
+    """Loads `[BLOCK_N]` elements of a vector, with 0 past its end; returns 0 if `ptr` is None."""
     if ptr is None:
         return 0.0
     elif WHOLE:
@@ -41,7 +45,7 @@ def _row_load(ptr, col, N: tl.constexpr, WHOLE: tl.constexpr = False):
 
 @triton.jit
 def _scale(x, weight_ptr, weight):
-    """`x * weight`, in float32; there may be none."""
+    """Returns `x * weight` in float32, or `x` if there is no weight."""
     if weight_ptr is None:
         return x
     else:
@@ -58,7 +62,7 @@ def _shift(x, bias_ptr, bias):
 
 @triton.jit
 def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
-    """What is normalized: x, or its sum with the residual, which is rounded and stored."""
+    """Loads the rows to normalize: x or, with a residual, x + residual, rounded and stored to `total`."""
     x = tl.load(x_ptr + offs, mask=mask, other=0.0)
     if residual_ptr is not None:
         residual = tl.load(residual_ptr + offs, mask=mask, other=0.0)
@@ -69,7 +73,10 @@ def _load_sum(x_ptr, residual_ptr, total_ptr, offs, mask):
 
 @triton.jit
 def _mean(total, N: tl.constexpr):
-    """`total / N`, rounded: as a product the compiler would fuse it with what follows, here and there differently."""
+    """Returns `total / N` as a correctly rounded division.
+
+    The compiler would fuse a product by 1 / N with the operations that follow it, in some places and not in others.
+    """
     return tl.div_rn(total, tl.full(total.shape, N, tl.float32))
 
 
@@ -80,7 +87,7 @@ def _inverse_root(x):
 
 @triton.jit
 def _mask(mask_r, col, N: tl.constexpr, WHOLE: tl.constexpr):
-    """Which rows there are, and which columns if not the WHOLE chunk."""
+    """Returns the mask of rows that exist and, if the chunk is not WHOLE, of columns that exist."""
     if WHOLE:
         return mask_r[:, None]
     else:
@@ -92,17 +99,20 @@ def _moments_of_chunk(
     x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, first, cols,
     N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The mean so far, and the squares of differences from it, of RMSNorm from 0, with a further chunk."""
+    """Updates the running mean and the sum of squared differences from it with a further chunk.
+
+    For RMSNorm the differences are from 0.
+    """
     col = first + cols
     mask = _mask(mask_r, col, N, WHOLE)
     x = _load_sum(x_ptr, residual_ptr, total_ptr, start + col[None, :], mask).to(tl.float32)
-    if CENTERED:  # Chan, Golub, LeVeque 1983: the moments of two parts give those of both
+    if CENTERED:  # Chan, Golub, LeVeque 1983: combines the moments of two parts
         count = tl.minimum(N - first, BLOCK_N).to(tl.float32)
         part = tl.sum(x, 1) / count
         centered = _centered(x, part, col, N, WHOLE, CENTERED)
         away = part - mean
         mean += away * (count / (first + count))
-        # in this order: of a large mean the square is infinite, and the first part's must be nothing
+        # in this order: the square of a large mean overflows, and inf * 0 in the first chunk would be NaN
         squares += tl.sum(centered * centered, 1) + away * (away * (count * first / (first + count)))
     else:
         squares += tl.sum(x * x, 1)
@@ -128,7 +138,7 @@ def _terms_of_chunk(
     x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols,
     N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The product dy * weight, and x less its mean."""
+    """Returns dy * weight and, for LayerNorm, x - mean (for RMSNorm: x) of a chunk."""
     col = first + cols
     mask = _mask(mask_r, col, N, WHOLE)
     x = tl.load(x_ptr + start + col[None, :], mask=mask, other=0.0)
@@ -139,7 +149,10 @@ def _terms_of_chunk(
 
 @triton.jit
 def _centered(x, mean, col, N: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.constexpr):
-    """`x - mean` in float32, 0 past the end of a row if the columns are not WHOLE; x itself of RMSNorm."""
+    """Returns `x - mean` in float32 (for RMSNorm: x in float32).
+
+    For LayerNorm the result is 0 past the end of a row, unless the columns are WHOLE.
+    """
     x = x.to(tl.float32)
     if CENTERED:
         x -= mean[:, None]
@@ -151,17 +164,17 @@ def _centered(x, mean, col, N: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.c
 @triton.jit(do_not_specialize=["R", "tiles", "epsilon"])
 def norm_fwd_kernel(
     x_ptr,         # [S, R, N]
-    residual_ptr,  # [S, R, N] to be added to x first, or None
+    residual_ptr,  # [S, R, N] added to x before normalization, or None
     weight_ptr,    # [S, N] or None
     bias_ptr,      # [S, N] or None
     y_ptr,         # [S, R, N]
-    total_ptr,     # [S, R, N] x + residual, with a residual
+    total_ptr,     # [S, R, N] x + residual, written only with a residual
     mean_ptr,      # [S, R] float32, or None
     rstd_ptr,      # [S, R] float32, or None
     R, tiles, epsilon,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
-    """Rows tile * BLOCK_R and following of a model; a grid of S * tiles programs."""
+    """Normalizes BLOCK_R rows of a model, from row tile * BLOCK_R on; the grid has S * tiles programs."""
     model = (tl.program_id(0) // tiles).to(tl.int64)
     nth = (tl.program_id(0) % tiles).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     mask_r = nth < R
@@ -170,7 +183,7 @@ def norm_fwd_kernel(
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
     bias_ptr = bias_ptr if bias_ptr is None else bias_ptr + model * N
     cols = tl.arange(0, BLOCK_N)
-    LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where a part of a chunk is
+    LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where the partial chunk begins
     mean = tl.zeros([BLOCK_R], tl.float32)
     if BLOCK_N >= N:
         mask = mask_r[:, None] & (cols < N)[None, :]
@@ -180,7 +193,7 @@ def norm_fwd_kernel(
         centered = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED)
         rstd = _inverse_root(_mean(tl.sum(centered * centered, 1), N) + epsilon)
         y = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
-        # not before: registers that wait for the sum are for x alone
+        # loaded only here: during the reduction the registers are needed for x alone
         y = _scale(y, weight_ptr, _row_load(weight_ptr, cols, N))
         y = _shift(y, bias_ptr, _row_load(bias_ptr, cols, N))
         tl.store(y_ptr + start + cols[None, :], y.to(y_ptr.dtype.element_ty), mask=mask)
@@ -198,7 +211,7 @@ def norm_fwd_kernel(
         read_ptr = x_ptr
         if residual_ptr is not None:
             read_ptr = total_ptr
-            tl.debug_barrier()  # which other threads may have written
+            tl.debug_barrier()  # other threads may have written what this one reads
         for first in range(0, LAST, BLOCK_N):
             _normalize_chunk(
                 read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols, N, BLOCK_N, CENTERED,
@@ -231,7 +244,7 @@ def _store_dx(
     dx = a - normalized * mean_ax[:, None]
     if CENTERED:
         dx -= mean_a[:, None]
-        if N == 1:  # what is left is a's rounding
+        if N == 1:  # dx is zero, and what is left is the rounding error of `a`
             dx *= 0.0
     dx *= rstd[:, None]
     if dtotal_ptr is not None:
@@ -244,7 +257,7 @@ def _add_chunk(
     x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, sum_a, sum_ax, first, cols,
     N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of a row so far, not times rstd, with a further chunk."""
+    """Adds a further chunk to each row's sums of a and of a * (x - mean), without the factor rstd."""
     a, centered = _terms_of_chunk(
         x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, WHOLE
     )
@@ -268,7 +281,7 @@ def _differentiate_chunk(
 
 @triton.jit
 def _load_tile(ptrs, mask, YIELD: tl.constexpr):
-    """Rows of x or dy. With YIELD they give way in L2 to what is written."""
+    """Loads rows of x or dy; with YIELD, L2 evicts them first to make room for the results."""
     return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first" if YIELD else "")
 
 
@@ -276,7 +289,7 @@ def _load_tile(ptrs, mask, YIELD: tl.constexpr):
 def norm_bwd_kernel(
     dy_ptr,              # [S, R, N]
     x_ptr,               # [S, R, N]
-    dtotal_ptr,          # [S, R, N] to be added to dx, or None
+    dtotal_ptr,          # [S, R, N] added to dx, or None
     weight_ptr,          # [S, N] or None
     mean_ptr, rstd_ptr,  # [S, R] float32
     dx_ptr,              # [S, R, N]
@@ -286,13 +299,16 @@ def norm_bwd_kernel(
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
     YIELD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Every `programs`-th tile of BLOCK_R rows of a model, the next one's loads in flight; S * programs programs."""
+    """Differentiates every `programs`-th tile of BLOCK_R rows of a model; the grid has S * programs programs.
+
+    If whole rows are in registers, the loads of the next tile are in flight meanwhile.
+    """
     launch_dependents(EARLY)
     model = (tl.program_id(0) // programs).to(tl.int64)
     program = tl.program_id(0) % programs
     weight_ptr = weight_ptr if weight_ptr is None else weight_ptr + model * N
     cols = tl.arange(0, BLOCK_N)
-    LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where a part of a chunk is
+    LAST: tl.constexpr = N // BLOCK_N * BLOCK_N  # where the partial chunk begins
     nth = program.to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     if BLOCK_N >= N:
         mask_n = (cols < N)[None, :]
@@ -379,7 +395,10 @@ def norm_columns_kernel(
     R, tiles, programs,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, CENTERED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The sums for rows too wide for `norm_bwd_kernel` to keep: BLOCK_C columns, every `programs`-th tile of rows."""
+    """Computes the partial sums for weight and bias of rows that are too wide for `norm_bwd_kernel` to keep these sums.
+
+    A program has BLOCK_C columns and every `programs`-th tile of rows.
+    """
     launch_dependents(EARLY)
     blocks = tl.cdiv(N, BLOCK_C)
     col = (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -416,7 +435,7 @@ def norm_sum_kernel(
     programs,
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what the programs added up; a program for each block of columns, of either, of a model."""
+    """Sums the partial sums of the programs; one program per block of columns, gradient and model."""
     wait_for_dependencies(EARLY)
     col, nth = block_of_columns(N, BLOCK_C)
     if partial_bias_ptr is None:

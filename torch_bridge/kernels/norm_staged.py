@@ -1,8 +1,9 @@
 """The backward pass of `torch_bridge.kernels.norm` for wide rows, in Gluon: rows in shared memory, sums in registers.
 
-A program copies rows of x and of dy to shared memory, in chunks, as many ahead as fit there: where it has just read a
-chunk for the last time it has the next one copied to, so that memory never rests, also where a row fits but once. The
-sums for weight and bias, float32, take the registers that the row left free.
+A program copies rows of x and dy from global to shared memory in chunks, as many chunks ahead as fit. As soon as a
+chunk has been read for the last time, the copy of a later chunk into its place starts, so that global memory is never
+idle, even if shared memory holds only one row. The float32 sums for weight and bias use the registers that the row
+leaves free.
 """
 
 import triton.experimental.gluon.language as gl
@@ -19,7 +20,7 @@ def _append(items, item):
 
 @gluon.jit
 def _load(ptr, chunk: gl.constexpr, cols, N: gl.constexpr, BLOCK: gl.constexpr, row=0):
-    """A chunk of a row, as a tuple of one; of an array that is not there as one of none."""
+    """Loads a chunk of a row as a tuple of one tensor; returns an empty tuple if `ptr` is None."""
     col = chunk * BLOCK + cols
     if ptr is None:
         return ()
@@ -48,12 +49,12 @@ def _statistics(mean_ptr, rstd_ptr, row, CENTERED: gl.constexpr):
 @gluon.jit
 def _terms(xs, dys, slot, weights, mean, rstd, chunk: gl.constexpr, cols, N: gl.constexpr, BLOCK: gl.constexpr,
            CENTERED: gl.constexpr, LAYOUT: gl.constexpr):  # fmt: skip
-    """dy, dy * weight, and x normalized, of a chunk."""
+    """Returns dy, dy * weight, and the normalized x of a chunk."""
     x = xs.index(slot).load(LAYOUT).to(gl.float32)
     dy = dys.index(slot).load(LAYOUT).to(gl.float32)
     if CENTERED:
         x = x - mean
-    if N % BLOCK != 0:  # what lies there past the end of a row may be no number
+    if N % BLOCK != 0:  # values past the end of a row may be NaN
         within = chunk * BLOCK + cols < N
         x = gl.where(within, x, 0.0)
         dy = gl.where(within, dy, 0.0)
@@ -65,7 +66,7 @@ def _terms(xs, dys, slot, weights, mean, rstd, chunk: gl.constexpr, cols, N: gl.
 
 @gluon.jit
 def _add(sums, chunk: gl.constexpr, term):
-    """`sums`, if any, with `term` added to that of a chunk."""
+    """Returns `sums`, a tuple of one sum per chunk or an empty one, with `term` added to the sum of `chunk`."""
     added = ()
     for c in gl.static_range(len(sums)):
         added = _append(added, sums[c] + term if c == chunk else sums[c])
@@ -77,7 +78,7 @@ def _add_chunk(
     xs, dys, slot, weights, mean, rstd, sum_a, sum_ax, dweight, dbias, chunk: gl.constexpr, cols, N: gl.constexpr,
     BLOCK: gl.constexpr, CENTERED: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The sums of a row so far, and those for weight and bias, with a further chunk."""
+    """Adds a further chunk to the sums of a row, and to those for weight and bias."""
     dy, a, normalized = _terms(xs, dys, slot, weights, mean, rstd, chunk, cols, N, BLOCK, CENTERED, LAYOUT)
     sum_ax += a * normalized
     sum_a += a
@@ -108,10 +109,11 @@ def norm_bwd_kernel(
     R, tiles, programs, N: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, CENTERED: gl.constexpr,
     OPAQUE: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
-    """Arrays as of `torch_bridge.kernels.norm.norm_bwd_kernel`; BLOCK_R is 1 and BLOCK_N a chunk.
+    """Computes dx and the partial sums; its arrays are those of `torch_bridge.kernels.norm.norm_bwd_kernel`.
 
-    SLOTS chunks of x and of dy wait in shared memory: those of the row that is computed, and those that follow. A turn
-    takes the dx of a chunk, has the next one copied in its place, and adds up the same chunk of the row after.
+    BLOCK_R is 1, and BLOCK_N is the width of a chunk. Shared memory holds SLOTS chunks of x and of dy: those of the
+    current row and those that follow. An iteration computes dx of one chunk, starts the copy of a later chunk into its
+    place, and adds the same chunk of the next row to the sums.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([BLOCK_N // (32 * gl.num_warps())], [32], [gl.num_warps()], [0])
     CHUNKS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -155,7 +157,7 @@ def norm_bwd_kernel(
         sum_a = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
         sum_ax = gl.zeros([BLOCK_N], gl.float32, LAYOUT)
         for c in gl.static_range(CHUNKS):
-            # on their way while this chunk is computed
+            # in flight while this chunk is computed
             next_weights = _load(weight_ptr, (c + 1) % CHUNKS, cols, N, BLOCK_N)
             dtotals = _load(dtotal_ptr, c, cols, N, BLOCK_N, row)
             slot = (first + c) % SLOTS

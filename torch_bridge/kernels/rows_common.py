@@ -1,11 +1,11 @@
-"""What the kernels share whose products have sequences as rows: weights on chip, operands through L2 into registers.
+"""Shared code of the kernels whose products have sequences as rows: weights on chip, operands through L2 to registers.
 
-A program has 32 units of every gate, a warp 16 sequences. What a warp reads of another program is what the same warp of
-that program wrote, and in the order in which wgmma's result and its register operand give elements to threads: of a
-sequence and 32 units a thread has eight, which lie side by side. So there is no shared memory on the way, and no
-barrier: a warp writes, then raises its flag, which is the number of what it wrote; it waits for the same warp's flags
-of all programs. Operands lie in two buffers, written in turn: a warp writes number n + 2 after it has read n + 1 of all
-the others, who wrote it after they had read n. Only for cooperative launches.
+A program has 32 units of every gate, a warp 16 sequences. A warp reads from another program what the same warp of that
+program wrote, in the order in which wgmma's result and its register operand distribute elements over threads: of every
+block of 16 sequences and 16 units a thread has eight elements, which are adjacent in memory. The exchange therefore
+needs neither shared memory nor a barrier. A warp writes its operands, then sets its flag to their number; it waits for
+the flags of the same warp of all programs. Operands are double-buffered: a warp writes number n + 2 after it has read n
++ 1 of all the others, who wrote it after they had read n. The kernels require a cooperative launch.
 """
 
 import triton.experimental.gluon.language as gl
@@ -15,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from torch_bridge.kernels.gluon_common import barrier, inverse, scale_to_float16, to_operand
 from torch_bridge.kernels.split_common import load_rows, opaque_zero, repeat
 
-# Programs whose operands are one factor of a product.
+# Number of programs whose tiles together form one operand of wgmma.
 TOGETHER = gl.constexpr(4)
 
 
@@ -26,7 +26,7 @@ def _bits(count):
 
 @gluon.constexpr_function
 def _fragments_layout(warps, blocks, elements):
-    """`[warps, 32, blocks, elements]`: of every block a thread has `elements` that lie side by side."""
+    """Returns the layout of `[warps, 32, blocks, elements]`: a thread has `elements` adjacent elements per block."""
     registers = [*([0, 0, 0, bit] for bit in _bits(elements)), *([0, 0, bit, 0] for bit in _bits(blocks))]
     lanes = [[0, bit, 0, 0] for bit in _bits(32)]
     warp_bits = [[bit, 0, 0, 0] for bit in _bits(warps)]
@@ -35,7 +35,10 @@ def _fragments_layout(warps, blocks, elements):
 
 @gluon.jit
 def _offsets(BLOCKS: gl.constexpr, ELEMENTS: gl.constexpr, WARP: gl.constexpr):
-    """Where `[warps, 32, BLOCKS, ELEMENTS]` lie if warps are WARP apart, and their blocks."""
+    """Returns the offsets of `[warps, 32, BLOCKS, ELEMENTS]` within a block, and the indices of the blocks.
+
+    Warps are WARP elements apart.
+    """
     LAYOUT: gl.constexpr = _fragments_layout(gl.num_warps(), BLOCKS, ELEMENTS)
     warp = gl.arange(0, gl.num_warps(), gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
     lane = gl.arange(0, 32, gl.SliceLayout(0, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT))))
@@ -47,7 +50,10 @@ def _offsets(BLOCKS: gl.constexpr, ELEMENTS: gl.constexpr, WARP: gl.constexpr):
 
 @gluon.jit
 def store_operand_rows(ptr, x, scale, tile, TILES: gl.constexpr, SCALED: gl.constexpr):
-    """Stores a tile `[16 * warps, 32]` as an operand, number `tile` of TILES that a warp has side by side."""
+    """Stores a tile `[16 * warps, 32]` as an operand.
+
+    The tile is number `tile` of the TILES that a warp has side by side.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     if SCALED:
         x = x * scale
@@ -59,7 +65,7 @@ def store_operand_rows(ptr, x, scale, tile, TILES: gl.constexpr, SCALED: gl.cons
 
 @gluon.jit
 def load_operand_rows(ptr, tile, TILES: gl.constexpr, OPERAND: gl.constexpr):
-    """Loads TOGETHER tiles as the register operand of a product, `[16 * warps, 32 * TOGETHER]`."""
+    """Loads TOGETHER tiles, from number `tile` on, as a register operand `[16 * warps, 32 * TOGETHER]`."""
     WARPS: gl.constexpr = gl.num_warps()
     offset, block = _offsets(2 * TOGETHER, 8, TILES * 512)
     x = gl.load(ptr + tile * 512 + (offset + block * 256), cache_modifier=".cg")
@@ -69,13 +75,13 @@ def load_operand_rows(ptr, tile, TILES: gl.constexpr, OPERAND: gl.constexpr):
 
 @gluon.jit
 def _lanes():
-    """The threads: `[32 * warps]`."""
+    """Returns the indices of all threads, `[32 * warps]`."""
     return gl.arange(0, 32 * gl.num_warps(), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 
 @gluon.jit
 def raise_flags(flags_ptr, worker, split, number):
-    """Every warp says that what it wrote is there."""
+    """Sets the flag of every warp to `number`, to signal that what the warp wrote can be read."""
     thread = _lanes()
     address = flags_ptr.to(gl.int64) + (((worker * gl.num_warps() + thread // 32) * 32 + split) * 4).to(gl.int64)
     gl.inline_asm_elementwise(
@@ -93,7 +99,7 @@ def raise_flags(flags_ptr, worker, split, number):
 
 @gluon.jit
 def wait_for_flags(flags_ptr, worker, number, SPLITS: gl.constexpr):
-    """Every warp waits until what the same warp of each program wrote is there."""
+    """Waits, in every warp, until the same warp of each program has set its flag to at least `number`."""
     thread = _lanes()
     address = flags_ptr.to(gl.int64) + ((worker * gl.num_warps() * 32 + thread) * 4).to(gl.int64)
     gl.inline_asm_elementwise(
@@ -114,7 +120,7 @@ def wait_for_flags(flags_ptr, worker, number, SPLITS: gl.constexpr):
 
 @gluon.jit
 def box(exchange_ptr, number, workers, worker, SIZE: gl.constexpr):
-    """Where a worker's operands of this number lie."""
+    """Returns the address of a worker's operands with this number."""
     return exchange_ptr + ((number % 2) * workers + worker).to(gl.int64) * SIZE
 
 
@@ -123,7 +129,7 @@ def send_state_rows(
     exchange_ptr, flags_ptr, h, scale, reset_ptr, reset, number, workers, worker, split,
     SPLITS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
-    """Sends the hidden state that a step starts from, which `reset` is of; returns its scale."""
+    """Sends the hidden state that a step starts from and returns its scale; `reset` belongs to that step."""
     if reset_ptr is not None:
         h = gl.where(reset[:, None], 0.0, h)
         if SCALED:
@@ -136,13 +142,19 @@ def send_state_rows(
 
 @gluon.constexpr_function
 def parts(splits):
-    """In how many parts a backward product is made: programs that each have so much of the gradients' length."""
+    """Returns the number of programs that split a backward product along its reduction axis, the gate gradients.
+
+    The number is the largest of 4, 2 and 1 that leaves each program a multiple of TOGETHER tiles of each gate.
+    """
     return next(count for count in (4, 2, 1) if splits % (count * TOGETHER.value) == 0)
 
 
 @gluon.jit
 def allocate_weights(GATES: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.constexpr, DTYPE: gl.constexpr):
-    """A program's weights, of 32 * PARTS rows: the columns of TOGETHER programs at a time, gate after gate."""
+    """Allocates shared memory for a program's weights, which have 32 * PARTS rows.
+
+    A block holds the columns of TOGETHER programs for one gate; the gates of the same columns are in adjacent blocks.
+    """
     SHAPE: gl.constexpr = [32 * PARTS, 32 * TOGETHER]
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SHAPE, DTYPE)
     return gl.allocate_shared_memory(DTYPE, [SPLITS // (PARTS * TOGETHER) * GATES, SHAPE[0], SHAPE[1]], SHARED)
@@ -150,13 +162,16 @@ def allocate_weights(GATES: gl.constexpr, SPLITS: gl.constexpr, PARTS: gl.conste
 
 @gluon.constexpr_function
 def _every_warp_layout(warps):
-    """`[32]`, an element a thread, in every warp."""
+    """Returns the layout of `[32]` with one element per thread, replicated in every warp."""
     return gl.DistributedLinearLayout([], [[bit] for bit in _bits(32)], [[0] for _ in _bits(warps)], [], [32])
 
 
 @gluon.jit
 def _largest(x):
-    """The largest of `[32]`: `gl.max` over warps would keep a register from one call to the next."""
+    """Returns the largest of `[32]` elements.
+
+    `gl.max` over warps would occupy a register from one call to the next.
+    """
     slot = gl.allocate_shared_memory(gl.float32, [32], gl.SwizzledSharedLayout(1, 1, 1, [0]), x)
     barrier()
     return gl.max(slot.load(_every_warp_layout(gl.num_warps())), axis=0)
@@ -164,15 +179,16 @@ def _largest(x):
 
 @gluon.jit
 def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.constexpr, GATES: gl.constexpr):
-    """Brings a program's part of w_hh_t (GATES of them), or of w_hh, on chip.
+    """Loads a program's shard of w_hh_t (GATES matrices), or of w_hh, into shared memory.
 
-    Returns what undoes their scale, and the largest sum of absolute weights that a row of it has over all gates.
+    Returns the factor that undoes the weights' scale, and the largest sum of absolute weights that a row of the shard
+    has over all gates.
     """
     PARTS: gl.constexpr = weights.shape[1] // 32
     COLS: gl.constexpr = weights.shape[2]
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    count = weights.shape[0] + opaque_zero(first_row)  # known, it would be unrolled, and take all registers
+    count = weights.shape[0] + opaque_zero(first_row)  # opaque, or unrolled loops would take all registers
     largest = gl.zeros([32, COLS], gl.float32, LOAD)
     row_largest = gl.zeros([32], gl.float32, gl.SliceLayout(1, LOAD))
     if SCALED:
@@ -199,7 +215,7 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
 
 @gluon.jit
 def first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
-    """The scale of sequences' hidden states from the first ones, `[16 * warps, 1]`."""
+    """Returns the scale of each sequence's hidden states, `[16 * warps, 1]`, from the initial states."""
     own = gl.arange(0, 32, gl.SliceLayout(0, zeros.type.layout))
     largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
@@ -212,9 +228,9 @@ def first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H: gl.constexpr, SPLITS: 
 
 @gluon.jit
 def locate_rows(item, tiles, T, B, Q, unit, ROWS: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
-    """Where a tile lies: masks of sequences and of states, the sequences, their first rows, their states.
+    """Locates a tile: masks of sequences and of states, sequences, their rows of step 0, and offsets of their states.
 
-    Of what is masked it is where a tile's first sequence lies.
+    Masked sequences get the location of the tile's first sequence.
     """
     q = (item % tiles) * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, ACC))
     mask_q = q < Q
@@ -226,12 +242,12 @@ def locate_rows(item, tiles, T, B, Q, unit, ROWS: gl.constexpr, H: gl.constexpr,
 
 @gluon.jit
 def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Asks for elements of rows of WIDTH, the one at `first` and COUNT - 1 times STRIDE further on, to come to L2.
+    """Prefetches elements of rows of WIDTH into L2: the one at `first` and COUNT - 1 more, STRIDE apart.
 
     COUNT is at most 4.
 
-    What a step reads comes from memory while the step before runs: as soon as it were asked for into registers, loads
-    of operands would wait for it.
+    What a step reads is fetched from memory while the previous step runs. Loads into registers, issued as early, would
+    delay the loads of operands, which would wait for them.
     """
     LAYOUT: gl.constexpr = _half_layout(gl.num_warps())
     rows = gl.convert_layout(rows, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
@@ -245,13 +261,13 @@ def prefetch_rows(ptr, rows, first, COUNT: gl.constexpr, STRIDE: gl.constexpr, W
 
 @gluon.jit
 def load_gradient_rows(ptr, rows, unit, mask, H: gl.constexpr):
-    """The gradient of a step's output."""
+    """Loads the gradient of a step's output."""
     return gl.load(ptr + rows[:, None] * H + unit[None, :], mask=mask, other=0.0)
 
 
 @gluon.jit
 def multiply_states(weights, ptr, zeros, step, GATES: gl.constexpr):
-    """The products of all programs' hidden states with a program's weights: a tuple by gate."""
+    """Multiplies the hidden states of all programs by a program's weights; returns a tuple with a product per gate."""
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, zeros.type.layout, 2)
     CHUNKS: gl.constexpr = weights.shape[0] // GATES
     TILES: gl.constexpr = CHUNKS * TOGETHER
@@ -275,7 +291,7 @@ def multiply_states(weights, ptr, zeros, step, GATES: gl.constexpr):
 
 @gluon.jit
 def multiply_gradients(weights, ptr, first_tile, step, TILES: gl.constexpr, GATES: gl.constexpr):
-    """The product `[16 * warps, 32 * PARTS]` of all gates' gradients, from a tile on, with the weights."""
+    """Multiplies the gradients of all gates, from a tile on, by the weights; returns `[16 * warps, 32 * PARTS]`."""
     WARPS: gl.constexpr = gl.num_warps()
     UNITS: gl.constexpr = weights.shape[1]
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, UNITS, 16])
@@ -287,7 +303,7 @@ def multiply_gradients(weights, ptr, first_tile, step, TILES: gl.constexpr, GATE
     for factor in gl.static_range(FACTORS):
         this = operand
         if factor + 1 < FACTORS:
-            # after a gate the next one of the same programs, in the order of the weights
+            # the next gate of the same programs, or the first gate of the next ones: the order of the weights
             chunk, gate = (factor + 1) // GATES, (factor + 1) % GATES
             tile = first_tile + gate * (TILES // GATES) + chunk * TOGETHER
             operand = load_operand_rows(ptr, tile, TILES, OPERAND)
@@ -299,7 +315,10 @@ def multiply_gradients(weights, ptr, first_tile, step, TILES: gl.constexpr, GATE
 
 @gluon.jit
 def send_products(ptr, product, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
-    """Sends each other program of a group its tile of a product, but for the last bit; returns this program's own."""
+    """Sends to each other program of a group its tile of the product; returns this program's own tile.
+
+    The last bit of each element sent is replaced by that of `number`.
+    """
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = 16 * WARPS
     part = split % PARTS
@@ -322,9 +341,9 @@ def send_products(ptr, product, number, worker, split, SPLITS: gl.constexpr, PAR
 
 @gluon.constexpr_function
 def _receive_assembly(count, stride, pack):
-    """Reads four words at `count` places, `stride` bytes apart, from each of `pack` addresses on, until all are new.
+    """Returns assembly that polls four words at each of `count` places until all are new, from `pack` addresses on.
 
-    Not at the place that is this program's own.
+    Places are `stride` bytes apart. The place of this program itself is skipped.
     """
     outputs, lines = 4 * count * pack, ["{", ".reg .pred old;", ".reg .b32 bits;"]
     lines += [f".reg .pred wanted{place};" for place in range(count)]
@@ -352,7 +371,7 @@ def _receive_constraints(count, pack):
 
 @gluon.jit
 def receive_product(ptr, own, number, worker, split, SPLITS: gl.constexpr, PARTS: gl.constexpr, ACC: gl.constexpr):
-    """The sum of this program's own tile and those that a group's others sent to it, always in the same order."""
+    """Returns this program's own tile plus those that the group's others sent, always added in the same order."""
     WARPS: gl.constexpr = gl.num_warps()
     box = ptr + (worker * SPLITS + split).to(gl.int64) * (PARTS * 16 * WARPS * 32)
     low = _receive_half(box, number % 2, split % PARTS, PARTS)
@@ -363,7 +382,7 @@ def receive_product(ptr, own, number, worker, split, SPLITS: gl.constexpr, PARTS
 
 @gluon.jit
 def _receive_half(box, bit, part, PARTS: gl.constexpr):
-    """Half of the sequences of a tile, summed over programs: `[warps, 32, 2, 2, 2]`."""
+    """Receives half of a tile's sequences and sums them over programs: `[warps, 32, 2, 2, 2]`."""
     WARPS: gl.constexpr = gl.num_warps()
     LAYOUT: gl.constexpr = gl.SliceLayout(3, _fragments_layout(WARPS, 2, 1))
     warp = gl.arange(0, WARPS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
@@ -381,7 +400,7 @@ def _receive_half(box, bit, part, PARTS: gl.constexpr):
 
 @gluon.jit
 def _total(words, first, PARTS: gl.constexpr):
-    """The sum over programs."""
+    """Returns the sum over programs of word `first`, with the last bits cleared."""
     total = (words[first] & -2).to(gl.float32, bitcast=True)
     for part in gl.static_range(1, PARTS):
         total += (words[first + 4 * part] & -2).to(gl.float32, bitcast=True)
@@ -390,14 +409,14 @@ def _total(words, first, PARTS: gl.constexpr):
 
 @gluon.constexpr_function
 def _half_layout(warps):
-    """`[16 * warps, 4]`, in the threads that have the sequence in a product's result."""
+    """Returns the layout of `[16 * warps, 4]` in which threads have the sequences that a wgmma result gives them."""
     lanes = [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]]
     return gl.DistributedLinearLayout([[8, 0]], lanes, [[16 * bit, 0] for bit in _bits(warps)], [], [16 * warps, 4])
 
 
 @gluon.constexpr_function
 def _bounds_layout(warps):
-    """`[16 * warps, 32]`, in the threads that have the sequence in a product's result."""
+    """Returns the layout of `[16 * warps, 32]` in which threads have the sequences that a wgmma result gives them."""
     lanes = [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]]
     warp_bits = [[16 * bit, 0] for bit in _bits(warps)]
     return gl.DistributedLinearLayout([[0, 1], [0, 2], [0, 16], [8, 0]], lanes, warp_bits, [], [16 * warps, 32])
@@ -405,14 +424,14 @@ def _bounds_layout(warps):
 
 @gluon.jit
 def store_bounds(ptr, bound, split, ACC: gl.constexpr):
-    """Stores a program's bounds of sequences, `[16 * warps]`, into its column of `[16 * warps, 32]`."""
+    """Stores a program's upper bounds, one per sequence, `[16 * warps]`, into its column of `[16 * warps, 32]`."""
     row = gl.arange(0, bound.shape[0], gl.SliceLayout(1, ACC))
     gl.store(ptr + row * 32 + split, bound)
 
 
 @gluon.jit
 def load_bounds(ptr, SPLITS: gl.constexpr, ACC: gl.constexpr):
-    """The largest of all programs' bounds."""
+    """Loads the upper bounds of all programs and returns the largest for each sequence."""
     LAYOUT: gl.constexpr = _bounds_layout(gl.num_warps())
     row = gl.arange(0, 16 * gl.num_warps(), gl.SliceLayout(1, LAYOUT))
     program = gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
@@ -426,7 +445,7 @@ def load_bounds(ptr, SPLITS: gl.constexpr, ACC: gl.constexpr):
 def exchange_bounds(
     bounds_ptr, flags_ptr, bound, number, workers, worker, split, SPLITS: gl.constexpr, ACC: gl.constexpr
 ):  # fmt: skip
-    """The largest of all programs' bounds of sequences, `[16 * warps]`."""
+    """Exchanges the programs' upper bounds, one per sequence, and returns the largest ones, `[16 * warps]`."""
     ptr = box(bounds_ptr, number, workers, worker, bound.shape[0] * 32)
     store_bounds(ptr, bound, split, ACC)
     raise_flags(flags_ptr, worker, split, number)

@@ -1,10 +1,10 @@
-"""How programs of one launch that share a tile's units exchange data: with no barrier, the data is the signal.
+"""Exchange of data between programs of one launch that share a tile's units, without a barrier: the data is the signal.
 
-A word travels with its number in one 64-bit store, and who waits for number n reads the word until n comes with it: one
-trip through L2 in place of the three that a barrier takes (write, count, read). Of a float32 the last bit is enough:
-it says whether the word is new, in turns. Words lie in two buffers, written in turn: a program sends number n + 2 after
-it has received n + 1 from all the others, who sent it after they had received n. The memory starts at zero and numbers
-at one. All programs must run at once: only for cooperative launches.
+A word and its number are stored together in 64 bits, and a program that waits for number n polls the word until it
+comes with n. The word takes one trip through L2, instead of the three of a barrier (write, count, read). In a float32
+word the last bit is enough: the bit alternates, and so tells whether the word is new. Words are double-buffered: a
+program sends number n + 2 after it has received n + 1 from all the others, who sent it after they had received n.
+Memory starts at zero, numbers start at one. All programs must run at once, so the kernels require a cooperative launch.
 """
 
 import triton.experimental.gluon.language as gl
@@ -23,7 +23,10 @@ from torch_bridge.kernels.gluon_common import (
 
 @gluon.constexpr_function
 def _receive_assembly(count, stride, pack, numbered):
-    """Reads `count` words, `stride` bytes apart, at each of `pack` addresses until all are there."""
+    """Returns assembly that polls `count` words at each of `pack` addresses until all have arrived.
+
+    The words of an address are `stride` bytes apart.
+    """
     n, read, split, test = count * pack, [], [], []
     for element in range(pack):
         address, number = n + element, n + pack + element
@@ -52,7 +55,10 @@ def repeat(x, count):
 
 @gluon.constexpr_function
 def _at_once(count, elements, numbered):
-    """How many of a thread's `elements` addresses to wait for at once, as registers allow: each is of `count` words."""
+    """Returns how many of a thread's `elements` addresses to poll at once, given the registers that there are.
+
+    Each address has `count` words.
+    """
     limit = (16 if count * elements <= 16 else 8) if numbered else 32
     pack = 1
     while pack < elements and 2 * pack * count <= limit:
@@ -64,9 +70,10 @@ def _at_once(count, elements, numbered):
 def _receive(
     address, number, COUNT: gl.constexpr, STRIDE: gl.constexpr, ELEMENTS: gl.constexpr, NUMBERED: gl.constexpr
 ):  # fmt: skip
-    """Waits for COUNT words, STRIDE bytes apart, at each address, of which a thread has ELEMENTS: a tuple of tensors.
+    """Waits for COUNT words, STRIDE bytes apart, at each address, and returns them as a tuple of tensors.
 
-    `number` has the shape of `address`: the number of a word, or if not NUMBERED its last bit.
+    A thread has ELEMENTS addresses. `number`, in the shape of `address`, is the number to wait for or, if not NUMBERED,
+    the last bit of new words.
     """
     PACK: gl.constexpr = _at_once(COUNT, ELEMENTS, NUMBERED)
     return gl.inline_asm_elementwise(
@@ -102,13 +109,16 @@ def _send(address, word):
 
 @gluon.jit
 def opaque_zero(x):
-    """Zero, which the compiler does not know: what is computed with it stays in the loop, and leaves its registers."""
+    """Returns a zero that the compiler does not know to be zero.
+
+    What is computed from this zero is not hoisted out of the loop, so its registers are free in between.
+    """
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.constexpr, LOAD: gl.constexpr):
-    """32 rows and COLS columns of a matrix of at least H each."""
+    """Loads 32 rows and COLS columns of a matrix, with zeros past its first H rows and columns."""
     rows = first_row + gl.arange(0, 32, gl.SliceLayout(1, LOAD))
     cols = first_col + gl.arange(0, COLS, gl.SliceLayout(0, LOAD))
     mask = (rows < H)[:, None] & (cols < H)[None, :]
@@ -120,15 +130,15 @@ def load_weight_shard(
     share, ptr, split, stride, gate_stride,
     H: gl.constexpr, GATES: gl.constexpr, SPLITS: gl.constexpr, OWN_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Brings a program's weights into `share`, `[SPLITS * GATES, 64, 64]`; returns what undoes their scale.
+    """Loads a program's weights into `share`, `[SPLITS * GATES, 64, 64]`; returns the factor that undoes their scale.
 
-    They are the rows of its own units (OWN_ROWS), or the columns.
+    The weights are the rows of the program's own units (OWN_ROWS), or else the columns.
     """
     DTYPE: gl.constexpr = share.dtype
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     scale = 1.0
-    count = SPLITS * GATES + opaque_zero(split)  # known, it would be unrolled, and take all registers
+    count = SPLITS * GATES + opaque_zero(split)  # opaque, or unrolled loops would take all registers
     if SCALED:
         largest = gl.zeros([32, 64], gl.float32, LOAD)
         for k in range(2 * count):
@@ -149,7 +159,7 @@ def load_weight_shard(
 
 @gluon.jit
 def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
-    """As `state_scale`, of all units."""
+    """Returns what `state_scale` does, over the units of all programs."""
     largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
         unit = part * 64 + own
@@ -161,13 +171,13 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
 
 @gluon.jit
 def _mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Address of one of a worker's BOXES of BYTES each."""
+    """Returns the address of one of a worker's BOXES of BYTES each, in the buffer for `number`."""
     return exchange_ptr.to(gl.int64) + (((number % 2) * workers + worker) * BOXES + box).to(gl.int64) * BYTES
 
 
 @gluon.jit
 def _send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
-    """Sends a program's tile `[64, batch]` of operands to all: two sequences of a unit in a word."""
+    """Sends a program's tile `[64, batch]` of operands to all programs; a word holds two sequences of a unit."""
     BATCH: gl.constexpr = x.shape[1]
     LAYOUT: gl.constexpr = x.type.layout
     x = to_operand(x, DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
@@ -185,7 +195,7 @@ def send_state(
     exchange_ptr, h, scale, reset_ptr, reset, number, live, workers, worker, split,
     SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Sends the hidden state that a step starts from, which `reset` is of; returns its scale."""
+    """Sends the hidden state that a step starts from and returns its scale; `reset` belongs to that step."""
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
         if SCALED:
@@ -198,7 +208,7 @@ def send_state(
 
 @gluon.jit
 def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.constexpr, SPLITS: gl.constexpr):
-    """Receives the tiles of all programs into `operands`, SPLITS of `[1, batch, 64]`."""
+    """Receives the tiles of all programs into `operands`, SPLITS buffers of `[1, batch, 64]`."""
     BATCH: gl.constexpr = operands[0].shape[1]
     LOAD: gl.constexpr = gl.BlockedLayout([1, 2], [1, 32], [gl.num_warps(), 1], [1, 0])
     batch = gl.arange(0, BATCH // 2, gl.SliceLayout(1, LOAD))
@@ -215,7 +225,10 @@ def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.cons
 
 @gluon.jit
 def _new_bit(number):
-    """The last bit of words of this number: of those two before it the other one."""
+    """Returns the last bit of words with this number.
+
+    The bit differs from that of number - 2, whose words were in the same buffer before.
+    """
     return (number + 1) // 2 % 2
 
 
@@ -223,7 +236,7 @@ def _new_bit(number):
 def send_partial_sums(
     exchange_ptr, parts, unscale, number, workers, worker, split, SPLITS: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """Sends to each program its tile `[64, batch]` of float32, but for the last bit."""
+    """Sends each program its float32 tile `[64, batch]`; the last bit of each element is replaced by `_new_bit`."""
     BATCH: gl.constexpr = parts[0].shape[1]
     LAYOUT: gl.constexpr = parts[0].type.layout
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -239,7 +252,7 @@ def send_partial_sums(
 
 @gluon.jit
 def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.constexpr):
-    """The sum of the tiles that all programs sent to this one, always in the same order."""
+    """Returns the sum of the tiles that all programs sent to this one, always added in the same order."""
     BATCH: gl.constexpr = zeros.shape[1]
     LAYOUT: gl.constexpr = zeros.type.layout
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -250,13 +263,13 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
     words = _receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
     total = zeros
     for part in gl.static_range(SPLITS):
-        total += (words[part] & -2).to(gl.float32, bitcast=True)  # zero stays zero
+        total += (words[part] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero
     return total
 
 
 @gluon.jit
 def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
-    """Where a tile lies: masks of sequences and of states, the sequences, their first rows, their states."""
+    """Locates a tile: masks of sequences and states, sequences, their rows of step 0, and offsets of their states."""
     q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
@@ -266,14 +279,17 @@ def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, A
 
 @gluon.jit
 def allocate_weight_shard(GATES: gl.constexpr, SPLITS: gl.constexpr, DTYPE: gl.constexpr):
-    """What `load_weight_shard` fills."""
+    """Allocates the shared memory that `load_weight_shard` fills."""
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([64, 64], DTYPE)
     return gl.allocate_shared_memory(DTYPE, [SPLITS * GATES, 64, 64], SHARED)
 
 
 @gluon.jit
 def allocate_operands(COUNT: gl.constexpr, BATCH: gl.constexpr, DTYPE: gl.constexpr):
-    """COUNT of `[1, BATCH, 64]`, an allocation each: of one, the compiler could not tell that no barrier is missing."""
+    """Allocates COUNT buffers `[1, BATCH, 64]`, each as an allocation of its own.
+
+    With one indexed allocation the compiler could not tell that no barrier is missing.
+    """
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BATCH, 64], DTYPE)
     operands = ()
     for _ in gl.static_range(COUNT):
@@ -283,7 +299,7 @@ def allocate_operands(COUNT: gl.constexpr, BATCH: gl.constexpr, DTYPE: gl.conste
 
 @gluon.jit
 def store_operand(operand, x, scale, SCALED: gl.constexpr):
-    """Leaves a tile `[64, batch]` as an operand."""
+    """Stores a tile `[64, batch]` to shared memory as an operand."""
     if SCALED:
         x = x * scale
     operand.index(0).permute([1, 0]).store(to_operand(x, operand.dtype))
@@ -291,7 +307,7 @@ def store_operand(operand, x, scale, SCALED: gl.constexpr):
 
 @gluon.jit
 def multiply_gates(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
-    """The products of a program's weights with the operands of all programs: a tuple by gate."""
+    """Multiplies a program's weights by the operands of all programs; returns a tuple with a product per gate."""
     first = opaque_zero(step)
     fence_async_shared()
     barrier()
@@ -310,7 +326,10 @@ def multiply_gates(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl
 
 @gluon.jit
 def multiply_parts(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
-    """The products of a program's weights with the operands of all gates: a tuple by program whose units they are."""
+    """Multiplies a program's weights by the operands of all gates.
+
+    Returns a tuple with one partial sum per program, for the units of that program.
+    """
     first = opaque_zero(step)
     fence_async_shared()
     barrier()

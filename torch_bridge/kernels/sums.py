@@ -1,6 +1,6 @@
-"""Sums over programs, each of which leaves its own.
+"""Sums over programs, each of which stores its own partial sums.
 
-A kernel adds them up in the order of their indices, so that two runs give the same bits.
+A kernel adds the partial sums in a fixed order, so that two runs give the same bits.
 """
 
 import triton
@@ -9,21 +9,24 @@ import triton.language as tl
 
 @triton.jit
 def launch_dependents(EARLY: tl.constexpr):
-    """The kernel that adds up what this one leaves may come onto multiprocessors, where it waits."""
+    """Lets the kernel that adds up this kernel's partial sums start early on the SMs and wait there."""
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_dependencies(EARLY: tl.constexpr):
-    """Waits until the kernel before is over, and all that it wrote can be read."""
+    """Waits until the previous kernel has finished and everything that it wrote can be read."""
     if EARLY:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def add_up(partial_ptr, sums_ptr, model, col, programs, N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Of a model, the columns `col` of `[S, programs, N]` added up in float32 to those of `[S, N]`, of any dtype."""
+    """Sums columns `col` of `[S, programs, N]` over the programs of a model, and stores the results to `[S, N]`.
+
+    The accumulator is float32; the results may have any dtype.
+    """
     model = model.to(tl.int64)
     total = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
     for first in range(0, programs, BLOCK_P):
@@ -35,7 +38,7 @@ def add_up(partial_ptr, sums_ptr, model, col, programs, N: tl.constexpr, BLOCK_P
 
 @triton.jit
 def block_of_columns(N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """The columns of a program that adds up a block of N, and which N they are of."""
+    """Returns the block of columns that this program sums, and the index of the array `[N]` that it belongs to."""
     blocks = tl.cdiv(N, BLOCK_C)
     return (tl.program_id(0) % blocks) * BLOCK_C + tl.arange(0, BLOCK_C), tl.program_id(0) // blocks
 
@@ -47,7 +50,7 @@ def sum_kernel(
     programs,
     N: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Adds up what the programs of each model added up; a program for each block of columns of a model."""
+    """Sums the partial sums of each model's programs; one program per block of columns and model."""
     wait_for_dependencies(EARLY)
     col, model = block_of_columns(N, BLOCK_C)
     add_up(partial_ptr, sums_ptr, model, col, programs, N, BLOCK_P, BLOCK_C)

@@ -1,15 +1,16 @@
-"""Gradients of all weights and biases of a recurrence, in Gluon: one pass over what they are sums of.
+"""Gradients of all weights and biases of a recurrence, in Gluon, in one pass over the arrays that they are sums of.
 
     dw_ih = x^T dxp,   dw_hh = h^T dhp,   db = sum(dxp),   db_hn = sum(dhn)
 
-over all steps and sequences of a model, where h is the state before a step and dhp is dxp, of a GRU with dhn in place
-of its last gate. A program has 128 columns of gates beside 128 inputs and 128 states, and a share of the rows: it reads
-its gate gradients once for both products and the sums, and the states before its steps from those after the steps
-before, zeros where an episode begins. What the programs of a model add up, `sums.sum_kernel` adds up.
+The sums are over all steps and sequences of a model. h is the state before a step. dhp is dxp; for a GRU, dhn replaces
+the last gate of dxp. A program has 128 columns of gates, 128 inputs, 128 states, and a shard of the rows. It reads its
+gate gradients once for both products and the sums. The states before its steps are read from the states after the
+previous steps, as zeros where an episode begins. `sums.sum_kernel` adds up the partial sums of a model's programs.
 
-On Hopper products are wgmma's. Of 16 bits it reads both operands from shared memory, where they were copied. Of TF32 it
-needs the gate gradients along rows, and both operands rounded (it would cut them off, a bias): so those go through
-registers once more, and inputs and states come from there. Elsewhere products are mma.sync's, which takes operands from
+On Hopper, the products use wgmma. With 16-bit operands, wgmma reads both operands from shared memory, where they were
+copied. With TF32, wgmma needs the gate gradients contiguous along the rows, and needs both operands rounded, because it
+truncates them, which would be a bias. The gate gradients therefore go through registers back to shared memory, and
+wgmma takes inputs and states from registers. On other GPUs, the products use mma.sync, which takes its operands from
 registers.
 """
 
@@ -23,14 +24,17 @@ from torch_bridge.kernels.gluon_common import async_load, barrier
 
 @gluon.jit
 def _round(x):
-    """`x` such that what wgmma cuts off rounds it to TF32. What arithmetic gives for no number stays none."""
+    """Returns `x`, changed so that the truncation to TF32 in the tensor cores rounds it.
+
+    The NaN that arithmetic produces remains a NaN.
+    """
     bits = gl.minimum(x.to(gl.int32, bitcast=True), 0x7FFFEFFF)
     return (bits + 0x1000).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def _load_goes_on(reset_ptr, row, end):
-    """Whether episodes go on at these rows."""
+    """Loads whether the episodes continue at these rows; without resets they do at all rows before `end`."""
     if reset_ptr is None:
         return row < end
     else:
@@ -42,13 +46,13 @@ def _copy(
     buffers, slot, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B, cols,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Has some rows of inputs, states before, and gate gradients copied to `slot`."""
+    """Starts the copies of a block of rows to `slot`: inputs, states before the steps, and gate gradients."""
     xs, ps, gs, ns = buffers
     live = (row < end)[:, None]
     wide_row = row.to(gl.int64)[:, None]
     unit = (first_unit + cols)[None, :]
     gate = (first_gate + cols)[None, :]
-    at = row % (T * B)  # [T, B], of a group
+    at = row % (T * B)  # index into the [T, B] of a group
     if REVERSE:
         first = at >= (T - 1) * B
         before = wide_row + B
@@ -58,7 +62,7 @@ def _copy(
         before = wide_row - B
         sequence = row // (T * B) * B + at
     state = gl.where(first[:, None], h0_ptr + sequence.to(gl.int64)[:, None] * H, hs_ptr + before * H)
-    state = gl.multiple_of(state, [16, 16])  # which the compiler forgets where one of two is selected
+    state = gl.multiple_of(state, [16, 16])  # the compiler loses the alignment where it selects one of two pointers
     async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
     async_load(ps.index(slot), state + unit, mask=live & (unit < H) & goes_on[:, None])
     async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
@@ -72,7 +76,10 @@ def _prefetch(
     buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Starts the copies of the first STAGES - 1 blocks of rows. Returns whether episodes go on at the rows after."""
+    """Starts the copies of the first STAGES - 1 blocks of rows.
+
+    Returns whether episodes continue at the rows of the block after them.
+    """
     for stage in gl.static_range(STAGES - 1):
         row = start + stage * ROWS + rows
         goes_on = _load_goes_on(reset_ptr, row, end)
@@ -85,7 +92,7 @@ def _prefetch(
 
 @gluon.jit
 def _transpose(gs, slot, gt, LAYOUT: gl.constexpr):
-    """Brings gate gradients to `gt` along rows and rounded; returns them as they were."""
+    """Stores the gate gradients of a slot to `gt`, rounded and contiguous along the rows; returns them unrounded."""
     g = gs.index(slot).load(LAYOUT)
     gt.store(_round(g).permute([1, 0]))
     return g
@@ -103,7 +110,7 @@ def _store(
     partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D: gl.constexpr, H: gl.constexpr,
     W: gl.constexpr, SEPARATE: gl.constexpr, ACC: gl.constexpr, SUM: gl.constexpr,
 ):  # fmt: skip
-    """Stores the two products, and from the programs of the first units the sums for the biases."""
+    """Stores the two products and, in the programs of the first units, the sums for the biases."""
     _store_tile(partial_ptr, product_x, first_unit, first_gate, D, W, ACC)
     _store_tile(partial_ptr + D * W, product_h, first_unit, first_gate, H, W, ACC)
     if first_unit == 0:
@@ -120,7 +127,10 @@ def _add_up(
     first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """All of a program's share; with `dhn_ptr` of columns where the hidden products have gradients of their own."""
+    """Computes the sums over a program's shard of the rows.
+
+    `dhn_ptr` is given only for columns where the hidden products have gradients of their own.
+    """
     xs, ps, gs, ns = buffers
     gt, nt = transposed
     WARPS: gl.constexpr = gl.num_warps()
@@ -131,7 +141,7 @@ def _add_up(
     LOAD: gl.constexpr = gl.BlockedLayout(
         [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
     )  # fmt: skip
-    # how sums lie in registers: of TF32 as what is transposed, without bank conflicts
+    # layout of the sums: for TF32 that of the transposed data, without bank conflicts
     SUM: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if WIDE else LOAD
     SUMMED: gl.constexpr = ROWS if WIDE else 2 * WARPS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
@@ -149,7 +159,7 @@ def _add_up(
         async_copy.wait_group(STAGES - 2)
         if not WIDE:
             fence_async_shared()
-        barrier()  # what all threads copied is there, and all have read what lies where the next copies go
+        barrier()  # the copies of all threads are visible, and all threads have read the slot that is copied to next
         row = at + (STAGES - 1) * ROWS + rows
         into = slot + STAGES - 1
         into = gl.where(into >= STAGES, into - STAGES, into)
@@ -192,7 +202,7 @@ def _add_up(
 def _locate(
     partial_ptr, rows, share, programs, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, SEPARATE: gl.constexpr
 ):  # fmt: skip
-    """The tile of this program: its first unit and gate, its rows, and where its sums go."""
+    """Locates the tile of this program: its first unit and gate, the range of its rows, and where its sums go."""
     unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
     tiles: gl.constexpr = unit_tiles * ((W + 127) // 128)
     tile = gl.program_id(0) % tiles
@@ -208,16 +218,16 @@ def _locate(
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
 def weight_grads_kernel(
-    x_ptr,        # [S, rows, D] inputs; rows are groups, steps and sequences, [G, T, B]
+    x_ptr,        # [S, rows, D] inputs; the rows are [G, T, B]: groups, steps and sequences
     hs_ptr,       # [S, rows, H] states after each step
     h0_ptr,       # [S, rows / T, H] states before the first step
     reset_ptr,    # [S, rows] nonzero where an episode begins, or None
     dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
-    dhn_ptr,      # [S, rows, H] of the last gate's hidden product, where it is another, or None
-    partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's share
-    rows,         # of a model
+    dhn_ptr,      # [S, rows, H] gradients of the last gate's hidden product where they differ from dxp, or None
+    partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's shard
+    rows,         # rows of a model
     share,        # rows of a program, a multiple of ROWS
-    programs,     # of each tile of gates and units, of a model
+    programs,     # programs per tile of gates and units, per model
     T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr,
@@ -225,8 +235,8 @@ def weight_grads_kernel(
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
     WIDE: gl.constexpr = TYPE == gl.float32
     SEPARATE: gl.constexpr = dhn_ptr is not None
-    # read transposed from registers, in pairs of adjacent rows (inputs and states) or in fours (gate gradients), or by
-    # wgmma, in either case without bank conflicts
+    # no bank conflicts: float32 is read transposed into registers, in pairs of adjacent rows (inputs and states) or in
+    # fours (gate gradients); 16-bit operands are read by wgmma
     UNITS: gl.constexpr = (
         gl.SwizzledSharedLayout(8, 1, 4, [1, 0]) if WIDE else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     )
@@ -270,12 +280,12 @@ def _add_up_by_mma(
     first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """As `_add_up`, by mma.sync: operands go from shared memory to registers a few rows at a time."""
+    """Does what `_add_up` does, with mma.sync: operands are loaded into registers a few rows at a time."""
     xs, ps, gs, ns = buffers
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = xs.dtype == gl.float32
     SEPARATE: gl.constexpr = dhn_ptr is not None
-    DEPTH: gl.constexpr = 16  # rows of one product, the fewest that there are
+    DEPTH: gl.constexpr = 16  # rows of one product, the fewest that Triton allows
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // 2, 2], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 1 if WIDE else 2)
@@ -296,7 +306,7 @@ def _add_up_by_mma(
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
-        barrier()  # what all threads copied is there, and all have read what lies where the next copies go
+        barrier()  # the copies of all threads are visible, and all threads have read the slot that is copied to next
         row = at + (STAGES - 1) * ROWS + rows
         into = slot + STAGES - 1
         into = gl.where(into >= STAGES, into - STAGES, into)
@@ -329,14 +339,14 @@ def _add_up_by_mma(
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
 def weight_grads_mma_kernel(
-    x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr,  # as of weight_grads_kernel
+    x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr,  # as in weight_grads_kernel
     rows, share, programs, T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """The same from capability 8.0 on, without wgmma."""
+    """Computes what `weight_grads_kernel` does, without wgmma, for capability 8.0 and newer."""
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
-    # read as operands of mma.sync without bank conflicts
+    # operands of mma.sync are read from this layout without bank conflicts
     LAYOUT: gl.constexpr = (
         gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
         if TYPE == gl.float32
