@@ -589,7 +589,7 @@ class _RecurrenceKind(_LaunchKind):
 
     def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
         results = scan_launch.run(
-            cells.BY_NAME[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
+            cells.CELLS[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
             {output.name: output.dtype for output in params["outputs"]}, reset_state=params["reset_state"],
             reverse=params["reverse"], precision=params["precision"],
         )  # fmt: skip

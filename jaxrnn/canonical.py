@@ -14,16 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxrnn import _bridge, cells, fused, lstm_projection, reference, sharding
+from torch_bridge import rules
 
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn._bridge import Reverse
-
-# Dtypes of resets that the kernels read without conversion.
-KERNEL_RESETS = frozenset(
-    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32")
-)
 
 
 def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:
@@ -180,7 +176,7 @@ def _run_on_device(
     (h0, c0), (reset_h, reset_c), w_hr = states, reset_states, params.w_hr
     operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)
     widths = w_hr.shape if operand_dtype == jnp.float32 else w_hr.shape[:1]
-    if min(widths) <= fused.FULL_PRECISION_WIDTH:
+    if min(widths) <= rules.FULL_PRECISION_WIDTH:
         precision = jax.lax.Precision.HIGHEST
     from_last: bool | Array = reverse is True if in_reverse is None else in_reverse
     plain = lstm_projection.without_projection(
@@ -236,7 +232,7 @@ def _run_canonical(
             x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), 0 if time_major else -2)
         return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)))
 
-    if resets is not None and resets.dtype.name not in KERNEL_RESETS:
+    if resets is not None and resets.dtype.name not in rules.RESET_DTYPES:
         resets = reference.is_reset(resets)
     # the kernels carry float32; they read and write a state in bfloat16 if it and the operands are, else in float32
     dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]

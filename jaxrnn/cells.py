@@ -10,46 +10,33 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn.reference import GRUParams, LSTMParams, broadcast_to_rank, gru_cell, lstm_cell, matmul
+from torch_bridge import cells as specs
+from torch_bridge.cells import CellSpec
 
 if TYPE_CHECKING:
     from jax import Array
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One entry of the cell table.
+class Cell(CellSpec):
+    """One entry of the table: a `torch_bridge.cells.CellSpec` with the cell's arithmetic in JAX.
 
     Attributes:
-      name: key of the cell in `torch_bridge.kernels.CELLS`.
-      gates: width of the input projection over H.
-      states: the carried states, the hidden state first.
-      saved: the residuals that the forward kernel saves per step for the backward kernel: `(name, width over H)`.
-      in_place: the residual that replaces `saved` where `xp` may be overwritten, `(name, width over H)`. It is as wide
-        as `xp`, and its name is also in `saved`. None if the cell has no such residual.
       step: maps (params, xp, h_prev @ w_hh, states before the step by name) to the states after it.
-      save: maps (params, xp, h_prev @ w_hh, states before each step by name) to the recomputed residuals `saved`, in
-        float32.
-      grad_step: maps (residuals `saved`, gradients of the states after the step by name) to the gradients
-        `[..., gates * H]` of xp and of h_prev @ w_hh, and to the gradients of the states before the step without the
-        part that flows through h_prev @ w_hh.
-      history: the states that `save` needs from before each step.
-      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of the part of h_prev @ w_hh that
-        is not added to `xp`. Empty, or "dhn": that of the last gate's hidden product, to which `b_hn` is added.
+      compute_residuals: maps (params, xp, h_prev @ w_hh, states before each step by name) to the residuals in float32.
+      grad_step: maps (residuals, gradients of the states after the step by name) to the gradients `[..., gates * H]` of
+        xp and of h_prev @ w_hh, and to the gradients of the states before the step without the part that flows through
+        h_prev @ w_hh.
+      history: the states before each step that `compute_residuals` needs.
       bias: the params field that is added to the input projection.
       hidden_biases: maps params to the arrays besides `w_hh` that the forward kernel takes, by name.
       recurrent_grads: maps (h_prev^T @ ..., dxp, hidden grads) to the gradients of the recurrent params by field.
     """
 
-    name: str
-    gates: int
-    states: tuple[str, ...]
-    saved: tuple[tuple[str, int], ...]
-    in_place: tuple[str, int] | None
     step: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
-    save: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
+    compute_residuals: Callable[[Any, Array, Array, dict[str, Array]], dict[str, Array]]
     grad_step: Callable[[dict[str, Array], dict[str, Array]], tuple[Array, Array, dict[str, Array]]]
     history: tuple[str, ...]
-    hidden_grads: tuple[str, ...]
     bias: str
     hidden_biases: Callable[[Any], dict[str, Array]]
     recurrent_grads: Callable[[Callable[[Array], Array], Array, dict[str, Array]], dict[str, Array]]
@@ -122,35 +109,26 @@ def _lstm_grad_step(saved: dict[str, Array], dstates: dict[str, Array]) -> tuple
 
 
 GRU = Cell(
-    name="gru",
-    gates=3,
-    states=("h",),
-    saved=(("local_grads", 4), ("carry_gate", 1)),
-    in_place=("local_grads", 3),
+    **vars(specs.GRU),
     step=_gru_step,
-    save=_gru_residuals,
+    compute_residuals=_gru_residuals,
     grad_step=_gru_grad_step,
     history=("h",),
-    hidden_grads=("dhn",),
     bias="b_ih",
     hidden_biases=lambda params: {"b_hn": params.b_hn},
     recurrent_grads=_gru_recurrent_grads,
 )
 LSTM = Cell(
-    name="lstm",
-    gates=4,
-    states=("h", "c"),
-    saved=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
-    in_place=None,
+    **vars(specs.LSTM),
     step=_lstm_step,
-    save=_lstm_residuals,
+    compute_residuals=_lstm_residuals,
     grad_step=_lstm_grad_step,
     history=("h", "c"),
-    hidden_grads=(),
     bias="b",
     hidden_biases=lambda params: {},
     recurrent_grads=lambda contract, dxp, _: {"w_hh": contract(dxp)},
 )
+CELLS = {cell.name: cell for cell in (GRU, LSTM)}
 
 
 def project(cell: Cell, params: Any, xs: Array, precision: Any) -> Array:
@@ -162,6 +140,3 @@ def project(cell: Cell, params: Any, xs: Array, precision: Any) -> Array:
 def bias_grad(dxp: Array) -> Array:
     """Returns the gradient of the bias that is added to the input projection."""
     return _sum(dxp)
-
-
-BY_NAME = {cell.name: cell for cell in (GRU, LSTM)}

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn import _bridge, cells, layouts, reference, sharding
+from torch_bridge import rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,21 +25,18 @@ if TYPE_CHECKING:
 
     from jaxrnn._bridge import Reverse
 
-# Up to this width XLA multiplies small batches in full float32, and TF32 would be far less accurate.
-FULL_PRECISION_WIDTH = 32
 
-
-def kernel_precision(precision: Any, hidden: int) -> str | None:
+def kernel_precision(precision: Any, hidden: int) -> rules.Precision | None:
     """Returns Triton's name for the precision of a kernel's float32 products, or None if there is no such kernel."""
     if precision is None:
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if isinstance(precision, tuple):
         return kernel_precision(precision[0], hidden) if len(set(precision)) == 1 else None
     try:
-        default = precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
+        is_default = precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
     except ValueError:
         return None
-    return "tf32" if default and hidden > FULL_PRECISION_WIDTH else "tf32x3"
+    return rules.kernel_precision(is_default, hidden)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,12 +226,7 @@ def _in_chunks(
 
 
 def _residual_fits_float16(name: str, static: RecurrenceSpec) -> bool:
-    """Whether a residual is kept in float16's range: float16 rounds it no worse than TF32 or bfloat16 round operands.
-
-    `carry_gate` is excluded: it multiplies the gradient at every step, so its rounding error would grow with the number
-    of steps.
-    """
-    return name != "carry_gate" and (static.uses_tf32 or static.operand_dtype == jnp.bfloat16)
+    return rules.residual_fits_float16(name, str(jnp.dtype(static.operand_dtype)), static.kernel_precision)
 
 
 def _residual_dtype(name: str, static: RecurrenceSpec, hidden: int, sequences: Any) -> Any:
@@ -260,17 +253,17 @@ def _has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> b
     be large for this.
     """
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
-    return static.cell.in_place is not None and static.uses_tf32 and not static.remat and large
+    return static.cell.in_place_residuals is not None and static.uses_tf32 and not static.remat and large
 
 
 def _residual_outputs(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
     """Returns the outputs of the forward launch that hold the residuals of every step of `xs`."""
-    if in_place and static.cell.in_place:
-        name, width = static.cell.in_place
+    if in_place and static.cell.in_place_residuals:
+        name, width = static.cell.in_place_residuals
         return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
     return [
         _bridge.Output(name, True, width * hidden, _residual_dtype(name, static, hidden, xs.shape[0] * xs.shape[2]))
-        for name, width in static.cell.saved
+        for name, width in static.cell.residuals
     ]
 
 
@@ -281,7 +274,7 @@ def _recurrence_fwd(
     last, sequences, results = _forward(
         static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=True
     )
-    needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.saved), "hs"]
+    needed = [f"{s}s" for s in static.cell.history] if static.remat else [*dict(static.cell.residuals), "hs"]
     saved = {name: results[name] for name in needed if name in results}
     return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
 
@@ -339,10 +332,10 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
-    kept = _residual_outputs(
-        static, hidden, xs, in_place=not static.remat and not dict(cell.saved).keys() <= saved.keys()
+    residual_outputs = _residual_outputs(
+        static, hidden, xs, in_place=not static.remat and not dict(cell.residuals).keys() <= saved.keys()
     )
-    over = next((array.name for array in kept if array.over), None)
+    over = next((array.name for array in residual_outputs if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
@@ -353,7 +346,7 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
     fused = _fuses_weight_grads(static, xs, hidden)
 
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
-        x, reset, new, local_grads, d_each = sequences
+        x, reset, new, residuals, d_each = sequences
         new = new or reset_states
         beginnings = _possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         previous = {}
@@ -361,19 +354,19 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
             if f"{s}s" in saved and not fused:
                 before = _state_before(static, saved[f"{s}s"], states[k], start, x.shape[1])
                 previous[s] = _states_before(
-                    static, local_grads[f"{s}s"], before, reset, new[k] if new else None, in_reverse
+                    static, residuals[f"{s}s"], before, reset, new[k] if new else None, in_reverse
                 )
         if static.remat:
             h_prev = previous["h"].astype(operand_dtype)
             xp = _input_projection(static, params, x, first, beginnings)
             hp = reference.matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
-            local_grads = cell.save(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
-            for array in kept:
+            residuals = cell.compute_residuals(params, xp, hp, {s: value.astype(f32) for s, value in previous.items()})
+            for array in residual_outputs:
                 if _residual_fits_float16(array.name, static):  # clamped as in the kernel
-                    local_grads[array.name] = jnp.clip(local_grads[array.name], -65504.0, 65504.0).astype(array.dtype)
+                    residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
-        arrays |= {array.name: local_grads[array.name] for array in kept}
+        arrays |= {array.name: residuals[array.name] for array in residual_outputs}
         arrays |= {f"d{s}s": d for s, d in d_each.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
@@ -385,7 +378,7 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
         if fused:
-            sums = _fused_weight_grads(static, x, local_grads["hs"], states[0], reset, dxp, hidden_grads)
+            sums = _fused_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
         else:
             sums = _weight_grads(static, x, previous["h"], dxp, hidden_grads)
         parts = {}
@@ -428,7 +421,7 @@ def _weight_grads(
         """Returns `x^T @ y`, summed over groups, steps and batch."""
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
-    recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= FULL_PRECISION_WIDTH else static.precision
+    recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= rules.FULL_PRECISION_WIDTH else static.precision
     if static.uses_tf32 and _bridge.is_features_first_profitable(math.prod(xs.shape[:-1]), dxp.shape[-1]):
         xs, h_prev, spec = layouts.features_first(xs), layouts.features_first(h_prev), "xgtb,gtby->xy"
     contract_states = functools.partial(contract, h_prev, precision=recurrent)

@@ -114,7 +114,7 @@ def _forward(
     params, w = SimpleNamespace(b_hn=weights.get("b_hn")), weights["w_hh_t"].T
     fixed = {s: steps.state(arrays[f"reset_{s}"]) for s in cell.states if reset_state == "fixed"}
     residuals_packed = "local_grads" in dtypes and "carry_gate" not in dtypes
-    saved = [name for name, _ in cell.saved if name in dtypes] if not residuals_packed else []
+    saved = [name for name, _ in cell.residuals if name in dtypes] if not residuals_packed else []
 
     def step(states: dict[str, Array], inputs: Any) -> Any:
         xp, reset, new = inputs
@@ -126,7 +126,7 @@ def _forward(
         after = cell.step(params, xp, hp, states)
         results = {f"{s}s": after[s].astype(dtypes[f"{s}s"]) for s in cell.states if f"{s}s" in dtypes}
         if saved or residuals_packed:
-            residuals = cell.save(params, xp, hp, states)
+            residuals = cell.compute_residuals(params, xp, hp, states)
             results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
             if residuals_packed:
                 results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
@@ -171,7 +171,7 @@ def _backward(
         return dstates, results
 
     carry = {s: steps.state(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states}
-    saved = {name: steps.split(arrays[name]) for name, _ in cell.saved if name in arrays}
+    saved = {name: steps.split(arrays[name]) for name, _ in cell.residuals if name in arrays}
     d_each = {s: steps.split(arrays[f"d{s}s"]) for s in cell.states if f"d{s}s" in arrays}
     reset = arrays.get("reset")
     resets = None if reset is None else steps.split(reference.is_reset(reset))

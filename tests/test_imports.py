@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 JAX_SIDE = ("jax", "jaxlib", "flax", "jaxrnn")
-TORCH_SIDE = ("torch", "triton", "torch_bridge")
+TORCH_SIDE = ("torch", "triton")
 CONVERTED = ("equinox", "haiku", "keras")
 NOT_DEPENDENCIES = (
     *("jaxtyping", "beartype", "hypothesis", "pytest", "tqdm", "tests", "benchmarks", "examples"),
@@ -104,7 +104,7 @@ def test_torch_bridge_imports_without_jax():
 
 
 def test_import_torch_bridge_loads_nothing():
-    run_without((*TORCH_SIDE[:2], *JAX_SIDE), "import torch_bridge, torch_bridge.config")
+    run_without((*TORCH_SIDE, *JAX_SIDE), "import torch_bridge, torch_bridge.config")
 
 
 def test_torch_bridge_runs_on_the_cpu_without_triton():
@@ -120,7 +120,9 @@ for kind in (GRU, LSTM):
     )
 
 
-# What each module may import of the package. `_bridge` alone reaches torch_bridge, `linen` and `nnx` alone Flax.
+# Tables that import neither torch nor triton: every module of jaxrnn may import them.
+SHARED = ("torch_bridge.cells", "torch_bridge.rules")
+# What each module may import of the package. The rest of torch_bridge is for `_bridge` alone, Flax for `linen` and `nnx`.
 ARROWS = {
     "": ("norms", "recurrent", "reference"),
     "reference": (),
@@ -146,9 +148,9 @@ ARROWS = {
 def test_arrows_of_jaxrnn(module):
     name = module.removeprefix("jaxrnn").removeprefix(".")
     imported = imports(module)
-    forbidden = [*NOT_DEPENDENCIES, *(() if name == "_bridge" else TORCH_SIDE)]
+    forbidden = [*NOT_DEPENDENCIES, *(() if name == "_bridge" else (*TORCH_SIDE, "torch_bridge"))]
     forbidden += () if name in ("linen", "nnx") else ("flax",)
-    assert not [one for one in imported if within(one, *forbidden)]
+    assert not [one for one in imported if within(one, *forbidden) and not within(one, *SHARED)]
     allowed = [f"jaxrnn.{one}" for one in ARROWS[name]]
     assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]
     if name == "convert":
@@ -161,6 +163,6 @@ def test_arrows_of_torch_bridge(module):
     front = ["op_common", "loops", "rnn_ops", "norm_ops", "functional", "nn"]
     front = [f"torch_bridge.{name}" for name in front]
     forbidden += front[front.index(module) :] if module in front else front  # each imports those before it
-    if module == "torch_bridge.config":
+    if module in ("torch_bridge.config", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]

@@ -8,7 +8,7 @@ import pytest
 from cases import Case
 from torch_calls import CELLS, every_cell, every_device, moved, run, torch
 
-from torch_bridge import functional, loops, rnn_ops
+from torch_bridge import cells, functional, loops, rnn_ops
 
 T, B, H, D, S = 4, 3, 5, 2, 3
 
@@ -99,8 +99,8 @@ def arguments(cell, dtype=torch.float32, seed=0, **changes):
 
 def backward_arguments(cell, device="cpu", **changes):
     forward = moved(arguments(cell, **changes), device)
-    results = dict(zip(cell_of(cell).returns, op_of(cell)(*forward), strict=True))
-    saved = [results[name] for name, _ in cell_of(cell).saved]
+    results = dict(zip(cell_of(cell).forward_outputs, op_of(cell)(*forward), strict=True))
+    saved = [results[name] for name, _ in cell_of(cell).residuals]
     given = [torch.randn_like(results["hs"]), None] + (
         [torch.randn(2 * S, B, H, device=device)] if cell == "gru" else [None, None]
     )
@@ -111,7 +111,7 @@ def backward_arguments(cell, device="cpu", **changes):
 
 
 def cell_of(cell):
-    return rnn_ops.GRU if cell == "gru" else rnn_ops.LSTM
+    return cells.GRU if cell == "gru" else cells.LSTM
 
 
 def op_of(cell):
@@ -162,7 +162,7 @@ def close(got, want, bound=1e-5):
 @every_cell
 def test_directions_and_models_are_those_of_calls_apart(cell, order):
     """Each model by itself, in its own direction, with its own groups; and what was not saved is computed again."""
-    names, args = cell_of(cell).returns, arguments(cell, order=order)
+    names, args = cell_of(cell).forward_outputs, arguments(cell, order=order)
     tensors = sum(isinstance(x, torch.Tensor) for x in args)
     outputs = [name for name in names if name[1:] in ("s", "_last")]
 

@@ -16,7 +16,8 @@ from torch.nn.functional import linear, pad
 from torch.torch_version import TorchVersion
 
 from torch_bridge import loops, norm_ops, op_common, rnn_ops
-from torch_bridge.rnn_ops import GRU, LSTM, Cell, Precision
+from torch_bridge.cells import GRU, LSTM, CellSpec
+from torch_bridge.rnn_ops import Precision
 
 Implementation = Literal["triton", "torch"] | None
 
@@ -223,7 +224,7 @@ class DirectionResult(NamedTuple):
     last: tuple[Tensor, ...]
 
 
-def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
+def _check(cell: CellSpec, xs: Tensor, one: Direction, batch_first: bool) -> None:
     """Raises ValueError unless shapes and dtypes agree."""
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
     check_tensor("xs", xs, optional=False)
@@ -268,7 +269,7 @@ def _check(cell: Cell, xs: Tensor, one: Direction, batch_first: bool) -> None:
             )
 
 
-def _bias(cell: Cell, one: Direction) -> Tensor | None:
+def _bias(cell: CellSpec, one: Direction) -> Tensor | None:
     """Returns the sum of the biases to add to the input projection: all but the recurrent bias of a GRU's n gate."""
     if one.b_hh is None:
         return one.b_ih
@@ -285,7 +286,9 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x
 
 
-def _autocast(cell: Cell, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tensor, Sequence[Direction], torch.dtype]:
+def _autocast(
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction]
+) -> tuple[Tensor, Sequence[Direction], torch.dtype]:
     """Casts operands and states as `torch.nn` does under autocast. The states of a GRU on the CPU keep their dtype.
 
     Returns the inputs, the layer, and the dtype for states that are not given.
@@ -335,7 +338,7 @@ def _start_projected(xp: Tensor, one: Direction, reverse: bool, time: int) -> Te
 
 
 def _project(
-    cell: Cell, xs: Tensor, layer: Sequence[Direction], reverse: bool, time: int
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], reverse: bool, time: int
 ) -> tuple[Tensor, Sequence[Direction]]:
     """Returns the input projections `[directions, *xs.shape[:-1], gates * H]`, and the layer without a projection."""
     if layer[0].w_hr is not None:
@@ -430,7 +433,7 @@ def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[
     return found
 
 
-def _plain(cell: Cell, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
+def _plain(cell: CellSpec, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
     """Runs the loop in PyTorch operations that autograd differentiates, and returns its results by name."""
     loop = op_common.without_autocast(loops.gru if cell is GRU else loops.lstm)
     results = loop(*arguments, order, False)._asdict()
@@ -451,7 +454,7 @@ def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
     return op_common.is_unobserved(tensors if one.resets is None else [*tensors, one.resets])
 
 
-def _run_single_step(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) -> DirectionResult:
+def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: _Layout) -> DirectionResult:
     """Runs a layer of one direction for one step, with PyTorch's own cell."""
     hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
     states = []
@@ -477,7 +480,7 @@ def _run_single_step(cell: Cell, xs: Tensor, one: Direction, layout: _Layout) ->
 
 
 def run_layer(
-    cell: Cell,
+    cell: CellSpec,
     xs: Tensor,
     layer: Sequence[Direction],
     *,

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.nn.functional import dropout
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
-from torch_bridge import functional, op_common, rnn_ops
+from torch_bridge import cells, functional, op_common, rnn_ops
+from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Direction, DirectionResult, Implementation
-from torch_bridge.rnn_ops import Cell, Precision
+from torch_bridge.rnn_ops import Precision
 
 
 class _RecurrentModule(torch.nn.RNNBase):
@@ -88,7 +89,7 @@ class GRU(_RecurrentModule):
           NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
             step.
         """
-        ys, (h_n,) = _forward(self, rnn_ops.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
+        ys, (h_n,) = _forward(self, cells.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n
 
 
@@ -139,7 +140,7 @@ class LSTM(_RecurrentModule):
         if hx is not None:
             hx = functional.split_state_pair("hx", hx)
         ys, (h_n, c_n) = _forward(
-            self, rnn_ops.LSTM, input, hx, resets, functional.split_state_pair("reset_state", reset_state)
+            self, cells.LSTM, input, hx, resets, functional.split_state_pair("reset_state", reset_state)
         )
         return ys, (h_n, c_n)
 
@@ -161,12 +162,12 @@ def _is_backward(rnn: torch.nn.RNNBase, index: int) -> bool:
     return rnn.bidirectional and index % 2 == 1
 
 
-def _widths(rnn: torch.nn.RNNBase, cell: Cell) -> tuple[int, ...]:
+def _widths(rnn: torch.nn.RNNBase, cell: CellSpec) -> tuple[int, ...]:
     return (rnn.proj_size or rnn.hidden_size, rnn.hidden_size)[: len(cell.states)]
 
 
 def _run_stack(
-    rnn: torch.nn.RNNBase, cell: Cell, xs: Tensor, starts: Sequence[_InitialStates], batch_first: bool, cells: bool
+    rnn: torch.nn.RNNBase, cell: CellSpec, xs: Tensor, starts: Sequence[_InitialStates], batch_first: bool, cells: bool
 ) -> tuple[Tensor, list[DirectionResult]]:
     """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer."""
     outcomes: list[DirectionResult] = []
@@ -192,7 +193,7 @@ def _run_stack(
 
 
 def _forward(
-    rnn: Any, cell: Cell, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
+    rnn: Any, cell: CellSpec, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Any, tuple[Tensor, ...]]:
     """Returns the outputs and the last states `[layers * directions, B, width]`, as `torch.nn` does."""
     if isinstance(input, PackedSequence):
@@ -201,7 +202,7 @@ def _forward(
         raise ValueError(f"{rnn.mode}: Expected input to be 2D or 3D, got {input.dim()}D instead")
     if hx is not None and any(x.dim() != input.dim() for x in hx):
         kind, ranks = "batched 3-D" if input.dim() == 3 else "unbatched 2-D", [f"{x.dim()}-D" for x in hx]
-        if cell is rnn_ops.GRU:
+        if cell is cells.GRU:
             raise RuntimeError(f"For {kind} input, hx should also be {input.dim()}-D but got {ranks[0]} tensor")
         raise RuntimeError(
             f"For {kind} input, hx and cx should also be {input.dim()}-D but got ({', '.join(ranks)}) tensors"
@@ -218,19 +219,19 @@ def _forward(
     return ys.squeeze(axis), tuple(x.squeeze(1) for x in last)
 
 
-def _checked_states(rnn: Any, cell: Cell, input: Tensor, hx: Any, batch: int, batch_sizes: Any) -> Any:
+def _checked_states(rnn: Any, cell: CellSpec, input: Tensor, hx: Any, batch: int, batch_sizes: Any) -> Any:
     """Returns the initial states, zeros if `hx` is None. Raises the errors of `torch.nn`."""
     if hx is None:
         count = rnn.num_layers * _directions(rnn)
         hx = tuple(input.new_zeros((count, batch, width)) for width in _widths(rnn, cell))
-    rnn.check_forward_args(input, hx if cell is rnn_ops.LSTM else hx[0], batch_sizes)
+    rnn.check_forward_args(input, hx if cell is cells.LSTM else hx[0], batch_sizes)
     for x in hx:
         functional.check_state_dtype("hx", x, "the input", input, rnn.weight_ih_l0)
     return hx
 
 
 def _forward_batch(
-    rnn: Any, cell: Cell, xs: Tensor, hx: Any, resets: Tensor | None, reset_states: tuple[Tensor | None, ...]
+    rnn: Any, cell: CellSpec, xs: Tensor, hx: Any, resets: Tensor | None, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     time = 1 if rnn.batch_first else 0
     states = _checked_states(rnn, cell, xs, hx, xs.shape[1 - time], None)
@@ -251,7 +252,7 @@ def _forward_batch(
 
 
 def _check_resets(
-    rnn: Any, cell: Cell, outer: tuple[int, ...], batch: tuple[int, ...], resets: Any, reset_states: Sequence[Any]
+    rnn: Any, cell: CellSpec, outer: tuple[int, ...], batch: tuple[int, ...], resets: Any, reset_states: Sequence[Any]
 ) -> None:
     """Raises ValueError unless resets and reset states are tensors with shapes that `forward` accepts."""
     functional.check_tensor("resets", resets)
@@ -284,7 +285,7 @@ def _resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) -
 
 
 def _forward_packed(
-    rnn: Any, cell: Cell, packed: PackedSequence, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
+    rnn: Any, cell: CellSpec, packed: PackedSequence, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[PackedSequence, tuple[Tensor, ...]]:
     """Runs over the padding too, which changes no result: it comes last, or, backward, a reset discards its states."""
     data, batch_sizes, order, inverse = packed
@@ -313,7 +314,7 @@ def _forward_packed(
         first = tuple(sort(x)[i] for x in states)
         one = _InitialStates(first, resets, tuple(None if x is None else x[i] for x in reset_states))
         starts.append(_start_at_end(one, last, xs) if _is_backward(rnn, i) else one)
-    ys, outcomes = _run_stack(rnn, cell, xs, starts, False, cells=cell is rnn_ops.LSTM)
+    ys, outcomes = _run_stack(rnn, cell, xs, starts, False, cells=cell is cells.LSTM)
 
     results = []
     sequence = torch.arange(xs.shape[1], device=xs.device)
@@ -368,13 +369,13 @@ def run_trajectories(
       ValueError: shapes disagree, there are no steps, or `rnn` is not a GRU or an LSTM.
       RuntimeError: the width of the input is wrong, as in `torch.nn`.
     """
-    kind = {"GRU": rnn_ops.GRU, "LSTM": rnn_ops.LSTM}.get(rnn.mode)
+    kind = {"GRU": cells.GRU, "LSTM": cells.LSTM}.get(rnn.mode)
     if kind is None:
         raise ValueError(f"the weights must be a GRU's or an LSTM's, got {rnn.mode}")
     given = (hidden,) if cell is None else (hidden, cell)
     if len(given) != len(kind.states):
         raise ValueError(
-            f"a {rnn.mode} takes {'hidden' if kind is rnn_ops.GRU else 'hidden and cell'}, got {len(given)} states"
+            f"a {rnn.mode} takes {'hidden' if kind is cells.GRU else 'hidden and cell'}, got {len(given)} states"
         )
     outer = tuple(input.shape[:-1])
     if is_init.dim() == 3:

@@ -17,58 +17,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import config, loops, op_common
+from torch_bridge import config, loops, op_common, rules
+from torch_bridge.cells import GRU, LSTM, CellSpec
 
 if TYPE_CHECKING:
     from torch_bridge.launch import Launch
 
-Precision = Literal["tf32", "tf32x3"] | None
+# None follows `torch.backends.cuda.matmul`.
+Precision = rules.Precision | None
 
 _REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "bidirectional": "bidirectional"}
-_PRECISIONS = ("tf32", "tf32x3")
-# Dtypes of resets that the kernels read without conversion.
-_READ_RESETS = frozenset(
-    (
-        torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64,
-        torch.int64, torch.float16, torch.bfloat16, torch.float32,
-    )
-)  # fmt: skip
-# Up to this hidden width TF32 saves no time: the products are not the bottleneck of a step.
-_FULL_PRECISION_WIDTH = 32
-
-
-class Cell(NamedTuple):
-    """An entry of the cell table: the properties in which cells differ.
-
-    Attributes:
-      name: name of the cell's operators and kernels.
-      gates: width of the input projection, divided by H.
-      states: names of the states in the carry, the hidden state first.
-      saved: residuals that the forward pass saves at every step for the backward pass: `(name, width / H)`.
-      returns: names of the outputs of the forward operator.
-    """
-
-    name: str
-    gates: int
-    states: tuple[str, ...]
-    saved: tuple[tuple[str, int], ...]
-    returns: tuple[str, ...]
-
-
-GRU = Cell("gru", 3, ("h",), (("local_grads", 4), ("carry_gate", 1)), ("hs", "h_last", "local_grads", "carry_gate"))
-LSTM = Cell(
-    "lstm",
-    4,
-    ("h", "c"),
-    (("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
-    ("hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate"),
-)
+_PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
 
 
 @functools.cache
@@ -124,7 +89,7 @@ def kernel_precision(precision: Precision, hidden: int) -> str:
       ValueError: the precision is unknown.
     """
     if precision is None:
-        return "tf32" if _matmul_precision() == "tf32" and hidden > _FULL_PRECISION_WIDTH else "tf32x3"
+        return rules.kernel_precision(_matmul_precision() == "tf32", hidden)
     if precision not in _PRECISIONS:
         raise ValueError(
             f'precision must be "tf32", "tf32x3" or None (to follow torch.backends.cuda.matmul), got {precision!r}'
@@ -188,7 +153,7 @@ def _launch(
 
 
 def _run(
-    cell: Cell, direction: config.Direction, sizes: config.Sizes, arrays: dict[str, Tensor | None],
+    cell: CellSpec, direction: config.Direction, sizes: config.Sizes, arrays: dict[str, Tensor | None],
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
@@ -220,19 +185,14 @@ def _state_dtype(x: Tensor, w_hh: Tensor) -> torch.dtype:
 
 
 def _residual_dtype(name: str, kernels: bool, precision: str, w_hh: Tensor) -> torch.dtype:
-    """Returns the dtype of a residual. float16 rounds no worse than products in TF32 or bfloat16 round their operands.
-
-    `carry_gate` stays float32: it multiplies the gradient at every step, so its rounding error would grow with the
-    number of steps.
-    """
     if not kernels:
         return op_common.accumulation_dtype(w_hh.dtype)
-    halves = w_hh.dtype == torch.bfloat16 or (w_hh.dtype == torch.float32 and precision == "tf32")
-    return torch.float16 if halves and name != "carry_gate" else torch.float32
+    fits_float16 = rules.residual_fits_float16(name, op_common.dtype_name(w_hh.dtype), precision)
+    return torch.float16 if fits_float16 else torch.float32
 
 
 def _forward_outputs(
-    cell: Cell, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], cells: bool, save: bool, kernels: bool,
+    cell: CellSpec, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], cells: bool, save: bool, kernels: bool,
     precision: str,
 ) -> dict[str, tuple[Any, torch.dtype]]:  # fmt: skip
     """Returns shape and dtype of each output of the forward operator, by name; `(0,)` if it is not requested."""
@@ -244,14 +204,14 @@ def _forward_outputs(
         outputs[f"{s}s"] = ((groups, steps, batch, hidden) if asked else (0,), x.dtype)
     for s, x in zip(cell.states, states, strict=True):
         outputs[f"{s}_last"] = ((groups, batch, hidden), x.dtype)
-    for name, width in cell.saved:
+    for name, width in cell.residuals:
         shape = (groups, steps, batch, width * hidden) if save else (0,)
         outputs[name] = (shape, _residual_dtype(name, kernels, precision, w_hh))
     return outputs
 
 
 def _forward_kernel(
-    cell: Cell, sizes: config.Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
+    cell: CellSpec, sizes: config.Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
     reset_states: Sequence[Tensor | None], order: str, precision: str, returned: dict[str, tuple[Any, torch.dtype]],
     **biases: Tensor,
 ) -> Any:  # fmt: skip
@@ -279,7 +239,7 @@ def _forward_kernel(
 
 
 def _readable_resets(resets: Tensor | None) -> Tensor | None:
-    return resets if resets is None or resets.dtype in _READ_RESETS else resets != 0
+    return resets if resets is None or op_common.dtype_name(resets.dtype) in rules.RESET_DTYPES else resets != 0
 
 
 def _as_outputs(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> Any:
@@ -296,7 +256,7 @@ def _as_outputs(results: Any, returned: dict[str, tuple[Any, torch.dtype]], like
 
 
 def _backward_outputs(
-    cell: Cell, w_hh: Tensor, carry_gate: Tensor, reset_gradients: bool, resets: Tensor | None
+    cell: CellSpec, w_hh: Tensor, carry_gate: Tensor, reset_gradients: bool, resets: Tensor | None
 ) -> dict[str, tuple[Any, torch.dtype]]:
     """Returns shape and dtype of each output of the backward operator, by name; `(0,)` if it is not requested."""
     groups, steps, batch, hidden = carry_gate.shape
@@ -314,7 +274,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def _backward_kernel(
-    cell: Cell, sizes: config.Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
+    cell: CellSpec, sizes: config.Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
     dsequences: Sequence[Tensor | None], dlast: Sequence[Tensor | None], order: str, precision: str,
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> Any:  # fmt: skip
@@ -690,7 +650,12 @@ lstm_op, lstm_backward_op = _register(
 
 
 def forward(
-    cell: Cell, arguments: Sequence[Tensor | None], order: str, precision: str, cells: bool, implementation: str | None
+    cell: CellSpec,
+    arguments: Sequence[Tensor | None],
+    order: str,
+    precision: str,
+    cells: bool,
+    implementation: str | None,
 ) -> dict[str, Tensor]:
     """Calls the operator of a cell. It saves residuals for the backward pass if a gradient may be requested.
 
@@ -709,4 +674,4 @@ def forward(
     options = (order, precision) if cell is GRU else (order, precision, cells)
     save = op_common.wants_gradients([x for x in arguments if x is not None])
     results = op_common.call(op, *arguments, *options, save, implementation)
-    return dict(zip(cell.returns, results, strict=True))
+    return dict(zip(cell.forward_outputs, results, strict=True))

@@ -1,0 +1,57 @@
+"""The table of cells: what the kernels and both fronts need to know of each one. Imports neither torch nor triton.
+
+`jaxrnn.cells` adds a cell's arithmetic in JAX, `torch_bridge.loops` that in PyTorch, and `torch_bridge.kernels` its
+kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CellSpec:
+    """One entry of the table.
+
+    Attributes:
+      name: of the cell; operators and kernels have it in their names.
+      gates: width of the input projection as a multiple of H.
+      states: the carry, with the hidden state first.
+      residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`.
+      in_place_residuals: what the forward kernel stores instead where it may overwrite `xp`: `(name, width / H)`, as
+        wide as `xp` and under one of the names in `residuals`. None if the cell has no such form.
+      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of products with `w_hh` that differ
+        from those of `xp`. Empty, or "dhn": the gradient of the last gate's hidden product, to which `b_hn` is added.
+    """
+
+    name: str
+    gates: int
+    states: tuple[str, ...]
+    residuals: tuple[tuple[str, int], ...]
+    in_place_residuals: tuple[str, int] | None
+    hidden_grads: tuple[str, ...]
+
+    @property
+    def forward_outputs(self) -> tuple[str, ...]:
+        """The outputs of the forward kernel by name: states of every step, last states, residuals."""
+        steps, last = (f"{s}s" for s in self.states), (f"{s}_last" for s in self.states)
+        return (*steps, *last, *dict(self.residuals))
+
+
+GRU = CellSpec(
+    name="gru",
+    gates=3,
+    states=("h",),
+    residuals=(("local_grads", 4), ("carry_gate", 1)),
+    in_place_residuals=("local_grads", 3),
+    hidden_grads=("dhn",),
+)
+LSTM = CellSpec(
+    name="lstm",
+    gates=4,
+    states=("h", "c"),
+    residuals=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
+    in_place_residuals=None,
+    hidden_grads=(),
+)
+CELLS = {cell.name: cell for cell in (GRU, LSTM)}

@@ -1,0 +1,33 @@
+"""Rules of numerics that the JAX front and the PyTorch front share. Imports neither torch nor triton."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Precision = Literal["tf32", "tf32x3"]
+
+# Dtypes of the operands that the kernels multiply.
+OPERAND_DTYPES = ("float32", "bfloat16", "float16")
+# Dtypes of resets that the kernels read; resets of other dtypes are compared with zero first.
+RESET_DTYPES = frozenset(
+    ("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32")
+)
+# The lowest compute capability, times ten, that the kernels run on.
+LOWEST_CAPABILITY = 80
+# Up to this hidden size TF32 saves no time, since the products do not bound a step. XLA too multiplies small batches of
+# this width in full float32, so TF32 would be far less accurate than XLA.
+FULL_PRECISION_WIDTH = 32
+
+
+def kernel_precision(allows_tf32: bool, hidden: int) -> Precision:
+    """Returns the precision of float32 products in a kernel: "tf32", or "tf32x3" for the accuracy of float32."""
+    return "tf32" if allows_tf32 and hidden > FULL_PRECISION_WIDTH else "tf32x3"
+
+
+def residual_fits_float16(name: str, operand_dtype: str, precision: str) -> bool:
+    """Whether float16 rounds a residual no worse than the kernel's products, in TF32 or bfloat16, round their operands.
+
+    `carry_gate` is always float32: it multiplies the gradient at every step, so rounding errors would add up over time.
+    """
+    reduced = operand_dtype == "bfloat16" or (operand_dtype == "float32" and precision == "tf32")
+    return reduced and name != "carry_gate"
