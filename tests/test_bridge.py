@@ -351,7 +351,7 @@ def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
     widest = 64 * device.multiprocessors
     assert heuristic(dataclasses.replace(problem, hidden=widest), device).splits == device.multiprocessors
     assert issubclass(UnsupportedError, NotImplementedError)
-    text = rf'hidden width of {widest + 1} is more than .* can share \({widest}\); pass implementation="xla"'
+    text = rf'hidden width of {widest + 1} is more than .* can share \(at most {widest}\); pass implementation="xla"'
     with pytest.raises(UnsupportedError, match=text):
         heuristic(dataclasses.replace(problem, hidden=widest + 1), device)
 

@@ -83,7 +83,7 @@ def test_wide_inputs_of_float32_have_no_kernel():
 
     dtypes = ("x", "float32"), ("w_ih_t", "float32"), ("bias", "float32"), ("xp", "float32")
     assert input_projections.choose(input_projections.Problem(1, 4096, 128, 384, dtypes), Device()).inputs == 128
-    with pytest.raises(UnsupportedError, match=r"129 inputs of float32 has no kernel \(up to 128\): leave it"):
+    with pytest.raises(UnsupportedError, match=r"129 float32 inputs has no kernel \(the limit is 128\): use a"):
         input_projections.choose(input_projections.Problem(1, 4096, 129, 384, dtypes), Device())
 
 

@@ -1,7 +1,7 @@
-"""GRU and LSTM with episode resets, RMSNorm and LayerNorm, in Triton kernels. Never imports jax.
+"""GRU and LSTM with episode resets, RMSNorm and LayerNorm, in Triton kernels. This package never imports jax.
 
-`torch_bridge.nn` has the modules, `torch_bridge.functional` the functions; importing either registers the operators,
-`torch.ops.torch_bridge`.
+`torch_bridge.nn` contains the modules, and `torch_bridge.functional` contains the functions. Importing either registers
+the operators, `torch.ops.torch_bridge`.
 """
 
 import importlib
@@ -11,7 +11,7 @@ __all__ = ["functional", "nn"]
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports `torch_bridge.nn` and `torch_bridge.functional` when they are asked for: PyTorch takes a second."""
+    """Imports `torch_bridge.nn` and `torch_bridge.functional` on first use, as importing PyTorch takes a second."""
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""Which tiling a launch uses: a pure function of the problem and the device, no measuring on a user's call."""
+"""The choice of a launch's tiling: a pure function of the problem and the device, without measurements at call time."""
 
 from __future__ import annotations
 
@@ -15,23 +15,24 @@ from torch_bridge.devices import Device as Device
 Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 Precision = Literal["tf32", "tf32x3"]
-# Which models run from the last step to the first: none, all, or those of odd index.
+# Which models run from the last step to the first: none (False), all (True), or those of odd index.
 Reverse = bool | Literal["bidirectional"]
-# Which kernels of a cell: in plain Triton, or in Gluon those of the module of that ending. "resident" and "fma" run
-# from capability 8.0 on; "split" and "rows" multiply by wgmma, which capability 9.0 alone has.
+# Which kernels of a cell: "plain" ones are written in Triton, the others in Gluon, in the module `{cell}_{variant}`.
+# "resident" and "fma" run on compute capability 8.0 and newer; "split" and "rows" use wgmma, which only capability 9.0
+# has.
 Variant = Literal["plain", "resident", "fma", "split", "rows"]
 
 RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
-# Gates of each cell: the width of its input projection over H.
+# Number of gates of each cell: the width of its input projection divided by H.
 GATES = {"gru": 3, "lstm": 4}
 
 
 class UnsupportedError(NotImplementedError):
-    """No kernel configuration covers the problem; the message names the limit."""
+    """The error raised if no kernel supports a problem; its message names the limit."""
 
 
 class Sizes(NamedTuple):
-    """How large a recurrence is, in the words and the order of `Problem`."""
+    """The sizes of a recurrence, with the names and in the order of the fields of `Problem`."""
 
     models: int
     groups: int
@@ -42,20 +43,20 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """One recurrence to launch. Sequence arrays are `[groups, steps, batch, width]`, weights `[models, hidden, ...]`.
+    """One recurrence to launch. Sequence arrays are `[groups, steps, batch, width]`, weights `[models, ...]`.
 
     Attributes:
       cell: an entry of `torch_bridge.kernels.CELLS`.
       direction: forward or backward pass.
-      models: sets of weights; each owns `groups / models` consecutive groups.
-      groups: blocks of `batch` sequences, each block time first.
-      steps: length in time.
-      batch: sequences in a group.
-      hidden: hidden units.
-      dtypes: `(name, dtype)` of every array that takes part; an array left out is not computed or not used.
-      reset_state: where an episode's first state comes from; backward it does not matter.
-      reverse: run from the last step to the first; "bidirectional": only models of odd index do.
-      precision: of float32 products on the tensor cores.
+      models: number of sets of weights; each owns `groups / models` consecutive groups.
+      groups: number of blocks of `batch` sequences; each block is time first.
+      steps: number of time steps.
+      batch: number of sequences in a group.
+      hidden: number of hidden units.
+      dtypes: `(name, dtype)` of every input and output; an array that is not named is not computed or not used.
+      reset_state: where an episode's first state comes from; the backward pass does not depend on it.
+      reverse: whether to run from the last step to the first; with "bidirectional" only models of odd index do.
+      precision: precision of float32 products on the tensor cores.
     """
 
     cell: str
@@ -72,30 +73,31 @@ class Problem:
 
     @property
     def sequences(self) -> int:
-        """Sequences that one model runs."""
+        """The number of sequences per model."""
         return self.groups // self.models * self.batch
 
     @property
     def operand_dtype(self) -> str:
-        """The dtype that matmul operands have."""
+        """The dtype of the matmul operands."""
         return dict(self.dtypes)["w_hh_t" if self.direction == "fwd" else "w_hh"]
 
     @property
     def is_common(self) -> bool:
-        """Whether it has no reset state, no cell states of every step, and no gradients of these."""
+        """Whether the problem has no reset state, no cell states of every step, and no gradients of either."""
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
 
     @property
     def is_unaligned(self) -> bool:
-        """Whether no loads of several numbers fit its rows, so that addresses take registers."""
+        """Whether the row length rules out loads of four elements, so that addresses take more registers."""
         return self.hidden % 4 != 0
 
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """A tiling. With `splits == 1` a program has the weights of all units on chip, else so many share its units.
+    """A tiling. With `splits == 1`, a program keeps the weights of all units on chip.
 
-    `shared_gates` says of how many gates the "fma" kernels keep the weights in shared memory, not in registers.
+    Otherwise `splits` programs share the units. `shared_gates` is the number of gates whose weights the "fma" kernels
+    keep in shared memory instead of registers.
     """
 
     block_h: int
@@ -108,25 +110,29 @@ class KernelConfig:
     shared_gates: int = 0
 
     def tiles(self, problem: Problem) -> int:
-        """Batch tiles of one model."""
+        """Returns the number of batch tiles per model."""
         return _cdiv(problem.sequences, self.block_b)
 
     def workers(self, problem: Problem, device: Device) -> int:
-        """Groups of programs that run side by side, each taking tiles in turn."""
+        """Returns the number of workers: groups of `splits` programs that process their tiles one after the other."""
         items = problem.models * self.tiles(problem)
         return items if self.splits == 1 else max(1, min(items, device.multiprocessors // self.splits))
 
     def rounds(self, problem: Problem, device: Device) -> int:
-        """Tiles that a worker takes, one after the other."""
+        """Returns the largest number of tiles that one worker processes."""
         return _cdiv(problem.models * self.tiles(problem), self.workers(problem, device))
 
     def workspaces(self, problem: Problem, device: Device) -> list[tuple[str, int, str, bool]]:
-        """Name, length and dtype of what programs that share a tile exchange through, and whether it must be zeros."""
+        """Returns `(name, length, dtype, zeroed)` of the arrays through which programs that share a tile exchange data.
+
+        Arrays that are `zeroed` must contain zeros when the launch starts.
+        """
         if self.splits == 1:
             return []
         forward, gates, workers = problem.direction == "fwd", GATES[problem.cell], self.workers(problem, device)
         if self.variant == "split":
-            # two buffers; forward, a word and its number for two sequences; backward, a word from each program to each
+            # two buffers; forward, each pair of sequences is a word and the word's number; backward, each program sends
+            # a word per element to each program
             words = 2 * self.block_h * self.block_b * self.splits * workers
             return [("exchange", words if forward else words * self.splits, "int32", True)]
         if self.variant == "rows":
@@ -142,7 +148,7 @@ class KernelConfig:
         return [("exchange", *exchange), *([] if device.interpreted else [("barrier", workers, "int32", True)])]
 
     def shared_memory(self, problem: Problem) -> int:
-        """At least the bytes of shared memory that a program takes: measured as close bounds, held by a test."""
+        """Returns an upper bound, in bytes, on a program's shared memory: close to measured use, checked by a test."""
         gates, wide = GATES[problem.cell], problem.operand_dtype == "float32"
         size = 4 if wide else 2
         if self.variant == "split":
@@ -154,7 +160,7 @@ class KernelConfig:
             operands = 1 if problem.direction == "fwd" else gates
             return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2
         if self.variant == "resident":
-            # weights on their way to registers, operands of two steps, bounds of their size
+            # weights on their way to registers, operands of two steps, upper bounds on the operands' magnitude
             operands = 1 if problem.direction == "fwd" else gates
             return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 1024
         if self.splits == 1:
@@ -165,9 +171,9 @@ class KernelConfig:
         return self.num_stages * stage + (8 if wide else 20) * self.block_h * self.block_b
 
 
-# Hidden units up to which a kernel may multiply float32 as it is where TF32 would do.
+# Largest hidden size at which a kernel may multiply in full float32 where TF32 is allowed.
 _FLOAT32_WIDTH = 64
-# Fewer do not pay for bringing all weights on chip.
+# Fewest steps for which it is profitable to load all weights on chip.
 _MANY_STEPS = 8
 
 
@@ -180,22 +186,23 @@ def _power_of_2(n: int) -> int:
 
 
 def _kind(problem: Problem) -> str:
-    """What the costs of products go by."""
+    """Returns the kind of product, a key of the tables of costs: "tf32", "tf32x3" or "16-bit"."""
     return problem.precision if problem.operand_dtype == "float32" else "16-bit"
 
 
 def may_have_float32_residuals(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
-    """Whether the forward kernel may save float32 residuals in TF32 mode: see `with_residual_dtypes`."""
+    """Whether the forward kernel may save float32 residuals where TF32 is allowed; see `with_residual_dtypes`."""
     few = sequences <= _FMA_FOR_TF32 * device.multiprocessors
     return few and hidden <= _FLOAT32_WIDTH and reset_state == "zeros" and device.capability >= 80
 
 
 def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
-    """`problem` with what is saved of every step in the dtype of its kernel, where a program has all of it in float32.
+    """Returns `problem`, whose residuals are declared float32, with the dtypes in which its kernel saves them.
 
-    That is float16 where products are of TF32, whose rounding is no finer; float32 where they are of float32 as it is.
+    Kernels with TF32 products save `local_grads` and `dc_dh` as float16, because TF32 rounds no finer. Kernels that
+    multiply in full float32 save float32.
     """
-    dtypes = dict(problem.dtypes)  # without "keep", of what is saved in place
+    dtypes = dict(problem.dtypes)  # without "carry_gate" if residuals are stored in place
     if _kind(problem) != "tf32" or "carry_gate" not in dtypes or heuristic(problem, device).variant == "fma":
         return problem
     dtypes |= {name: "float16" for name in ("local_grads", "dc_dh") if name in dtypes}
@@ -204,7 +211,7 @@ def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
 
 @functools.lru_cache(maxsize=4096)
 def heuristic(problem: Problem, device: Device) -> KernelConfig:
-    """The tiling for a problem.
+    """Returns the tiling for a problem.
 
     Raises:
       UnsupportedError: the hidden state is wider than the programs of one cooperative launch can share.
@@ -217,12 +224,12 @@ def _by_cost(ways: list[tuple[float, KernelConfig]]) -> list[KernelConfig]:
 
 
 def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
-    """The tilings that a problem can run with, the fastest first as far as the figures here know.
+    """Returns the tilings that can run a problem, the fastest first according to the estimates in this module.
 
     Raises:
-      UnsupportedError: as `heuristic`.
+      UnsupportedError: see `heuristic`.
     """
-    # to keep the weights on chip is faster than any way that reads them at every step, by more than the figures err
+    # keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates
     kept = _by_cost(_split_configs(problem, device) + _rows_configs(problem, device))
     few = _fma_configs(problem, device)
     read = _by_cost(_plain_shared_configs(problem, device) + [way for way in few if way[0]])
@@ -230,33 +237,37 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     found = [config for cost, config in few if not cost] + resident + kept + read
     if not found:
         raise UnsupportedError(
-            f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} multiprocessors of this "
-            f'device can share ({widest(device)}); pass implementation="xla"'
+            f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
+            f'can share (at most {widest(device)}); pass implementation="xla"'
         )
     return found
 
 
 def _has_16_bit_kernels(problem: Problem) -> bool:
-    """Whether "resident", "split" and "rows" support it: operands of 16 bits, and forward no reset state."""
+    """Whether the "resident", "split" and "rows" kernels support a problem.
+
+    The operands of these kernels are bfloat16 or, for TF32, scaled float16. Their forward pass supports no reset state.
+    """
     covered = _kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
     covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
-    return covered and problem.steps > 1  # to bring the weights on chip takes longer than a step
+    return covered and problem.steps > 1  # loading the weights on chip takes longer than a step
 
 
-# Sequences on a multiprocessor up to which a program for each is the fastest way (H200): of 16-bit operands, of the GRU
-# of 33 to 64 units forward, and of such widths where TF32 will do. Beyond these tiles on the tensor cores are faster;
-# in other cases they are only where steps are few.
+# Largest number of sequences per SM for which one program per sequence is fastest (H200): for 16-bit operands, for the
+# forward pass of a GRU with 33 to 64 units, and for 33 to 64 units where TF32 is allowed. Beyond these limits, tiles on
+# the tensor cores are faster. In all other cases, such tiles are faster only for few steps.
 _FMA_SIXTEEN_BITS, _FMA_WIDE_GRU, _FMA_FOR_TF32 = 16, 8, 2
-# Microseconds of a step of 128 units, forward and backward, with a sequence on each multiprocessor.
+# Microseconds per step with 128 units, forward and backward, if each SM has one sequence.
 _FMA_STEP = {"gru": {"fwd": 0.8, "bwd": 1.1}, "lstm": {"fwd": 1.0, "bwd": 1.4}}
-# And microseconds until it has its weights.
+# Microseconds until a program has loaded its weights.
 _FMA_START = 8.0
-# Steps from which it does not count that every program loads all weights, by block; of up to 16 units it never does.
+# Fewest steps, by block, for which the time to load all weights into every program is negligible. For up to 16 units
+# that time always is.
 _FMA_MANY_STEPS = {32: 12, 64: 16}
 
 
 def _max_sequences_per_sm_for_fma(problem: Problem, block: int) -> float:
-    """Sequences on a multiprocessor up to which a program for each is faster than tiles on the tensor cores."""
+    """Returns up to how many sequences per SM one program per sequence is faster than tiles on the tensor cores."""
     most = math.inf if problem.operand_dtype == "float32" else _FMA_SIXTEEN_BITS
     if block == 64 and problem.cell == "gru" and problem.direction == "fwd":
         most = _FMA_WIDE_GRU
@@ -264,25 +275,29 @@ def _max_sequences_per_sm_for_fma(problem: Problem, block: int) -> float:
         most = _FMA_FOR_TF32
     many = _FMA_MANY_STEPS.get(block, 0)
     if block == 64 and problem.cell == "lstm" and problem.direction == "bwd":
-        many = 5  # for which tiles are slow
+        many = 5  # tiles are slow in this case
     if problem.steps < many:
         most = min(most, 2 * problem.steps if block == 32 else min(problem.steps, 4))
     return most
 
 
 def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
-    """The kernels in Gluon for few units, a program a sequence; 0, or what a step of all sequences costs.
+    """Returns the tiling of the "fma" kernels with its cost, if they support a problem.
 
-    They multiply float32 as it is, where tensor cores take three products of TF32 for one. An H200 takes 0.29 us a step
-    forward and 0.24 backward of 64 sequences of the GRU of 32 units, where the plain kernels take 1.4. Of few sequences
-    of 33 to 64 units they are faster than one product of TF32, too.
+    The cost is 0 if the tiling is the fastest, infinity if it is the slowest, or else microseconds per step of all
+    sequences.
+
+    The kernels are for few units and run one program per sequence. They multiply in full float32, which takes three
+    TF32 products on tensor cores. On an H200, a step of 64 sequences of a GRU with 32 units takes 0.29 us forward and
+    0.24 us backward, instead of 1.4 us in the plain kernels. For few sequences and 33 to 64 units, these kernels are
+    faster than a single TF32 product, too.
     """
     forward = problem.direction == "fwd"
     names = dict(problem.dtypes).keys()
     covered = "carry_gate" in names or "local_grads" not in names
     covered &= not forward or problem.reset_state == "zeros"
-    # the registers of a program just hold weights of three gates of 128 units; what spills, with Triton 3.9 up to 352
-    # bytes and before up to 72, costs little beside what programs that share the units take
+    # a program's registers just hold the weights of three gates of 128 units; the spills, up to 352 bytes with Triton
+    # 3.9 and up to 72 bytes before, cost little compared to kernels whose programs share the units
     full = _kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
     covered &= problem.hidden <= (_FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
     if not covered or not device.runs_gluon:
@@ -291,7 +306,8 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     warps = {64: 4, 128: 8}.get(block, 1)
     config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="fma")
     if problem.cell == "lstm" and block == 128:
-        # registers hold three gates of 128 units; backward two are faster where shared memory has room for the others
+        # registers hold the weights of three gates of 128 units; backward, only two gates in registers are faster if
+        # shared memory has room for the other two
         config = dataclasses.replace(config, shared_gates=1 if forward else 2)
         if config.shared_memory(problem) > device.shared_memory:
             config = dataclasses.replace(config, shared_gates=1)
@@ -302,10 +318,11 @@ def _fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     return [(0.0 if turns <= _max_sequences_per_sm_for_fma(problem, block) else math.inf, config)]
 
 
-# Microseconds of a step under `jaxrnn.scan_launch`, by cell, kind of product and direction: fixed; per 1024 units and
-# sqrt(sequences / 256), up to 256 sequences; per 1e5 states; per 1e8 products of a gate; and per 1e6 weights of a gate
-# where there is one sequence, whose products are of a matrix and a vector. Fitted to 180 timings on an H200 (jax
-# 0.11.2) of 1 to 4096 sequences and 256 to 1024 units: within 22 %, mostly within 10 %.
+# Microseconds per step with `jaxrnn.scan_launch`, by cell, kind of product and direction: fixed; per 1024 units and
+# sqrt(sequences / 256), where more than 256 sequences count as 256; per 1e5 elements of the state; per 1e8
+# multiply-adds of a gate; and per 1e6 weights of a gate if a model has one sequence, so that products are matrix-vector
+# products. Fitted to 180 timings on an H200 (jax 0.11.2) with 1 to 4096 sequences and 256 to 1024 units. The fit is
+# within 22 %, mostly within 10 %.
 _SCAN_STEP_COST = {
     ("gru", "tf32", "fwd"): (10.0, 8.9, 3.6, 0.92, 1.1),
     ("gru", "tf32", "bwd"): (7.3, 13.0, 3.3, 0.69, 9.5),
@@ -320,11 +337,12 @@ _SCAN_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (15.0, 14.0, 3.7, 16.0, 0.0),
     ("lstm", "tf32x3", "bwd"): (9.6, 12.0, 4.0, 15.0, 0.0),
 }
-# Microseconds of a step of the plain kernels whose programs share the units, on GPUs without wgmma. Of a tile: fixed;
-# per 100 KB of exchanged state; per 100 KB of weights; per million products; per 100 programs that share it. And per
-# 1e5 states of all tiles. Fitted to 448 timings of the tilings that are chosen for an A100 and an RTX 3090, run as
-# these on an H200 (Triton 3.6): within 17 %, but for "tf32x3" of the GRU forward. `_STEP_COST` ranks tilings, and is
-# not their time here.
+# Microseconds per step of the plain kernels whose programs share the units, on GPUs without wgmma. Costs per tile:
+# fixed; per 100 KB of exchanged state; per 100 KB of weights; per million multiply-adds; per 100 programs that share
+# the tile. The last figure is per 1e5 elements of the state of all tiles. Fitted to 448 timings of the tilings that are
+# chosen for an A100 and an RTX 3090, run on an H200 with the code for those GPUs (Triton 3.6). The fit is within 17 %,
+# except for the forward pass of the GRU in "tf32x3". `_STEP_COST` ranks tilings, but does not give their time on these
+# GPUs.
 _PLAIN_STEP_COST = {
     ("gru", "tf32", "fwd"): (2.8, 0.0, 2.4, 0.0, 14.0, 1.3),
     ("gru", "tf32", "bwd"): (2.1, 3.5, 0.56, 0.0, 17.0, 1.8),
@@ -339,17 +357,18 @@ _PLAIN_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (2.4, 0.0, 9.0, 0.0, 0.0, 2.5),
     ("lstm", "tf32x3", "bwd"): (2.9, 13.0, 3.8, 0.0, 0.0, 2.8),
 }
-# Bytes of weights that the memory of a GPU delivers in a microsecond, which a scan of several models waits for.
+# Bytes of weights per microsecond that the memory of a GPU delivers; a scan of several models waits for the weights.
 _WEIGHT_BYTES_PER_US = 2.5e6
-# How many times as fast a scan has to be: the host launches its steps, and most hosts are slower than that of the H200.
+# Estimated speedup from which a scan is preferred. The host launches the steps of a scan, and most hosts are slower
+# than that of the H200.
 _SCAN_MARGIN = 1.1
 
 
 def prefers_scan(problem: Problem, device: Device) -> bool:
-    """Whether `lax.scan` computes a problem faster than the kernel that would be chosen for it, by the estimates here.
+    """Whether `lax.scan` is estimated to be faster than the kernel that `heuristic` chooses for a problem.
 
-    It may where the chosen kernel is a plain one whose programs share the units, and so reads weights at every step.
-    The benchmark `choice` holds the decision to the better of both.
+    A scan can be faster only if the chosen kernel is a plain one whose programs share the units, because such a kernel
+    reads the weights at every step. The benchmark `choice` checks the decision against the faster of the two.
     """
     config = heuristic(problem, device)
     if config.variant != "plain" or config.splits == 1 or device.interpreted:
@@ -358,7 +377,7 @@ def prefers_scan(problem: Problem, device: Device) -> bool:
 
 
 def _scan_us(problem: Problem) -> float:
-    """Estimates the microseconds of a step of all sequences under `lax.scan`."""
+    """Estimates the microseconds per step of all sequences with `lax.scan`."""
     fixed, per_root, per_state, per_product, per_weight = _SCAN_STEP_COST[_cost_key(problem)]
     sequences, hidden = problem.models * problem.sequences, problem.hidden
     root = hidden / 1024 * (min(sequences, 256) / 256) ** 0.5
@@ -371,7 +390,7 @@ def _scan_us(problem: Problem) -> float:
 
 
 def _plain_us(problem: Problem, config: KernelConfig, device: Device) -> float:
-    """Estimates the microseconds of a step of all sequences in the plain kernel with programs that share the units."""
+    """Estimates the microseconds per step of all sequences in the plain kernel whose programs share the units."""
     rounds = config.rounds(problem, device)
     if device.has_wgmma:
         return rounds * _tile_cost(problem, config, _STEP_COST[_kind(problem), problem.direction])
@@ -385,7 +404,7 @@ def _cost_key(problem: Problem) -> tuple[str, str, str]:
 
 
 def _tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) -> float:
-    """Microseconds of a step of one tile, by what `_STEP_COST` has: fixed, per state, weights and products."""
+    """Returns the microseconds per step of one tile, where `cost` has the format of the entries of `_STEP_COST`."""
     fixed, per_state, per_weight, per_product = cost
     gates, row = GATES[problem.cell], problem.hidden * (2 if _kind(problem) == "16-bit" else 4) / 1e5
     state = config.block_b * row * (1 if problem.direction == "fwd" else gates)
@@ -394,27 +413,29 @@ def _tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) 
 
 
 def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
-    """Whether the kernel with all units in a program has too few registers for tiles of eight sequences."""
+    """Whether the "resident" kernel has too few registers for tiles of eight sequences."""
     if problem.cell != "lstm" or not 64 < problem.hidden <= 128:
         return False
     old, new, halves = _triton() < (3, 7), _triton() > (3, 7), _kind(problem) == "16-bit"
     forward, full = problem.direction == "fwd", problem.hidden == 128
-    if forward:  # of 127 units 8 bytes in 16 bits, 16 in TF32
+    if forward:  # with 127 units, 8 bytes spill in 16 bits and 16 bytes in TF32
         return problem.is_unaligned
     if problem.is_common:
         return False
-    # Triton 3.7 spills 8 to 80 bytes of odd widths; of 128 units 24 bytes on 12.0
+    # Triton 3.7 spills 8 to 80 bytes for unaligned widths, and 24 bytes for 128 units on compute capability 12.0
     if not device.has_wgmma and (problem.is_unaligned or (full and device.capability == 120 and not halves)):
         return True
     return not full and (problem.is_unaligned and old if halves else new)
 
 
 def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
-    """The kernels in Gluon, where they have one: weights in registers, in 16 bits, for a quarter of the time of a step.
+    """Returns the tilings of the "resident" kernels, the fastest first, if they support a problem.
 
-    Products take eight sequences or none, but loads and stores are the price. H200, H=128, B=64: a step of the GRU
-    takes 1.23 us with one sequence a tile, 2.0 us with eight. So tiles are as small as lets all of them run at once.
-    Where that takes more than eight, tiles of sixteen may.
+    These kernels keep 16-bit weights in registers, and take a quarter of the plain kernels' time per step.
+
+    MMA's N dimension is at least 8, but loads and stores are the bottleneck. On an H200 with H=128 and B=64, a step of
+    the GRU takes 1.23 us with one sequence per tile and 2.0 us with eight. Tiles are therefore as small as possible
+    while all of them run at once. If tiles of eight do not all run at once, tiles of sixteen may be faster.
     """
     if not 32 < problem.hidden <= 128 or not (device.runs_gluon and _has_16_bit_kernels(problem)):
         return []
@@ -435,19 +456,21 @@ def _resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     return [best, *(c for c in tilings if c != best)]
 
 
-# A step of tiles of 16 sequences takes as long as so many of 8. On an H200, GRU 2048,256,128 in bfloat16 takes 1.67 ms
-# for 1.89 with tiles of 8, which take turns; in TF32, with them forward alone, 2.63 for 2.72.
+# Ratio of the time per step of a tile of 16 sequences to that of a tile of 8. On an H200, GRU 2048,256,128 in bfloat16
+# takes 1.67 ms with tiles of 16 instead of 1.89 ms with tiles of 8, which do not all run at once. In TF32, with tiles
+# of 16 in the forward pass only, it takes 2.63 ms instead of 2.72 ms.
 _TILE16_COST_RATIO = 1.75
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
-    """Whether the kernel with all units in a program has registers for tiles of 16 sequences, but for a few."""
+    """Whether the "resident" kernel has enough registers for tiles of 16 sequences, or spills only a few."""
     gru = problem.cell == "gru" and problem.hidden == 128 and problem.is_common
     return gru and (problem.direction == "fwd" or _kind(problem) == "16-bit")
 
 
-# Warps of a program that keeps all weights on chip, by the width of its block: if the hidden size fills the block, and
-# if not. As fast as any that does not spill; none where each one does.
+# Warps of a plain program that keeps all weights on chip, by the width of its block: if the hidden size fills the
+# block, and if not. Each number of warps is as fast as any that does not spill. An entry is missing if every number of
+# warps spills.
 _RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("gru", "tf32", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
     ("gru", "tf32", "bwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
@@ -462,7 +485,7 @@ _RESIDENT_WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("lstm", "16-bit", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
     ("lstm", "16-bit", "bwd"): {16: (1, 1), 32: (4, 4), 64: (8, 8), 128: (16,)},
 }
-# Where they differ elsewhere than on Hopper: there the products read the weights from registers.
+# Entries that differ on GPUs other than Hopper, where the products read the weights from registers.
 _NON_HOPPER_WARPS = {
     ("gru", "tf32", "bwd"): {64: (8, 8)},
     ("gru", "tf32x3", "fwd"): {64: (8, 8)},
@@ -471,11 +494,11 @@ _NON_HOPPER_WARPS = {
 
 
 def _plain_resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
-    """One program a tile, if it can hold all weights.
+    """Returns the plain tilings with one program per tile, the fastest first, if a program can hold all weights.
 
-    A step's latency is the price, so tiles are small while they all run at once. H200, H=128, T=128, B=64: 2.0 us a
-    step with tiles of 8 sequences, 4.0 us with 16. Of B=2048 it takes 16 to run all at once, unless two programs fit on
-    a multiprocessor.
+    The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200 with H=128,
+    T=128 and B=64, a step takes 2.0 us with tiles of 8 sequences and 4.0 us with tiles of 16. With B=2048, all tiles
+    run at once only if they have 16 sequences, unless two programs fit on an SM.
     """
     block = max(16, _power_of_2(problem.hidden))
     even = problem.hidden == block
@@ -483,22 +506,22 @@ def _plain_resident_configs(problem: Problem, device: Device) -> list[KernelConf
     by_block = _RESIDENT_WARPS[key] | ({} if device.has_wgmma else _NON_HOPPER_WARPS.get(key, {}))
     warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.is_unaligned):
-        return []  # the latter spills
+        return []  # the second case spills
     small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
     large = dataclasses.replace(small, block_b=16, num_warps=8)
     if small.shared_memory(problem) > device.shared_memory:
         return []
     side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
-    # elsewhere than on Hopper, or with masks, the larger tile spills
+    # on GPUs other than Hopper, or with masks, the larger tile spills
     fits = block == 128 and even and device.has_wgmma and large.shared_memory(problem) <= device.shared_memory
     if not fits:
         return [small]
     return [large, small] if problem.models * small.tiles(problem) > side_by_side else [small, large]
 
 
-# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill with Triton 3.6 to 3.9: of any problem on
-# any device, and on Hopper besides of the common problem, which has no reset state, no cell states of every step and no
-# part of a block.
+# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill with Triton 3.6 to 3.9. `_TILINGS` are
+# for any problem on any device. `_HOPPER_TILINGS` are additional tilings on Hopper for common problems
+# (`Problem.is_common`) whose hidden size is a multiple of `block_k`.
 _TILINGS = {
     ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 2), (64, 16, 32, 8, 2)),
     ("gru", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
@@ -526,16 +549,17 @@ _HOPPER_TILINGS = {
     ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
     ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
 }
-# In place of these where the hidden size is no multiple of `block_k`: masks take registers, and they spill.
+# Replacements for tilings that spill if the hidden size is not a multiple of `block_k`, because masks take registers.
 _PARTIAL_BLOCK_TILINGS = {
     ("lstm", "16-bit", "bwd"): {(64, 16, 64, 4, 4): (64, 16, 64, 8, 4), (64, 32, 64, 8, 4): (64, 32, 32, 8, 4)},
 }
-# Of uneven problems; and how many of these do not spill.
+# Tilings for unaligned problems; and where some of them spill, how many of the first ones do not.
 _UNALIGNED_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
 _UNALIGNED_COUNTS = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
-# Microseconds of a step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million products.
-# Fitted to 330 timings on an H200, triton 3.6, of B from 8 to 2048 and H from 128 to 1024. Of the tilings that
-# were timed, the cheapest by these figures was the fastest or within 26 % of it; those above were not all timed.
+# Microseconds per step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million
+# multiply-adds. Fitted to 330 timings on an H200 (Triton 3.6) with B from 8 to 2048 and H from 128 to 1024. Among the
+# tilings that were timed, the one with the lowest estimate was the fastest or within 26 % of the fastest. Not all of
+# the tilings above were timed.
 _STEP_COST = {
     ("tf32", "fwd"): (3.6, 2.7, 0.64, 1.3),
     ("tf32", "bwd"): (5.2, 2.5, 0.67, 0.61),
@@ -546,9 +570,9 @@ _STEP_COST = {
 }
 
 
-# The kernels in Gluon whose programs have 64 units each: sequences of a tile, warps, and microseconds of a step of one
-# tile: fixed, per program that shares the units. Read off 250 timings on an H200, of B from 8 to 2048 and H from 192 to
-# 512, and taken for 65 to 576 units.
+# Tilings of the "split" kernels, whose programs have 64 units each: sequences per tile, warps, and the microseconds per
+# step of one tile (fixed, and per program that shares the units). Estimated from 250 timings on an H200 with B from 8
+# to 2048 and H from 192 to 512, and used for 65 to 576 units.
 _SPLIT_COST = {
     ("gru", "fwd"): ((8, 4, 0.75, 0.35), (16, 4, 1.6, 0.35), (32, 8, 3.0, 0.5)),
     ("gru", "bwd"): ((8, 4, 0.6, 0.42), (16, 4, 1.6, 0.47), (32, 8, 2.4, 0.8)),
@@ -558,7 +582,10 @@ _SPLIT_COST = {
 
 
 def _split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
-    """Ways to share the units with all weights on chip, and what a step of all tiles costs."""
+    """Returns the tilings of the "split" kernels, each with its cost.
+
+    The programs share the units and keep all weights on chip. The cost is in microseconds per step of all tiles.
+    """
     if not (device.has_wgmma and _has_16_bit_kernels(problem)):
         return []
     splits = _cdiv(problem.hidden, 64)
@@ -567,7 +594,7 @@ def _split_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
     ways: list[tuple[float, KernelConfig]] = []
     tiles: tuple[tuple[int, int, float, float], ...] = _SPLIT_COST[problem.cell, problem.direction]
     if problem.cell == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
-        tiles = tiles[:1]  # with further gradients Triton 3.9 spills the larger ones
+        tiles = tiles[:1]  # with these additional gradients, Triton 3.9 spills in the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
         config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, variant="split")
         if config.shared_memory(problem) <= device.shared_memory:
@@ -575,8 +602,9 @@ def _split_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
     return ways
 
 
-# The kernels in Gluon whose products have sequences as rows, and whose programs, a multiple of four, 32 units each: the
-# same figures. Read off 60 timings on an H200 of B from 8 to 1024 and H from 256 to 1024.
+# The same figures for the "rows" kernels, whose products have sequences as rows. Their programs have 32 units each, and
+# the number of programs that share the units is a multiple of four. Estimated from 60 timings on an H200 with B from 8
+# to 1024 and H from 256 to 1024.
 _ROWS_COST = {
     ("gru", "fwd"): ((64, 4, 3.7, 0.09), (128, 8, 3.5, 0.23)),
     ("gru", "bwd"): ((64, 4, 4.4, 0.13), (128, 8, 5.0, 0.285)),
@@ -587,13 +615,16 @@ _ROWS_COST = {
 
 @functools.cache
 def _triton() -> tuple[int, ...]:
-    """Major and minor version of Triton: ptxas of a later one may need more registers. Unknown, it counts as later."""
+    """Returns Triton's major and minor version, as later versions' ptxas may need more registers.
+
+    An unknown version counts as later than any other.
+    """
     names = importlib.metadata.packages_distributions().get("triton")  # nightly builds have another name
     return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2])) if names else (sys.maxsize,)
 
 
 def _rows_kernel_spills(problem: Problem, block_b: int, splits: int) -> bool:
-    """Whether the kernel with sequences as rows has too few registers."""
+    """Whether the "rows" kernel has too few registers."""
     gru, of_float32 = problem.cell == "gru", problem.operand_dtype == "float32"
     if problem.direction == "fwd":
         return not gru and of_float32 and problem.is_unaligned and splits == 8 and _triton() > (3, 7)
@@ -611,7 +642,10 @@ def _rows_kernel_spills(problem: Problem, block_b: int, splits: int) -> bool:
 
 
 def _rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
-    """The same for states too wide for the ways above, and for many sequences."""
+    """Returns the tilings of the "rows" kernels, each with its cost in microseconds per step of all tiles.
+
+    These kernels are for states that are too wide for the "split" kernels, and for many sequences.
+    """
     splits = 4 * _cdiv(problem.hidden, 128)
     if not (device.has_wgmma and _has_16_bit_kernels(problem)) or problem.steps < _MANY_STEPS:
         return []
@@ -619,7 +653,7 @@ def _rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
         return []
     scaled_backward = problem.direction == "bwd" and problem.operand_dtype == "float32"
     if scaled_backward and _triton() > (3, 7):
-        return []  # spills
+        return []  # the kernel spills
     if (
         scaled_backward
         and problem.reverse == "bidirectional"
@@ -627,7 +661,7 @@ def _rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
         and splits == 16
         and not problem.is_common
     ):
-        return []  # spills
+        return []  # the kernel spills
     ways: list[tuple[float, KernelConfig]] = []
     for block_b, num_warps, fixed, per_split in _ROWS_COST[problem.cell, problem.direction]:
         if _rows_kernel_spills(problem, block_b, splits):
@@ -638,17 +672,20 @@ def _rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
     return ways
 
 
-# For hidden sizes beyond what the tilings above can share.
+# The tiling for hidden sizes that are too wide for the tilings above.
 _WIDEST_TILING = (64, 16, 32, 8, 3)
 
 
 def widest(device: Device) -> int:
-    """The largest hidden size that there is a tiling for."""
+    """Returns the largest hidden size that has a tiling."""
     return _WIDEST_TILING[0] * device.multiprocessors
 
 
 def _plain_shared_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
-    """Ways to share the units that read the weights from L2 at every step, and what a step of all tiles costs."""
+    """Returns the plain tilings whose programs share the units, each with its cost.
+
+    The programs read the weights from L2 at every step. The cost is in microseconds per step of all tiles.
+    """
     kind = _kind(problem)
     ways: list[tuple[float, KernelConfig]] = []
     key = problem.cell, kind, problem.direction
@@ -656,10 +693,10 @@ def _plain_shared_configs(problem: Problem, device: Device) -> list[tuple[float,
     partly_filled = _PARTIAL_BLOCK_TILINGS.get(key, {})
     tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)
     if problem.is_common and not problem.is_unaligned and device.has_wgmma:
-        # first: of two that cost the same, theirs has more stages
+        # the tilings for Hopper come first and win ties of cost, because they have more stages
         tilings = tuple(tiling for tiling in _HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
-        spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma  # with two stages, 32 bytes on 8.6
+        spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma  # on 8.6, two stages spill 32 bytes
         tilings = (_UNALIGNED_TILINGS[-1] if problem.is_unaligned or spills else _WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = _cdiv(problem.hidden, block_h)

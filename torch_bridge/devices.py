@@ -1,4 +1,4 @@
-"""GPUs: what a launch is chosen by, and the profiles of GPUs that kernels are compiled for without having one."""
+"""The facts about a GPU by which launches are chosen, and profiles of GPUs to compile for without having one."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """The facts about a GPU that the choice of a kernel and its tiling depends on. The name is for people.
+    """The facts about a GPU that the choice of a kernel and its tiling depends on, and the GPU's name.
 
     Attributes:
       capability: compute capability times ten.
       multiprocessors: number of SMs.
       shared_memory: bytes of shared memory that one program may use.
-      threads: threads that an SM holds at once.
-      interpreted: kernels run in Triton's interpreter, which has no Gluon.
-      name: as the driver reports it, for messages.
+      threads: maximum number of resident threads per SM.
+      interpreted: whether kernels run in Triton's interpreter, which has no Gluon.
+      name: the name that the driver reports, for messages.
     """
 
     capability: int = 90
@@ -27,7 +27,7 @@ class Device:
 
     @property
     def runs_gluon(self) -> bool:
-        """Whether kernels written in Gluon run here; those that need wgmma need `has_wgmma` besides."""
+        """Whether kernels written in Gluon run here; kernels with wgmma need `has_wgmma` in addition."""
         return not self.interpreted and self.capability >= 80
 
     @property
@@ -41,12 +41,12 @@ class Device:
         return not self.interpreted and self.capability >= 90
 
     def programs_per_sm(self, num_warps: int, wanted: int) -> int:
-        """Returns how many programs an SM holds at once: `wanted`, or as many as its threads allow."""
+        """Returns how many programs are resident on an SM: `wanted`, or as many as its threads allow."""
         return max(1, min(wanted, self.threads // (32 * num_warps)))
 
 
 # Facts from NVIDIA's data sheets and the CUDA programming guide (table "Technical Specifications per Compute
-# Capability"). The A40 and A6000 have the chip of the RTX 3090, the L40S that of the RTX 4090.
+# Capability"). The A40 and A6000 have the chip of the RTX 3090; the L40S has that of the RTX 4090.
 PROFILES = {
     "a100": Device(80, 108, 166_912, 2048, name="NVIDIA A100"),
     "rtx3090": Device(86, 82, 101_376, 1536, name="NVIDIA GeForce RTX 3090"),

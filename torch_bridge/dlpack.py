@@ -1,4 +1,4 @@
-"""Zero-copy views of arrays that live in another framework, through the DLPack protocol and nothing else."""
+"""Zero-copy views of arrays that another framework owns, through the DLPack protocol alone."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CPU, CUDA = 1, 2
 
 
 class _DLTensor(ctypes.Structure):
-    """`DLTensor` of dlpack.h."""
+    """The struct `DLTensor` of dlpack.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -33,7 +33,7 @@ _get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
 @dataclass(frozen=True)
 class View:
-    """Where an array lies: address, device type (`CPU` or `CUDA`) and ordinal. Valid while the array's owner lives."""
+    """The address, device type (`CPU` or `CUDA`) and device ordinal of an array, valid as long as its owner lives."""
 
     address: int
     device_type: int
@@ -41,7 +41,7 @@ class View:
 
 
 def view(array: Any) -> View:
-    """The address of `array`, which must offer `__dlpack__`. Nothing is copied and no stream is waited for."""
+    """Returns where `array`, which must have `__dlpack__`, lies in memory. Copies nothing and waits for no stream."""
     capsule = array.__dlpack__()
     tensor = _DLTensor.from_address(_get_pointer(capsule, b"dltensor"))
     return View((tensor.data or 0) + tensor.byte_offset, tensor.device_type, tensor.device_id)

@@ -1,4 +1,4 @@
-"""The launch of an input projection: which it takes, in which tiling; see `torch_bridge.kernels.input_projection`."""
+"""The launch of an input projection, and the choice of its tiling; see `torch_bridge.kernels.input_projection`."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from torch_bridge import launch
 from torch_bridge.config import Device, UnsupportedError
 from torch_bridge.kernels import input_projection
 
-# Bytes of a row of inputs up to which a program keeps its weights on chip, and shared memory that this takes for rows
-# longer than half of it: 139 KB of 16-bit inputs, 106 KB of float32 with three stages of loads and 74 KB with two.
+# Largest row of inputs, in bytes, for which a program keeps its weights on chip; and the bytes of shared memory that
+# suffice for three pipeline stages of rows longer than half of that. 16-bit inputs take 139 KB. Float32 inputs take 106
+# KB with three stages and 74 KB with two.
 _KEPT_BYTES, _KEPT_SHARED_MEMORY = 512, 140_000
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Inputs `[models, rows, inputs]`, weights `[models, gates, inputs]`, biases `[models, gates]`.
+    """One input projection of `[models, rows, inputs]`.
+
+    Weights are `[models, gates, inputs]`, biases `[models, gates]`, and results `[models, rows, gates]`.
 
     Attributes:
-      models: sets of weights, each with rows of its own.
-      rows: of each model: groups, steps and sequences.
+      models: number of sets of weights, each with its own rows.
+      rows: rows per model: groups, steps and sequences.
       inputs: width of the inputs.
       gates: width of the projection.
-      dtypes: `(name, dtype)` of x and w_ih_t, which are the same, of bias, float32, and of xp, float32 or float16.
-        Weights of float32 are rounded to TF32.
+      dtypes: `(name, dtype)` of x and w_ih_t (both the same), of bias (float32), and of xp (float32 or float16).
+        Weights in float32 must be rounded to TF32.
     """
 
     models: int
@@ -35,9 +38,10 @@ class Problem:
 
 
 class Tiling(NamedTuple):
-    """A tile's rows, columns and inputs at a time, warps, stages of loads.
+    """A tile's rows and columns, the inputs per iteration, the warps of a program, and the pipeline stages.
 
-    And programs of a model and a block of columns, which keep its weights on chip; 0: a program has one tile.
+    `programs` is the number of programs per model and block of columns, which keep the weights of the block on chip; 0
+    means that each program computes one tile.
     """
 
     rows: int
@@ -49,11 +53,13 @@ class Tiling(NamedTuple):
 
 
 def is_profitable(problem: Problem, device: Device) -> bool:
-    """Whether it is faster than a library's product and the pass for the bias: every threshold was measured on an H200.
+    """Whether the kernel is faster than a library's product followed by a pass for the bias.
 
-    Of float32 a library adds the bias while it multiplies, if that is an array of its own: so it has to be as fast. It
-    is on Hopper; compiled for other GPUs, without wgmma, it makes a pass slower (as an A100, GRU 2048,256,128 3.58 ms
-    for 3.40 and LSTM 3.99 for 3.70; as an RTX 3090 3.71 for 3.32 and 4.25 for 3.71).
+    Every threshold was measured on an H200. In float32, a library fuses the bias with the product if the bias is an
+    array of its own, so the kernel has to be as fast as that product. On Hopper, the kernel is as fast. Compiled for
+    other GPUs, without wgmma, it makes a pass slower. Compiled for an A100, it gives 3.58 ms instead of 3.40 ms for GRU
+    2048,256,128 and 3.99 ms instead of 3.70 ms for the LSTM. Compiled for an RTX 3090, it gives 3.71 ms instead of 3.32
+    ms and 4.25 ms instead of 3.71 ms.
     """
     if device.interpreted or problem.gates < 128:
         return False
@@ -61,38 +67,38 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     if dtype == "float32":
         if not device.has_wgmma:
             return False
-        # narrower ones were not measured; it loads words of 16 bytes, of widths that no four divide one by one
+        # narrower inputs were not measured; a load has 16 bytes if the width is a multiple of four, else one element
         kept = problem.inputs * 4 <= _KEPT_BYTES
         return kept and problem.inputs > 32 and problem.inputs % 4 == 0 and problem.rows >= 4096
-    # the kernel for wider inputs spills elsewhere
+    # on GPUs other than Hopper, the kernel for wider inputs spills
     kept = device.has_wgmma or _keeps_weights(problem, device)
     return dtype == "bfloat16" and kept and problem.inputs >= 32 and problem.rows >= 8192
 
 
 def _keeps_weights(problem: Problem, device: Device) -> bool:
-    """Whether a program keeps its weights on chip, beside three tiles of inputs or, of long rows of float32, two."""
+    """Whether a program keeps its weights on chip, beside three tiles of inputs, or two for long rows of float32."""
     wide = dict(problem.dtypes)["x"] == "float32"
     row = problem.inputs * (4 if wide else 2)
     return row <= _KEPT_BYTES and (wide or _has_three_stages(row, device))
 
 
 def _has_three_stages(row: int, device: Device) -> bool:
-    """Whether shared memory holds three tiles of rows of so many bytes."""
+    """Whether shared memory holds three tiles of rows of `row` bytes."""
     return row <= _KEPT_BYTES // 2 or device.shared_memory >= _KEPT_SHARED_MEMORY
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
-    """The tiling for a problem.
+    """Returns the tiling for a problem.
 
     Raises:
-      UnsupportedError: inputs are of float32 and too wide for their weights to stay on chip.
+      UnsupportedError: the inputs are float32 and too wide for a program to keep their weights on chip.
     """
     wide = dict(problem.dtypes)["x"] == "float32"
     if not _keeps_weights(problem, device):
         if wide:
             raise UnsupportedError(
-                f"a projection of {problem.inputs} inputs of float32 has no kernel (up to {_KEPT_BYTES // 4}): "
-                "leave it to a library"
+                f"a projection of {problem.inputs} float32 inputs has no kernel (the limit is {_KEPT_BYTES // 4}): "
+                "use a library's matrix product instead"
             )
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
     columns = 64 if wide else 128
@@ -104,7 +110,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
 
 
 class Launch(launch.Calls):
-    """A problem with its tiling; writes `xp`."""
+    """The launch of a problem with its tiling, which writes `xp`."""
 
     def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):
         super().__init__(device)

@@ -1,8 +1,8 @@
-"""Compiles a kernel once for what it is specialised on, and launches it on a given stream.
+"""Launches of kernels on a given stream; each specialization of a kernel is compiled once.
 
-A launch allocates nothing, waits for nothing and tunes nothing, so it can be captured in a CUDA graph. What takes time
-(compiling, loading onto a device) is `Launch.load`, called beforehand; `Launch.begin_loading` does not wait for it, so
-that kernels are compiled side by side.
+A launch does not allocate, wait or autotune, so a CUDA graph can capture it. `Launch.load` does the slow work
+beforehand: it compiles the kernel and loads it onto a device. `Launch.begin_loading` starts that work without waiting
+for it, so that kernels are compiled in parallel.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ SCALARS = {
     "R": "i64", "programs": "i32", "epsilon": "fp32", "rows": "i32", "share": "i32",
 }  # fmt: skip
 
-# The interpreter patches triton.language for the whole process.
+# Held while the interpreter runs, because it patches triton.language for the whole process.
 interpreter = threading.Lock()
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter, on the CPU: `TRITON_INTERPRET=1` when they were imported."""
+    """Whether kernels run in Triton's interpreter, on the CPU, because `TRITON_INTERPRET` was 1 at their import."""
     return not isinstance(kernels.CELLS["gru"].fwd, triton.runtime.JITFunction)
 
 
-# Held while a kernel is parsed: before Python 3.11.8 `ast.parse` fails where another thread parses too (CPython issue
-# 106905).
+# Held while a kernel is parsed: before Python 3.11.8, `ast.parse` fails if another thread parses at the same time
+# (CPython issue 106905).
 _parsing = threading.RLock()
 
 
 class _SerializedParsing:
-    """Of a source for Triton, what parses the kernel's Python."""
+    """A mixin for Triton's kernel sources: only one thread at a time parses a kernel's Python."""
 
     def hash(self) -> Any:
         with _parsing:
@@ -74,7 +74,7 @@ class _GluonSource(_SerializedParsing, GluonASTSource):
 def compile_kernel(
     kernel: Any, constants: Mapping[str, Any], dtypes: Mapping[str, str], capability: int, **options: Any
 ) -> CompiledKernel:  # fmt: skip
-    """Compiles a kernel, given the values of its compile-time arguments and the dtypes of its arrays; needs no GPU."""
+    """Compiles a kernel for values of its compile-time arguments and dtypes of its arrays, without needing a GPU."""
     signature, attributes = {}, {}
     for i, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -91,7 +91,7 @@ def compile_kernel(
 
 
 def registers(num_warps: int, side_by_side: int = 1) -> int:
-    """Of each thread, where a multiprocessor is to have room for so many programs of so many warps."""
+    """Returns the maximum registers per thread for `side_by_side` resident programs of `num_warps` warps per SM."""
     return min(255, 65536 // (32 * num_warps * side_by_side))
 
 
@@ -104,26 +104,29 @@ def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
     return compiled
 
 
-# Kernels that are loaded, or on their way: by the device and what they are compiled from.
+# Kernels that are loaded or being loaded, by the device, the compiling function and its arguments.
 _loading: dict[tuple[Any, ...], Future[CompiledKernel]] = {}
 _loading_lock = threading.Lock()
 
 
 @functools.cache
 def _compilers() -> threading.Semaphore:
-    """Lets through as many threads as compile side by side: the compiler is outside of Python most of the time."""
+    """Returns the semaphore that bounds the number of compiling threads.
+
+    Threads do run in parallel, because the compiler is outside of Python most of the time.
+    """
     return threading.Semaphore(min(8, _cores()))
 
 
 def _cores() -> int:
-    """How many cores this process may use."""
+    """Returns how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_in_background(function: Callable[..., Any], *arguments: Any) -> Future[Any] | None:
-    """Runs in a thread what will be needed; None where nothing would be gained, or Python is about to end.
+    """Runs a function in a thread; returns None if there is only one core or the interpreter is exiting.
 
-    What no thread has come to when the main one is over nobody will need. The threads of an executor would run it.
+    Jobs that are still queued when the main thread ends are dropped; the threads of an executor would run them.
     """
     if _cores() == 1:
         return None
@@ -141,13 +144,13 @@ def _run_in_background(function: Callable[..., Any], *arguments: Any) -> Future[
 
     try:
         threading.Thread(target=run, name="torch_bridge-compile", daemon=False).start()
-    except RuntimeError:  # no threads are begun after the main one is over
+    except RuntimeError:  # no thread can be started after the main thread has ended
         return None
     return future
 
 
 def _begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
-    """Compiles and loads onto one device, in a thread, what is not there and not on its way."""
+    """Starts to compile a kernel and to load it onto one device, in a thread, unless that is done or in progress."""
     key = ordinal, compile, *arguments
     with _loading_lock:
         if key not in _loading and (begun := _run_in_background(lambda: load_kernel(compile(*arguments), ordinal))):
@@ -155,11 +158,12 @@ def _begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *argume
 
 
 def _ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
-    """Compiles and loads onto one device, at most once: waits for a thread that does, or does it here.
+    """Returns a kernel, compiled and loaded onto one device at most once: waits for a thread's job or does it here.
 
-    What no thread has come to yet is done here, before what others may never need. So is what a thread failed to do,
-    which may have had a cause that has passed, as an interrupt. An exception is kept for nobody but who waits for it:
-    it has the frames of those it was raised to, and their arrays.
+    A job that is still queued is done here, ahead of queued jobs whose results may never be needed. A job that failed
+    in a thread is done here again, because its cause may have passed, such as an interrupt. An exception is kept only
+    for callers that already wait for the job: its traceback references the frames that it was raised through, and their
+    arrays.
     """
     key = ordinal, compile, *arguments
     mine: Future[CompiledKernel] = Future()
@@ -182,11 +186,11 @@ def _ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *argume
             mine.set_exception(error)
         raise
     finally:
-        del mine, there  # they have the exception, which has this frame
+        del mine, there  # both reference the exception, whose traceback references this frame
 
 
 def _reset_after_fork() -> None:
-    """In a child there are no threads of its parent: what they had under way, or held, nobody ends."""
+    """Resets locks and compilations after a fork: in the child, the parent's threads that held or ran them are gone."""
     global interpreter, _parsing, _loading_lock
     interpreter, _parsing, _loading_lock = threading.Lock(), threading.RLock(), threading.Lock()
     _loading.clear()
@@ -198,7 +202,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Arguments:
-    """The arguments of a kernel, in its order, in which a call fills in addresses."""
+    """The arguments of a kernel in positional order; each launch fills in the addresses of the arrays."""
 
     def __init__(self, kernel: Any, values: Mapping[str, Any]):
         self._values = [values.get(name) for name in kernel.arg_names]
@@ -207,7 +211,7 @@ class Arguments:
         ]
 
     def run(self, compiled: CompiledKernel, grid: int, stream: int, addresses: Mapping[str, int]) -> None:
-        """Launches so many programs on a stream, given the address of every array by name."""
+        """Launches `grid` programs on a stream, given the address of every array by name."""
         arguments = self._values.copy()
         for i, name in self._pointers:
             arguments[i] = addresses[name]
@@ -215,7 +219,7 @@ class Arguments:
 
 
 class KernelCall(NamedTuple):
-    """One kernel of those that `Calls` are made of, and what it is launched with."""
+    """One kernel of `Calls`, and the parameters of its launch."""
 
     function: Any
     constants: tuple[tuple[str, Any], ...]
@@ -228,11 +232,11 @@ class KernelCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What it is compiled for."""
+        """Everything but the compute capability that the compiled kernel depends on."""
         return self.function, self.constants, self.dtypes, self.num_warps, self.registers, self.early
 
     def arguments(self) -> Arguments:
-        """What it is called with."""
+        """Returns the kernel's arguments, without the addresses of arrays."""
         return Arguments(self.function, dict(self.constants) | dict(self.scalars))
 
 
@@ -245,10 +249,10 @@ def _compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
 
 @functools.cache
 def _can_capture_early_launches() -> bool:
-    """Whether CUDA graphs can have a kernel begin before the last one is over: with a driver of CUDA 12.3 or newer."""
+    """Whether CUDA graphs can capture programmatic dependent launches, which takes a driver of CUDA 12.3 or newer."""
     import torch
 
-    if not torch.cuda.is_available():  # it is compiled here for another machine
+    if not torch.cuda.is_available():  # kernels are compiled here for another machine
         return True
     version = ctypes.c_int()
     if status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
@@ -257,13 +261,13 @@ def _can_capture_early_launches() -> bool:
 
 
 class Calls:
-    """Kernels that run one after the other: `load` them for a device, then call them with addresses and a stream.
+    """Kernels that run one after the other: `load` them onto a device, then call them with addresses and a stream.
 
     Attributes:
-      kernels: in their order; `add` appends one.
-      workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
-        at the same time.
-      early: whether a kernel can begin before the one before it is over.
+      kernels: the kernels in launch order; `add` appends one.
+      workspaces: `(name, length, dtype, zeroed)` of additional arrays that every call needs, and that no two calls may
+        use at the same time.
+      early: whether a kernel can start before the previous one has ended (programmatic dependent launch).
     """
 
     def __init__(self, device: Device):
@@ -277,9 +281,10 @@ class Calls:
         self, function: Any, grid: int, num_warps: int, dtypes: Mapping[str, str], constants: Mapping[str, Any],
         scalars: Mapping[str, Any], side_by_side: int = 1, *, early: bool = False,
     ) -> None:  # fmt: skip
-        """Appends a kernel, with what it takes of these; its arrays that `dtypes` does not name are None.
+        """Appends a kernel with those of `dtypes`, `constants` and `scalars` that it has as arguments.
 
-        With `early` it may begin before the one before it is over, and waits for that by itself.
+        Its arrays that `dtypes` does not name are None. With `early`, the kernel may start before the previous one has
+        ended, and has to wait for that itself.
         """
         names = [name for name in function.arg_names if name.endswith("_ptr")]
         given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
@@ -298,12 +303,12 @@ class Calls:
         )
 
     def begin_loading(self, ordinal: int) -> None:
-        """Begins what `load` does."""
+        """Starts the work of `load` in the background."""
         for k in self.kernels:
             _begin_loading(ordinal, _compile_call, k.key, self._capability)
 
     def load(self, ordinal: int) -> None:
-        """Compiles, and loads the modules onto a device. Must have happened before a stream capture."""
+        """Compiles the kernels and loads them onto a device. Must be called before a stream capture."""
         self.begin_loading(ordinal)
         self._ready[ordinal] = [
             (_ensure_loaded(ordinal, _compile_call, k.key, self._capability), k.grid, k.arguments())
@@ -311,16 +316,16 @@ class Calls:
         ]
 
     def compile(self) -> list[CompiledKernel]:
-        """Compiles for the device that was given; needs no GPU."""
+        """Compiles the kernels for the device that the constructor was given, without needing a GPU."""
         return [_compile_call(k.key, self._capability) for k in self.kernels]
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
-        """Launches on a stream of a device, given the address of every array by name, workspaces included."""
+        """Launches the kernels on a device's stream, given the addresses of all arrays and workspaces by name."""
         for compiled, grid, arguments in self._ready[ordinal]:
             arguments.run(compiled, grid, stream, addresses)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
-        """Runs in Triton's interpreter on CPU tensors given by name."""
+        """Runs the kernels in Triton's interpreter, on CPU tensors given by name."""
         with interpreter:
             for k in self.kernels:
                 arrays = {f"{name}_ptr": tensors[name] for name, _ in k.dtypes}
@@ -329,7 +334,7 @@ class Calls:
 
 @dataclass(frozen=True)
 class Specialization:
-    """Everything that makes one compiled kernel different from another. Lengths and batch sizes are not among it."""
+    """Everything that a compiled kernel depends on. Sequence lengths and batch sizes are not part of it."""
 
     cell: str
     direction: str
@@ -348,7 +353,7 @@ class Specialization:
         return kernels.kernel(self.cell, self.direction, self.config.variant)
 
     def constants(self) -> dict[str, Any]:
-        """Values of the compile-time arguments, absent arrays among them."""
+        """Returns the values of the compile-time arguments, with None for arrays that are absent."""
         present = {name for name, _ in self.dtypes}
         values: dict[str, Any] = {
             "H": self.hidden,
@@ -370,27 +375,27 @@ class Specialization:
         return {name: values[name] for name in self.kernel.arg_names if name in values}
 
     def compile(self) -> CompiledKernel:
-        """Compiles for `capability`; needs no GPU."""
+        """Compiles the kernel for `capability`, without needing a GPU."""
         return compile_kernel(
             self.kernel, self.constants(), dict(self.dtypes), self.capability, num_warps=self.config.num_warps,
             num_stages=self.config.num_stages, launch_cooperative_grid=self.cooperative,
-            # all there are: ptxas otherwise aims at several programs side by side and spills
+            # all registers of an SM, because ptxas otherwise aims at several resident programs per SM and spills
             maxnreg=registers(self.config.num_warps),
         )  # fmt: skip
 
 
 @functools.cache
 def driver_fails() -> str | None:
-    """Why Triton can load no kernel in this process, None if it can: at first it compiles a C module for that.
+    """Returns why Triton cannot load kernels in this process, or None if it can.
 
-    Warns, since a GPU is there and where no implementation is named another one runs instead, slower.
+    Before its first load, Triton compiles a C module, which can fail. A failure causes a warning, because there is a
+    GPU, and calls that name no implementation then run a slower one.
     """
-    _run_in_background(
-        triton.runtime.cache.triton_key
-    )  # the hash of all of Triton, which it takes before it compiles anything
+    # begin the hash of all of Triton, which Triton computes before it compiles anything
+    _run_in_background(triton.runtime.cache.triton_key)
     try:
         triton.runtime.driver.active.utils  # noqa: B018
-    except Exception as error:  # what is wrong with a compiler, its headers or the driver is of many kinds
+    except Exception as error:  # a broken compiler, header or driver raises errors of many types
         reason = f"{type(error).__name__}: {error}"
         warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2)
         return reason
@@ -399,7 +404,7 @@ def driver_fails() -> str | None:
 
 @functools.cache
 def gpu(ordinal: int = 0) -> Device:
-    """Returns the facts about a CUDA device of this process."""
+    """Returns the properties of a CUDA device of this process."""
     import torch
 
     properties = torch.cuda.get_device_properties(ordinal)
@@ -412,26 +417,26 @@ def gpu(ordinal: int = 0) -> Device:
     )
 
 
-# The GPU that kernels are chosen and compiled for in place of the one at hand: see `run_as`.
+# The GPU that kernels are chosen and compiled for instead of the actual one; see `run_as`.
 _profile: Device | None = None
 
 
 def device(ordinal: int = 0) -> Device:
-    """Returns the facts that kernels on a CUDA device are chosen by: its own, or those that `run_as` was given."""
+    """Returns the properties by which kernels on a CUDA device are chosen: its own, or the profile set by `run_as`."""
     if _profile is None:
         return gpu(ordinal)
     return dataclasses.replace(_profile, name=f"{_profile.name} on {gpu(ordinal).name}")
 
 
 def run_as(profile: Device) -> None:
-    """Chooses kernels as for another GPU from now on, compiles them to its PTX, and assembles that for the GPU at hand.
+    """Makes later launches choose kernels for another GPU, compile them to its PTX and assemble that for this GPU.
 
-    This runs the code of a GPU that is not there, on other hardware: for benchmarks and tests. PTX of an older
-    capability runs on a newer GPU, not the other way round. Call it before anything is traced. Compiled code goes to a
-    folder of its own in Triton's cache.
+    Benchmarks and tests use this to run the code for an absent GPU on other hardware. PTX for an older capability runs
+    on a newer GPU, not the other way round. Call this function before anything is traced. Compiled code goes to a
+    separate folder in Triton's cache.
 
     Raises:
-      ValueError: the GPU at hand has a lower capability than the profile.
+      ValueError: this GPU has a lower capability than the profile.
     """
     global _profile
     capability = gpu().capability
@@ -442,7 +447,7 @@ def run_as(profile: Device) -> None:
         )
 
     def assemble_for_this_gpu(backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> Any:
-        if stages is None:  # Triton 3.7 and newer ask what to add to the key of its cache
+        if stages is None:  # Triton 3.7 and newer ask what to add to their cache key
             return (f"assembled for sm_{capability}",) * 2
         stages["cubin"] = lambda ptx, metadata: backend.make_cubin(ptx, metadata, options, capability)
         return None
@@ -453,11 +458,11 @@ def run_as(profile: Device) -> None:
 
 
 class Launch:
-    """A problem with its configuration: `load` it for a device, then call it with addresses and a stream.
+    """The launch of a problem with its tiling: `load` it onto a device, then call it with addresses and a stream.
 
     Attributes:
-      workspaces: `(name, length, dtype, zeroed)` of further arrays that every call needs, and that no two calls may use
-        at the same time.
+      workspaces: `(name, length, dtype, zeroed)` of additional arrays that every call needs, and that no two calls may
+        use at the same time.
     """
 
     def __init__(self, problem: Problem, device: Device, config: KernelConfig | None = None):
@@ -481,22 +486,22 @@ class Launch:
         self._compiled: dict[int, CompiledKernel] = {}
 
     def begin_loading(self, ordinal: int) -> None:
-        """Begins what `load` does."""
+        """Starts the work of `load` in the background."""
         _begin_loading(ordinal, Specialization.compile, self.specialization)
 
     def load(self, ordinal: int) -> None:
-        """Compiles, and loads the module onto a device. Must have happened before a stream capture."""
+        """Compiles the kernel and loads it onto a device. Must be called before a stream capture."""
         self._compiled[ordinal] = _ensure_loaded(ordinal, Specialization.compile, self.specialization)
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
-        """Launches on a stream of a device, given the address of every array by name, workspaces included."""
+        """Launches the kernel on a device's stream, given the addresses of all arrays and workspaces by name."""
         self._arguments.run(self._compiled[ordinal], self.grid, stream, addresses)
 
     def interpret(self, tensors: Mapping[str, Any]) -> None:
-        """Runs in Triton's interpreter on CPU tensors given by name.
+        """Runs the kernel in Triton's interpreter, on CPU tensors given by name.
 
-        The interpreter runs programs one after the other, so those that would wait for one another are launched a step
-        (and a phase) at a time: the end of a launch is their barrier.
+        The interpreter runs programs one after the other, so programs that wait for one another cannot run in one
+        launch. Such programs are launched once per step (and phase), so that the end of a launch is their barrier.
         """
         with interpreter:
             self._interpret(tensors)
@@ -510,7 +515,7 @@ class Launch:
             return
         forward = self.problem.direction == "fwd"
         phases = [{}] if forward else [{"PRODUCT_PHASE": False}, {"GATES_PHASE": False}]
-        # forward, a launch of no steps comes first: it writes what the first step reads
+        # the forward pass begins with a launch of zero steps, which writes the operands that the first step reads
         for t in range(-1 if forward else 0, self.problem.steps):
             for phase in phases:
                 kernel[(self.grid,)](**arguments | phase | {"t_begin": max(t, 0), "t_end": t + 1})

@@ -1,7 +1,7 @@
-"""The launch that differentiates a recurrence by its weights and biases: which it takes, in which tiling.
+"""The launch that computes a recurrence's gradients of weights and biases, and the choice of its tiling.
 
-Elsewhere those gradients are matrix products and sums of a library, over arrays that the backward loop wrote; see
-`torch_bridge.kernels.weight_grads`.
+Where the launch is not used, a library computes these gradients by matrix products and sums over arrays that the
+backward loop wrote; see `torch_bridge.kernels.weight_grads`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from torch_bridge import launch
 from torch_bridge.config import Device
 from torch_bridge.kernels import sums, weight_grads
 
-# Rows and columns of a program's tile of a product.
+# Rows, and columns, of the tile of a product that one program computes.
 _TILE = 128
 _WARPS = 8
-# Bytes of shared memory that four stages of the kernel without wgmma take.
+# Bytes of shared memory that four pipeline stages of the kernel without wgmma take.
 _FOUR_STAGES = 132_000
-# Rows up to which three stages are enough to be faster than a library.
+# Largest number of rows for which three pipeline stages are enough to be faster than a library.
 _THREE_STAGES_ROWS = 2**16
-# A program adds up at least so many rows, or what all wrote takes as long to add up.
+# Fewest rows per program: with fewer, adding up the programs' partial sums would take as long as computing them.
 _SHARE = 128
 
 
@@ -29,14 +29,15 @@ class Problem:
     """Gradients to compute. Arrays are `[models, groups, steps, batch, width]`, `h0` `[models, groups, batch, hidden]`.
 
     Attributes:
-      models: sets of weights, each with groups of its own.
-      groups: of each model, of `batch` sequences.
-      steps: length in time.
-      batch: sequences in a group.
+      models: number of sets of weights, each with its own groups.
+      groups: groups per model, each of `batch` sequences.
+      steps: number of time steps.
+      batch: number of sequences in a group.
       inputs: width of the inputs.
-      hidden: hidden units.
-      gates: width of the gates' gradients, a multiple of `hidden`.
-      dtypes: `(name, dtype)` of every array: x, hs, h0, dxp, of a GRU dhn, all of one dtype; reset, if there are any.
+      hidden: number of hidden units.
+      gates: width of the gradients of the gates, a multiple of `hidden`.
+      dtypes: `(name, dtype)` of every array: x, hs, h0, dxp and, for a GRU, dhn, all of one dtype; reset, if there are
+        resets.
       reverse: whether the recurrence ran from the last step to the first.
     """
 
@@ -52,27 +53,27 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Of each model."""
+        """The number of rows per model."""
         return self.groups * self.steps * self.batch
 
     @property
     def dtype(self) -> str:
-        """Of what is multiplied."""
+        """The dtype of the operands of the products."""
         return dict(self.dtypes)["x"]
 
     @property
     def separate(self) -> bool:
-        """Whether the last gate's hidden product has gradients of its own."""
+        """Whether the last gate's hidden product has a gradient of its own, `dhn`."""
         return "dhn" in dict(self.dtypes)
 
     @property
     def tiles(self) -> int:
-        """Of the products."""
+        """The number of tiles of the products."""
         return -(-max(self.inputs, self.hidden) // _TILE) * -(-self.gates // _TILE)
 
 
 class Layout(NamedTuple):
-    """Where the gradients lie in the row of a model: the first number of each, and of what comes after all."""
+    """The offset of each gradient's first element in a model's row of the results, and the length of the row."""
 
     w_ih: int
     w_hh: int
@@ -82,7 +83,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, inputs: int, hidden: int, gates: int, separate: bool) -> Layout:
-        """Of `w_ih` `[D, W]`, `w_hh` `[H, W]`, `bias` `[W]` and, if `separate`, `b_hn` `[H]`."""
+        """Returns the layout of `w_ih` `[D, W]`, `w_hh` `[H, W]`, `bias` `[W]` and, if `separate`, `b_hn` `[H]`."""
         w_hh = inputs * gates
         bias = w_hh + hidden * gates
         b_hn = bias + gates
@@ -90,7 +91,7 @@ class Layout(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """How programs go over rows: so many at a time, so many times that ahead, and so many programs of a tile."""
+    """The rows per iteration of a program, the pipeline stages of as many rows each, and the programs per tile."""
 
     rows: int
     stages: int
@@ -98,22 +99,24 @@ class Tiling(NamedTuple):
 
 
 def supports(problem: Problem, device: Device) -> bool:
-    """Whether a kernel can run a problem: of widths that it copies in words of 16 bytes."""
+    """Whether a kernel supports a problem, whose widths must allow copies in words of 16 bytes."""
     if not device.runs_gluon:
         return False
     words = 4 if problem.dtype == "float32" else 8
-    # of a GRU the columns of a tile are all of the last gate, or none
+    # for a GRU, either all columns of a tile or none must belong to the last gate
     last = _TILE if problem.separate else 1
     return not (problem.inputs % words or problem.hidden % words or (problem.gates - problem.hidden) % last)
 
 
 def is_profitable(problem: Problem, device: Device) -> bool:
-    """Whether it is faster than a library's products and sums: every threshold was measured on an H200.
+    """Whether the kernel is faster than a library's products and sums; every threshold was measured on an H200.
 
-    Without wgmma it is for a GRU of up to 128 inputs and units. Compiled for an A100, GRU 2048,256,128 takes 3.22 ms
-    for 3.44, in bfloat16 2.11 for 2.22, 64,128,128 0.229 for 0.233; LSTM 2048,256,128 3.81 for 3.74, GRU 1024,128,256
-    7.58 for 7.54. For an RTX 3090, whose shared memory has room for three stages of loads, GRU 2048,256,128 takes 3.42
-    for 3.33, 256,128,64 0.233 for 0.248, 64,128,128 0.231 for 0.233.
+    Without wgmma, it is faster for a GRU with up to 128 inputs and units. Compiled for an A100, it gives 3.22 ms
+    instead of 3.44 ms for GRU 2048,256,128 (in bfloat16 2.11 ms instead of 2.22 ms) and 0.229 ms instead of 0.233 ms
+    for GRU 64,128,128, but 3.81 ms instead of 3.74 ms for LSTM 2048,256,128 and 7.58 ms instead of 7.54 ms for GRU
+    1024,128,256. Compiled for an RTX 3090, whose shared memory has room for three pipeline stages, it gives 3.42 ms
+    instead of 3.33 ms for GRU 2048,256,128, 0.233 ms instead of 0.248 ms for 256,128,64 and 0.231 ms instead of 0.233
+    ms for 64,128,128.
     """
     if not device.has_wgmma and not (
         problem.separate
@@ -123,14 +126,14 @@ def is_profitable(problem: Problem, device: Device) -> bool:
         return False
     narrow = min(problem.inputs, problem.hidden) < 64
     wide = problem.dtype == "float32"
-    # a library multiplies hidden states twice, by dxp and by dhn
+    # a library needs two products of the hidden states for a GRU, with dxp and with dhn
     fewest, widest = (4096, 256 if wide else 128) if problem.separate else (32768 if wide else 65536, 128)
     fits = not narrow and max(problem.inputs, problem.hidden) <= widest and problem.rows >= fewest
     return fits and supports(problem, device)
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
-    """The tiling for a problem: as many rows on their way as shared memory holds, and a program a multiprocessor."""
+    """Returns the tiling for a problem: as many rows in flight as shared memory holds, and one program per SM."""
     if not device.has_wgmma:
         rows, stages = 16 if problem.dtype == "float32" else 32, 4 if device.shared_memory >= _FOUR_STAGES else 3
     elif problem.dtype == "float32":
@@ -142,7 +145,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
 
 
 class Launch(launch.Calls):
-    """A problem with its tiling; writes one array, `sums` `[models, Layout.end]` in float32."""
+    """The launch of a problem with its tiling, which writes one array, `sums` `[models, Layout.end]` in float32."""
 
     def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):
         super().__init__(device)

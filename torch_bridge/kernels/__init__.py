@@ -1,4 +1,4 @@
-"""The table of cells' kernels. Their tilings are data in `torch_bridge.config`."""
+"""The table of kernels by cell. `torch_bridge.config` contains their tilings."""
 
 import importlib
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from torch_bridge.kernels.lstm import lstm_bwd_kernel, lstm_fwd_kernel
 
 @dataclass(frozen=True)
 class CellKernels:
-    """Kernels of one cell.
+    """The plain kernels of one cell.
 
     Attributes:
-      fwd: forward.
-      bwd: backward.
+      fwd: the forward kernel.
+      bwd: the backward kernel.
     """
 
     fwd: Any
@@ -28,7 +28,7 @@ CELLS = {
 
 
 def kernel(cell: str, direction: str, variant: str) -> Any:
-    """The kernel of a cell and direction: in Gluon, `fwd_kernel` or `bwd_kernel` of the module `{cell}_{variant}`."""
+    """Returns a cell's kernel for a direction: if in Gluon, `fwd_kernel` or `bwd_kernel` of `{cell}_{variant}`."""
     if variant == "plain":
         return getattr(CELLS[cell], direction)
     return getattr(importlib.import_module(f"torch_bridge.kernels.{cell}_{variant}"), f"{direction}_kernel")
