@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
@@ -12,6 +13,9 @@ import jax.numpy as jnp
 import jaxrnn
 from benchmarks import oracle
 from benchmarks.providers import ScannedRNN, to_flax
+from jaxrnn import _bridge
+from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput
+from jaxrnn._bridge.primitive import bind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,8 +114,6 @@ def dispatch() -> dict[str, Program]:
 
 def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:
     """Our forward kernel of a GRU without anything that XLA does around it; `h [B, H]`."""
-    from jaxrnn import _bridge
-
     f32, H = jnp.dtype(jnp.float32), h.shape[-1]
     outputs = [_bridge.Output("hs", True, H, f32), _bridge.Output("h_last", False, H, f32)]
     arrays: dict[str, jax.Array | None] = {**fixed, "xp": fixed["xp"][:, :steps], "h0": h[None]}
@@ -135,24 +137,27 @@ def native_call(h: jax.Array) -> jax.Array:
     return call(h)
 
 
+class ScaleKind(LaunchKind):
+    """The launch of a kernel that does next to nothing: scales `x` to `y`."""
+
+    name = "scale"
+
+    def types(self, shapes: Any, params: Any) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct(shapes[0], output.dtype) for output in params["outputs"]]
+
+    def launch(self, arrays: Any, params: Any, device: Any) -> Any:
+        from benchmarks.trivial_kernel import scale_kernel
+        from torch_bridge.launch import Calls
+
+        calls = Calls(device)
+        size = math.prod(arrays[0].shape)
+        calls.add(scale_kernel, 1, 4, dict.fromkeys(("x", "y"), str(arrays[0].dtype)), {"SIZE": size}, {})
+        return calls
+
+
+SCALE = ScaleKind()
+
+
 def our_call(h: jax.Array) -> jax.Array:
-    """The same kernel launched as all of ours are, on a GPU or in Triton's interpreter."""
-    from benchmarks.trivial_kernel import scale_kernel
-    from jaxrnn import _bridge
-    from torch_bridge.launch import Calls, interpreting
-
-    class Scale(_bridge._LaunchKind):
-        def types(self, shapes: Any, params: Any) -> list[jax.ShapeDtypeStruct]:
-            return [jax.ShapeDtypeStruct(shape, h.dtype) for shape in shapes]
-
-        def launch(self, arrays: Any, params: Any, device: Any) -> Calls:
-            dtypes = dict.fromkeys(("x", "y"), str(h.dtype))
-            calls = Calls(device)
-            calls.add(scale_kernel, 1, 4, dtypes, {"SIZE": h.size}, {})
-            return calls
-
-    if interpreting():
-        call = _bridge._call(Scale(), _bridge._cpu_device, _bridge._InterpretedCallback, False)
-    else:
-        call = _bridge._call(Scale(), _bridge._cuda_device, _bridge._Callback, True)
-    return call(h, inputs=("x",), outputs=(_bridge.NamedOutput("y", h.dtype),))[0]
+    """Launches that kernel as all of ours are launched, on a GPU or in Triton's interpreter."""
+    return bind(SCALE, {"x": h}, [NamedOutput("y", h.dtype)])["y"]

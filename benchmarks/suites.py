@@ -373,7 +373,7 @@ def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
 def check_kernels_run(config: Any) -> None:
     """Raises NotImplementedError where the fastest implementation that works would not be the kernels."""
     reason = _bridge.unsupported([jnp.dtype(jnp.float32)], config.hidden)
-    if reason is None and not _bridge.preferred(config.rollout_steps):
+    if reason is None and not _bridge.is_preferred(config.rollout_steps):
         reason = "is not what is chosen here"
     if reason is not None:
         raise NotImplementedError(f"the Triton implementation {reason}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-    from jaxrnn._bridge import Reverse
+    from torch_bridge.config import Reverse
 
 
 def kernel_precision(precision: Any, hidden: int) -> rules.Precision | None:

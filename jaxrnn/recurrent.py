@@ -316,7 +316,9 @@ def _use_triton(
       NotImplementedError: "triton" was requested and cannot run; the message says why.
     """
     check_implementation(implementation)
-    if implementation == "xla" or (implementation is None and not _bridge.preferred(xs.shape[0 if time_major else -2])):
+    if implementation == "xla" or (
+        implementation is None and not _bridge.is_preferred(xs.shape[0 if time_major else -2])
+    ):
         return False
     reason = _bridge.unsupported([x.dtype for x in jax.tree.leaves((carry, xs, params, others))], carry.shape[-1])
     if reason is None and fused.kernel_precision(precision, carry.shape[-1]) is None:

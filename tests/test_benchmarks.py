@@ -527,7 +527,7 @@ def test_ppo_does_not_pass_off_a_scan_as_the_kernels(monkeypatch, missing, reaso
     from benchmarks import suites
 
     monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: missing)
-    monkeypatch.setattr(suites._bridge, "preferred", lambda steps: False)
+    monkeypatch.setattr(suites._bridge, "is_preferred", lambda steps: False)
     monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
     (row,) = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
     assert row.status == "failed"

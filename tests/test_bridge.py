@@ -16,6 +16,7 @@ from jax.lax import Precision
 
 import jaxrnn
 from jaxrnn import _bridge, fused
+from jaxrnn._bridge import availability, recurrence
 from torch_bridge.devices import PROFILES, Device
 
 # (precision, of a hidden width up to 32, of a wider one)
@@ -55,7 +56,7 @@ def test_precision_left_out_is_the_default_of_jax():
 @functools.cache
 def traced(case):
     """What the launches of `case` are to the heuristic: problems by direction. They are lowered, and none runs."""
-    found, original = {}, _bridge._problem
+    found, original = {}, recurrence._problem
 
     def problem(*args):
         result = original(*args)
@@ -64,7 +65,7 @@ def traced(case):
 
     shapes = {name: shape_of(x) for name, x in cases.make_inputs(case).items() if x is not None}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_bridge, "_problem", problem)
+        patch.setattr(recurrence, "_problem", problem)
         jax.jit(functools.partial(cases._with_gradients, case, "triton")).lower(shapes)
     assert found.keys() == {"fwd", "bwd"}
     return found
@@ -296,7 +297,7 @@ def test_under_tf32_what_is_saved_is_as_fine_as_the_products(device, monkeypatch
         assert _as_saved(cell, direction, 48, 4, device=Device(75)) == {"float16"}  # its kernels are plain
     assert _as_saved("gru", "fwd", 64, 9999, device=device, in_place=True) == {"float32"}
     assert _as_saved("lstm", "fwd", 48, 4, device=device, reset_state="stepped") == {"float16"}
-    monkeypatch.setattr(_bridge, "_device", lambda: device)
+    monkeypatch.setattr(availability, "chosen_device", lambda: device)
     for hidden, kind in itertools.product((33, 63, 64, 65, 96, 128), ("zeros", "fixed", "stepped")):
         for batch in (4, few, few + 1):
             float32_as_it_is, _ = _takes_a_program_a_sequence("gru", hidden, "tf32", batch, device, reset_state=kind)

@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
 from jaxrnn import _bridge
+from jaxrnn._bridge import availability
 
 interpreted_or_not = pytest.mark.parametrize(
     "dtype",
@@ -216,7 +217,7 @@ def test_loops_read_it(operands, cell, hidden):
     def run(dtype, implementation):
         given = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, jnp.dtype(operands)), dtype), arrays)
         grad = jax.grad(functools.partial(loss, implementation=implementation), has_aux=True)
-        assert ("jaxrnn_projection" in str(jax.make_jaxpr(grad)(given))) == (implementation == "triton")
+        assert ("kind=projection" in str(jax.make_jaxpr(grad)(given))) == (implementation == "triton")
         grads, ys = jax.jit(grad)(given)
         return [np.asarray(x, np.float64) for x in (ys, *jax.tree.leaves(grads))]
 
@@ -232,7 +233,7 @@ def test_loops_read_it(operands, cell, hidden):
 def test_a_number_of_rows_that_is_not_known_is_left_to_xla(monkeypatch):
     from torch_bridge.config import Device
 
-    monkeypatch.setattr(_bridge, "_device", lambda: Device())
+    monkeypatch.setattr(availability, "chosen_device", lambda: Device())
     (rows,) = jax.export.symbolic_shape("b")
     assert _bridge.is_projection_profitable(4096, 64, 384, "float32")
     assert not _bridge.is_projection_profitable(64 * rows, 64, 384, "float32")
@@ -247,7 +248,7 @@ def test_what_takes_xla():
         params = jaxrnn.GRUParams(*(jnp.zeros(shape, dtype) for shape in shapes))
         run = functools.partial(jaxrnn.gru, implementation="triton", **options)
         xs, carry = jnp.zeros((steps, 64, inputs), dtype), jnp.zeros((64, 128), dtype)
-        return "jaxrnn_projection" in str(jax.make_jaxpr(run)(params, carry, xs))
+        return "kind=projection" in str(jax.make_jaxpr(run)(params, carry, xs))
 
     assert used(128) and not used(64) and not used(128, remat=True) and used(128, inputs=512)
     assert used(64, "float32") and not used(63, "float32") and not used(128, "float32", remat=True)

@@ -405,7 +405,7 @@ def test_vmap_is_one_launch(kind, implementation):
 
     def launches(function, *args):
         jaxpr = str(jax.make_jaxpr(function)(*args))
-        return [line.split("=", 1)[0] for line in jaxpr.splitlines() if " jaxrnn_norm[" in line]
+        return [line.split("=", 1)[0] for line in jaxpr.splitlines() if " jaxrnn_launch[" in line]
 
     forward = jax.vmap(lambda *args: loss_of(kind, implementation)(*args)[0], MAPPED["data"])
     (result,) = launches(forward, *args)
@@ -660,7 +660,7 @@ def test_columns_of_an_explicit_mesh_must_be_whole(monkeypatch, platform):
     sharded = jax.device_put(x, NamedSharding(make_mesh(AxisType.Explicit), P(None, "data")))
     with pytest.raises(NotImplementedError, match=r"last axis of x unsharded.*jax\.reshard"):
         jaxrnn.rms_norm(sharded, implementation="triton")
-    monkeypatch.setattr(norms, "_LARGE", 0)
+    monkeypatch.setattr(norms, "_MIN_KERNEL_ELEMENTS", 0)
     monkeypatch.setattr(_bridge, "on_gpu", lambda: True)
     assert_close(jaxrnn.rms_norm(sharded), jaxrnn.rms_norm(x, implementation="xla"))
 
@@ -676,8 +676,8 @@ def test_kernels_are_preferred_for_large_arrays():
 @pytest.mark.interpret
 @pytest.mark.parametrize(("shape", "launched"), [((8, 128), True), ((8, 127), False)], ids=str)
 def test_none_picks_kernels_by_size_on_a_gpu(monkeypatch, shape, launched):
-    monkeypatch.setattr(norms, "_LARGE", 1024)
-    is_launched = lambda: "jaxrnn_norm" in str(jax.make_jaxpr(lambda x: jaxrnn.rms_norm(x))(draw(*shape)))  # noqa: E731
+    monkeypatch.setattr(norms, "_MIN_KERNEL_ELEMENTS", 1024)
+    is_launched = lambda: "kind=norm" in str(jax.make_jaxpr(lambda x: jaxrnn.rms_norm(x))(draw(*shape)))  # noqa: E731
     assert not is_launched()  # JAX computes on the CPU
     monkeypatch.setattr(_bridge, "on_gpu", lambda: True)
     assert is_launched() == launched

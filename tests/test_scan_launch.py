@@ -25,7 +25,7 @@ def scans(monkeypatch):
         directions.append(problem.direction)
         return True
 
-    monkeypatch.setattr(_bridge, "preferred", lambda steps: True)
+    monkeypatch.setattr(_bridge, "is_preferred", lambda steps: True)
     monkeypatch.setattr(config, "prefers_scan", prefers_scan)
     return directions
 

@@ -132,19 +132,19 @@ def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state
     """The same arrays, of the same shapes and dtypes."""
     from problems import make_arrays, make_problem, outputs_of, shape_of
 
-    from jaxrnn import _bridge
+    from jaxrnn._bridge import recurrence
 
-    found, original = [], _bridge._problem
+    found, original = [], recurrence._problem
 
     def problem_of(arrays, sizes, params):
         problem = original(arrays, sizes, params)
         shapes = {name: x.shape for name, x in zip(params["inputs"], arrays, strict=True)}
-        for output, x in zip(params["outputs"], _bridge._result_types(sizes, params["outputs"]), strict=True):
+        for output, x in zip(params["outputs"], recurrence._result_types(sizes, params["outputs"]), strict=True):
             shapes[output.name] = x.shape
         found.append((problem, shapes, [output.name for output in params["outputs"]]))
         return problem
 
-    monkeypatch.setattr(_bridge, "_problem", problem_of)
+    monkeypatch.setattr(recurrence, "_problem", problem_of)
     case = cases.Case(cell, T=3, B=5, H=40, precision="default", reset_state=reset_state, cells=reset_state is not None)
     inputs = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in cases.make_inputs(case).items() if x is not None

@@ -174,7 +174,7 @@ def loss(cell, implementation, params, carry, xs, resets, **options):
 
 
 def is_used(function, *arguments):
-    return "jaxrnn_weight_grads" in str(jax.make_jaxpr(function)(*arguments))
+    return "kind=weight_grads" in str(jax.make_jaxpr(function)(*arguments))
 
 
 def check(make_grad, arguments):

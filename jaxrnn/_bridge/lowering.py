@@ -1,0 +1,132 @@
+"""The lowering of a launch: compiles its kernel, and registers the callback that XLA calls to launch it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.buffer_callback import buffer_callback
+from jax.interpreters import mlir
+from jax.sharding import AxisType
+
+from jaxrnn._bridge.availability import cpu_device, cuda_device
+from jaxrnn._bridge.callback import Callback, InterpretedCallback
+from jaxrnn._bridge.partitioning import PartitionedCallback, partitioned
+from jaxrnn._bridge.primitive import launch_p, launch_shard_p
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn._bridge.launch_kind import LaunchKind
+
+# Up to this size, a barrier separates the operands and results of a launch from slices of a scan's inputs and outputs.
+# XLA would fuse these slices with the launch, and would not capture the fusion in its CUDA graphs, which costs 8 to 25
+# us per iteration (H200).
+_UNFUSED_SLICE_BYTES = 2**22
+
+
+def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
+    """Returns `arrays`, the small ones behind a barrier: XLA copies slices instead of fusing them through it."""
+    small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _UNFUSED_SLICE_BYTES]
+    results = list(arrays)
+    for k, x in zip(small, jax.lax.optimization_barrier([arrays[k] for k in small]), strict=True):
+        results[k] = x
+    return results
+
+
+def shard_function(
+    device: Callable[[], tuple[Any, Sequence[int]]], callback: type[Callback], captured: bool
+) -> Callable[..., list[Array]]:
+    """Returns the function that computes a shard. Tracing it compiles the kernel for all local devices.
+
+    The compiled function calls `callback`, which launches the kernel.
+    """
+
+    def call(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
+        results = kind.types([x.shape for x in arrays], params)
+        facts, ordinals = device()
+        if kind.should_scan(arrays, params, facts):
+            return kind.scan(arrays, params)
+        launch = kind.launch(arrays, params, facts)
+        for ordinal in ordinals:  # while tracing: the callback has time only to launch
+            launch.load(ordinal)
+        # outside of the barriers, where XLA drops a cast of a launch together with its inverse in the gradient's launch
+        array_dtypes = kind.array_dtypes(launch)
+        arrays = tuple(
+            x.astype(array_dtypes.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)
+        )
+        arrays = tuple(kind.operands(launch, arrays, params))
+        results = [
+            jax.ShapeDtypeStruct(x.shape, jnp.dtype(array_dtypes.get(output.name, x.dtype)))
+            for output, x in zip(params["outputs"], results, strict=True)
+        ]
+        if captured:
+            arrays = (*_prevent_slice_fusion(arrays),)
+        inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
+        aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
+        for name, length, dtype, zeroed in launch.workspaces:
+            if zeroed:  # an input that is aliased to an output, so that XLA knows that the kernel writes to it
+                arrays = (*arrays, jnp.zeros((length,), dtype))
+                inputs.append(name)
+                aliases[len(arrays) - 1] = len(results)
+            results.append(jax.ShapeDtypeStruct((length,), dtype))
+            outputs.append(name)
+        function = buffer_callback(
+            callback(launch, inputs, outputs), results, input_output_aliases=aliases,
+            command_buffer_compatible=captured,
+        )  # fmt: skip
+        written = list(function(*arrays)[: len(params["outputs"])])
+        written = _prevent_slice_fusion(written) if captured else written
+        return [x.astype(output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
+
+    return call
+
+
+def _lower_shard(
+    call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: PartitionedCallback | None, **params: Any
+) -> Any:
+    """Lowers the launch of a shard; registers its callback in `slot` if the surrounding program is already lowered."""
+    lower = mlir.lower_fun(call, multiple_results=True)
+    if slot is None:
+        return lower(ctx, *operands, **params)
+    callbacks = ctx.module_context.host_callbacks  # has this shard's; `slot.index` counts the program's
+    while len(callbacks) < slot.index:
+        ctx.module_context.add_host_callback(None)
+    results = lower(ctx, *operands, **params)
+    if len(callbacks) > slot.index:  # false if the shard launches nothing
+        slot.callbacks[tuple(aval.shape for aval in ctx.avals_in)] = callbacks[slot.index]
+    return results
+
+
+def _lower(ctx: Any, *operands: Any, kind: LaunchKind, mesh_marker: Any, **params: Any) -> Any:
+    """Lowers a launch: on a mesh of `Auto` axes to a `custom_partitioning` that XLA may shard, else for one device."""
+    del mesh_marker
+    mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
+    managed = mesh is not None and mesh.size > 1 and all(axis == AxisType.Auto for axis in mesh.axis_types)
+    if any(0 in aval.shape for aval in ctx.avals_out):  # vmap over an axis of length zero
+        zeros = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
+        return mlir.lower_fun(zeros, multiple_results=True)(ctx, *operands)
+    if not managed or not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        function = functools.partial(_on_one_device, kind, params)
+        return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
+    slot = PartitionedCallback()
+    slot.index = len(ctx.module_context.host_callbacks)
+    ctx.module_context.add_host_callback(slot)
+    return mlir.lower_fun(partitioned(kind, slot, params), multiple_results=True)(ctx, *operands)
+
+
+def _on_one_device(kind: LaunchKind, params: dict[str, Any], *arrays: Array) -> Sequence[Array]:
+    """Computes the results of `launch_p` by one launch on one device."""
+    return kind.merge_model_axis(kind.bind_shard(None, kind.split_model_axis(arrays, params), params), params)
+
+
+mlir.register_lowering(launch_p, _lower)
+for _platform, _function in (
+    ("cuda", shard_function(cuda_device, Callback, captured=True)),
+    ("cpu", shard_function(cpu_device, InterpretedCallback, captured=False)),
+):
+    mlir.register_lowering(launch_shard_p, functools.partial(_lower_shard, _function), platform=_platform)

@@ -1,0 +1,51 @@
+"""The pair of primitives that every launch of a kernel binds. `launch_kind` says what kinds of launches there are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import Primitive
+
+from jaxrnn import sharding
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput
+    from jaxrnn._bridge.recurrence import Output
+
+
+def _primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    return primitive
+
+
+# A launch, and the primitive that it is lowered to, which launches one device's shard. A launch on a single device has
+# one shard.
+launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_shard")
+
+
+@functools.cache
+def _mesh_marker() -> Any:
+    """Returns a jaxpr that, as a parameter of a primitive, makes JAX pass devices and mesh to its lowering rule."""
+    identity = custom_partitioning(lambda x: x)
+    identity.def_partition(lambda mesh, x, y: (mesh, lambda x: x, y.sharding, (x.sharding,)), sharding_rule="->")
+    return jax.make_jaxpr(lambda x: identity(x))(0.0)
+
+
+def bind(
+    kind: LaunchKind, arrays: dict[str, Array | None], outputs: Sequence[Output | NamedOutput], **params: Any
+) -> dict[str, Array]:
+    """Binds a launch of some kind on arrays by name, without those that are None. Returns its outputs by name."""
+    present = {name: x for name, x in arrays.items() if x is not None}
+    results = launch_p.bind(
+        *present.values(), kind=kind, inputs=tuple(present), outputs=tuple(outputs), mesh_marker=_mesh_marker(),
+        **params,
+    )  # fmt: skip
+    # inside `shard_map`, the results of a primitive without a rule for varying axes vary over none
+    return dict(zip((output.name for output in outputs), sharding.unify_varying_axes(results, present), strict=True))

@@ -1,0 +1,217 @@
+"""The launch of a time loop: a cell's forward or backward kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn import cells, scan_launch
+from jaxrnn._bridge import availability
+from jaxrnn._bridge.launch_kind import LaunchKind, axes_of_sequences, dtypes_of
+from jaxrnn._bridge.primitive import bind, launch_p, launch_shard_p
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn._bridge.partitioning import PartitionedCallback
+    from torch_bridge.config import Reverse, Sizes
+
+WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
+
+
+class Output(NamedTuple):
+    """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`.
+
+    With `over`, the array is written into the buffer of the input of that name, which has the same shape and dtype. XLA
+    copies that input first if it is needed later.
+    """
+
+    name: str
+    stepped: bool
+    width: int
+    dtype: Any
+    over: str | None = None
+
+
+def launch(
+    cell: str,
+    direction: str,
+    arrays: dict[str, Array | None],
+    outputs: Sequence[Output],
+    *,
+    reset_state: str,
+    reverse: Reverse,
+    precision: str,
+    may_scan: bool = False,
+) -> dict[str, Array]:
+    """Launches one kernel: takes its arrays by name (without those that are None) and returns its outputs by name.
+
+    With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
+    map the weights too. With `may_scan`, `scan_launch` computes the outputs instead where that is faster.
+    """
+    return bind(
+        RECURRENCE, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
+        precision=precision, may_scan=may_scan,
+    )  # fmt: skip
+
+
+def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) -> bool:
+    """Whether the forward kernel may multiply in full float32 where TF32 is allowed, so that its residuals are float32.
+
+    The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
+    launch stores `local_grads` and `dc_dh` in float16, although they are declared float32. The answer is no for a
+    symbolic number of sequences.
+    """
+    from torch_bridge import config
+
+    return isinstance(sequences, int) and config.may_have_float32_residuals(
+        hidden, sequences, reset_state, availability.chosen_device()
+    )
+
+
+def round_to_tf32(w: Array) -> Array:
+    """Rounds float32 to TF32's 10 bits of mantissa: tensor cores would truncate, which biases the result."""
+    rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
+    return jnp.where(jnp.isnan(w), w + w, rounded)  # truncation would turn a NaN with only low bits set into infinity
+
+
+def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
+    from torch_bridge import config
+
+    by_name = dict(zip(inputs, shapes, strict=True))
+    weights, sequence, state = ("w_hh_t", "xp", "h0") if "xp" in by_name else ("w_hh", "dhs", "dh_last")
+    groups, steps, batch = by_name[sequence][:3]
+    return config.Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
+
+
+def _result_types(sizes: Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
+    return [
+        jax.ShapeDtypeStruct(
+            (sizes.groups, *((sizes.steps,) if output.stepped else ()), sizes.batch, output.width), output.dtype
+        )
+        for output in outputs
+    ]
+
+
+def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any:
+    from torch_bridge.config import Problem
+
+    return Problem(
+        params["cell"], params["direction"], *sizes, dtypes=dtypes_of(arrays, params),
+        reset_state=params["reset_state"], reverse=params["reverse"], precision=params["precision"],
+    )  # fmt: skip
+
+
+class RecurrenceKind(LaunchKind):
+    """The kind of `launch`. `split_model_axis` splits the groups by model, `[S, G / S, ...]`."""
+
+    name = "recurrence"
+
+    def types(self, shapes: Sequence[tuple[int, ...]], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+        return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
+
+    def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        from torch_bridge.config import with_residual_dtypes
+        from torch_bridge.launch import Launch
+
+        problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
+        return Launch(with_residual_dtypes(problem, device), device)
+
+    def batch(
+        self, arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
+    ) -> tuple[list[Array], list[int]]:
+        return _batch(arrays, axes, params)
+
+    def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
+        from torch_bridge.config import prefers_scan
+
+        if not params["may_scan"]:
+            return False
+        return prefers_scan(_problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params), device)
+
+    def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        results = scan_launch.run(
+            cells.CELLS[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
+            {output.name: output.dtype for output in params["outputs"]}, reset_state=params["reset_state"],
+            reverse=params["reverse"], precision=params["precision"],
+        )  # fmt: skip
+        return [results[output.name] for output in params["outputs"]]
+
+    def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        if launch.config.variant != "plain" or params["precision"] != "tf32":
+            return arrays  # the kernels in Gluon round what they load
+        return [
+            round_to_tf32(x) if name in ("w_hh", "w_hh_t") and x.dtype == jnp.float32 else x
+            for name, x in zip(params["inputs"], arrays, strict=True)
+        ]
+
+    def array_dtypes(self, launch: Any) -> dict[str, str]:
+        return dict(launch.problem.dtypes)
+
+    def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
+        if name in WEIGHTS:
+            return ("models", *(f"{name}_{k}" for k in range(1, rank)))
+        return axes_of_sequences(name, rank)
+
+    def split_model_axis(self, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        models = _sizes(params["inputs"], [x.shape for x in arrays]).models
+        return [
+            x if name in WEIGHTS else x.reshape(models, x.shape[0] // models, *x.shape[1:])
+            for name, x in zip(params["inputs"], arrays, strict=True)
+        ]
+
+    def merge_model_axis(self, results: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
+        return [x.reshape(-1, *x.shape[2:]) for x in results]
+
+    def bind_shard(
+        self, slot: PartitionedCallback | None, arrays: Sequence[Array], params: dict[str, Any]
+    ) -> Sequence[Array]:
+        merged = [
+            x if name in WEIGHTS else x.reshape(-1, *x.shape[2:])
+            for name, x in zip(params["inputs"], arrays, strict=True)
+        ]
+        models = _sizes(params["inputs"], [x.shape for x in merged]).models
+        results = launch_shard_p.bind(*merged, kind=self, slot=slot, **params)
+        return [x.reshape(models, -1, *x.shape[1:]) for x in results]
+
+
+RECURRENCE = RecurrenceKind()
+
+
+def _batch(
+    arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
+) -> tuple[list[Array], list[int]]:
+    """Batches a launch, which stays one launch: with batched weights the new axis joins the models, else the groups.
+
+    The existing models stay adjacent either way, so that the models of two directions keep the parity of their indices.
+    """
+    inputs = params["inputs"]
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    new_models = any(name in WEIGHTS and axis is not None for name, axis in zip(inputs, axes, strict=True))
+    shapes = [
+        x.shape if axis is None else x.shape[:axis] + x.shape[axis + 1 :] for x, axis in zip(arrays, axes, strict=True)
+    ]
+    models, groups = _sizes(inputs, shapes)[:2]
+    per_model = groups // max(models, 1)
+
+    def merge(name: str, x: Array, axis: int | None) -> Array:
+        if name in WEIGHTS and not new_models:
+            return x
+        x = jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
+        shape = (size * x.shape[1], *x.shape[2:])
+        if not new_models:  # models stay the slowest axis: [size, models, ...] -> [models, size, ...]
+            x = x.reshape(size, models, per_model, *x.shape[2:]).swapaxes(0, 1)
+        return x.reshape(shape)
+
+    def split(x: Array) -> Array:
+        if not new_models:
+            x = x.reshape(models, size, per_model, *x.shape[1:]).swapaxes(0, 1)
+            return x.reshape(size, groups, *x.shape[3:])
+        return x.reshape(size, groups, *x.shape[1:])
+
+    merged = [merge(name, x, axis) for name, x, axis in zip(inputs, arrays, axes, strict=True)]
+    results = [split(x) for x in launch_p.bind(*merged, **params)]
+    return results, [0] * len(results)

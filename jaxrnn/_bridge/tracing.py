@@ -1,0 +1,81 @@
+"""How the primitives trace: result types, eager evaluation, `vmap`, and differentiation, which raises."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.interpreters import ad, batching
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxrnn._bridge import availability
+from jaxrnn._bridge.primitive import launch_p, launch_shard_p
+from jaxrnn._bridge.reverse_mode import refuse_to_differentiate
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn._bridge.launch_kind import LaunchKind
+
+
+def _compile_in_background(kind: LaunchKind, avals: Sequence[Any], params: dict[str, Any]) -> None:
+    """Starts to compile a launch when it is traced, so that all kernels of a program compile in parallel.
+
+    The work is wasted if this launch is not lowered: if JAX only evaluates shapes, if it traces a body again for `vmap`
+    or gradients, or if shards on a mesh of `Auto` axes have another tiling.
+    """
+    from torch_bridge.launch import interpreting
+
+    if (
+        interpreting()
+        or not availability.on_gpu()
+        or not all(isinstance(n, int) and n for aval in avals for n in aval.shape)
+    ):
+        return
+    arrays = [
+        jax.ShapeDtypeStruct(kind.merged_shape(name, aval.shape), aval.dtype)
+        for name, aval in zip(params["inputs"], avals, strict=True)
+    ]
+    device, ordinals = availability.cuda_device()
+    if not kind.should_scan(arrays, params, device):
+        kind.launch(arrays, params, device).begin_loading(ordinals[0])
+
+
+def _abstract_eval(
+    *avals: Any, kind: LaunchKind, slot: Any = None, mesh_marker: Any = None, **params: Any
+) -> list[jax.core.ShapedArray]:
+    mesh = avals[0].sharding.mesh
+    return [
+        jax.core.ShapedArray(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec(*(None,) * len(x.shape))))
+        for x in kind.types([aval.shape for aval in avals], params)
+    ]
+
+
+def _trace(*avals: Any, kind: LaunchKind, mesh_marker: Any, **params: Any) -> list[jax.core.ShapedArray]:
+    _compile_in_background(kind, avals, params)
+    return _abstract_eval(*avals, kind=kind, **params)
+
+
+@functools.lru_cache(maxsize=1024)
+def _jitted(**params: Any) -> Callable[..., list[Array]]:
+    return jax.jit(functools.partial(launch_p.bind, **params))
+
+
+def _run(*arrays: Array, **params: Any) -> list[Array]:
+    with jax.disable_jit(False):  # under `disable_jit`, bind would call this function again
+        return _jitted(**params)(*arrays)
+
+
+def _batch(
+    arrays: Sequence[Array], axes: Sequence[int | None], *, kind: LaunchKind, **params: Any
+) -> tuple[list[Array], list[int]]:
+    return kind.batch(arrays, axes, {"kind": kind, **params})
+
+
+launch_p.def_abstract_eval(_trace)
+launch_p.def_impl(_run)
+launch_shard_p.def_abstract_eval(_abstract_eval)
+batching.primitive_batchers[launch_p] = _batch
+ad.primitive_jvps[launch_p] = refuse_to_differentiate
