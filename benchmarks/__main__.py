@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.settings import Settings
-from torch_bridge.devices import PROFILES
+from torch_bridge.tiling.devices import PROFILES
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

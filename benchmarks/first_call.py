@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.results import Row
 
     if options.profile:
-        from torch_bridge import devices, launch
+        from torch_bridge import launch, tiling
 
-        launch.run_as(devices.PROFILES[options.profile])
+        launch.run_as(tiling.PROFILES[options.profile])
     chosen = providers.PROVIDERS[options.provider]
     for name in chosen.needs:
         importlib.import_module(name)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from torch_bridge.devices import PROFILES
+from torch_bridge.tiling.devices import PROFILES
 
 PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
 
@@ -17,7 +17,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
 def describe(revision: str | None = None, profile: str = "") -> dict[str, str]:
     """Returns GPU (or platform), driver, versions of the packages involved, and the commit (default: ask git).
 
-    With `profile`, a key of `torch_bridge.devices.PROFILES`, "as" names the GPU that kernels were chosen for.
+    With `profile`, a key of `torch_bridge.tiling.devices.PROFILES`, "as" names the GPU that kernels were chosen for.
     """
     device = jax.devices()[0]
     versions = {name: _version(name) for name in PACKAGES}

@@ -23,7 +23,7 @@ class Settings:
       only: names of providers to measure; empty for all.
       skip: names not to measure.
       rows: parts of the names of cases to measure; empty for all.
-      profile: GPU that kernels are chosen and compiled for, a key of `torch_bridge.devices.PROFILES`; empty for the GPU
+      profile: GPU that kernels are chosen and compiled for, a key of `torch_bridge.tiling.PROFILES`; empty for the GPU
         at hand.
     """
 

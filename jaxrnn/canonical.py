@@ -19,7 +19,7 @@ from torch_bridge import rules
 if TYPE_CHECKING:
     from jax import Array
 
-    from torch_bridge.config import Reverse
+    from torch_bridge.tiling import Reverse
 
 
 def _batch_spec(xs: Array, time_major: bool) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from jax import Array
 
-    from torch_bridge.config import Reverse
+    from torch_bridge.tiling import Reverse
 
 
 def kernel_precision(precision: Any, hidden: int) -> rules.Precision | None:

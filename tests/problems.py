@@ -1,17 +1,18 @@
-"""Problems of `torch_bridge.config`, the arrays that a launch of one takes, and launches on them."""
+"""Problems of `torch_bridge.tiling`, the arrays that a launch of one takes, and launches on them."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch_bridge.config import GATES, Problem
+from torch_bridge.cells import CELLS
+from torch_bridge.tiling import Problem
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-    from torch_bridge.config import Device, Direction, KernelConfig, Precision, ResetState
+    from torch_bridge.tiling import Device, Direction, KernelConfig, Precision, ResetState
 
 # Dtype of operands, and precision of products.
 KINDS: dict[str, tuple[str, Precision]] = {
@@ -38,7 +39,7 @@ def make_problem(
 
     With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. With
     `in_place` what a GRU saves in TF32 lies where its input projections were. Without `halves` what is saved is float32
-    in TF32 too, as JAX may have it: see `torch_bridge.config.with_residual_dtypes`.
+    in TF32 too, as JAX may have it: see `torch_bridge.tiling.with_residual_dtypes`.
     """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
@@ -70,7 +71,7 @@ def _in_words(problem: Problem, name: str) -> bool:
 
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     """The shape of an array: `[S, ...]` of weights, `[G, T, B, width]` of sequences, `[G, B, H]` of states."""
-    hidden, wide = problem.hidden, GATES[problem.cell] * problem.hidden
+    hidden, wide = problem.hidden, CELLS[problem.cell].gates * problem.hidden
     weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,)}
     if name in weights:
         return problem.models, *weights[name]

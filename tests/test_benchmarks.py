@@ -903,8 +903,8 @@ def test_a_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
 @pytest.mark.compile_only
 def test_kernels_of_the_suite_norm_compile():
     from benchmarks import norms
-    from torch_bridge.config import Device
     from torch_bridge.norms import Launch
+    from torch_bridge.tiling import Device
 
     for kind in ("rms", "layer"):
         problems = norms.problems(norms.NormCase(kind, "bwd", "bf16", 8192, 512))

@@ -32,7 +32,7 @@ from test_transformations import launches
 
 import jaxrnn
 from jaxrnn import canonical, fused, recurrent
-from torch_bridge.config import Device, KernelConfig
+from torch_bridge.tiling import Device, KernelConfig
 
 BOTH = {"gru": recurrent.bidirectional_gru, "lstm": recurrent.bidirectional_lstm}
 

@@ -17,7 +17,7 @@ from jax.lax import Precision
 import jaxrnn
 from jaxrnn import _bridge, fused
 from jaxrnn._bridge import availability, recurrence
-from torch_bridge.devices import PROFILES, Device
+from torch_bridge.tiling.devices import PROFILES, Device
 
 # (precision, of a hidden width up to 32, of a wider one)
 PRECISIONS = [
@@ -105,9 +105,9 @@ HIDDEN = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 500, 51
 @pytest.mark.interpret
 @every_device
 def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
-    from torch_bridge.config import heuristic, widest
+    from torch_bridge.tiling import heuristic, max_hidden
 
-    widths = [hidden for hidden in HIDDEN if hidden <= widest(device)]
+    widths = [hidden for hidden in HIDDEN if hidden <= max_hidden(device)]
     for hidden, batch, models, steps in itertools.product(widths, (1, 8, 100, 2048, 100_000), (1, 7), (5, 16)):
         p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models, steps=steps)
         config = heuristic(p, device)
@@ -129,7 +129,7 @@ def test_the_number_of_sms_decides_tile_sizes(capability, multiprocessors):
     """Tiles are as small as run at once, or of sixteen where that saves turns, on any chip."""
     from problems import make_problem
 
-    from torch_bridge.config import heuristic
+    from torch_bridge.tiling import heuristic
 
     n, device = multiprocessors, Device(capability, multiprocessors)
 
@@ -152,7 +152,7 @@ def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **ch
     """Whether forward, and whether backward."""
     from problems import make_problem
 
-    from torch_bridge.config import heuristic
+    from torch_bridge.tiling import heuristic
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
     return [heuristic(problem, device).variant == "fma" for problem in problems]
@@ -183,7 +183,7 @@ def _variants(device):
     """The kernels that `device` offers for any of many problems."""
     from problems import KINDS, make_problem
 
-    from torch_bridge.config import candidates
+    from torch_bridge.tiling import candidates
 
     options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 32, 64, 128, 256, 512, 1000), (1, 64, 2048))
     return {config.variant for option in options for config in candidates(make_problem(*option), device)}
@@ -208,7 +208,7 @@ def test_the_gates_of_an_lstm_in_shared_memory_are_as_many_as_fit(device):
     """An LSTM of 128 units keeps the weights of two gates there backward, of one where a program has 99 KB."""
     from problems import make_problem
 
-    from torch_bridge.config import heuristic
+    from torch_bridge.tiling import heuristic
 
     forward, backward = (
         heuristic(make_problem("lstm", direction, "tf32x3", 128, 4), device) for direction in ("fwd", "bwd")
@@ -224,13 +224,13 @@ def test_the_choice_does_not_depend_on_the_name_of_the_device(device):
     """Without a table of measured tilings, which is found by the name."""
     from problems import KINDS, make_problem
 
-    from torch_bridge import config, input_projections, norms, weight_grads
+    from torch_bridge import input_projections, norms, tiling, weight_grads
 
     others = [dataclasses.replace(device, name=name) for name in ("", "NVIDIA A40", "NVIDIA H200")]
     options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 33, 64, 128, 256, 1000), (4, 300, 2048))
     for problem in (make_problem(*option) for option in options):
         for other in others:
-            assert config.candidates(problem, other) == config.candidates(problem, device)
+            assert tiling.candidates(problem, other) == tiling.candidates(problem, device)
     projections = [
         input_projections.Problem(1, 8192, inputs, 384, (("x", "bfloat16"), ("xp", "float16"))) for inputs in (64, 256)
     ]
@@ -276,7 +276,7 @@ def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **ch
     """The dtypes of what a kernel saves, or reads of that, of a program that has all of it in float32."""
     from problems import make_problem
 
-    from torch_bridge.config import heuristic, with_residual_dtypes
+    from torch_bridge.tiling import heuristic, with_residual_dtypes
 
     make = functools.partial(make_problem, cell, direction, kind, hidden, batch, **changes)
     wide = make(halves=False)
@@ -347,7 +347,7 @@ def test_beyond_float16_what_is_saved_is_its_largest(implementation):
 @pytest.mark.interpret
 @every_device
 def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
-    from torch_bridge.config import UnsupportedError, heuristic
+    from torch_bridge.tiling import UnsupportedError, heuristic
 
     widest = 64 * device.multiprocessors
     assert heuristic(dataclasses.replace(problem, hidden=widest), device).splits == device.multiprocessors

@@ -111,11 +111,11 @@ def test_the_command_line_takes_a_profile():
 
 @pytest.mark.torch
 def test_running_as_a_newer_gpu_is_refused(monkeypatch):
-    from torch_bridge import devices, launch
+    from torch_bridge import launch, tiling
 
-    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: devices.PROFILES["a100"])
+    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: tiling.PROFILES["a100"])
     with pytest.raises(ValueError, match=r"NVIDIA H200 \(compute capability 9.0\) does not run on NVIDIA A100 \(8.0\)"):
-        launch.run_as(devices.PROFILES["h200"])
+        launch.run_as(tiling.PROFILES["h200"])
 
 
 @pytest.mark.compile_only
@@ -123,14 +123,14 @@ def test_running_as_another_gpu_assembles_its_ptx_for_the_one_at_hand(monkeypatc
     import triton
     from problems import make_problem
 
-    from torch_bridge import devices, launch
+    from torch_bridge import launch, tiling
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     monkeypatch.setattr(launch, "_profile", None)
-    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: devices.PROFILES["h200"])
+    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: tiling.PROFILES["h200"])
     problem = make_problem("gru", "fwd", "tf32", 64, 16)
-    launch.run_as(devices.PROFILES["rtx3090"])
+    launch.run_as(tiling.PROFILES["rtx3090"])
     device = launch.device()
     assert (device.capability, device.multiprocessors) == (86, 82)
     assert device.name == "NVIDIA GeForce RTX 3090 on NVIDIA H200"

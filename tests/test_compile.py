@@ -1,4 +1,4 @@
-"""Every shipped configuration compiles for the GPUs of `devices.PROFILES` without one, fits, and does not spill."""
+"""Every shipped configuration compiles for the GPUs of `tiling.PROFILES` without one, fits, and does not spill."""
 
 import dataclasses
 import functools
@@ -14,9 +14,9 @@ import pytest
 from problems import KINDS, make_problem
 
 from jaxrnn import fused
-from torch_bridge import config
-from torch_bridge.config import Device, KernelConfig, Problem
-from torch_bridge.devices import PROFILES
+from torch_bridge import tiling
+from torch_bridge.tiling import Device, KernelConfig, Problem, support
+from torch_bridge.tiling.devices import PROFILES
 
 pytestmark = pytest.mark.compile_only
 
@@ -78,7 +78,7 @@ def shipped(
     for reset_state, models, hidden, batch in itertools.product(("stepped", "zeros"), (1, 16), widths, BATCHES):
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         p = dataclasses.replace(p, models=models, groups=models)
-        c = config.heuristic(p, device)
+        c = tiling.heuristic(p, device)
         # programs in Gluon have all that the others share with them in their code
         splits = min(c.splits, 2) if c.variant == "plain" else c.splits
         divided = hidden % c.block_k == 0
@@ -148,7 +148,7 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
             continue
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         problems.append(dataclasses.replace(p, models=2, groups=2, reverse="bidirectional"))
-    bad = misfits([(p, config.heuristic(p, device)) for p in problems], device)
+    bad = misfits([(p, tiling.heuristic(p, device)) for p in problems], device)
     assert not bad, "\n".join(bad)
 
 
@@ -168,7 +168,7 @@ def test_programs_of_a_sequence_fit_and_do_not_spill(target, whole, cell, direct
         cells = {"fwd": ("cs", "float32"), "bwd": ("dcs", "float32")}[direction]
         p = dataclasses.replace(p, models=2, groups=2, reverse=reverse)
         p = dataclasses.replace(p, dtypes=(*p.dtypes, cells)) if cell == "lstm" else p
-        problems.append((p, config.heuristic(p, device)))
+        problems.append((p, tiling.heuristic(p, device)))
     assert {c.variant for _, c in problems} == {"fma"}
     bad = misfits(problems, device)
     assert not bad, "\n".join(bad)
@@ -304,7 +304,7 @@ def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int],
         *(further if whole else ()),
     ):  # fmt: skip
         p = make_problem(cell, direction, kind, hidden, 300, reset_state=reset_state)
-        launch = Launch(p, device, config.heuristic(p, device))
+        launch = Launch(p, device, tiling.heuristic(p, device))
         found[f"{launch.config.variant} {p}"] = launch.specialization.kernel, of_recurrence(launch)
     statistics, names = {"mean": "float32", "rstd": "float32"}, ("dy", "x", "weight", "dx", "dweight", "dbias")
     calls: list[Any] = [
@@ -417,7 +417,7 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
     if (c.variant, c.block_b) == ("resident", 16):
         return LOCAL_BYTES_OF_SIXTEENS[device.capability][p.direction]
     if (c.variant, c.block_h) == ("fma", 128):
-        new = config._triton() > (3, 7)
+        new = support.triton_version() > (3, 7)
         if new or device.has_wgmma:
             return LOCAL_BYTES_OF_FMA[p.cell, p.direction][new]
         return LOCAL_BYTES_OF_FMA_ELSEWHERE[p.cell, p.direction].get(device.capability, 0)

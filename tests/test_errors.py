@@ -275,7 +275,7 @@ def test_a_pair_is_no_reset_state_of_a_gru():
 )
 def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
     from jaxrnn import _bridge
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     pretend_gpus(monkeypatch, *[Device(capability, 40, 65_536)] * 2)
     reason = _bridge.unsupported([jnp.float32], 64)
@@ -285,7 +285,7 @@ def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
 @pytest.mark.torch
 def test_gpus_of_two_kinds_are_refused_by_name(monkeypatch):
     from jaxrnn import _bridge
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     pretend_gpus(monkeypatch, Device(90, 132, name="H200"), Device(80, 108, name="A100"))
     text = r"of one kind, got A100 \(108 multiprocessors\), H200 \(132 .*CUDA_VISIBLE_DEVICES.*implementation=\"xla\""
@@ -297,7 +297,7 @@ def test_a_torch_for_other_gpus_is_refused_by_name(monkeypatch):
     import torch
 
     from jaxrnn import _bridge
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     pretend_gpus(monkeypatch, Device())
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -310,7 +310,7 @@ def test_where_no_kernel_can_be_loaded_it_says_so_once_and_xla_runs(monkeypatch)
 
     from jaxrnn import _bridge
     from torch_bridge import launch
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     class Driver:
         @property

@@ -104,7 +104,7 @@ def test_torch_bridge_imports_without_jax():
 
 
 def test_import_torch_bridge_loads_nothing():
-    run_without((*TORCH_SIDE, *JAX_SIDE), "import torch_bridge, torch_bridge.config")
+    run_without((*TORCH_SIDE, *JAX_SIDE), "import torch_bridge, torch_bridge.tiling, torch_bridge.cells, torch_bridge.rules")
 
 
 def test_torch_bridge_runs_on_the_cpu_without_triton():
@@ -163,6 +163,6 @@ def test_arrows_of_torch_bridge(module):
     front = ["op_common", "loops", "rnn_ops", "norm_ops", "functional", "nn"]
     front = [f"torch_bridge.{name}" for name in front]
     forbidden += front[front.index(module) :] if module in front else front  # each imports those before it
-    if module in ("torch_bridge.config", *SHARED):
+    if within(module, "torch_bridge.tiling", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]

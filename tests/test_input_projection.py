@@ -80,7 +80,7 @@ def test_wide_inputs_are_taken_in_blocks(dtype, out):
 @pytest.mark.torch
 def test_wide_inputs_of_float32_have_no_kernel():
     from torch_bridge import input_projections
-    from torch_bridge.config import Device, UnsupportedError
+    from torch_bridge.tiling import Device, UnsupportedError
 
     dtypes = ("x", "float32"), ("w_ih_t", "float32"), ("bias", "float32"), ("xp", "float32")
     assert input_projections.choose(input_projections.Problem(1, 4096, 128, 384, dtypes), Device()).inputs == 128
@@ -231,7 +231,7 @@ def test_loops_read_it(operands, cell, hidden):
 
 @pytest.mark.interpret
 def test_a_number_of_rows_that_is_not_known_is_left_to_xla(monkeypatch):
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     monkeypatch.setattr(availability, "chosen_device", lambda: Device())
     (rows,) = jax.export.symbolic_shape("b")

@@ -10,7 +10,7 @@ import pytest
 from cases import Case
 
 from jaxrnn import cells, fused
-from torch_bridge import config
+from torch_bridge import tiling
 
 pytestmark = pytest.mark.interpret
 
@@ -45,7 +45,7 @@ def test_without_gradients_nothing_changes(case):
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_programs_take_tiles_in_turn(cell, monkeypatch):
     """A device of few multiprocessors: two tiles for each model, and room for one at a time."""
-    monkeypatch.setattr(config, "Device", functools.partial(config.Device, multiprocessors=2))
+    monkeypatch.setattr(tiling, "Device", functools.partial(tiling.Device, multiprocessors=2))
     case = Case(cell, T=2, B=70, H=70, D=7, precision="highest", reset_state="h", models=2)
     inputs = cases.make_inputs(case)
     cases.check(case, cases.run(case, inputs, "triton"), cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))

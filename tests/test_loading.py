@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 def h200(monkeypatch):
     """Makes this process one with an H200, as far as tracing can see; what is begun and loaded there, in its order."""
     from torch_bridge import launch
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     events = []
     pretend_gpus(monkeypatch, Device(90, 132, 232_448, name="H200"))
@@ -315,7 +315,7 @@ def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
     from problems import make_problem
 
     from torch_bridge import launch
-    from torch_bridge.config import Device
+    from torch_bridge.tiling import Device
 
     device = Device(90, 132, 232_448)
     problems = [make_problem(cell, way, "tf32", 64, 64) for cell in ("gru", "lstm") for way in ("fwd", "bwd")]

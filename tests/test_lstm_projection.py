@@ -160,7 +160,7 @@ def test_the_widths_decide_the_precision(implementation, hidden, width, dtype, p
 def test_the_width_of_the_loop_meets_the_limit(monkeypatch):
     args = arguments(PROJECTED, hidden=40)
     call = runner(PROJECTED, "triton")
-    monkeypatch.setattr("torch_bridge.config.widest", lambda device: 39)
+    monkeypatch.setattr("torch_bridge.tiling.max_hidden", lambda device: 39)
     with pytest.raises(NotImplementedError, match=r'hidden width of 40 is more than .*implementation="xla"'):
         call(*args)
 

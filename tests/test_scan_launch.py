@@ -17,7 +17,7 @@ from jaxrnn import _bridge, recurrent, scan_launch
 @pytest.fixture
 def scans(monkeypatch):
     """Makes the default run every launch as a scan; returns the directions of those that were."""
-    from torch_bridge import config
+    from torch_bridge import tiling
 
     directions = []
 
@@ -26,7 +26,7 @@ def scans(monkeypatch):
         return True
 
     monkeypatch.setattr(_bridge, "is_preferred", lambda steps: True)
-    monkeypatch.setattr(config, "prefers_scan", prefers_scan)
+    monkeypatch.setattr(tiling, "prefers_scan", prefers_scan)
     return directions
 
 
@@ -124,11 +124,12 @@ def test_saving_in_place_gives_the_same_gradients(scans, monkeypatch):
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_each_direction_runs_its_own_way(monkeypatch, scans, cell):
     """A kernel reads what a scan saved, and the other way round; both directions of a layer too."""
-    from torch_bridge import config
+
+    from torch_bridge import tiling
 
     case = cases.Case(cell, T=4, B=3, H=40, reset_state="h", precision="default")
     for changes, direction in itertools.product(({}, {"models": 2, "reverse": True}), ("fwd", "bwd")):
-        monkeypatch.setattr(config, "prefers_scan", lambda problem, device, d=direction: problem.direction == d)
+        monkeypatch.setattr(tiling, "prefers_scan", lambda problem, device, d=direction: problem.direction == d)
         changed = dataclasses.replace(case, **changes)
         inputs = cases.make_inputs(changed)
         check(changed, run(changed, inputs), inputs)
@@ -160,10 +161,10 @@ def choices(cell, hidden, batch, name, kind="tf32", **changes):
     """Whether forward, and whether backward, a launch is left to a scan."""
     from problems import make_problem
 
-    from torch_bridge import config, devices
+    from torch_bridge import tiling
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
-    return [config.prefers_scan(problem, devices.PROFILES[name]) for problem in problems]
+    return [tiling.prefers_scan(problem, tiling.PROFILES[name]) for problem in problems]
 
 
 @pytest.mark.torch
@@ -185,11 +186,11 @@ def test_scans_take_what_kernels_are_slow_at(cell):
 def test_the_choice_counts_the_models_that_vmap_adds():
     from problems import make_problem
 
-    from torch_bridge import config, devices
+    from torch_bridge import tiling
 
     problem = make_problem("gru", "fwd", "tf32", 512, 64)
     taken = [
-        config.prefers_scan(dataclasses.replace(problem, models=n, groups=n), devices.PROFILES["rtx3090"])
+        tiling.prefers_scan(dataclasses.replace(problem, models=n, groups=n), tiling.PROFILES["rtx3090"])
         for n in (1, 64)
     ]
     assert taken == [False, True]

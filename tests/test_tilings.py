@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from torch_bridge.config import Device, KernelConfig
+from torch_bridge.tiling import Device, KernelConfig
 
 CELLS, DIRECTIONS = ("gru", "lstm"), ("fwd", "bwd")
 # Sequences of two models, each with two groups, in whole tiles and parts of tiles.

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_bridge import launch
-from torch_bridge.config import Device, UnsupportedError
 from torch_bridge.kernels import input_projection
+from torch_bridge.tiling import Device, UnsupportedError
 
 # Largest row of inputs, in bytes, for which a program keeps its weights on chip; and the bytes of shared memory that
 # suffice for three pipeline stages of rows longer than half of that. 16-bit inputs take 139 KB. Float32 inputs take 106

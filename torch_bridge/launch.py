@@ -23,9 +23,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from torch_bridge import config as _config
-from torch_bridge import kernels
-from torch_bridge.config import Device, KernelConfig, Problem, Reverse
+from torch_bridge import kernels, tiling
+from torch_bridge.tiling import Device, KernelConfig, Problem, Reverse
 
 POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16",
@@ -363,7 +362,7 @@ class Specialization:
             "SPLITS": self.config.splits,
             "STAGES": self.config.num_stages,
             "SHARED_GATES": self.config.shared_gates,
-            "RESET_STATE": _config.RESET_STATES.index(self.reset_state),
+            "RESET_STATE": tiling.RESET_STATES.index(self.reset_state),
             "REVERSE": self.reverse,
             "PRECISION": self.precision,
             "GATES_PHASE": True,
@@ -467,7 +466,7 @@ class Launch:
 
     def __init__(self, problem: Problem, device: Device, config: KernelConfig | None = None):
         self.problem = problem
-        self.config = config or _config.heuristic(problem, device)
+        self.config = config or tiling.heuristic(problem, device)
         self.workers = self.config.workers(problem, device)
         self.tiles = self.config.tiles(problem)
         self.workspaces = self.config.workspaces(problem, device)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from torch_bridge import launch
-from torch_bridge.config import Device, Direction
 from torch_bridge.kernels import norm, norm_staged
+from torch_bridge.tiling import Device, Direction
 
 Kind = Literal["rms", "layer"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}

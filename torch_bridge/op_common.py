@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge import config
+from torch_bridge import tiling
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -20,7 +20,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Launches.
 
 
-def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | str:
+def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | str:
     """Returns the facts about a device if kernels can run there on arrays of this dtype; else a string says why not."""
     if reason := _triton_fails():
         return f"{reason}: pip install 'triton>=3.6'"
@@ -31,7 +31,7 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> config.Device | st
     if launch.interpreting():
         if device.type != "cpu":
             return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes CPU tensors only"
-        return config.Device(interpreted=True)
+        return tiling.Device(interpreted=True)
     if device.type != "cuda" or torch.version.cuda is None:
         return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
     if reason := launch.driver_fails():
@@ -93,7 +93,7 @@ def as_kernel_input(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
-def load(make: Callable[[Any, config.Device], Any], problem: Any, ordinal: int | None) -> Any:
+def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int | None) -> Any:
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter.
 
     Raises:
@@ -102,7 +102,7 @@ def load(make: Callable[[Any, config.Device], Any], problem: Any, ordinal: int |
     from torch_bridge import launch
 
     if ordinal is None:
-        return make(problem, config.Device(interpreted=True))
+        return make(problem, tiling.Device(interpreted=True))
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "

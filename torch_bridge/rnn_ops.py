@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import config, loops, op_common, rules
+from torch_bridge import loops, op_common, rules, tiling
 from torch_bridge.cells import GRU, LSTM, CellSpec
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 # None follows `torch.backends.cuda.matmul`.
 Precision = rules.Precision | None
 
-_REVERSE: dict[str, config.Reverse] = {"forward": False, "reverse": True, "bidirectional": "bidirectional"}
+_REVERSE: dict[str, tiling.Reverse] = {"forward": False, "reverse": True, "bidirectional": "bidirectional"}
 _PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
 
 
@@ -44,10 +44,10 @@ def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str |
         return facts
     if facts.interpreted and dtype == torch.bfloat16:
         return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
-    if hidden > config.widest(facts):
+    if hidden > tiling.max_hidden(facts):
         return (
             f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} SMs can "
-            f"share ({config.widest(facts)}); leave implementation out"
+            f"share ({tiling.max_hidden(facts)}); leave implementation out"
         )
     return None
 
@@ -97,13 +97,13 @@ def kernel_precision(precision: Precision, hidden: int) -> str:
     return precision
 
 
-def _sizes(sequence: Tensor, w_hh: Tensor) -> config.Sizes:
+def _sizes(sequence: Tensor, w_hh: Tensor) -> tiling.Sizes:
     groups, steps, batch = sequence.shape[:3]
-    return config.Sizes(w_hh.shape[0], groups, steps, batch, w_hh.shape[-1])
+    return tiling.Sizes(w_hh.shape[0], groups, steps, batch, w_hh.shape[-1])
 
 
 def _check(
-    sizes: config.Sizes,
+    sizes: tiling.Sizes,
     gates: int,
     sequences: dict[str, Tensor | None],
     states: dict[str, Tensor | None],
@@ -140,20 +140,20 @@ def _check(
 
 @functools.lru_cache(maxsize=4096)
 def _launch(
-    cell: str, direction: config.Direction, sizes: config.Sizes, dtypes: tuple[tuple[str, str], ...],
+    cell: str, direction: tiling.Direction, sizes: tiling.Sizes, dtypes: tuple[tuple[str, str], ...],
     reset_state: Any, order: str, precision: Any, ordinal: int | None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter."""
     from torch_bridge.launch import Launch
 
-    problem = config.Problem(
+    problem = tiling.Problem(
         cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=_REVERSE[order], precision=precision
     )
     return op_common.load(Launch, problem, ordinal)
 
 
 def _run(
-    cell: CellSpec, direction: config.Direction, sizes: config.Sizes, arrays: dict[str, Tensor | None],
+    cell: CellSpec, direction: tiling.Direction, sizes: tiling.Sizes, arrays: dict[str, Tensor | None],
     outputs: dict[str, tuple[tuple[int, ...], torch.dtype]], order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
@@ -211,7 +211,7 @@ def _forward_outputs(
 
 
 def _forward_kernel(
-    cell: CellSpec, sizes: config.Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
+    cell: CellSpec, sizes: tiling.Sizes, xp: Tensor, w_hh: Tensor, states: Sequence[Tensor], resets: Tensor | None,
     reset_states: Sequence[Tensor | None], order: str, precision: str, returned: dict[str, tuple[Any, torch.dtype]],
     **biases: Tensor,
 ) -> Any:  # fmt: skip
@@ -274,7 +274,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 
 
 def _backward_kernel(
-    cell: CellSpec, sizes: config.Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
+    cell: CellSpec, sizes: tiling.Sizes, w_hh: Tensor, saved: dict[str, Tensor], resets: Tensor | None,
     dsequences: Sequence[Tensor | None], dlast: Sequence[Tensor | None], order: str, precision: str,
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> Any:  # fmt: skip

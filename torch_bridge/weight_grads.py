@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_bridge import launch
-from torch_bridge.config import Device
 from torch_bridge.kernels import sums, weight_grads
+from torch_bridge.tiling import Device
 
 # Rows, and columns, of the tile of a product that one program computes.
 _TILE = 128

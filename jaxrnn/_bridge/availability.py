@@ -35,7 +35,7 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
     if reason := _import_fails():
         return f"{reason}: pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
-    from torch_bridge import config, launch
+    from torch_bridge import launch, tiling
 
     if launch.interpreting():
         if jax.default_backend() != "cpu":
@@ -48,7 +48,7 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
                 "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there, or pass "
                 'implementation="xla"'
             )
-        return too_wide(config.Device())
+        return too_wide(tiling.Device())
     if jax.default_backend() != "gpu":
         return (
             f'needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: pass implementation="xla" (or '
@@ -79,13 +79,13 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
 
 
 def _too_wide(hidden: int, device: Any) -> str | None:
-    from torch_bridge.config import widest
+    from torch_bridge.tiling import max_hidden
 
-    if hidden <= widest(device):
+    if hidden <= max_hidden(device):
         return None
     return (
         f"is limited by the device: a hidden width of {hidden} is more than its {device.multiprocessors} "
-        f'SMs can share (at most {widest(device)}); pass implementation="xla"'
+        f'SMs can share (at most {max_hidden(device)}); pass implementation="xla"'
     )
 
 
@@ -140,8 +140,8 @@ def cuda_device() -> tuple[Any, Sequence[int]]:
 
 
 def cpu_device() -> tuple[Any, Sequence[int]]:
-    from torch_bridge.config import Device
     from torch_bridge.launch import interpreting
+    from torch_bridge.tiling import Device
 
     if not interpreting():
         raise NotImplementedError(

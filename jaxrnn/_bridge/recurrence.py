@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn._bridge.partitioning import PartitionedCallback
-    from torch_bridge.config import Reverse, Sizes
+    from torch_bridge.tiling import Reverse, Sizes
 
 WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
 
@@ -65,9 +65,9 @@ def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) ->
     launch stores `local_grads` and `dc_dh` in float16, although they are declared float32. The answer is no for a
     symbolic number of sequences.
     """
-    from torch_bridge import config
+    from torch_bridge import tiling
 
-    return isinstance(sequences, int) and config.may_have_float32_residuals(
+    return isinstance(sequences, int) and tiling.may_have_float32_residuals(
         hidden, sequences, reset_state, availability.chosen_device()
     )
 
@@ -79,12 +79,12 @@ def round_to_tf32(w: Array) -> Array:
 
 
 def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
-    from torch_bridge import config
+    from torch_bridge import tiling
 
     by_name = dict(zip(inputs, shapes, strict=True))
     weights, sequence, state = ("w_hh_t", "xp", "h0") if "xp" in by_name else ("w_hh", "dhs", "dh_last")
     groups, steps, batch = by_name[sequence][:3]
-    return config.Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
+    return tiling.Sizes(by_name[weights][0], groups, steps, batch, by_name[state][-1])
 
 
 def _result_types(sizes: Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtypeStruct]:
@@ -97,7 +97,7 @@ def _result_types(sizes: Sizes, outputs: Sequence[Output]) -> list[jax.ShapeDtyp
 
 
 def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any:
-    from torch_bridge.config import Problem
+    from torch_bridge.tiling import Problem
 
     return Problem(
         params["cell"], params["direction"], *sizes, dtypes=dtypes_of(arrays, params),
@@ -114,8 +114,8 @@ class RecurrenceKind(LaunchKind):
         return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        from torch_bridge.config import with_residual_dtypes
         from torch_bridge.launch import Launch
+        from torch_bridge.tiling import with_residual_dtypes
 
         problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
         return Launch(with_residual_dtypes(problem, device), device)
@@ -126,7 +126,7 @@ class RecurrenceKind(LaunchKind):
         return _batch(arrays, axes, params)
 
     def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        from torch_bridge.config import prefers_scan
+        from torch_bridge.tiling import prefers_scan
 
         if not params["may_scan"]:
             return False

@@ -1,4 +1,4 @@
-"""The table of kernels by cell. `torch_bridge.config` contains their tilings."""
+"""The table of kernels by cell. `torch_bridge.tiling` contains their tilings."""
 
 import importlib
 from dataclasses import dataclass

@@ -1,0 +1,43 @@
+"""The choice of a launch's tiling: a pure function of the problem and the device, without measurements at call time.
+
+`problem` and `devices` define what is to be run and where, and `config` defines a tiling. Each family of kernels has
+its tilings and their measured costs in a file of its own: `plain`, `resident`, `fma`, `split` and `rows`. `candidates`
+ranks them, and `scan` compares the first one with `lax.scan`. Nothing here imports torch or triton.
+"""
+
+from torch_bridge.tiling.candidates import candidates, heuristic, may_have_float32_residuals, with_residual_dtypes
+from torch_bridge.tiling.config import KernelConfig, Variant
+from torch_bridge.tiling.devices import PROFILES, Device
+from torch_bridge.tiling.plain import max_hidden
+from torch_bridge.tiling.problem import (
+    RESET_STATES,
+    Direction,
+    Precision,
+    Problem,
+    ResetState,
+    Reverse,
+    Sizes,
+    UnsupportedError,
+)
+from torch_bridge.tiling.scan import prefers_scan
+
+__all__ = [
+    "PROFILES",
+    "RESET_STATES",
+    "Device",
+    "Direction",
+    "KernelConfig",
+    "Precision",
+    "Problem",
+    "ResetState",
+    "Reverse",
+    "Sizes",
+    "UnsupportedError",
+    "Variant",
+    "candidates",
+    "heuristic",
+    "max_hidden",
+    "may_have_float32_residuals",
+    "prefers_scan",
+    "with_residual_dtypes",
+]

@@ -1,0 +1,70 @@
+"""The tilings that can run a problem, the one that is chosen, and the dtypes of its residuals."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from torch_bridge import rules
+from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.devices import Device
+from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, fma_configs
+from torch_bridge.tiling.plain import max_hidden, shared_configs, single_program_configs
+from torch_bridge.tiling.problem import Problem, ResetState, UnsupportedError, product_kind
+from torch_bridge.tiling.resident import resident_configs
+from torch_bridge.tiling.rows import rows_configs
+from torch_bridge.tiling.split import split_configs
+from torch_bridge.tiling.support import FLOAT32_WIDTH
+
+
+@functools.lru_cache(maxsize=4096)
+def heuristic(problem: Problem, device: Device) -> KernelConfig:
+    """Returns the tiling for a problem.
+
+    Raises:
+      UnsupportedError: the hidden state is wider than the programs of one cooperative launch can share.
+    """
+    return candidates(problem, device)[0]
+
+
+def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
+    """Returns the tilings that can run a problem, the fastest first according to the estimates in this module.
+
+    Raises:
+      UnsupportedError: see `heuristic`.
+    """
+    # keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates
+    kept = _by_cost(split_configs(problem, device) + rows_configs(problem, device))
+    few = fma_configs(problem, device)
+    read = _by_cost(shared_configs(problem, device) + [way for way in few if way[0]])
+    resident = resident_configs(problem, device) + single_program_configs(problem, device)
+    found = [config for cost, config in few if not cost] + resident + kept + read
+    if not found:
+        raise UnsupportedError(
+            f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
+            f'can share (at most {max_hidden(device)}); pass implementation="xla"'
+        )
+    return found
+
+
+def _by_cost(ways: list[tuple[float, KernelConfig]]) -> list[KernelConfig]:
+    return [config for _, config in sorted(ways, key=lambda way: way[0])]
+
+
+def may_have_float32_residuals(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
+    """Whether the forward kernel may save float32 residuals where TF32 is allowed; see `with_residual_dtypes`."""
+    few = sequences <= MAX_PER_SM_IN_TF32 * device.multiprocessors
+    return few and hidden <= FLOAT32_WIDTH and reset_state == "zeros" and device.capability >= rules.LOWEST_CAPABILITY
+
+
+def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
+    """Returns `problem`, whose residuals are declared float32, with the dtypes in which its kernel saves them.
+
+    Kernels with TF32 products save `local_grads` and `dc_dh` as float16, because TF32 rounds no finer. Kernels that
+    multiply in full float32 save float32.
+    """
+    dtypes = dict(problem.dtypes)  # without "carry_gate" if residuals are stored in place
+    if product_kind(problem) != "tf32" or "carry_gate" not in dtypes or heuristic(problem, device).variant == "fma":
+        return problem
+    dtypes |= {name: "float16" for name in ("local_grads", "dc_dh") if name in dtypes}
+    return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))

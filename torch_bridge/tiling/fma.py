@@ -1,0 +1,76 @@
+"""Tilings of the "fma" kernels: one program per sequence, products in full float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from torch_bridge.tiling.arithmetic import power_of_2
+from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.devices import Device
+from torch_bridge.tiling.problem import Problem, product_kind
+from torch_bridge.tiling.support import FLOAT32_WIDTH
+
+# Largest number of sequences per SM for which one program per sequence is fastest (H200): for 16-bit operands, for the
+# forward pass of a GRU with 33 to 64 units, and for 33 to 64 units where TF32 is allowed. Beyond these limits, tiles on
+# the tensor cores are faster. In all other cases, such tiles are faster only for few steps.
+MAX_PER_SM_IN_16_BITS, MAX_PER_SM_OF_WIDE_GRU, MAX_PER_SM_IN_TF32 = 16, 8, 2
+# Microseconds per step with 128 units, forward and backward, if each SM has one sequence.
+STEP_US = {"gru": {"fwd": 0.8, "bwd": 1.1}, "lstm": {"fwd": 1.0, "bwd": 1.4}}
+# Microseconds until a program has loaded its weights.
+START_US = 8.0
+# Fewest steps, by block, for which the time to load all weights into every program is negligible. For up to 16 units
+# that time always is.
+MIN_STEPS = {32: 12, 64: 16}
+
+
+def max_sequences_per_sm(problem: Problem, block: int) -> float:
+    """Returns up to how many sequences per SM one program per sequence is faster than tiles on the tensor cores."""
+    most = math.inf if problem.operand_dtype == "float32" else MAX_PER_SM_IN_16_BITS
+    if block == 64 and problem.cell == "gru" and problem.direction == "fwd":
+        most = MAX_PER_SM_OF_WIDE_GRU
+    if block == 64 and problem.precision == "tf32":
+        most = MAX_PER_SM_IN_TF32
+    many = MIN_STEPS.get(block, 0)
+    if block == 64 and problem.cell == "lstm" and problem.direction == "bwd":
+        many = 5  # tiles are slow in this case
+    if problem.steps < many:
+        most = min(most, 2 * problem.steps if block == 32 else min(problem.steps, 4))
+    return most
+
+
+def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """Returns the tiling of the "fma" kernels with its cost, if they support a problem.
+
+    The cost is 0 if the tiling is the fastest, infinity if it is the slowest, or else microseconds per step of all
+    sequences.
+
+    The kernels are for few units and run one program per sequence. They multiply in full float32, which takes three
+    TF32 products on tensor cores. On an H200, a step of 64 sequences of a GRU with 32 units takes 0.29 us forward and
+    0.24 us backward, instead of 1.4 us in the plain kernels. For few sequences and 33 to 64 units, these kernels are
+    faster than a single TF32 product, too.
+    """
+    forward = problem.direction == "fwd"
+    names = dict(problem.dtypes).keys()
+    covered = "carry_gate" in names or "local_grads" not in names
+    covered &= not forward or problem.reset_state == "zeros"
+    # a program's registers just hold the weights of three gates of 128 units; the spills, up to 352 bytes with Triton
+    # 3.9 and up to 72 bytes before, cost little compared to kernels whose programs share the units
+    full = product_kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
+    covered &= problem.hidden <= (FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
+    if not covered or not device.runs_gluon:
+        return []
+    block = max(16, power_of_2(problem.hidden))
+    warps = {64: 4, 128: 8}.get(block, 1)
+    config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, variant="fma")
+    if problem.cell == "lstm" and block == 128:
+        # registers hold the weights of three gates of 128 units; backward, only two gates in registers are faster if
+        # shared memory has room for the other two
+        config = dataclasses.replace(config, shared_gates=1 if forward else 2)
+        if config.shared_memory(problem) > device.shared_memory:
+            config = dataclasses.replace(config, shared_gates=1)
+    turns = problem.models * problem.sequences / device.multiprocessors
+    if full:
+        step = STEP_US[problem.cell][problem.direction]
+        return [(math.ceil(turns) * (step + START_US / problem.steps), config)]
+    return [(0.0 if turns <= max_sequences_per_sm(problem, block) else math.inf, config)]

@@ -1,0 +1,157 @@
+"""Tilings of the "plain" kernels, which are written in Triton and run every problem."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch_bridge.cells import CELLS
+from torch_bridge.tiling.arithmetic import cdiv, power_of_2
+from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.devices import Device
+from torch_bridge.tiling.problem import Problem, product_kind
+
+# Warps of a plain program that keeps all weights on chip, by the width of its block: if the hidden size fills the
+# block, and if not. Each number of warps is as fast as any that does not spill. An entry is missing if every number of
+# warps spills.
+WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
+    ("gru", "tf32", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("gru", "tf32", "bwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("gru", "tf32x3", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 8)},
+    ("gru", "tf32x3", "bwd"): {16: (1, 1), 32: (2, 2), 64: (8, 8)},
+    ("gru", "16-bit", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 8), 128: (8, 8)},
+    ("gru", "16-bit", "bwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("lstm", "tf32", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4)},
+    ("lstm", "tf32", "bwd"): {16: (1, 1), 32: (4, 4), 64: (4, 4)},
+    ("lstm", "tf32x3", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 8)},
+    ("lstm", "tf32x3", "bwd"): {16: (1, 1), 32: (2, 2)},
+    ("lstm", "16-bit", "fwd"): {16: (2, 2), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
+    ("lstm", "16-bit", "bwd"): {16: (1, 1), 32: (4, 4), 64: (8, 8), 128: (16,)},
+}
+# Entries that differ on GPUs other than Hopper, where the products read the weights from registers.
+NON_HOPPER_WARPS = {
+    ("gru", "tf32", "bwd"): {64: (8, 8)},
+    ("gru", "tf32x3", "fwd"): {64: (8, 8)},
+    ("lstm", "tf32x3", "fwd"): {64: (8, 8)},
+}
+# Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill with Triton 3.6 to 3.9. `TILINGS` are
+# for any problem on any device. `HOPPER_TILINGS` are additional tilings on Hopper for common problems
+# (`Problem.is_common`) whose hidden size is a multiple of `block_k`.
+TILINGS = {
+    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 2), (64, 16, 32, 8, 2)),
+    ("gru", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+    ("gru", "tf32x3", "fwd"): ((16, 16, 16, 4, 3), (16, 32, 32, 4, 4), (64, 16, 16, 8, 3)),
+    ("gru", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 4)),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 2), (64, 16, 32, 8, 2)),
+    ("gru", "16-bit", "bwd"): ((16, 16, 128, 4, 4), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+    ("lstm", "tf32", "fwd"): ((16, 32, 64, 8, 3),),
+    ("lstm", "tf32", "bwd"): ((64, 16, 32, 8, 4), (64, 16, 64, 8, 3)),
+    ("lstm", "tf32x3", "fwd"): ((16, 32, 16, 4, 4),),
+    ("lstm", "tf32x3", "bwd"): ((16, 16, 32, 4, 3), (16, 32, 32, 4, 4), (64, 16, 32, 8, 3)),
+    ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 2),),
+    ("lstm", "16-bit", "bwd"): ((16, 16, 32, 4, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
+}
+HOPPER_TILINGS = {
+    ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 3), (32, 16, 32, 4, 3), (64, 16, 32, 8, 3), (64, 32, 32, 8, 4)),
+    ("gru", "tf32", "bwd"): ((32, 16, 64, 4, 4),),
+    ("gru", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 3)),
+    ("gru", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
+    ("gru", "16-bit", "fwd"): ((16, 16, 32, 8, 3), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
+    ("gru", "16-bit", "bwd"): ((64, 64, 32, 8, 3),),
+    ("lstm", "tf32", "fwd"): ((64, 32, 32, 8, 3),),
+    ("lstm", "tf32", "bwd"): ((16, 16, 64, 8, 3), (32, 16, 64, 4, 4), (64, 32, 32, 8, 4), (64, 32, 64, 8, 3)),
+    ("lstm", "tf32x3", "fwd"): ((64, 16, 32, 8, 3), (64, 32, 16, 8, 4)),
+    ("lstm", "tf32x3", "bwd"): ((64, 32, 32, 8, 4),),
+    ("lstm", "16-bit", "fwd"): ((16, 32, 32, 4, 4), (64, 16, 64, 8, 3), (64, 32, 64, 8, 3)),
+}
+# Replacements for tilings that spill if the hidden size is not a multiple of `block_k`, because masks take registers.
+PARTIAL_BLOCK_TILINGS = {
+    ("lstm", "16-bit", "bwd"): {(64, 16, 64, 4, 4): (64, 16, 64, 8, 4), (64, 32, 64, 8, 4): (64, 32, 32, 8, 4)},
+}
+# Tilings for unaligned problems; and where some of them spill, how many of the first ones do not.
+UNALIGNED_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
+UNALIGNED_COUNTS = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
+# The tiling for hidden sizes that are too wide for the tilings above.
+WIDEST_TILING = (64, 16, 32, 8, 3)
+# Microseconds per step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million
+# multiply-adds. Fitted to 330 timings on an H200 (Triton 3.6) with B from 8 to 2048 and H from 128 to 1024. Among the
+# tilings that were timed, the one with the lowest estimate was the fastest or within 26 % of the fastest. Not all of
+# the tilings above were timed.
+STEP_COST = {
+    ("tf32", "fwd"): (3.6, 2.7, 0.64, 1.3),
+    ("tf32", "bwd"): (5.2, 2.5, 0.67, 0.61),
+    ("tf32x3", "fwd"): (5.5, 0.0, 0.0, 9.9),
+    ("tf32x3", "bwd"): (6.2, 6.4, 2.1, 5.3),
+    ("16-bit", "fwd"): (3.8, 4.7, 0.39, 0.70),
+    ("16-bit", "bwd"): (4.7, 2.7, 0.86, 0.07),
+}
+
+
+def max_hidden(device: Device) -> int:
+    """Returns the largest hidden size that has a tiling."""
+    return WIDEST_TILING[0] * device.multiprocessors
+
+
+def single_program_configs(problem: Problem, device: Device) -> list[KernelConfig]:
+    """Returns the plain tilings with one program per tile, the fastest first, if a program can hold all weights.
+
+    The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200 with H=128,
+    T=128 and B=64, a step takes 2.0 us with tiles of 8 sequences and 4.0 us with tiles of 16. With B=2048, all tiles
+    run at once only if they have 16 sequences, unless two programs fit on an SM.
+    """
+    block = max(16, power_of_2(problem.hidden))
+    even = problem.hidden == block
+    key = problem.cell, product_kind(problem), problem.direction
+    by_block = WARPS[key] | ({} if device.has_wgmma else NON_HOPPER_WARPS.get(key, {}))
+    warps = by_block.get(block, ())[0 if even else 1 :]
+    if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.is_unaligned):
+        return []  # the second case spills
+    small = KernelConfig(block, block_b=8, block_k=block, splits=1, num_warps=warps[0], num_stages=1)
+    large = dataclasses.replace(small, block_b=16, num_warps=8)
+    if small.shared_memory(problem) > device.shared_memory:
+        return []
+    side_by_side = device.multiprocessors * (device.shared_memory // small.shared_memory(problem))
+    # on GPUs other than Hopper, or with masks, the larger tile spills
+    fits = block == 128 and even and device.has_wgmma and large.shared_memory(problem) <= device.shared_memory
+    if not fits:
+        return [small]
+    return [large, small] if problem.models * small.tiles(problem) > side_by_side else [small, large]
+
+
+def shared_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """Returns the plain tilings whose programs share the units, each with its cost.
+
+    The programs read the weights from L2 at every step. The cost is in microseconds per step of all tiles.
+    """
+    kind = product_kind(problem)
+    ways: list[tuple[float, KernelConfig]] = []
+    key = problem.cell, kind, problem.direction
+    tilings = UNALIGNED_TILINGS[: UNALIGNED_COUNTS.get(key)] if problem.is_unaligned else TILINGS[key]
+    partly_filled = PARTIAL_BLOCK_TILINGS.get(key, {})
+    tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)
+    if problem.is_common and not problem.is_unaligned and device.has_wgmma:
+        # the tilings for Hopper come first and win ties of cost, because they have more stages
+        tilings = tuple(tiling for tiling in HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
+    if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
+        spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma  # on 8.6, two stages spill 32 bytes
+        tilings = (UNALIGNED_TILINGS[-1] if problem.is_unaligned or spills else WIDEST_TILING,)
+    for block_h, block_b, block_k, num_warps, num_stages in tilings:
+        splits = cdiv(problem.hidden, block_h)
+        if not 1 < splits <= device.multiprocessors:
+            continue
+        config = KernelConfig(block_h, block_b, block_k, splits, num_warps, num_stages)
+        while config.shared_memory(problem) > device.shared_memory and config.num_stages > 2:
+            config = dataclasses.replace(config, num_stages=config.num_stages - 1)
+        if config.shared_memory(problem) > device.shared_memory:
+            continue
+        step = tile_cost(problem, config, STEP_COST[kind, problem.direction])
+        ways.append((config.rounds(problem, device) * step, config))
+    return ways
+
+
+def tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) -> float:
+    """Returns the microseconds per step of one tile, where `cost` has the format of the entries of `STEP_COST`."""
+    fixed, per_state, per_weight, per_product = cost
+    gates, row = CELLS[problem.cell].gates, problem.hidden * (2 if product_kind(problem) == "16-bit" else 4) / 1e5
+    state = config.block_b * row * (1 if problem.direction == "fwd" else gates)
+    products = gates * config.block_h * config.block_b * problem.hidden / 1e6
+    return fixed + per_state * state + per_weight * gates * config.block_h * row + per_product * products

@@ -1,0 +1,84 @@
+"""The problems that a launch can have: one recurrence, forward or backward, on arrays of given dtypes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from torch_bridge.rules import Precision as Precision
+
+Direction = Literal["fwd", "bwd"]
+ResetState = Literal["zeros", "fixed", "stepped"]
+# Which models run from the last step to the first: none (False), all (True), or those of odd index.
+Reverse = bool | Literal["bidirectional"]
+RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
+
+
+class UnsupportedError(NotImplementedError):
+    """The error raised if no kernel supports a problem; its message names the limit."""
+
+
+class Sizes(NamedTuple):
+    """The sizes of a recurrence, with the names and in the order of the fields of `Problem`."""
+
+    models: int
+    groups: int
+    steps: int
+    batch: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One recurrence to launch. Sequence arrays are `[groups, steps, batch, width]`, weights `[models, ...]`.
+
+    Attributes:
+      cell: an entry of `torch_bridge.cells.CELLS`.
+      direction: forward or backward pass.
+      models: number of sets of weights; each owns `groups / models` consecutive groups.
+      groups: number of blocks of `batch` sequences; each block is time first.
+      steps: number of time steps.
+      batch: number of sequences in a group.
+      hidden: number of hidden units.
+      dtypes: `(name, dtype)` of every input and output; an array that is not named is not computed or not used.
+      reset_state: where an episode's first state comes from; the backward pass does not depend on it.
+      reverse: whether to run from the last step to the first; with "bidirectional" only models of odd index do.
+      precision: precision of float32 products on the tensor cores.
+    """
+
+    cell: str
+    direction: Direction
+    models: int
+    groups: int
+    steps: int
+    batch: int
+    hidden: int
+    dtypes: tuple[tuple[str, str], ...]
+    reset_state: ResetState = "zeros"
+    reverse: Reverse = False
+    precision: Precision = "tf32"
+
+    @property
+    def sequences(self) -> int:
+        """The number of sequences per model."""
+        return self.groups // self.models * self.batch
+
+    @property
+    def operand_dtype(self) -> str:
+        """The dtype of the matmul operands."""
+        return dict(self.dtypes)["w_hh_t" if self.direction == "fwd" else "w_hh"]
+
+    @property
+    def is_common(self) -> bool:
+        """Whether the problem has no reset state, no cell states of every step, and no gradients of either."""
+        return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
+
+    @property
+    def is_unaligned(self) -> bool:
+        """Whether the row length rules out loads of four elements, so that addresses take more registers."""
+        return self.hidden % 4 != 0
+
+
+def product_kind(problem: Problem) -> str:
+    """Returns the kind of product, a key of the tables of costs: "tf32", "tf32x3" or "16-bit"."""
+    return problem.precision if problem.operand_dtype == "float32" else "16-bit"

@@ -1,0 +1,64 @@
+"""Tilings of the "resident" kernels: one program per tile of sequences, 16-bit weights in registers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from torch_bridge.tiling.arithmetic import cdiv
+from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.devices import Device
+from torch_bridge.tiling.problem import Problem, product_kind
+from torch_bridge.tiling.support import has_16_bit_kernels, triton_version
+
+# Ratio of the time per step of a tile of 16 sequences to that of a tile of 8. On an H200, GRU 2048,256,128 in bfloat16
+# takes 1.67 ms with tiles of 16 instead of 1.89 ms with tiles of 8, which do not all run at once. In TF32, with tiles
+# of 16 in the forward pass only, it takes 2.63 ms instead of 2.72 ms.
+TILE16_COST_RATIO = 1.75
+
+
+def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
+    """Returns the tilings of the "resident" kernels, the fastest first, if they support a problem.
+
+    MMA's N dimension is at least 8, but loads and stores are the bottleneck. On an H200 with H=128 and B=64, a step of
+    the GRU takes 1.23 us with one sequence per tile and 2.0 us with eight. Tiles are therefore as small as possible
+    while all of them run at once. If tiles of eight do not all run at once, tiles of sixteen may be faster.
+    """
+    if not 32 < problem.hidden <= 128 or not (device.runs_gluon and has_16_bit_kernels(problem)):
+        return []
+    block = 64 if problem.hidden <= 64 else 128
+    tilings = [
+        KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="resident")
+        for block_b in (1, 2, 4, 8)
+    ]
+    if _spills_at_batch_tile_8(problem, device):
+        tilings.pop()
+    fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
+    best = next(fast, tilings[-1])
+    if _fits_batch_tile_16(problem):
+        sixteens = dataclasses.replace(tilings[-1], block_b=16)
+        tilings.append(sixteens)
+        turns, wider = (cdiv(problem.models * c.tiles(problem), device.multiprocessors) for c in (best, sixteens))
+        best = best if turns <= TILE16_COST_RATIO * wider else sixteens
+    return [best, *(c for c in tilings if c != best)]
+
+
+def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
+    """Whether the "resident" kernel has too few registers for tiles of eight sequences."""
+    if problem.cell != "lstm" or not 64 < problem.hidden <= 128:
+        return False
+    old, new, halves = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
+    forward, full = problem.direction == "fwd", problem.hidden == 128
+    if forward:  # with 127 units, 8 bytes spill in 16 bits and 16 bytes in TF32
+        return problem.is_unaligned
+    if problem.is_common:
+        return False
+    # Triton 3.7 spills 8 to 80 bytes for unaligned widths, and 24 bytes for 128 units on compute capability 12.0
+    if not device.has_wgmma and (problem.is_unaligned or (full and device.capability == 120 and not halves)):
+        return True
+    return not full and (problem.is_unaligned and old if halves else new)
+
+
+def _fits_batch_tile_16(problem: Problem) -> bool:
+    """Whether the "resident" kernel has enough registers for tiles of 16 sequences, or spills only a few."""
+    gru = problem.cell == "gru" and problem.hidden == 128 and problem.is_common
+    return gru and (problem.direction == "fwd" or product_kind(problem) == "16-bit")

@@ -1,0 +1,68 @@
+"""Tilings of the "rows" kernels: programs of 32 units, for many sequences and wide states (wgmma)."""
+
+from __future__ import annotations
+
+from torch_bridge.tiling.arithmetic import cdiv
+from torch_bridge.tiling.config import KernelConfig
+from torch_bridge.tiling.devices import Device
+from torch_bridge.tiling.problem import Problem
+from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels, triton_version
+
+# The same figures for the "rows" kernels, whose products have sequences as rows. Their programs have 32 units each, and
+# the number of programs that share the units is a multiple of four. Estimated from 60 timings on an H200 with B from 8
+# to 1024 and H from 256 to 1024.
+COST = {
+    ("gru", "fwd"): ((64, 4, 3.7, 0.09), (128, 8, 3.5, 0.23)),
+    ("gru", "bwd"): ((64, 4, 4.4, 0.13), (128, 8, 5.0, 0.285)),
+    ("lstm", "fwd"): ((64, 4, 4.3, 0.13), (128, 8, 3.8, 0.39)),
+    ("lstm", "bwd"): ((64, 4, 4.9, 0.13), (128, 8, 4.5, 0.5)),
+}
+
+
+def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """Returns the tilings of the "rows" kernels, each with its cost in microseconds per step of all tiles.
+
+    These kernels are for states that are too wide for the "split" kernels, and for many sequences.
+    """
+    splits = 4 * cdiv(problem.hidden, 128)
+    if not (device.has_wgmma and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
+        return []
+    if not 4 < splits <= min(32, device.multiprocessors):
+        return []
+    scaled_backward = problem.direction == "bwd" and problem.operand_dtype == "float32"
+    if scaled_backward and triton_version() > (3, 7):
+        return []  # the kernel spills
+    if (
+        scaled_backward
+        and problem.reverse == "bidirectional"
+        and problem.cell == "lstm"
+        and splits == 16
+        and not problem.is_common
+    ):
+        return []  # the kernel spills
+    ways: list[tuple[float, KernelConfig]] = []
+    for block_b, num_warps, fixed, per_split in COST[problem.cell, problem.direction]:
+        if _spills(problem, block_b, splits):
+            continue
+        config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="rows")
+        if config.shared_memory(problem) <= device.shared_memory:
+            ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
+    return ways
+
+
+def _spills(problem: Problem, block_b: int, splits: int) -> bool:
+    """Whether the "rows" kernel has too few registers."""
+    gru, of_float32 = problem.cell == "gru", problem.operand_dtype == "float32"
+    if problem.direction == "fwd":
+        return not gru and of_float32 and problem.is_unaligned and splits == 8 and triton_version() > (3, 7)
+    return (
+        (gru and (block_b, splits) == (64, 16))
+        or (of_float32 and problem.is_unaligned and (block_b, splits) == (64, 20))
+        or (
+            gru
+            and of_float32
+            and (block_b, splits) == (128, 32)
+            and problem.hidden % 128 != 0
+            and not problem.is_common
+        )
+    )

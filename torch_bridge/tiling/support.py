@@ -1,0 +1,34 @@
+"""What several families of kernels support, and which Triton they are compiled with."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import sys
+
+from torch_bridge.tiling.problem import Problem, product_kind
+
+# Largest hidden size at which a kernel may multiply in full float32 where TF32 is allowed.
+FLOAT32_WIDTH = 64
+# Fewest steps for which it is profitable to load all weights on chip.
+MIN_STEPS_ON_CHIP = 8
+
+
+def has_16_bit_kernels(problem: Problem) -> bool:
+    """Whether the "resident", "split" and "rows" kernels support a problem.
+
+    The operands of these kernels are bfloat16 or, for TF32, scaled float16. Their forward pass supports no reset state.
+    """
+    covered = product_kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
+    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
+    return covered and problem.steps > 1  # loading the weights on chip takes longer than a step
+
+
+@functools.cache
+def triton_version() -> tuple[int, ...]:
+    """Returns Triton's major and minor version, as later versions' ptxas may need more registers.
+
+    An unknown version counts as later than any other.
+    """
+    names = importlib.metadata.packages_distributions().get("triton")  # nightly builds have another name
+    return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2])) if names else (sys.maxsize,)
