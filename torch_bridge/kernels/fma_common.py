@@ -1,15 +1,17 @@
-"""What the kernels for few units share: products by fused multiply-adds of float32, weights in registers.
+"""Shared code of the kernels for few units: products by float32 fused multiply-adds, weights in registers.
 
-Up to 32 units a step's products are as few as the numbers that a warp's registers hold, and no tensor core is faster:
-a warp has one sequence, a thread one unit, whose weights it keeps. For 64 units there are four warps, in which two
-threads share a unit's weights, for 128 eight, whose threads keep twice as many. A multiprocessor's registers just hold
-those of a GRU; of the LSTM some gates' wait in shared memory, and are read at every step. The other operand goes
-through shared memory, where every thread reads all that it multiplies, in two buffers written in turn. Operands of
-16 bits are rounded to them, and multiplied as float32.
+With up to 32 units, a step has no more multiplications than a warp's registers hold numbers, and tensor cores are not
+faster. A warp has one sequence, and a thread has one unit, whose weights it keeps; with up to 16 units, two threads
+share a unit's weights. 64 units take four warps, in which two threads share a unit's weights; 128 units take eight
+warps, whose threads keep twice as many weights. The registers of an SM just hold the weights of a GRU with 128 units.
+For the LSTM with 128 units, the weights of some gates stay in shared memory and are read at every step. The other
+operand goes through shared memory, where every thread reads all elements that it multiplies, in two buffers that are
+written in turn. 16-bit operands are rounded to their dtype and multiplied as float32.
 
-What a step reads is loaded four steps before, where a step takes a fifth of the time that memory does. Of 128 units it
-is two steps before forward and one backward: there are few registers, and a step takes longer. The loop is unrolled by
-as many steps, or two, so that nothing that is on its way is moved.
+The inputs of a step are prefetched four steps ahead, because a step takes a fifth of the latency of memory. With 128
+units they are prefetched two steps ahead in the forward pass and one step ahead in the backward pass, because there are
+few registers and a step takes longer. The loop is unrolled by as many steps, but at least two, so that no data in
+flight is moved between registers.
 """
 
 import triton.experimental.gluon.language as gl
@@ -21,10 +23,10 @@ from torch_bridge.kernels.gluon_common import pack
 
 @gluon.constexpr_function
 def weights_layout(block, warps):
-    """`[block, block]`: a thread has as many numbers of a row as they are when all threads share them out.
+    """Returns the layout of weights, `[block, block]`: a thread has an equal part of one row.
 
-    Those that share a row have eight in turn, and threads side by side have rows side by side: so no two read the same
-    bank of shared memory, of operands and of weights.
+    Threads that share a row have eight elements of it in turn, and adjacent threads have adjacent rows. Reads of
+    operands and of weights from shared memory thus have no bank conflicts.
     """
     lanes = 32 * warps // block
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [0, 1])
@@ -32,9 +34,9 @@ def weights_layout(block, warps):
 
 @gluon.jit
 def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
-    """COUNT operands of even steps, and as many of odd ones.
+    """Allocates COUNT operands for even steps, and as many for odd steps.
 
-    Of one allocation, indexed, the compiler could not tell that no barrier is missing.
+    With one indexed allocation the compiler could not tell that no barrier is missing.
     """
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     even = ()
@@ -47,19 +49,19 @@ def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
 
 @gluon.jit
 def no_loads():
-    """What is on its way before the first load."""
+    """Returns an empty tuple of loads in flight."""
     return ()
 
 
 @gluon.jit
 def then(loads, last):
-    """What is on its way, a load later."""
+    """Appends a load to the tuple of loads in flight."""
     return loads + (last,)  # noqa: RUF005  # Triton has no unpacking
 
 
 @gluon.jit
 def _load_weights(ptr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr):
-    """The first H numbers of the first H rows of a matrix, as `weights_layout` has them."""
+    """Loads the first H elements of the first H rows of a matrix, as float32 in `weights_layout`."""
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     row = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     col = gl.arange(0, BLOCK_H, gl.SliceLayout(0, LAYOUT))
@@ -71,7 +73,10 @@ def load_gate_weights(
     ptr, NEXT: gl.constexpr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr,
     SHARED: gl.constexpr = 0,
 ):  # fmt: skip
-    """The weights of each gate, NEXT numbers apart: a tuple, of which the last SHARED are in shared memory."""
+    """Loads the weights of each gate, which are NEXT elements apart.
+
+    Returns a tuple by gate; the weights of the last SHARED gates are in shared memory, the others in registers.
+    """
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     gates = ()
     for gate in gl.static_range(GATES):
@@ -84,7 +89,7 @@ def load_gate_weights(
 
 @gluon.jit
 def to_registers(w):
-    """Weights of a gate, from wherever they are."""
+    """Returns a gate's weights in registers; loads them if they are in shared memory."""
     if isinstance(w, gl.shared_memory_descriptor):
         return w.load(weights_layout(w.shape[0], gl.num_warps()))
     else:
@@ -93,7 +98,7 @@ def to_registers(w):
 
 @gluon.jit
 def store_operand(buffer, x, DTYPE: gl.constexpr):
-    """Leaves an operand in shared memory, rounded to what operands are."""
+    """Stores an operand to shared memory as float32, rounded to DTYPE."""
     if DTYPE != gl.float32:
         x = x.to(DTYPE).to(gl.float32)
     buffer.store(x)
@@ -101,25 +106,32 @@ def store_operand(buffer, x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def load_operand(buffer, w):
-    """What was left there, as a row of `w`."""
+    """Loads what `store_operand` stored, as a row `[1, block]` in the layout of `w`."""
     return buffer.load(gl.SliceLayout(0, w.type.layout))[None, :]
 
 
 @gluon.jit
 def partial_row_sums(terms):
-    """Sums of eight numbers of a row each: so a thread has sums side by side, and none waits for the one before."""
+    """Returns the sums of each eight adjacent elements of a row.
+
+    A thread thus has several independent sums, none of which waits for the one before.
+    """
     return gl.sum(terms.reshape([terms.shape[0], terms.shape[1] // 8, 8]), axis=2)
 
 
 @gluon.jit
 def sum_rows(parts, w):
-    """The sums of rows of `w` of which these are parts."""
+    """Adds up the results of `partial_row_sums`; returns one sum per row of `w`."""
     return gl.convert_layout(gl.sum(parts, axis=1), gl.SliceLayout(1, w.type.layout), assert_trivial=True)
 
 
 @gluon.jit
 def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
-    """Whose program this is: model, units and which there are, the sequence, its first row, a step's stride."""
+    """Locates the sequence of this program.
+
+    Returns the model, the units and their mask, the sequence, its row of step time 0, and the number of rows from one
+    step time to the next.
+    """
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     seq = gl.program_id(0).to(gl.int64)
@@ -130,7 +142,7 @@ def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexp
 
 @gluon.jit
 def load_reset(reset_ptr, row):
-    """Whether the sequence starts an episode there; NaN counts as nonzero."""
+    """Returns whether the sequence starts an episode at this row; NaN counts as nonzero."""
     reset = row < 0
     if reset_ptr is not None:
         reset = gl.load(reset_ptr + row) != 0
@@ -139,7 +151,7 @@ def load_reset(reset_ptr, row):
 
 @gluon.jit
 def _pair(a, b):
-    """Two numbers in 64 bits, `a` lowest."""
+    """Packs two float32 numbers into 64 bits, `a` in the lowest."""
     return gl.inline_asm_elementwise(
         "mov.b64 $0, {$1, $2};", "=l,f,f", [a, b], dtype=gl.int64, is_pure=True, pack=1
     )  # fmt: skip
@@ -147,7 +159,10 @@ def _pair(a, b):
 
 @gluon.jit
 def store_quads(ptr, at, mask, a, b, c, d, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
-    """As `common.store_local_grads`, of units at `at`; float32 that may be TF32 is within the range of float16, too."""
+    """Stores four numbers per unit, as `common.store_local_grads` does, for the units at `at`.
+
+    If TF32 is allowed, float32 numbers are clamped to the range of float16, too.
+    """
     words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if ptr.dtype.element_ty == gl.float16:
         gl.store(words + at, pack(a, b, c, d), mask=mask)
@@ -160,7 +175,7 @@ def store_quads(ptr, at, mask, a, b, c, d, DTYPE: gl.constexpr, PRECISION: gl.co
 
 @gluon.jit
 def load_quads(ptr, at, mask):
-    """What `store_quads` stored, as it lies in memory: a tuple."""
+    """Loads what `store_quads` stored, without unpacking the data; returns a tuple."""
     words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
     if ptr.dtype.element_ty == gl.float16:
         return (gl.load(words + at, mask=mask, other=0),)
@@ -175,7 +190,7 @@ def _number(bits):
 
 @gluon.jit
 def unpack_quads(words):
-    """The four numbers of what `load_quads` loaded."""
+    """Unpacks what `load_quads` loaded; returns the four numbers as float32."""
     if len(words) == 1:
         return unpack_float16x4(words[0])
     else:

@@ -1,14 +1,15 @@
-"""What the kernels in Gluon share: weights and operands in 16 bits, scaled, activations, packed stores.
+"""Shared code of the kernels in Gluon: 16-bit weights and operands, their scales, activations, packed stores.
 
-Where one program has all units (`gru_resident.py`, `lstm_resident.py`), its weights are in registers for the whole
-sequence: a warp owns 16 hidden units of every gate. Only the other operand, hidden states (forward) or gate gradients
-(backward), goes through shared memory, in two buffers written in turn, with no change of layout. Products are
-mma.sync's, which every GPU since Ampere has: wgmma, which reads shared memory itself, would need a fence at every step,
-and that fence waits for all stores before it. Where programs share the units (`*_split.py`, with `split_common.py`),
-both operands are in shared memory, for wgmma.
+If one program has all units (`gru_resident.py`, `lstm_resident.py`), its weights stay in registers for the whole
+sequence: a warp owns 16 hidden units of every gate. Only the other operand, which is hidden states (forward) or gate
+gradients (backward), goes through shared memory, in two buffers that are written in turn, without a change of layout.
+Products use mma.sync, which every GPU since Ampere has. wgmma, which reads shared memory itself, would need a fence at
+every step, and that fence waits for all stores before it. If programs share the units (`*_split.py`, with
+`split_common.py`), both operands are in shared memory, for wgmma.
 
-Products of float32 are made of float16 operands, which have the ten bits of mantissa that TF32 has. Their range is
-kept by powers of two, exact to apply and to undo: one scale for the weights, one a sequence for the other operand.
+Products of float32 use float16 operands, whose mantissa has ten bits like that of TF32. Scales that are powers of two,
+which are exact to apply and to undo, keep the operands within the range of float16: one scale for the weights, and one
+per sequence for the other operand.
 """
 
 import triton.experimental.gluon.language as gl
@@ -17,15 +18,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_bridge.kernels.common import load_reset, step_time, time_order
 
-# renamed in Triton 3.9
+# Triton 3.9 renamed this function
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-# renamed in Triton 3.7
+# Triton 3.7 renamed this function
 barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 
 
 @gluon.constexpr_function
 def slot_layout(warps):
-    """`[warps, 8]`: every warp's value of a sequence, in the threads that wgmma's result gives the sequence to."""
+    """Returns the layout of a value per warp and sequence, `[warps, 8]`.
+
+    A thread has the values of all warps for the sequences that it has in a product's result (`units_layout`).
+    """
     doublings = warps.bit_length() - 1
     registers = [*([1 << bit, 0] for bit in range(doublings)), [0, 1]]
     lanes = [[0, 2], [0, 4], [0, 0], [0, 0], [0, 0]]
@@ -34,7 +38,7 @@ def slot_layout(warps):
 
 @gluon.constexpr_function
 def units_layout(warps, block_b):
-    """`[16 warps, block_b]`: what a product's result gives a thread; it has pairs of units and of sequences."""
+    """Returns the layout of a product's result, `[16 * warps, block_b]`; a thread has pairs of units and sequences."""
     registers = [[1, 0], [0, 1], *([0, 8 << k] for k in range((block_b // 8).bit_length() - 1))]
     lanes = [[0, 2], [0, 4], [2, 0], [4, 0], [8, 0]]
     return gl.DistributedLinearLayout(
@@ -44,22 +48,25 @@ def units_layout(warps, block_b):
 
 @gluon.jit
 def unit_of_row(row):
-    """The unit whose weights are a row of the register operand, so that rows k and k + 8 of 16 are of adjacent ones."""
+    """Returns the unit whose weights are a row of the register operand.
+
+    Rows k and k + 8 of each 16 rows have the weights of adjacent units.
+    """
     return (row & ~15) | ((row & 7) << 1) | ((row >> 3) & 1)
 
 
 @gluon.constexpr_function
 def columns(block_b):
-    """Of the products of a tile of so many sequences: no product has fewer than eight."""
+    """Returns the number of columns in products of a tile of `block_b` sequences: MMA's N dimension is at least 8."""
     return max(block_b, 8)
 
 
 @gluon.jit
 def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
-    """Which sequence of a tile a column of products is, and whether it is one.
+    """Returns the sequence of a tile that a column of a product belongs to, and whether it belongs to any.
 
-    Of few sequences every other column is none: a thread has two columns side by side, and the compiler sees that one
-    of them is never live.
+    If a tile has few sequences, every other column belongs to none: a thread has two adjacent columns, and the compiler
+    sees that one of them is never live.
     """
     if 2 * BLOCK_B <= COLS:
         return column // 2, (column % 2 == 0) & (column < 2 * BLOCK_B)
@@ -73,7 +80,11 @@ def locate_tile(
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, COLS: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Where a tile of a model lies: units, masks of sequences and of states, sequences, first rows, a step's stride."""
+    """Locates a tile of a model.
+
+    Returns the units, the masks of sequences and of states, the sequences, their rows of step time 0, and the number of
+    rows from one step time to the next.
+    """
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
     q = tile * BLOCK_B + nth
@@ -86,19 +97,22 @@ def locate_tile(
 
 @gluon.jit
 def forward_rows(row, i, T, stride, REVERSE: gl.constexpr):
-    """Where sequences, whose rows of step time 0 are `row`, are at step `i` of the forward pass, or at its last one."""
+    """Returns the rows of sequences at step min(i, T - 1) of the forward pass.
+
+    `row` contains the rows of step time 0, and `stride` is the number of rows from one step time to the next.
+    """
     return row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
 
 
 @gluon.jit
 def backward_rows(row, i, T, stride, REVERSE: gl.constexpr):
-    """The same of the backward pass."""
+    """Returns the rows of sequences at step min(i, T - 1) of the backward pass; see `forward_rows`."""
     return row + step_time(T - 1 - gl.minimum(i, T - 1), T, REVERSE) * stride
 
 
 @gluon.jit
 def by_unit(x, UNITS: gl.constexpr):
-    """The result of a product with such rows, by unit; in the same registers."""
+    """Reorders the rows of a product's result by unit (see `unit_of_row`); every element stays in its register."""
     blocks: gl.constexpr = x.shape[0] // 16
     x = x.reshape([blocks, 2, 8, x.shape[1]]).permute([0, 2, 1, 3]).reshape([x.shape[0], x.shape[1]])
     return gl.convert_layout(x, UNITS, assert_trivial=True)
@@ -106,35 +120,38 @@ def by_unit(x, UNITS: gl.constexpr):
 
 @gluon.jit
 def scale_to_float16(largest, EXPONENT: gl.constexpr):
-    """The power of two that brings `largest` to 2^EXPONENT or up to twice that; limited near zero and infinity."""
+    """Returns the power of two that scales `largest` to at least 2^EXPONENT and less than twice that.
+
+    The exponent of `largest` is clamped near zero and infinity.
+    """
     exponent = gl.minimum(gl.maximum((largest.to(gl.int32, bitcast=True) >> 23) & 0xFF, 27), 253)
     return ((127 + EXPONENT + 127 - exponent) << 23).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def state_scale(h):
-    """The scale of a sequence's hidden states, which are at most 1 or the largest of the first, whose sizes `h` are.
+    """Returns the scale of each sequence's hidden states, given the magnitudes `h` of its first hidden state.
 
-    A NaN does not count.
+    No later state exceeds the larger of 1 and the largest of `h`. NaNs are ignored.
     """
     return scale_to_float16(gl.maximum(gl.max(h, axis=0), 1.0), 14)
 
 
 @gluon.jit
 def new_state_scale(scale, reset):
-    """The same from a step on that starts an episode, from zeros, where `reset` says."""
+    """Returns `scale`, or where an episode starts 2^14, which is the scale of hidden states that start from zeros."""
     return gl.where(reset[None, :], 2.0**14, scale)
 
 
 @gluon.jit
 def inverse(power_of_2):
-    """1 / x of a power of two."""
+    """Returns the reciprocal of a power of two."""
     return ((254 << 23) - power_of_2.to(gl.int32, bitcast=True)).to(gl.float32, bitcast=True)
 
 
 @gluon.jit
 def load_weights(ptr, rows, cols, stride, mask, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
-    """A square of weights as the register operand of a product."""
+    """Loads a square matrix of weights, scaled if SCALED, as the register operand of a product."""
     w = gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
     if SCALED:
         w = w * scale
@@ -145,11 +162,11 @@ def load_weights(ptr, rows, cols, stride, mask, scale, SCALED: gl.constexpr, DTY
 def weights_scale(
     ptr, stride, gate_stride, H: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr, layout: gl.constexpr
 ):  # fmt: skip
-    """The scale of all gates' weights, and the largest sum of absolute weights that a row has."""
+    """Returns the scale of all gates' weights, and the largest sum over a row of absolute weights of all gates."""
     cols = gl.arange(0, BLOCK_H, gl.SliceLayout(0, layout))
     largest = gl.zeros([32, BLOCK_H], gl.float32, layout)
     row_largest = gl.zeros([32], gl.float32, gl.SliceLayout(1, layout))
-    for first in gl.static_range(0, BLOCK_H, 32):  # as many rows at a time as there are registers for
+    for first in gl.static_range(0, BLOCK_H, 32):  # as many rows at a time as registers can hold
         rows = first + gl.arange(0, 32, gl.SliceLayout(1, layout))
         mask = (rows < H)[:, None] & (cols < H)[None, :]
         row = gl.zeros([32, BLOCK_H], gl.float32, layout)
@@ -163,7 +180,7 @@ def weights_scale(
 
 @gluon.jit
 def fast_sigmoid(x):
-    """The logistic function by the hardware's exponential and reciprocal, each right to one or two last bits."""
+    """Returns the logistic function, with the hardware's exponential and reciprocal, each accurate to 1 or 2 ulp."""
     return gl.inline_asm_elementwise(
         """{
         .reg .f32 e;
@@ -178,7 +195,7 @@ def fast_sigmoid(x):
 
 @gluon.jit
 def to_operand(x, DTYPE: gl.constexpr):
-    """`x` as an operand; what float16 cannot hold as its largest."""
+    """Converts `x` to an operand; a value beyond the range of float16 is clamped to it."""
     if DTYPE == gl.float16:
         x = gl.inline_asm_elementwise(
             "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.float16, is_pure=True, pack=2
@@ -188,7 +205,7 @@ def to_operand(x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def pack(a, b, c, d):
-    """As `pack_float16x4`, in two instructions a pair."""
+    """Packs four numbers as `pack_float16x4` does, with one instruction per pair."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high;
@@ -202,7 +219,7 @@ def pack(a, b, c, d):
 
 @gluon.jit
 def load_inputs(xp, mask, H: gl.constexpr, GATES: gl.constexpr):
-    """The input projections of a step, of the first gate at `xp`: a tuple by gate."""
+    """Loads a step's input projections, where `xp` points to those of the first gate; returns a tuple by gate."""
     inputs = ()
     for gate in gl.static_range(GATES):
         inputs += (gl.load(xp + gate * H, mask=mask, other=0.0),)  # type: ignore[assignment]
@@ -211,7 +228,7 @@ def load_inputs(xp, mask, H: gl.constexpr, GATES: gl.constexpr):
 
 @gluon.jit
 def load_resets(reset_ptr, rows, mask_q):
-    """Which sequences start an episode at these rows, if any does."""
+    """Returns which sequences start an episode at these rows; without `reset_ptr`, a placeholder that is not used."""
     reset = mask_q
     if reset_ptr is not None:
         reset = load_reset(reset_ptr, rows, mask_q)
@@ -220,5 +237,5 @@ def load_resets(reset_ptr, rows, mask_q):
 
 @gluon.jit
 def load_gradient(ptr, rows, unit, mask, H: gl.constexpr):
-    """The gradient of a step's output."""
+    """Loads the gradient of a step's output."""
     return gl.load(ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)

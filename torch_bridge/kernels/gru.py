@@ -1,22 +1,25 @@
 """GRU time loop, forward and backward. Gates are ordered r, z, n.
 
-With h_n = W_hn h + b_hn and dh the gradient of a step's output, the backward pass needs of a step four factors,
+Let h_n = W_hn h + b_hn, and let dh be the gradient of a step's output. For each step, the backward pass needs four
+local gradients, which are the gradients of the gates before their activations, and of h_n, divided by dh:
   dr / dh = (1 - z) (1 - n^2) h_n r (1 - r)    dz / dh = (h - n) z (1 - z)
   dn / dh = (1 - z) (1 - n^2)                  dh_n / dh = (1 - z) (1 - n^2) r
-and z, the part of dh that goes on to h. The forward pass saves these, not the gates: in float16 they keep their
-relative accuracy where a gate saturates, h is not read again, and a backward step is five products and a matmul. z
-multiplies dh once a step for all steps, so its rounding would add up: it stays in float32.
+It also needs z, the factor by which dh is passed on to h. The forward pass saves these residuals, not the gates. In
+float16 the local gradients keep their relative accuracy where a gate saturates. The backward pass does not read h
+again, and a step of it is five multiplications and a matmul. z multiplies dh at every step, so its rounding errors
+would add up; z therefore stays in float32.
 
-Four float16 numbers and z in float32 have as many bits as a unit's three input projections in float32. So if the
-forward pass gets no array for z, it stores the residuals as three words in place of the projections (`local_grads` may
-be `xp`), and the backward pass stores gradients of the gates in place of the words (`dxp` may be `local_grads`). Each
-word depends on the projection that it overwrites, and each gradient on its word, so every read comes before the write.
+Four float16 numbers and z in float32 have as many bits as a unit's three input projections in float32. If the forward
+pass gets no array for z, it therefore stores the residuals as three words in place of the projections (`local_grads`
+may be `xp`), and the backward pass stores the gradients of the gates in place of the words (`dxp` may be
+`local_grads`). Each word depends on the projection that it overwrites, and each gradient on the word that it
+overwrites, so every read comes before the write.
 
-A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights stay on chip
-and the hidden state never leaves it. Otherwise SPLITS programs share the units of a tile and meet at a barrier once a
-step: they exchange the operands of the next product, hidden states (forward) or gate gradients (backward), through two
-buffers in L2, written in turn. Such a launch must be cooperative, or cover one step (and one phase of it in the
-backward pass) so that the end of the launch is the barrier.
+A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights and the
+carried hidden state stay on chip. Otherwise SPLITS programs share the units of a tile and meet at a barrier once per
+step. They exchange the operands of the next product, which are hidden states (forward) or gate gradients (backward),
+through two buffers in L2 that are written in turn. Such a launch must be cooperative, or cover only one step (in the
+backward pass, one phase of a step), so that the end of the launch is the barrier.
 """
 
 import triton
@@ -48,7 +51,7 @@ from torch_bridge.kernels.common import (
 
 @triton.jit
 def _save(local_grads_ptr, carry_gate_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, z, H: tl.constexpr):
-    """Stores what the backward pass needs of a step: over the input projections if there is no `carry_gate`."""
+    """Stores a step's residuals: if there is no `carry_gate`, as words that may overwrite the input projections."""
     if carry_gate_ptr is not None:
         store_local_grads(local_grads_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn, H)
         store_tile(carry_gate_ptr, rows, unit, H, mask, z)
@@ -62,7 +65,7 @@ def _save(local_grads_ptr, carry_gate_ptr, rows, unit, mask, f_r, f_z, f_n, f_hn
 
 @triton.jit
 def _load_saved(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H: tl.constexpr):
-    """What `_save` stored, the factors in the order of its arguments."""
+    """Loads what `_save` stored; returns the local gradients and z in the order of its arguments."""
     if carry_gate_ptr is not None:
         f_r, f_z, f_n, f_hn = load_local_grads(local_grads_ptr, rows, unit, mask, H)
         return f_r, f_z, f_n, f_hn, load_tile(carry_gate_ptr, rows, unit, H, mask)
@@ -104,7 +107,7 @@ def _gru_fwd_tile(
     else:
         exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
         buffer = models * Q * H
-        # units and sequences past the end compute something, on what is there, that is not stored
+        # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
     b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
@@ -132,7 +135,7 @@ def _gru_fwd_tile(
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
-            # as in jaxrnn.reference: reset first, then the step
+            # the reset comes before the step, as in jaxrnn.reference
             h = select_reset(h, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
         if SPLITS == 1:
             h_op = operand(h, DTYPE, PRECISION)
@@ -149,7 +152,7 @@ def _gru_fwd_tile(
                 a_z = tl.dot(stream_weight(w_z_ptr, row, k, H, EVEN), h_op, a_z, input_precision=PRECISION)
                 a_n = tl.dot(stream_weight(w_n_ptr, row, k, H, EVEN), h_op, a_n, input_precision=PRECISION)
 
-        # the next step's inputs are on their way while this step computes, or while programs wait for one another
+        # prefetch the next step's inputs while this step computes, or while programs wait for one another
         this_x_n = x_n
         this_rows = rows
         rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * stride
@@ -192,19 +195,19 @@ def _gru_fwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def gru_fwd_kernel(
-    w_hh_t_ptr,  # [S, 3H, H] recurrent weights, transposed; float32 ones rounded to TF32 if PRECISION is
+    w_hh_t_ptr,  # [S, 3H, H] transposed recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
     b_hn_ptr,  # [S, H]
     xp_ptr,  # [G, T, B, 3H] input projections
     h0_ptr,  # [G, B, H]
     reset_ptr,  # [G, T, B] nonzero where an episode starts at step t, or None
     reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
     hs_ptr,  # [G, T, B, H] out, dtype of h0
-    h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
-    local_grads_ptr,  # [G, T, B, H, 4] out: dr, dz, dn, dh_n over dh, or None: nothing is saved
-    carry_gate_ptr,  # [G, T, B, H] out, float32: z, or None: with factors [G, T, B, 3, H] of words, which may be xp
+    h_last_ptr,  # [G, B, H] out, float32: the carry between launches that each run some of the steps
+    local_grads_ptr,  # [G, T, B, H, 4] out: dr, dz, dn and dh_n over dh, or None if no residuals are saved
+    carry_gate_ptr,  # [G, T, B, H] out, float32: z, or None: local_grads is then words, [G, T, B, 3, H], and may be xp
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
-    barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
-    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
+    barrier_ptr,  # [workers] int32 zeros, or None if no program waits for another
+    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences per model in `tiles` tiles; items = S * tiles
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -232,7 +235,7 @@ def gru_fwd_kernel(
 
 @triton.jit
 def _gru_bwd_inputs(local_grads_ptr, carry_gate_ptr, dhs_ptr, rows, unit, mask, H: tl.constexpr):
-    """What a step of the backward pass reads."""
+    """Loads what a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
     f_r, f_z, f_n, f_hn, carry_gate = _load_saved(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H)
     return dy, f_r, f_z, f_n, f_hn, carry_gate
@@ -265,11 +268,11 @@ def _gru_bwd_tile(
     else:
         exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * (3 * H)
         buffer = models * Q * (3 * H)
-        # units and sequences past the end compute something, on what is there, that is not stored
+        # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
 
-    # between launches that cover a part of the work each, dh0 holds the carry (and dh * z between the phases of a step)
+    # dh0 holds the carry between launches that each do part of the work (dh * z between the two phases of a step)
     if t_begin == 0 and GATES_PHASE:
         dh = load_tile(dh_last_ptr, seq, unit, H, mask)
     else:
@@ -293,7 +296,7 @@ def _gru_bwd_tile(
             dr, dz, dn, dhn = dh * f_r, dh * f_z, dh * f_n, dh * f_hn
             dh = dh * carry_gate
             if SPLITS == 1:
-                # the next step's inputs are on their way while this step's product runs
+                # prefetch the next step's inputs while this step's product runs
                 next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
                 dy, f_r, f_z, f_n, f_hn, carry_gate = _gru_bwd_inputs(
                     local_grads_ptr, carry_gate_ptr, dhs_ptr, next_rows, unit, mask, H
@@ -333,16 +336,16 @@ def _gru_bwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def gru_bwd_kernel(
-    w_hh_ptr,  # [S, H, 3H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
-    local_grads_ptr,  # [G, T, B, H, 4] dr, dz, dn, dh_n over dh
-    carry_gate_ptr,  # [G, T, B, H] z, or None: with factors [G, T, B, 3, H] of words, which may be dxp
+    w_hh_ptr,  # [S, H, 3H] recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
+    local_grads_ptr,  # [G, T, B, H, 4] dr, dz, dn and dh_n over dh
+    carry_gate_ptr,  # [G, T, B, H] z, or None: local_grads is then words, [G, T, B, 3, H], and may be dxp
     reset_ptr,  # [G, T, B] or None
     dhs_ptr,  # [G, T, B, H]
     dh_last_ptr,  # [G, B, H]
     dxp_ptr,  # [G, T, B, 3H] out: gradients of the gates before their activations
     dhn_ptr,  # [G, T, B, H] out: gradient of W_hn h + b_hn
     dh0_ptr,  # [G, B, H] out, float32
-    dreset_h_ptr,  # [G, T, B, H] out, float32, gradient of each step's reset state, or None
+    dreset_h_ptr,  # [G, T, B, H] out, float32: gradient of each step's reset state, or None
     exchange_ptr,  # [2, G, B, 3H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,

@@ -1,4 +1,7 @@
-"""GRU time loop in Gluon, for few units and capability 8.0 on: as `gru.py` with SPLITS == 1, forward no reset state."""
+"""GRU time loop in Gluon, for few units and compute capability 8.0 and newer.
+
+The kernels compute what those of `gru.py` do with SPLITS == 1. The forward kernel supports no reset state but zeros.
+"""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -24,7 +27,7 @@ from torch_bridge.kernels.gluon_common import backward_rows, barrier, forward_ro
 
 @gluon.jit
 def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr):
-    """What step i reads, or the last one."""
+    """Loads what step min(i, T - 1) reads."""
     row = forward_rows(row, i, T, stride, REVERSE)
     x_r, x_z, x_n = load_inputs(xp_ptr + row * (3 * H) + unit, mask, H, 3)
     return x_r, x_z, x_n, load_reset(reset_ptr, row)
@@ -36,7 +39,7 @@ def _forward_step(
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + DEPTH."""
+    """Runs step i and prefetches what step i + DEPTH reads."""
     x_r, x_z, x_n, reset = inputs
     if reset_ptr is not None:
         h = gl.where(reset, 0.0, h)
@@ -50,7 +53,7 @@ def _forward_step(
     r, z = sigmoid(a_r), sigmoid(a_z)
     n = tanh(x_n.to(gl.float32) + r * a_n, DTYPE == gl.float32)
     new_h = n + z * (h - n)
-    live = mask & (i < T)  # of a step past the last one nothing is stored
+    live = mask & (i < T)  # nothing is stored for a step past the last
     at = forward_rows(row, i, T, stride, REVERSE) * H + unit
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
     if local_grads_ptr is not None:
@@ -68,7 +71,7 @@ def fwd_kernel(
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
@@ -95,7 +98,7 @@ def _load_saved(
     i, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H: gl.constexpr,
     REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """What step i reads, or the last one: steps are counted backward."""
+    """Loads what step min(i, T - 1) of the backward pass reads."""
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     carry_gate = gl.load(carry_gate_ptr + at, mask=mask, other=0.0)
@@ -110,7 +113,7 @@ def _backward_step(
     seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + DEPTH."""
+    """Runs step i and prefetches what step i + DEPTH reads."""
     local_grads, carry_gate, dy, reset = saved
     f_r, f_z, f_n, f_hn = unpack_quads(local_grads)
     dh += dy.to(gl.float32)
@@ -126,7 +129,7 @@ def _backward_step(
     saved = _load_saved(
         i + DEPTH, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, row, T, stride, unit, mask, H, REVERSE
     )
-    live = mask & (i < T)  # of a step past the last one nothing is stored
+    live = mask & (i < T)  # nothing is stored for a step past the last
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     dxp = dxp_ptr + row * (3 * H) + unit
@@ -149,7 +152,7 @@ def bwd_kernel(
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2

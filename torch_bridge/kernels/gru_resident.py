@@ -1,4 +1,7 @@
-"""GRU time loop in Gluon, for capability 8.0 and newer: as `gru.py` with SPLITS == 1 and, forward, no reset state."""
+"""GRU time loop in Gluon, for compute capability 8.0 and newer.
+
+The kernels compute what those of `gru.py` do with SPLITS == 1. The forward kernel supports no reset state but zeros.
+"""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -32,14 +35,14 @@ from torch_bridge.kernels.gluon_common import (
 
 @gluon.jit
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a forward step reads."""
+    """Loads what a forward step reads."""
     x_r, x_z, x_n = load_inputs(xp_ptr + rows[None, :] * (3 * H) + unit[:, None], mask, H, 3)
     return x_r, x_z, x_n, load_resets(reset_ptr, rows, mask_q)
 
 
 @gluon.jit
 def new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h):
-    """h_n, r, z, n and the next h, of products, input projections and h."""
+    """Returns h_n, r, z, n and the next h, given the products, the input projections and h."""
     h_n = a_n + b_hn
     r = fast_sigmoid(a_r + x_r.to(gl.float32))
     z = fast_sigmoid(a_z + x_z.to(gl.float32))
@@ -49,16 +52,16 @@ def new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h):
 
 @gluon.jit
 def local_grads_of(h_n, r, z, n, h_prev):
-    """What the backward pass needs of a step, besides z."""
+    """Returns a step's local gradients, packed; with z they are the residuals of the step."""
     f_n = (1.0 - z) * (1.0 - n * n)
     return pack(f_n * h_n * r * (1.0 - r), (h_prev - n) * z * (1.0 - z), f_n, f_n * r)
 
 
 @gluon.jit
 def store_residuals(local_grads_ptr, carry_gate_ptr, rows, unit, mask, local_grads, z, H: gl.constexpr):
-    """Stores what the backward pass needs of a step: over the input projections if there is no `carry_gate`.
+    """Stores a step's residuals: if there is no `carry_gate`, as words that may overwrite the input projections.
 
-    `rows` and `unit` broadcast to a tile, of sequences and units in either order.
+    `rows` and `unit` broadcast to a tile, whose axes are sequences and units in either order.
     """
     if carry_gate_ptr is not None:
         at = rows * H + unit
@@ -92,9 +95,9 @@ def _forward_step(
     xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask, mask_q,
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
 ):  # fmt: skip
-    """Runs step i, stores step i - 1 (`new_h`, `local_grads` and `z`), and loads step i + 1."""
+    """Runs step i, stores the results of step i - 1 (`new_h`, `local_grads`, `z`), and loads what step i + 1 reads."""
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
-    # there are registers for the inputs of two steps, but not of sixteen sequences in float32
+    # registers can hold the inputs of two steps, except in float32 if the tile has sixteen sequences
     EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
     if EARLY:
         next_r, next_z, next_n, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
@@ -144,7 +147,7 @@ def fwd_kernel(
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.gru.gru_fwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
@@ -176,14 +179,15 @@ def fwd_kernel(
     if SCALED:
         scale = state_scale(gl.abs(h))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
-    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    # two allocations per operand and an unrolled loop, because with one indexed allocation the compiler could not tell
+    # that no barrier is missing
     even = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
     odd = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
 
     x_r, x_z, x_n, reset = _load_inputs(
         xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H
     )
-    new_h, z, local_grads = h, h, local_grads_of(h, h, h, h, h)  # of no step
+    new_h, z, local_grads = h, h, local_grads_of(h, h, h, h, h)  # placeholders: no step has run yet
     barrier()
     for i in range(0, T, 2):
         h, new_h, local_grads, z, scale, x_r, x_z, x_n, reset = _forward_step(
@@ -196,7 +200,7 @@ def fwd_kernel(
             xp_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride, unit, mask,
             mask_q, H, SCALED, DTYPE, REVERSE, UNITS,
         )  # fmt: skip
-    steps = (T + 1) // 2 * 2  # taken, those past the last one with it
+    steps = (T + 1) // 2 * 2  # number of steps run, which for odd T includes one past the last
     _store_results(
         steps - 1, new_h, local_grads, z, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, seq, row, T, stride,
         unit, mask, H, REVERSE,
@@ -205,7 +209,7 @@ def fwd_kernel(
 
 @gluon.jit
 def load_residuals(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H: gl.constexpr):
-    """What `store_residuals` stored, as it lies in memory: a tuple."""
+    """Loads what `store_residuals` stored, without unpacking the data; returns a tuple."""
     if carry_gate_ptr is not None:
         at = rows * H + unit
         local_grads = gl.load(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
@@ -218,7 +222,7 @@ def load_residuals(local_grads_ptr, carry_gate_ptr, rows, unit, mask, H: gl.cons
 
 @gluon.jit
 def unpack_residuals(saved):
-    """What `load_residuals` loaded: dr, dz, dn and dh_n over dh, and z."""
+    """Unpacks what `load_residuals` loaded; returns dr, dz, dn and dh_n over dh, and z."""
     if len(saved) == 2:
         f_r, f_z, f_n, f_hn = unpack_float16x4(saved[0])
         return f_r, f_z, f_n, f_hn, saved[1]
@@ -235,14 +239,16 @@ def _backward_step(
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
-    """Step i, the loads of step i + 1, and the gradient of the output of step i + 2.
+    """Runs step i, and loads the residuals of step i + 1 and the gradient of the output of step i + 2.
 
-    The operands' scale must be known before they are: `bound`, taken at the step before, is at least each |dh| of a
-    sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has,
-      |dh_next| <= |dy_next| + |dh| + L max(|dr|, |dz|, |dhn|), at most three times the largest of the sums by unit,
-    of which only the first remains where an episode starts.
+    The operands' scale must be known before the operands. `bound`, computed in the previous step, is therefore an upper
+    bound on |dh| of each sequence in this step, including the gradient of the step's output. With L = `w_bound`, the
+    largest sum of a unit's absolute weights, and with each term's maximum over units,
+      |dh_next| <= |dy_next| + |dh| + L max(|dr|, |dz|, |dhn|).
+    Each unit adds up the three terms of its own; three times the largest of these sums is an upper bound. Where an
+    episode starts, only the first term remains.
     """
-    live = mask & (i < T)  # of a step past the last one nothing is stored
+    live = mask & (i < T)  # nothing is stored for a step past the last
     f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
     this_reset, this_dy = reset, dy
     next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
@@ -254,7 +260,7 @@ def _backward_step(
     dh += this_dy.to(gl.float32)
     dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
     if SCALED:
-        # 2^0: what a factor may be beyond one (a quarter of |h_n| or |h|) has room
+        # the exponent 0 leaves room for local gradients beyond one, which may be a quarter of |h_n| or |h|
         scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
         buffer_r.store(to_operand(dr * scale, DTYPE))
@@ -270,7 +276,7 @@ def _backward_step(
     product_z = mma_v2(w_z, buffer_z.load(OPERAND), zeros)
     product_n = mma_v2(w_n, buffer_n.load(OPERAND), zeros)
 
-    # while the products run: the next bound, and what this step leaves behind
+    # while the products run, compute the next bound and store this step's results
     if SCALED:
         largest = gl.maximum(gl.maximum(gl.abs(dr), gl.abs(dz)), gl.abs(dhn))
         largest = gl.abs(dh) + w_bound * largest
@@ -307,7 +313,7 @@ def bwd_kernel(
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.gru.gru_bwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
@@ -337,7 +343,8 @@ def bwd_kernel(
     unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
-    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    # two allocations per operand and an unrolled loop, because with one indexed allocation the compiler could not tell
+    # that no barrier is missing
     even_r = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
     even_z = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
     even_n = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])

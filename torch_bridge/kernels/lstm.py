@@ -1,10 +1,11 @@
 """LSTM time loop, forward and backward. Gates are ordered i, f, g, o.
 
-With dh and dc the gradients of a step's hidden and cell state, the backward pass needs of a step
+Let dh and dc be the gradients of a step's hidden and cell state, c the cell state before the step and c' the one after
+it. For each step, the backward pass needs the gradients of the gates before their activations, divided by dc or dh:
   di / dc = g i (1 - i)    df / dc = c f (1 - f)    dg / dc = i (1 - g^2)    do / dh = tanh(c') o (1 - o)
-  dc / dh = o (1 - tanh(c')^2), and f, the part of dc that goes on to c.
-As in `torch_bridge.kernels.gru` these are saved, not the gates. Programs, their barrier and what they exchange are
-those of the GRU too; a program keeps the cell states of its own units.
+It also needs dc / dh = o (1 - tanh(c')^2), and f, the factor by which dc is passed on to c. As in
+`torch_bridge.kernels.gru`, the forward pass saves these residuals, not the gates. Programs, their barrier and what they
+exchange are the same as there, too. A program keeps the cell states of its own units.
 """
 
 import triton
@@ -63,7 +64,7 @@ def _lstm_fwd_tile(
     else:
         exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
         buffer = models * Q * H
-        # units and sequences past the end compute something, on what is there, that is not stored
+        # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
 
@@ -93,7 +94,7 @@ def _lstm_fwd_tile(
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
-            # as in jaxrnn.reference: reset first, then the step
+            # the reset comes before the step, as in jaxrnn.reference
             c = select_reset(c, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
         if SPLITS == 1:
             if HAS_RESETS:
@@ -114,7 +115,7 @@ def _lstm_fwd_tile(
                 a_g = tl.dot(stream_weight(w_g_ptr, row, k, H, EVEN), h_op, a_g, input_precision=PRECISION)
                 a_o = tl.dot(stream_weight(w_o_ptr, row, k, H, EVEN), h_op, a_o, input_precision=PRECISION)
 
-        # the next step's inputs are on their way while this step computes, or while programs wait for one another
+        # prefetch the next step's inputs while this step computes, or while programs wait for one another
         this_rows = rows
         rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * stride
         if SPLITS == 1:
@@ -164,23 +165,23 @@ def _lstm_fwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def lstm_fwd_kernel(
-    w_hh_t_ptr,  # [S, 4H, H] recurrent weights, transposed; float32 ones rounded to TF32 if PRECISION is
+    w_hh_t_ptr,  # [S, 4H, H] transposed recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
     xp_ptr,  # [G, T, B, 4H] input projections
     h0_ptr,  # [G, B, H]
     c0_ptr,  # [G, B, H]
     reset_ptr,  # [G, T, B] nonzero where an episode starts at step t, or None
     reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
-    reset_c_ptr,  # as reset_h
+    reset_c_ptr,  # like reset_h
     hs_ptr,  # [G, T, B, H] out, dtype of h0
     cs_ptr,  # [G, T, B, H] out, dtype of c0, or None
-    h_last_ptr,  # [G, B, H] out, float32; the carry between launches that cover a part of the steps each
-    c_last_ptr,  # as h_last
-    local_grads_ptr,  # [G, T, B, H, 4] out: di, df, dg over dc and do over dh, or None: nothing is saved
+    h_last_ptr,  # [G, B, H] out, float32: the carry between launches that each run some of the steps
+    c_last_ptr,  # like h_last
+    local_grads_ptr,  # [G, T, B, H, 4] out: di, df and dg over dc, do over dh, or None if no residuals are saved
     dc_dh_ptr,  # [G, T, B, H] out: dc over dh, or None
     carry_gate_ptr,  # [G, T, B, H] out, float32: f, or None
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
-    barrier_ptr,  # [workers] int32 zeros, or None: no program waits for another
-    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences a model in `tiles` tiles; items = S * tiles
+    barrier_ptr,  # [workers] int32 zeros, or None if no program waits for another
+    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences per model in `tiles` tiles; items = S * tiles
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -208,7 +209,7 @@ def lstm_fwd_kernel(
 
 @triton.jit
 def _lstm_bwd_inputs(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr):
-    """What a step of the backward pass reads."""
+    """Loads what a step of the backward pass reads."""
     dy = load_tile(dhs_ptr, rows, unit, H, mask)
     if dcs_ptr is not None:
         dcy = load_tile(dcs_ptr, rows, unit, H, mask)
@@ -247,11 +248,11 @@ def _lstm_bwd_tile(
     else:
         exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * (4 * H)
         buffer = models * Q * (4 * H)
-        # units and sequences past the end compute something, on what is there, that is not stored
+        # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
 
-    # between launches that cover a part of the work each, dh0 and dc0 hold the carry
+    # dh0 and dc0 hold the carry between launches that each do part of the work
     if t_begin == 0 and GATES_PHASE:
         dh = load_tile(dh_last_ptr, seq, unit, H, mask)
         dc = load_tile(dc_last_ptr, seq, unit, H, mask)
@@ -277,10 +278,11 @@ def _lstm_bwd_tile(
             dc += dcy + dh * dc_dh
             d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
             dc = dc * carry_gate
-            # zero, but not a constant: ptxas 12.8 unrolls the product and then takes the constant for its result
+            # a zero that is not a constant: with a constant, ptxas 12.8 unrolls the product and then uses the constant
+            # as the product's result
             dh = tl.where(mask, 0.0, dh)
             if SPLITS == 1:
-                # the next step's inputs are on their way while this step's product runs
+                # prefetch the next step's inputs while this step's product runs
                 next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
                 dy, dcy, f_i, f_f, f_g, f_o, dc_dh, carry_gate = _lstm_bwd_inputs(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H
@@ -325,20 +327,20 @@ def _lstm_bwd_tile(
 
 @triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
 def lstm_bwd_kernel(
-    w_hh_ptr,  # [S, H, 4H] recurrent weights; float32 ones rounded to TF32 if PRECISION is
-    local_grads_ptr,  # [G, T, B, H, 4] di, df, dg over dc and do over dh
+    w_hh_ptr,  # [S, H, 4H] recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
+    local_grads_ptr,  # [G, T, B, H, 4] di, df and dg over dc, do over dh
     dc_dh_ptr,  # [G, T, B, H] dc over dh
     carry_gate_ptr,  # [G, T, B, H] f
     reset_ptr,  # [G, T, B] or None
     dhs_ptr,  # [G, T, B, H]
-    dcs_ptr,  # [G, T, B, H], or None: no gradient comes through the cell states of single steps
+    dcs_ptr,  # [G, T, B, H], or None if the cell states of the steps have no gradient
     dh_last_ptr,  # [G, B, H]
     dc_last_ptr,  # [G, B, H]
     dxp_ptr,  # [G, T, B, 4H] out: gradients of the gates before their activations
     dh0_ptr,  # [G, B, H] out, float32
     dc0_ptr,  # [G, B, H] out, float32
-    dreset_h_ptr,  # [G, T, B, H] out, float32, gradient of each step's reset state, or None
-    dreset_c_ptr,  # as dreset_h
+    dreset_h_ptr,  # [G, T, B, H] out, float32: gradient of each step's reset state, or None
+    dreset_c_ptr,  # like dreset_h
     exchange_ptr,  # [2, G, B, 4H] of the weights' dtype, workspace, or None if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,

@@ -1,4 +1,7 @@
-"""LSTM time loop in Gluon, for few units (capability 8.0 on): as `lstm.py` with SPLITS == 1, forward no reset state."""
+"""LSTM time loop in Gluon, for few units and compute capability 8.0 and newer.
+
+The kernels compute what those of `lstm.py` do with SPLITS == 1. The forward kernel supports no reset state but zeros.
+"""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -25,7 +28,7 @@ from torch_bridge.kernels.gluon_common import backward_rows, barrier, forward_ro
 
 @gluon.jit
 def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, REVERSE: gl.constexpr):
-    """What step i reads, or the last one."""
+    """Loads what step min(i, T - 1) reads."""
     row = forward_rows(row, i, T, stride, REVERSE)
     x_i, x_f, x_g, x_o = load_inputs(xp_ptr + row * (4 * H) + unit, mask, H, 4)
     return x_i, x_f, x_g, x_o, load_reset(reset_ptr, row)
@@ -33,7 +36,7 @@ def _load_inputs(i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constex
 
 @gluon.jit
 def _sums(w, operand):
-    """A gate's products, added up."""
+    """Returns the product of a gate's weights and an operand, one sum per unit."""
     w = to_registers(w)
     return sum_rows(partial_row_sums(w * operand), w)
 
@@ -45,7 +48,7 @@ def _forward_step(
     seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + DEPTH."""
+    """Runs step i and prefetches what step i + DEPTH reads."""
     x_i, x_f, x_g, x_o, reset = inputs
     if reset_ptr is not None:
         h = gl.where(reset, 0.0, h)
@@ -64,7 +67,7 @@ def _forward_step(
     new_c = g_f * c + g_i * g_g
     tanh_c = tanh(new_c, DTYPE == gl.float32)
     new_h = g_o * tanh_c
-    live = mask & (i < T)  # of a step past the last one nothing is stored
+    live = mask & (i < T)  # nothing is stored for a step past the last
     at = forward_rows(row, i, T, stride, REVERSE) * H + unit
     gl.store(hs_ptr + at, new_h.to(hs_ptr.dtype.element_ty), mask=live)
     if cs_ptr is not None:
@@ -89,7 +92,10 @@ def fwd_kernel(
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, and how many gates' weights are in shared memory."""
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, and SHARED_GATES.
+
+    SHARED_GATES is the number of gates whose weights are in shared memory.
+    """
     DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
@@ -116,7 +122,7 @@ def _load_saved(
     i, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
     H: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """What step i reads, or the last one: steps are counted backward."""
+    """Loads what step min(i, T - 1) of the backward pass reads."""
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     dc_dh = gl.load(dc_dh_ptr + at, mask=mask, other=0.0)
@@ -135,7 +141,7 @@ def _backward_step(
     dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, and the loads of step i + DEPTH."""
+    """Runs step i and prefetches what step i + DEPTH reads."""
     local_grads, dc_dh, carry_gate, dy, dcy, reset = saved
     f_i, f_f, f_g, f_o = unpack_quads(local_grads)
     dh += dy.to(gl.float32)
@@ -156,7 +162,7 @@ def _backward_step(
         i + DEPTH, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
         H, REVERSE,
     )  # fmt: skip
-    live = mask & (i < T)  # of a step past the last one nothing is stored
+    live = mask & (i < T)  # nothing is stored for a step past the last
     row = backward_rows(row, i, T, stride, REVERSE)
     at = row * H + unit
     dxp = dxp_ptr + row * (4 * H) + unit
@@ -186,7 +192,10 @@ def bwd_kernel(
     T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, and how many gates' weights are in shared memory."""
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, and SHARED_GATES.
+
+    SHARED_GATES is the number of gates whose weights are in shared memory.
+    """
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2

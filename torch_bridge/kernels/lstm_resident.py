@@ -1,7 +1,10 @@
-"""LSTM time loop in Gluon, for capability 8.0 and newer: as `lstm.py` with SPLITS == 1 and, forward, no reset state.
+"""LSTM time loop in Gluon, for compute capability 8.0 and newer.
 
-Four gates of 128 units leave few registers for the rest: forward, eight sequences' results are stored at once and not
-when the next step's product runs; backward, a step loads the next one's inputs after it has stored its own results.
+The kernels compute what those of `lstm.py` do with SPLITS == 1. The forward kernel supports no reset state but zeros.
+
+The weights of four gates with 128 units leave few registers for the rest. The forward pass therefore stores the results
+of tiles of eight sequences at once, not while the next step's product runs. In the backward pass, a step loads the
+inputs of the next step after it has stored its own results.
 """
 
 import triton.experimental.gluon.language as gl
@@ -36,14 +39,14 @@ from torch_bridge.kernels.gluon_common import (
 
 @gluon.jit
 def _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
-    """What a forward step reads."""
+    """Loads what a forward step reads."""
     x_i, x_f, x_g, x_o = load_inputs(xp_ptr + rows[None, :] * (4 * H) + unit[:, None], mask, H, 4)
     return x_i, x_f, x_g, x_o, load_resets(reset_ptr, rows, mask_q)
 
 
 @gluon.jit
 def new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c):
-    """i, f, g, o, the tanh of the next c, the next h and c, of products, input projections and c."""
+    """Returns i, f, g, o, tanh of the next c, and the next h and c, given the products, the input projections and c."""
     g_i = fast_sigmoid(a_i + x_i.to(gl.float32))
     g_g = 2.0 * fast_sigmoid(2.0 * (a_g + x_g.to(gl.float32))) - 1.0
     g_f = fast_sigmoid(a_f + x_f.to(gl.float32))
@@ -55,7 +58,7 @@ def new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c):
 
 @gluon.jit
 def local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr):
-    """What the backward pass needs of a step, besides f: factors, and those through which dh goes to dc."""
+    """Returns a step's local gradients, packed, and dc over dh; with f they are the residuals of the step."""
     f_i, f_f = g_g * g_i * (1.0 - g_i), c_prev * g_f * (1.0 - g_f)
     f_g, f_o = g_i * (1.0 - g_g * g_g), tanh_c * g_o * (1.0 - g_o)
     dc_dh = g_o * (1.0 - tanh_c * tanh_c)
@@ -66,7 +69,7 @@ def local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr):
 
 @gluon.jit
 def store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, mask, local_grads, dc_dh, g_f):
-    """Stores what the backward pass needs of a step."""
+    """Stores a step's residuals."""
     gl.store(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, local_grads, mask=mask)
     gl.store(dc_dh_ptr + at, dc_dh, mask=mask)
     gl.store(carry_gate_ptr + at, g_f, mask=mask)
@@ -97,7 +100,10 @@ def _forward_step(
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
-    """Step i, the stores of step i - 1, whose results are `new_h` to `g_f`, and the loads of step i + 1."""
+    """Runs step i, and loads what step i + 1 reads.
+
+    The results of step i - 1 (`new_h` to `g_f`) are stored if LATE, otherwise those of step i.
+    """
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
     next_i, next_f, next_g, next_o, next_reset = _load_inputs(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H)
     if reset_ptr is not None:
@@ -143,10 +149,10 @@ def fwd_kernel(
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
+    """Runs the forward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_fwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
-    LATE: gl.constexpr = BLOCK_H < 128 or BLOCK_B < 8  # results are stored a step later, where registers can hold them
+    LATE: gl.constexpr = BLOCK_H < 128 or BLOCK_B < 8  # results are stored a step later if registers can hold them
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -177,13 +183,14 @@ def fwd_kernel(
     if SCALED:
         scale = state_scale(gl.abs(h))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
-    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    # two allocations per operand and an unrolled loop, because with one indexed allocation the compiler could not tell
+    # that no barrier is missing
     even = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
     odd = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
 
     rows = row + step_time(0, T, REVERSE) * stride
     x_i, x_f, x_g, x_o, reset = _load_inputs(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H)
-    new_h, new_c, g_f = h, c, h  # of no step
+    new_h, new_c, g_f = h, c, h  # placeholders: no step has run yet
     local_grads, dc_dh = local_grads_of(h, h, h, h, h, h, dc_dh_ptr)
     barrier()
     for i in range(0, T, 2):
@@ -202,7 +209,7 @@ def fwd_kernel(
             H, SCALED, DTYPE, REVERSE, UNITS, LATE,
         )  # fmt: skip
     if LATE:
-        steps = (T + 1) // 2 * 2  # taken, those past the last one with it
+        steps = (T + 1) // 2 * 2  # number of steps run, which for odd T includes one past the last
         _store_results(
             steps - 1, new_h, new_c, local_grads, dc_dh, g_f, hs_ptr, cs_ptr, local_grads_ptr, dc_dh_ptr,
             carry_gate_ptr, row, T, stride, unit, mask, H, REVERSE,
@@ -211,7 +218,7 @@ def fwd_kernel(
 
 @gluon.jit
 def load_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, at, rows, mask, mask_q):
-    """As in `gru_resident.py`."""
+    """Loads what `store_residuals` stored, without unpacking it, and which sequences start an episode."""
     local_grads = gl.load(local_grads_ptr.to(gl.pointer_type(gl.int64), bitcast=True) + at, mask=mask, other=0)
     dc_dh = gl.load(dc_dh_ptr + at, mask=mask, other=0.0)
     carry_gate = gl.load(carry_gate_ptr + at, mask=mask, other=0.0)
@@ -220,7 +227,7 @@ def load_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, at, ro
 
 @gluon.jit
 def _leave(d, largest, buffer, ptr, live, scale, SCALED: gl.constexpr, DTYPE: gl.constexpr):
-    """Leaves the gradient of a gate in memory and as an operand; returns the largest of it and `largest`."""
+    """Stores the gradient `d` of a gate, to memory and as an operand; returns the maximum of |d| and `largest`."""
     if SCALED:
         buffer.store(to_operand(d * scale, DTYPE))
     else:
@@ -238,14 +245,17 @@ def _backward_step(
     H: gl.constexpr, SCALED: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr, SLOT: gl.constexpr,
 ):  # fmt: skip
-    """Step i, the loads of step i + 1, and the gradients of the outputs of step i + 2.
+    """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
 
-    The operands' scale must be known before they are: `bound`, taken at the step before, is at least each |dh| and
-    |dc| of a sequence now. With L = `w_bound`, the largest sum of absolute weights that one unit has, both are next
-      <= |dy_next| + |dcy_next| + |dc| + L max(|di|, |df|, |dg|, |do|), four times the largest of the sums by unit,
-    of which only the first two remain where an episode starts.
+    The operands' scale must be known before the operands. `bound`, computed in the previous step, is therefore an upper
+    bound on |dh| and |dc| of each sequence in this step, including the gradients of the step's outputs. With L =
+    `w_bound`, the largest sum of a unit's absolute weights, and with each term's maximum over units, |dh_next| and
+    |dc_next| are at most
+      |dy_next| + |dcy_next| + |dc| + L max(|di|, |df|, |dg|, |do|).
+    Each unit adds up the four terms of its own; four times the largest of these sums is an upper bound. Where an
+    episode starts, only the first two terms remain.
     """
-    live = mask & (i < T)  # of a step past the last one nothing is stored
+    live = mask & (i < T)  # nothing is stored for a step past the last
     f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
     this_dc_dh, this_carry_gate, this_reset, this_dy, this_dcy = dc_dh, carry_gate, reset, dy, dcy
     dh += this_dy.to(gl.float32)
@@ -257,10 +267,10 @@ def _backward_step(
     largest = gl.zeros_like(dh)
     scale, unscale = largest, largest
     if SCALED:
-        # 2^0: what a factor may be beyond one (a quarter of |c|) has room
+        # the exponent 0 leaves room for local gradients beyond one, which may be a quarter of |c|
         scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
-    # one gate after the other: all at once do not fit the registers
+    # one gate after the other, because registers cannot hold all of them at once
     largest = _leave(dc * f_i, largest, buffer_i, dxp, live, scale, SCALED, DTYPE)
     largest = _leave(dc * f_f, largest, buffer_f, dxp + H, live, scale, SCALED, DTYPE)
     largest = _leave(dc * f_g, largest, buffer_g, dxp + 2 * H, live, scale, SCALED, DTYPE)
@@ -325,7 +335,7 @@ def bwd_kernel(
     T, B, Q, tiles,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Arguments as of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
+    """Runs the backward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_bwd_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
@@ -357,7 +367,8 @@ def bwd_kernel(
     dh = gl.load(dh_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     dc = gl.load(dc_last_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32)
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
-    # two allocations and an unrolled loop: of one, indexed, the compiler could not tell that no barrier is missing
+    # two allocations per operand and an unrolled loop, because with one indexed allocation the compiler could not tell
+    # that no barrier is missing
     even_i = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
     even_f = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
     even_g = gl.allocate_shared_memory(DTYPE, [COLS, BLOCK_H], SHARED).permute([1, 0])
