@@ -150,9 +150,9 @@ def measure(options: argparse.Namespace) -> int:
             "that has one, after pip install '.[bench,cuda13]'; show, table and plot work everywhere"
         )
     if options.profile:
-        from torch_bridge import launch
+        from torch_bridge import gpu
 
-        launch.run_as(PROFILES[options.profile])
+        gpu.run_as(PROFILES[options.profile])
     here = machine.describe(options.commit, options.profile or "")
     folder = RESULTS / machine.slug(here) if options.out is None else options.out
     console, bad = report.console(), 0

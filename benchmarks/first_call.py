@@ -98,9 +98,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from benchmarks.results import Row
 
     if options.profile:
-        from torch_bridge import launch, tiling
+        from torch_bridge import gpu, tiling
 
-        launch.run_as(tiling.PROFILES[options.profile])
+        gpu.run_as(tiling.PROFILES[options.profile])
     chosen = providers.PROVIDERS[options.provider]
     for name in chosen.needs:
         importlib.import_module(name)

@@ -412,9 +412,9 @@ def _compile_kernels(problem: Any, device: Any) -> None:
 
 def compile_kernels(chosen: Iterable[NormCase]) -> None:
     """Leaves kernels in Triton's cache on disk; what does not compile fails again where it is loaded."""
-    from torch_bridge import launch
+    from torch_bridge import gpu
 
-    device = launch.device(ORDINAL)
+    device = gpu.device(ORDINAL)
     wanted = {(p.kind, p.direction, p.columns, p.dtypes): p for case in chosen for p in problems(case)}
     spawn = multiprocessing.get_context("spawn")
     workers = max(min(len(os.sched_getaffinity(0)), len(wanted)), 1)

@@ -147,12 +147,12 @@ class ScaleKind(LaunchKind):
 
     def launch(self, arrays: Any, params: Any, device: Any) -> Any:
         from benchmarks.trivial_kernel import scale_kernel
-        from torch_bridge.launch import Calls
+        from torch_bridge.launch import Launch
 
-        calls = Calls(device)
+        launch = Launch(device)
         size = math.prod(arrays[0].shape)
-        calls.add(scale_kernel, 1, 4, dict.fromkeys(("x", "y"), str(arrays[0].dtype)), {"SIZE": size}, {})
-        return calls
+        launch.add(scale_kernel, 1, 4, dict.fromkeys(("x", "y"), str(arrays[0].dtype)), {"SIZE": size}, {})
+        return launch
 
 
 SCALE = ScaleKind()

@@ -41,9 +41,9 @@ def run_as_another_gpu(request: pytest.FixtureRequest) -> None:
     profile = request.config.option.profile
     if profile is None:
         return
-    from torch_bridge import launch, tiling
+    from torch_bridge import gpu, tiling
 
-    launch.run_as(tiling.PROFILES[profile])
+    gpu.run_as(tiling.PROFILES[profile])
 
 
 def pytest_configure(config: pytest.Config) -> None:

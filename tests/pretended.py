@@ -9,12 +9,12 @@ def pretend_gpus(monkeypatch, *devices):
     """Makes this process one that computes on such GPUs: until something is loaded onto one."""
     import torch
 
-    from torch_bridge import launch
+    from torch_bridge import compiler, gpu
 
     gpus = [types.SimpleNamespace(local_hardware_id=i) for i in range(len(devices))]
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(launch, "driver_fails", lambda: None)
-    monkeypatch.setattr(launch, "device", lambda ordinal: devices[ordinal])
+    monkeypatch.setattr(compiler, "interpreting", lambda: False)
+    monkeypatch.setattr(gpu, "driver_fails", lambda: None)
+    monkeypatch.setattr(gpu, "device", lambda ordinal: devices[ordinal])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

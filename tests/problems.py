@@ -138,7 +138,7 @@ class Run:
         """Compiles and loads; makes the workspaces."""
         import torch
 
-        from torch_bridge.launch import Launch
+        from torch_bridge.recurrences import Launch
 
         self.launch = Launch(problem, device, config)
         place = next(iter(arrays.values())).device

@@ -267,9 +267,9 @@ def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling)
 def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
     from problems import make_problem
 
-    from torch_bridge import launch
+    from torch_bridge import gpu
 
-    device = launch.device(0)
+    device = gpu.device(0)
     widths, tiling, _ = COMPILED[variant]
     if tiling.variant in ("split", "rows") and not device.has_wgmma:
         pytest.skip("multiplies by wgmma, which this GPU does not have")

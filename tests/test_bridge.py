@@ -360,22 +360,21 @@ def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
 @pytest.mark.interpret
 @pytest.mark.parametrize(("hidden", "shortest"), [(24, 1), (300, 8)])  # of wide states few steps take another kernel
 def test_another_time_or_batch_takes_the_same_kernel(problem, hidden, shortest):
-    from torch_bridge.launch import Launch
+    from torch_bridge.recurrences import Launch
 
-    def specialization(**changes):
-        return Launch(dataclasses.replace(problem, **({"hidden": hidden} | changes)), Device()).specialization
+    def compiled_for(**changes):
+        (kernel,) = Launch(dataclasses.replace(problem, **({"hidden": hidden} | changes)), Device()).kernels
+        return kernel.key
 
-    first = specialization(steps=shortest + 2, batch=2)
+    first = compiled_for(steps=shortest + 2, batch=2)
     for more, batch, groups in ((0, 2, 1), (3, 2, 1), (2, 1, 1), (15, 7, 1), (1000, 8, 1), (2, 1, 5), (2, 2, 4)):
-        other = specialization(steps=shortest + more, batch=batch, groups=groups)
+        other = compiled_for(steps=shortest + more, batch=batch, groups=groups)
         assert (other, hash(other)) == (first, hash(first))
     for changes in ({"reverse": True}, {"dtypes": problem.dtypes[:-1]}):
-        assert specialization(**changes) != first
+        assert compiled_for(**changes) != first
     common = tuple((name, x) for name, x in problem.dtypes if name not in ("cs", "dcs") and "reset_" not in name)
-    small, large = (
-        specialization(hidden=512, batch=batch, reset_state="zeros", dtypes=common) for batch in (2, 100_000)
-    )
-    assert small.config != large.config
+    small, large = (compiled_for(hidden=512, batch=batch, reset_state="zeros", dtypes=common) for batch in (2, 100_000))
+    assert small != large
 
 
 @pytest.mark.interpret
@@ -397,7 +396,7 @@ def test_a_view_has_the_address_of_the_array():
 
 @pytest.mark.interpret
 def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
-    from torch_bridge.launch import Launch
+    from torch_bridge.recurrences import Launch
 
     class Kernel:
         function = packed_metadata = None
@@ -406,13 +405,14 @@ def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
             self.arguments = arguments
 
     launch = Launch(problem, Device())
-    launch._compiled[1] = kernel = Kernel()
+    (call,), kernel = launch.kernels, Kernel()
+    launch._ready[1] = [(kernel, call.grid, call.arguments())]
     names = [name for name, _ in problem.dtypes] + [name for name, *_ in launch.workspaces]
     addresses = {name: 1000 + i for i, name in enumerate(names)}
     launch(stream=7, ordinal=1, addresses=addresses)
-    assert kernel.arguments[:4] == (launch.grid, 1, 1, 7)
-    expected = addresses | launch.scalars | launch.specialization.constants()
-    given = dict(zip(launch.specialization.kernel.arg_names, kernel.arguments[9:], strict=True))
+    assert kernel.arguments[:4] == (call.grid, 1, 1, 7)
+    expected = addresses | dict(call.scalars) | dict(call.constants)
+    given = dict(zip(call.function.arg_names, kernel.arguments[9:], strict=True))
     assert given == {name: expected.get(name, expected.get(name.removesuffix("_ptr"))) for name in given}
     assert set(addresses) <= {name.removesuffix("_ptr") for name in given}
 

@@ -111,11 +111,11 @@ def test_the_command_line_takes_a_profile():
 
 @pytest.mark.torch
 def test_running_as_a_newer_gpu_is_refused(monkeypatch):
-    from torch_bridge import launch, tiling
+    from torch_bridge import gpu, tiling
 
-    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: tiling.PROFILES["a100"])
+    monkeypatch.setattr(gpu, "properties", lambda ordinal=0: tiling.PROFILES["a100"])
     with pytest.raises(ValueError, match=r"NVIDIA H200 \(compute capability 9.0\) does not run on NVIDIA A100 \(8.0\)"):
-        launch.run_as(tiling.PROFILES["h200"])
+        gpu.run_as(tiling.PROFILES["h200"])
 
 
 @pytest.mark.compile_only
@@ -123,18 +123,18 @@ def test_running_as_another_gpu_assembles_its_ptx_for_the_one_at_hand(monkeypatc
     import triton
     from problems import make_problem
 
-    from torch_bridge import launch, tiling
+    from torch_bridge import gpu, recurrences, tiling
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
-    monkeypatch.setattr(launch, "_profile", None)
-    monkeypatch.setattr(launch, "gpu", lambda ordinal=0: tiling.PROFILES["h200"])
+    monkeypatch.setattr(gpu, "_profile", None)
+    monkeypatch.setattr(gpu, "properties", lambda ordinal=0: tiling.PROFILES["h200"])
     problem = make_problem("gru", "fwd", "tf32", 64, 16)
-    launch.run_as(tiling.PROFILES["rtx3090"])
-    device = launch.device()
+    gpu.run_as(tiling.PROFILES["rtx3090"])
+    device = gpu.device()
     assert (device.capability, device.multiprocessors) == (86, 82)
     assert device.name == "NVIDIA GeForce RTX 3090 on NVIDIA H200"
-    compiled = launch.Launch(problem, device).specialization.compile()
+    (compiled,) = recurrences.Launch(problem, device).compile()
     assert ".target sm_86" in compiled.asm["ptx"]
     assert machine_of(compiled.asm["cubin"], tmp_path) == 90
     assert Path(triton.knobs.cache.dir).parent == tmp_path

@@ -289,7 +289,7 @@ def test_gradients_of_weights_fit_and_do_not_spill(target, whole, cell, dtype):
 def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int], Any]]]:
     """A kernel of each kind that a device without wgmma has: its function, and what compiles it for a capability."""
     from torch_bridge import input_projections, norms, weight_grads
-    from torch_bridge.launch import Launch
+    from torch_bridge.recurrences import Launch
 
     further = (
         ("gru", "bwd", "tf32", 512, "zeros"), ("lstm", "fwd", "bf16", 256, "stepped"),
@@ -306,7 +306,7 @@ def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int],
     ):  # fmt: skip
         p = make_problem(cell, direction, kind, hidden, 300, reset_state=reset_state)
         launch = Launch(p, device, tiling.heuristic(p, device))
-        found[f"{launch.config.variant} {p}"] = launch.specialization.kernel, of_recurrence(launch)
+        found[f"{launch.config.variant} {p}"] = launch.kernels[0].function, of_call(launch.kernels[0])
     statistics, names = {"mean": "float32", "rstd": "float32"}, ("dy", "x", "weight", "dx", "dweight", "dbias")
     calls: list[Any] = [
         norms.Launch(norms.Problem("layer", direction, 1, 4096, columns, 1e-6, tuple(dtypes.items())), device)
@@ -348,16 +348,9 @@ def test_ptx_is_that_of_another_target(target, whole):
     assert same and not bad, "\n".join(bad)
 
 
-def of_recurrence(launch: Any) -> Callable[[int], Any]:
-    """Returns a function that compiles the kernel of a launch for a capability."""
-    return lambda capability: dataclasses.replace(launch.specialization, capability=capability).compile()
-
-
 def of_call(kernel: Any) -> Callable[[int], Any]:
-    """Returns a function that compiles one kernel of `Calls` for a capability."""
-    from torch_bridge.launch import _compile_call
-
-    return lambda capability: _compile_call(kernel.key, capability)
+    """Returns a function that compiles one kernel of a launch for a capability."""
+    return lambda capability: kernel.compile(capability)
 
 
 def retarget(ptx: str, capability: int) -> str:
@@ -405,13 +398,14 @@ def excesses(problem: Any, launch: Any, device: Device, limit: int = 0) -> list[
 
 def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) -> list[str]:
     """What does not keep within the shared memory that it is said to take, or spills."""
-    from torch_bridge.launch import Launch
+    from torch_bridge.recurrences import Launch
 
     bad, problems = [], list(problems)
     assert problems
     for p, c in problems:
         launch = Launch(p, device, c)
-        shared, local = bytes_taken(of_recurrence(launch), launch.specialization.kernel, device.capability)
+        (kernel,) = launch.kernels
+        shared, local = bytes_taken(of_call(kernel), kernel.function, device.capability)
         if not shared <= c.shared_memory(p) <= device.shared_memory or local > most_local_bytes(p, c, device):
             bad.append(f"H={p.hidden} {c}: {shared} of {device.shared_memory} bytes shared, {local} bytes local")
     return bad

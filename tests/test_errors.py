@@ -309,7 +309,7 @@ def test_where_no_kernel_can_be_loaded_it_says_so_once_and_xla_runs(monkeypatch)
     import triton
 
     from jaxrnn import _bridge
-    from torch_bridge import launch
+    from torch_bridge import gpu
     from torch_bridge.tiling import Device
 
     class Driver:
@@ -317,9 +317,9 @@ def test_where_no_kernel_can_be_loaded_it_says_so_once_and_xla_runs(monkeypatch)
         def active(self):
             raise RuntimeError("Failed to find C compiler")
 
-    loads = functools.cache(launch.driver_fails.__wrapped__)
+    loads = functools.cache(gpu.driver_fails.__wrapped__)
     pretend_gpus(monkeypatch, Device())
-    monkeypatch.setattr(launch, "driver_fails", loads)
+    monkeypatch.setattr(gpu, "driver_fails", loads)
     monkeypatch.setattr(triton.runtime, "driver", Driver())
     text = "RuntimeError: Failed to find C compiler"
     with pytest.warns(RuntimeWarning, match=text):

@@ -29,14 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 @pytest.fixture
 def h200(monkeypatch):
     """Makes this process one with an H200, as far as tracing can see; what is begun and loaded there, in its order."""
-    from torch_bridge import launch
+    from torch_bridge import compiler, gpu
     from torch_bridge.tiling import Device
 
     events = []
     pretend_gpus(monkeypatch, Device(90, 132, 232_448, name="H200"))
-    monkeypatch.setattr(launch, "_can_capture_early_launches", lambda: True)
-    monkeypatch.setattr(launch, "_begin_loading", lambda *what: events.append(("begin", what)))
-    monkeypatch.setattr(launch, "_ensure_loaded", lambda *what: events.append(("load", what)))
+    monkeypatch.setattr(gpu, "can_capture_early_launches", lambda: True)
+    monkeypatch.setattr(compiler, "begin_loading", lambda *what: events.append(("begin", what)))
+    monkeypatch.setattr(compiler, "ensure_loaded", lambda *what: events.append(("load", what)))
     return events
 
 
@@ -102,25 +102,25 @@ def test_for_the_cpu_nothing_is_begun(h200):
 
 
 def test_all_kernels_of_a_call_are_begun_before_the_first_is_waited_for(h200):
-    from torch_bridge import launch, weight_grads
+    from torch_bridge import gpu, weight_grads
 
     arrays = tuple((name, "float32") for name in ("x", "hs", "h0", "dxp", "dhn"))
     problem = weight_grads.Problem(1, 1, 2, 64, 128, 128, 384, arrays)
-    weight_grads.Launch(problem, launch.device(0)).load(0)
+    weight_grads.Launch(problem, gpu.device(0)).load(0)
     assert [kind for kind, _ in h200] == ["begin", "begin", "load", "load"]
 
 
 @pytest.fixture
 def loading(monkeypatch):
     """The module, with a device on which everything can be loaded, and two threads."""
-    from torch_bridge import launch
+    from torch_bridge import compiler
 
     compilers = threading.Semaphore(2)
-    monkeypatch.setattr(launch, "_cores", lambda: 2)
-    monkeypatch.setattr(launch, "_compilers", lambda: compilers)
-    monkeypatch.setattr(launch, "load_kernel", lambda compiled, ordinal: (compiled, ordinal))
-    monkeypatch.setattr(launch, "_loading", {})
-    return launch
+    monkeypatch.setattr(compiler, "_cores", lambda: 2)
+    monkeypatch.setattr(compiler, "_compilers", lambda: compilers)
+    monkeypatch.setattr(compiler, "load_kernel", lambda compiled, ordinal: (compiled, ordinal))
+    monkeypatch.setattr(compiler, "_loading", {})
+    return compiler
 
 
 def test_kernels_are_compiled_side_by_side_and_once(loading):
@@ -132,15 +132,15 @@ def test_kernels_are_compiled_side_by_side_and_once(loading):
         return name
 
     for name in ("a", "b", "a"):
-        loading._begin_loading(0, compile, name)
+        loading.begin_loading(0, compile, name)
     while len(compiled) < 2:
         time.sleep(0.01)
-    assert [loading._ensure_loaded(0, compile, name) for name in ("a", "b", "a")] == [("a", 0), ("b", 0), ("a", 0)]
+    assert [loading.ensure_loaded(0, compile, name) for name in ("a", "b", "a")] == [("a", 0), ("b", 0), ("a", 0)]
     assert sorted(compiled) == ["a", "b"]
 
 
 def test_a_kernel_is_loaded_onto_each_device(loading):
-    assert [loading._ensure_loaded(ordinal, str, 7) for ordinal in (0, 1)] == [("7", 0), ("7", 1)]
+    assert [loading.ensure_loaded(ordinal, str, 7) for ordinal in (0, 1)] == [("7", 0), ("7", 1)]
 
 
 def test_what_is_needed_overtakes_what_waits(loading):
@@ -154,12 +154,12 @@ def test_what_is_needed_overtakes_what_waits(loading):
         return name
 
     for name in ("a", "b", "needed"):
-        loading._begin_loading(0, compile, name)
+        loading.begin_loading(0, compile, name)
     try:
-        assert loading._ensure_loaded(0, compile, "needed") == ("needed", 0)
+        assert loading.ensure_loaded(0, compile, "needed") == ("needed", 0)
     finally:
         go_on.set()
-    assert [loading._ensure_loaded(0, compile, name) for name in ("a", "b")] == [("a", 0), ("b", 0)]
+    assert [loading.ensure_loaded(0, compile, name) for name in ("a", "b")] == [("a", 0), ("b", 0)]
     assert threads["needed"] is threading.current_thread() not in (threads["a"], threads["b"])
 
 
@@ -175,9 +175,9 @@ def test_without_threads_a_kernel_is_compiled_when_it_is_needed(why, loading, mo
     else:
         monkeypatch.setattr(threading.Thread, "start", start_no_more)
     compiled = []
-    loading._begin_loading(0, compiled.append, 7)
+    loading.begin_loading(0, compiled.append, 7)
     assert compiled == []
-    assert loading._ensure_loaded(0, compiled.append, 7) == (None, 0)
+    assert loading.ensure_loaded(0, compiled.append, 7) == (None, 0)
     assert compiled == [7]
 
 
@@ -189,12 +189,12 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_a
             raise RuntimeError(answer)
         return "a kernel"
 
-    loading._begin_loading(0, compile)
+    loading.begin_loading(0, compile)
     wait(loading._loading.values())  # what failed in a thread is done here
     for text in ("out of registers", "out of memory"):
         with pytest.raises(RuntimeError, match=text):
-            loading._ensure_loaded(0, compile)
-    assert loading._ensure_loaded(0, compile) == ("a kernel", 0)
+            loading.ensure_loaded(0, compile)
+    assert loading.ensure_loaded(0, compile) == ("a kernel", 0)
 
 
 @pytest.mark.parametrize("where", ["here", "in a thread"])
@@ -217,11 +217,11 @@ def test_of_what_failed_no_arrays_are_kept(where, loading):
             go_on.set()
         else:
             threading.Timer(0.1, go_on.set).start()  # while it is waited for
-        loading._ensure_loaded(0, compile)
+        loading.ensure_loaded(0, compile)
 
     kept = []
     if where == "in a thread":
-        loading._begin_loading(0, compile)
+        loading.begin_loading(0, compile)
         assert begun.wait(60)
     with pytest.raises(RuntimeError, match="out of memory"):
         step()
@@ -233,9 +233,9 @@ def test_of_what_failed_no_arrays_are_kept(where, loading):
 # What comes before both: a compiler that takes its time, and two threads for it.
 BY_ITSELF = """
 import os, sys, threading, time
-from torch_bridge import launch
-launch._cores = lambda: 2
-launch.load_kernel = lambda compiled, ordinal: compiled
+from torch_bridge import compiler
+compiler._cores = lambda: 2
+compiler.load_kernel = lambda compiled, ordinal: compiled
 parent = os.getpid()
 
 def compile(number):
@@ -255,13 +255,13 @@ def run_by_itself(code):
 def test_at_its_end_a_process_waits_for_what_is_under_way_alone():
     lines = run_by_itself("""
 for number in range(20):
-    launch._begin_loading(0, compile, number)
+    compiler.begin_loading(0, compile, number)
 time.sleep(0.2)
 """)
     assert 1 <= len(lines) <= 4
 
 
-@pytest.mark.parametrize("held", ["a kernel", "_parsing", "_loading_lock", "interpreter", "_compilers()"])
+@pytest.mark.parametrize("held", ["a kernel", "_parsing", "_loading_lock", "interpreter_lock", "_compilers()"])
 def test_a_forked_process_waits_for_no_thread_of_its_parent(held):
     """It has none of them, so that what they hold, or are to give, it would wait for forever."""
     lines = run_by_itself(f"""
@@ -271,23 +271,23 @@ ready = threading.Event()
 def hold():
     names = [held] if held != "_compilers()" else [held, held]
     for name in names:
-        eval("launch." + name).acquire()
+        eval("compiler." + name).acquire()
     ready.set()
     time.sleep(2)
     for name in names:
-        eval("launch." + name).release()
+        eval("compiler." + name).release()
 
 if held == "a kernel":
-    launch._begin_loading(0, compile, 1)
+    compiler.begin_loading(0, compile, 1)
     time.sleep(0.2)
 else:
     threading.Thread(target=hold).start()
     ready.wait()
 pid = os.fork()
 if pid == 0:
-    with launch._parsing, launch.interpreter:
-        loaded = launch._ensure_loaded(0, compile, 1)
-        print("child has", loaded, launch._run_in_background(int, "2").result(timeout=10), flush=True)
+    with compiler._parsing, compiler.interpreter_lock:
+        loaded = compiler.ensure_loaded(0, compile, 1)
+        print("child has", loaded, compiler.run_in_background(int, "2").result(timeout=10), flush=True)
     os._exit(0)
 end = time.monotonic() + 60
 while os.waitpid(pid, os.WNOHANG) == (0, 0):
@@ -302,10 +302,12 @@ while os.waitpid(pid, os.WNOHANG) == (0, 0):
 def test_triton_is_hashed_beside_the_first_c_compiler(loading, monkeypatch):
     import triton
 
+    from torch_bridge import gpu
+
     called = threading.Event()
     monkeypatch.setattr(triton.runtime.cache, "triton_key", called.set)
     monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=None)))
-    assert loading.driver_fails.__wrapped__() is None
+    assert gpu.driver_fails.__wrapped__() is None
     assert called.wait(60)
 
 
@@ -314,23 +316,25 @@ def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
     import triton
     from problems import make_problem
 
-    from torch_bridge import launch
+    from torch_bridge import compiler
+    from torch_bridge.launch import compile_call
+    from torch_bridge.recurrences import Launch
     from torch_bridge.tiling import Device
 
     device = Device(90, 132, 232_448)
     problems = [make_problem(cell, way, "tf32", 64, 64) for cell in ("gru", "lstm") for way in ("fwd", "bwd")]
-    made = [launch.Launch(problem, device).specialization for problem in problems]
-    monkeypatch.setattr(launch, "load_kernel", lambda compiled, _: compiled)
-    monkeypatch.setattr(launch, "_cores", lambda: len(made))
-    monkeypatch.setattr(launch, "_compilers", functools.cache(launch._compilers.__wrapped__))
-    monkeypatch.setattr(launch, "_loading", {})
+    made = [kernel.key for problem in problems for kernel in Launch(problem, device).kernels]
+    monkeypatch.setattr(compiler, "load_kernel", lambda compiled, _: compiled)
+    monkeypatch.setattr(compiler, "_cores", lambda: len(made))
+    monkeypatch.setattr(compiler, "_compilers", functools.cache(compiler._compilers.__wrapped__))
+    monkeypatch.setattr(compiler, "_loading", {})
     ptx = []
-    for folder, begin in (("together", launch._begin_loading), ("alone", launch._ensure_loaded)):
+    for folder, begin in (("together", compiler.begin_loading), ("alone", compiler.ensure_loaded)):
         monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / folder))
-        launch._loading.clear()
+        compiler._loading.clear()
         for one in made:
-            begin(0, launch.Specialization.compile, one)
-        assert not any(future.exception() for future in launch._loading.values())
-        ptx.append([launch._ensure_loaded(0, launch.Specialization.compile, one).asm["ptx"] for one in made])
+            begin(0, compile_call, one, 90)
+        assert not any(future.exception() for future in compiler._loading.values())
+        ptx.append([compiler.ensure_loaded(0, compile_call, one, 90).asm["ptx"] for one in made])
         assert len(list((tmp_path / folder).iterdir())) == len(made)  # nothing came from another cache
     assert ptx[0] == ptx[1]

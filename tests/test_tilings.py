@@ -100,9 +100,9 @@ COMPILED = {
 def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
     from problems import make_problem
 
-    from torch_bridge import launch
+    from torch_bridge import gpu
 
-    device = launch.device(0)
+    device = gpu.device(0)
     widths, tiling, tiles = COMPILED[variant]
     if tiling.variant in ("split", "rows") and not device.has_wgmma:
         pytest.skip("multiplies by wgmma, which this GPU does not have")

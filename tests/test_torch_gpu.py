@@ -328,7 +328,7 @@ def test_autocast_is_that_of_torch_nn(cell):
 
 @every_cell
 def test_an_ensemble_under_vmap_is_one_launch(cell, monkeypatch):
-    from torch_bridge import launch
+    from torch_bridge import recurrences
 
     modules = [(nn.GRU if cell == "gru" else nn.LSTM)(12, 64).to(DEVICE) for _ in range(3)]
     xs, resets = torch.randn(16, 8, 12, device=DEVICE), torch.rand(16, 8, device=DEVICE) < 0.2
@@ -338,8 +338,8 @@ def test_an_ensemble_under_vmap_is_one_launch(cell, monkeypatch):
         return torch.func.functional_call(modules[0], (params, buffers), (xs,), {"resets": resets})[0]
 
     want = torch.stack([module(xs, resets=resets)[0] for module in modules])
-    launches, original = [], launch.Launch.__call__
-    monkeypatch.setattr(launch.Launch, "__call__", lambda *args: launches.append(args) or original(*args))
+    launches, original = [], recurrences.Launch.__call__
+    monkeypatch.setattr(recurrences.Launch, "__call__", lambda *args: launches.append(args) or original(*args))
     got = torch.vmap(run)(params, buffers)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     got.square().sum().backward()

@@ -109,7 +109,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
     return Tiling(64, columns, inputs, 4, stages, min(at_once, -(-problem.rows // 64)))
 
 
-class Launch(launch.Calls):
+class Launch(launch.Launch):
     """The launch of a problem with its tiling, which writes `xp`."""
 
     def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):

@@ -171,7 +171,7 @@ def _clamp(n: int, low: int, high: int) -> int:
     return max(low, min(high, n))
 
 
-class Launch(launch.Calls):
+class Launch(launch.Launch):
     """The launch of a problem with its tiling."""
 
     def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):

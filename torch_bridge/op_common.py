@@ -24,19 +24,19 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | st
     """Returns the facts about a device if kernels can run there on arrays of this dtype; else a string says why not."""
     if reason := _triton_fails():
         return f"{reason}: pip install 'triton>=3.6'"
-    from torch_bridge import launch
+    from torch_bridge import compiler, gpu
 
     if dtype not in _KERNEL_DTYPES:
         return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
-    if launch.interpreting():
+    if compiler.interpreting():
         if device.type != "cpu":
             return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes CPU tensors only"
         return tiling.Device(interpreted=True)
     if device.type != "cuda" or torch.version.cuda is None:
         return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
-    if reason := launch.driver_fails():
+    if reason := gpu.driver_fails():
         return f"cannot be loaded here ({reason}): fix that, or leave implementation out"
-    facts = launch.device(ordinal(device))
+    facts = gpu.device(ordinal(device))
     if facts.capability < 80:
         return (
             f"need compute capability 8.0 (Ampere) or newer, this GPU has {facts.capability / 10}: "
@@ -49,7 +49,7 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | st
 def _triton_fails() -> str | None:
     """Returns why Triton cannot be used, or None. Warns if Triton is installed but unusable and there is a GPU."""
     try:
-        from torch_bridge import launch  # noqa: F401
+        from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
             return "need triton, which is not installed"
@@ -99,7 +99,7 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
     Raises:
       RuntimeError: the current stream is being captured in a CUDA graph.
     """
-    from torch_bridge import launch
+    from torch_bridge import gpu
 
     if ordinal is None:
         return make(problem, tiling.Device(interpreted=True))
@@ -108,7 +108,7 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
             "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "
             f"the captured code once with tensors of the same shapes and dtypes ({problem})"
         )
-    made = make(problem, launch.device(ordinal))
+    made = make(problem, gpu.device(ordinal))
     made.load(ordinal)
     return made
 

@@ -27,7 +27,7 @@ from torch_bridge import loops, op_common, rules, tiling
 from torch_bridge.cells import GRU, LSTM, CellSpec
 
 if TYPE_CHECKING:
-    from torch_bridge.launch import Launch
+    from torch_bridge.recurrences import Launch
 
 # None follows `torch.backends.cuda.matmul`.
 Precision = rules.Precision | None
@@ -144,7 +144,7 @@ def _launch(
     reset_state: Any, order: str, precision: Any, ordinal: int | None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter."""
-    from torch_bridge.launch import Launch
+    from torch_bridge.recurrences import Launch
 
     problem = tiling.Problem(
         cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=_REVERSE[order], precision=precision

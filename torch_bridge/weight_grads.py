@@ -144,7 +144,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
     return Tiling(rows, stages, max(1, min(at_once, problem.rows // _SHARE)))
 
 
-class Launch(launch.Calls):
+class Launch(launch.Launch):
     """The launch of a problem with its tiling, which writes one array, `sums` `[models, Layout.end]` in float32."""
 
     def __init__(self, problem: Problem, device: Device, tiling: Tiling | None = None):

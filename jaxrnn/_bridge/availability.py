@@ -35,9 +35,9 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
     if reason := _import_fails():
         return f"{reason}: pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
-    from torch_bridge import launch, tiling
+    from torch_bridge import compiler, gpu, tiling
 
-    if launch.interpreting():
+    if compiler.interpreting():
         if jax.default_backend() != "cpu":
             return (
                 "runs in Triton's interpreter here, because TRITON_INTERPRET=1 is set, but the interpreter only "
@@ -61,9 +61,9 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
             f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the torch "
             'build that matches your driver, or pass implementation="xla"'
         )
-    if reason := launch.driver_fails():
+    if reason := gpu.driver_fails():
         return f'cannot load kernels on this machine ({reason}): fix the cause, or pass implementation="xla"'
-    device, *others = {launch.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
+    device, *others = {gpu.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
     if others:
         names = ", ".join(sorted(f"{d.name} ({d.multiprocessors} multiprocessors)" for d in (device, *others)))
         return (
@@ -99,7 +99,7 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
 def _import_fails() -> str | None:
     """Returns why importing the kernels fails although torch and triton are installed, or None; warns on a GPU."""
     try:
-        from torch_bridge import launch  # noqa: F401
+        from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
         reason = f"needs Triton 3.6 and torch 2.10 or newer, but with the installed versions its import fails ({error})"
         if jax.default_backend() == "gpu":
@@ -133,14 +133,14 @@ def on_gpu() -> bool:
 
 def cuda_device() -> tuple[Any, Sequence[int]]:
     """Returns the device that kernels are chosen for, and the ordinals of all devices that they are loaded onto."""
-    from torch_bridge.launch import device
+    from torch_bridge.gpu import device
 
     ordinals = [d.local_hardware_id for d in jax.local_devices(backend="gpu")]
     return device(ordinals[0]), ordinals
 
 
 def cpu_device() -> tuple[Any, Sequence[int]]:
-    from torch_bridge.launch import interpreting
+    from torch_bridge.compiler import interpreting
     from torch_bridge.tiling import Device
 
     if not interpreting():
@@ -152,6 +152,6 @@ def cpu_device() -> tuple[Any, Sequence[int]]:
 
 def chosen_device() -> Any:
     """Returns the device that kernels are chosen for when launches are traced."""
-    from torch_bridge.launch import interpreting
+    from torch_bridge.compiler import interpreting
 
     return (cpu_device if interpreting() else cuda_device)()[0]

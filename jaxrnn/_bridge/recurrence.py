@@ -114,7 +114,7 @@ class RecurrenceKind(LaunchKind):
         return _result_types(_sizes(params["inputs"], shapes), params["outputs"])
 
     def launch(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        from torch_bridge.launch import Launch
+        from torch_bridge.recurrences import Launch
         from torch_bridge.tiling import with_residual_dtypes
 
         problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)

@@ -1,0 +1,102 @@
+"""The GPUs of this process: what kernels on them are chosen by, and whether Triton can load kernels onto them."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import os
+import warnings
+from typing import Any
+
+import triton
+
+from torch_bridge.compiler import run_in_background
+from torch_bridge.tiling import Device
+
+
+@functools.cache
+def driver_fails() -> str | None:
+    """Returns why Triton cannot load kernels in this process, or None if it can.
+
+    Before its first load, Triton compiles a C module, which can fail. A failure causes a warning, because there is a
+    GPU, and calls that name no implementation then run a slower one.
+    """
+    # begin the hash of all of Triton, which Triton computes before it compiles anything
+    run_in_background(triton.runtime.cache.triton_key)
+    try:
+        triton.runtime.driver.active.utils  # noqa: B018
+    except Exception as error:  # a broken compiler, header or driver raises errors of many types
+        reason = f"{type(error).__name__}: {error}"
+        warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2)
+        return reason
+    return None
+
+
+@functools.cache
+def properties(ordinal: int = 0) -> Device:
+    """Returns the properties of a CUDA device of this process."""
+    import torch
+
+    found = torch.cuda.get_device_properties(ordinal)
+    return Device(
+        found.major * 10 + found.minor,
+        found.multi_processor_count,
+        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing from torch's stubs
+        found.max_threads_per_multi_processor,
+        name=found.name,
+    )
+
+
+# The GPU that kernels are chosen and compiled for instead of the actual one; see `run_as`.
+_profile: Device | None = None
+
+
+def device(ordinal: int = 0) -> Device:
+    """Returns the properties by which kernels on a CUDA device are chosen: its own, or the profile set by `run_as`."""
+    if _profile is None:
+        return properties(ordinal)
+    return dataclasses.replace(_profile, name=f"{_profile.name} on {properties(ordinal).name}")
+
+
+def run_as(profile: Device) -> None:
+    """Makes later launches choose kernels for another GPU, compile them to its PTX and assemble that for this GPU.
+
+    Benchmarks and tests use this to run the code for an absent GPU on other hardware. PTX for an older capability runs
+    on a newer GPU, not the other way round. Call this function before anything is traced. Compiled code goes to a
+    separate folder in Triton's cache.
+
+    Raises:
+      ValueError: this GPU has a lower capability than the profile.
+    """
+    global _profile
+    here = properties()
+    capability = here.capability
+    if profile.capability > capability:
+        raise ValueError(
+            f"code for {profile.name} (compute capability {profile.capability / 10}) does not run on {here.name} "
+            f"({capability / 10}): choose a profile of at most {capability / 10}"
+        )
+
+    def assemble_for_this_gpu(backend: Any = None, stages: Any = None, options: Any = None, *_: Any) -> Any:
+        if stages is None:  # Triton 3.7 and newer ask what to add to their cache key
+            return (f"assembled for sm_{capability}",) * 2
+        stages["cubin"] = lambda ptx, metadata: backend.make_cubin(ptx, metadata, options, capability)
+        return None
+
+    triton.knobs.runtime.add_stages_inspection_hook = assemble_for_this_gpu
+    triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, f"assembled-for-sm_{capability}")
+    _profile = profile
+
+
+@functools.cache
+def can_capture_early_launches() -> bool:
+    """Whether CUDA graphs can capture programmatic dependent launches, which takes a driver of CUDA 12.3 or newer."""
+    import torch
+
+    if not torch.cuda.is_available():  # kernels are compiled here for another machine
+        return True
+    version = ctypes.c_int()
+    if status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+        raise RuntimeError(f"cuDriverGetVersion returned {status}")
+    return version.value >= 12030
