@@ -33,6 +33,19 @@ class Arguments:
         compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
+class _Function:
+    """A kernel's function in a key, compared by identity: Triton's own hash of a function parses its source."""
+
+    def __init__(self, function: Any):
+        self.function = function
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Function) and self.function is other.function
+
+    def __hash__(self) -> int:
+        return id(self.function)
+
+
 class KernelCall(NamedTuple):
     """One kernel of a `Launch`.
 
@@ -55,7 +68,7 @@ class KernelCall(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything but the compute capability that the compiled kernel depends on."""
-        return self.function, self.constants, self.dtypes, self.options
+        return _Function(self.function), self.constants, self.dtypes, self.options
 
     def arguments(self) -> Arguments:
         """Returns the kernel's arguments, without the addresses of arrays."""
@@ -69,7 +82,7 @@ class KernelCall(NamedTuple):
 def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     """Compiles the kernel of a `KernelCall` with this key, without needing a GPU."""
     function, constants, dtypes, options = key
-    return compiler.compile_kernel(function, dict(constants), dict(dtypes), capability, **dict(options))
+    return compiler.compile_kernel(function.function, dict(constants), dict(dtypes), capability, **dict(options))
 
 
 class Launch:
