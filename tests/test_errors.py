@@ -1,4 +1,4 @@
-"""Every way to call `gru` and `lstm` wrongly, told by its text: what was expected, what came, what to do."""
+"""Wrong calls of `gru` and `lstm` raise errors that say what was expected, what was given and what to do."""
 
 import functools
 import os
@@ -46,7 +46,7 @@ def replaced(cell, **weights):
     return CALLS[cell][1]()["params"]._replace(**weights)
 
 
-# (cell, what is wrong, text)
+# (wrong arguments, error text); `WRONG` adds the cell
 BOTH = [
     ({"xs": ZEROS((D,))}, "xs must be [T, *batch, D], got (2,)"),
     ({"xs": ZEROS((D,)), "time_major": False}, "xs must be [*batch, T, D], got (2,)"),
@@ -119,7 +119,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
 @pytest.mark.parametrize(
     ("cell", "wrong", "text"), WRONG, ids=[f"{cell}-{'-'.join(wrong)}-{i}" for i, (cell, wrong, _) in enumerate(WRONG)]
 )
-def test_wrong_calls_say_what_is_wrong(cell, wrong, text, jitted):
+def test_wrong_call_raises_a_precise_error(cell, wrong, text, jitted):
     function, make = CALLS[cell]
     call = make(**wrong)
     static = {name: call.pop(name) for name in ("implementation", "time_major") if name in call}
@@ -132,7 +132,7 @@ def test_wrong_calls_say_what_is_wrong(cell, wrong, text, jitted):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_the_call_that_the_wrong_ones_change_is_right(cell):
+def test_base_call_of_the_wrong_calls_succeeds(cell):
     function, make = CALLS[cell]
     assert function(**make(resets=RESETS))[1].shape == (T, B, H)
 
@@ -178,8 +178,8 @@ for call in (gru, lstm):
         pytest.param(("torch", "triton"), ["needs torch and triton", "pip install"], id="neither"),
     ],
 )
-def test_triton_by_name_where_it_cannot_run_names_the_remedy(blocked, texts):
-    """Before and inside `jit`; `implementation=None` runs all the same."""
+def test_unavailable_triton_raises_and_names_the_remedy(blocked, texts):
+    """The error is raised eagerly and under `jit`; `implementation=None` still runs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     program = textwrap.dedent(PROGRAM).format(blocked=list(blocked))
@@ -195,7 +195,7 @@ def test_triton_by_name_where_it_cannot_run_names_the_remedy(blocked, texts):
 
 
 @pytest.mark.interpret
-def test_triton_by_name_does_not_take_float64():
+def test_triton_rejects_float64():
     with jax.enable_x64(True):
         call = gru_call(xs=jnp.zeros((T, B, D), jnp.float64))
         with pytest.raises(NotImplementedError, match=r'takes float32, bfloat16 and float16, not float64.*"xla"'):
@@ -204,13 +204,13 @@ def test_triton_by_name_does_not_take_float64():
 
 
 @pytest.mark.interpret
-def test_triton_by_name_does_not_take_an_algorithm_for_precision():
+def test_triton_rejects_a_dot_algorithm_as_precision():
     with pytest.raises(NotImplementedError, match=r'no kernel for precision.*BF16.*implementation="xla"'):
         jaxrnn.gru(**gru_call(), implementation="triton", precision="BF16_BF16_F32")
 
 
 @pytest.mark.interpret
-def test_triton_by_name_names_the_hidden_width_that_no_device_can_share():
+def test_triton_rejects_a_hidden_width_beyond_the_limit_of_the_device():
     H = 10_000
     params = jaxrnn.GRUParams(*(jax.ShapeDtypeStruct(x, jnp.float32) for x in ((D, 3 * H), (H, 3 * H), (3 * H,), (H,))))
     carry, xs = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((B, H), (T, B, D)))
@@ -222,8 +222,8 @@ def test_triton_by_name_names_the_hidden_width_that_no_device_can_share():
 @pytest.mark.interpret
 @pytest.mark.parametrize("name", ["params", "carry", "xs"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_triton_by_name_does_not_take_bfloat16_in_the_interpreter(cell, name):
-    """Any argument in bfloat16; `implementation=None` runs all the same."""
+def test_triton_rejects_bfloat16_in_the_interpreter(cell, name):
+    """The call is rejected if any argument is bfloat16; `implementation=None` still runs."""
     function, make = CALLS[cell]
     call = make()
     call[name] = jax.tree.map(lambda x: x.astype(jnp.bfloat16), call[name])
@@ -246,12 +246,12 @@ NO_ARRAYS = [
 
 
 @pytest.mark.parametrize(("wrong", "text"), NO_ARRAYS, ids=range(len(NO_ARRAYS)))
-def test_what_is_no_array_and_no_flag(wrong, text):
+def test_arguments_that_must_be_arrays_or_bools_are_checked(wrong, text):
     with pytest.raises(ValueError, match=re.escape(text)):
         jaxrnn.gru(**gru_call(**wrong))
 
 
-def test_keys_are_no_resets_and_a_traced_flag_is_none():
+def test_key_resets_traced_flags_and_lists_are_rejected():
     keys = jax.random.split(jax.random.key(0), (T, B))
     with pytest.raises(ValueError, match="resets must be an array of numbers, got dtype key"):
         jaxrnn.gru(**gru_call(resets=keys))
@@ -261,7 +261,7 @@ def test_keys_are_no_resets_and_a_traced_flag_is_none():
         jaxrnn.rms_norm([1.0, 2.0])
 
 
-def test_a_pair_is_no_reset_state_of_a_gru():
+def test_gru_rejects_a_pair_as_reset_state():
     call = gru_call()
     state = (call["carry"], call["carry"])
     resets = jnp.zeros(call["xs"].shape[:-1], bool)
@@ -273,7 +273,7 @@ def test_a_pair_is_no_reset_state_of_a_gru():
 @pytest.mark.parametrize(
     ("capability", "text"), [(75, r"compute capability 8\.0 \(Ampere\) or newer, this GPU has 7\.5"), (80, None)]
 )
-def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
+def test_triton_rejects_gpus_before_ampere(monkeypatch, capability, text):
     from jaxrnn import _bridge
     from torch_bridge.tiling import Device
 
@@ -283,7 +283,7 @@ def test_a_gpu_before_ampere_is_refused_by_name(monkeypatch, capability, text):
 
 
 @pytest.mark.torch
-def test_gpus_of_two_kinds_are_refused_by_name(monkeypatch):
+def test_triton_rejects_gpus_of_different_kinds(monkeypatch):
     from jaxrnn import _bridge
     from torch_bridge.tiling import Device
 
@@ -293,7 +293,7 @@ def test_gpus_of_two_kinds_are_refused_by_name(monkeypatch):
 
 
 @pytest.mark.torch
-def test_a_torch_for_other_gpus_is_refused_by_name(monkeypatch):
+def test_triton_rejects_a_torch_built_without_cuda(monkeypatch):
     import torch
 
     from jaxrnn import _bridge
@@ -305,7 +305,7 @@ def test_a_torch_for_other_gpus_is_refused_by_name(monkeypatch):
 
 
 @pytest.mark.torch
-def test_where_no_kernel_can_be_loaded_it_says_so_once_and_xla_runs(monkeypatch):
+def test_failing_triton_driver_warns_once_and_xla_runs(monkeypatch):
     import triton
 
     from jaxrnn import _bridge
@@ -331,7 +331,7 @@ def test_where_no_kernel_can_be_loaded_it_says_so_once_and_xla_runs(monkeypatch)
 
 
 @pytest.mark.interpret
-def test_the_interpreter_beside_a_gpu_is_refused_by_name(monkeypatch):
+def test_triton_rejects_interpreted_kernels_on_a_gpu(monkeypatch):
     from jaxrnn import _bridge
 
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

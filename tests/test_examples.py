@@ -1,4 +1,4 @@
-"""`examples/packing_and_resets.py` and `examples/many_seeds.py`: what they compute, and both from end to end."""
+"""Tests the functions of `examples/packing_and_resets.py` and `examples/many_seeds.py`, and runs both end to end."""
 
 import dataclasses
 import importlib.util
@@ -29,7 +29,7 @@ packing_and_resets, many_seeds = load("packing_and_resets"), load("many_seeds")
 # --- packing_and_resets ----------------------------------------------------------------------------------------------
 
 
-def test_a_packing_holds_every_step_once_and_in_order():
+def test_packing_holds_every_step_once_and_in_order():
     rng = np.random.default_rng(0)
     resets = rng.random((11, 5)) < 0.3
     resets[:, 3], resets[:, 4] = False, True
@@ -63,7 +63,7 @@ def test_packing_and_resets_compares_three_ways(tmp_path, capsys, monkeypatch):
         assert 1 <= pack.programs <= 6 and scan.programs == ours.programs == 1
         assert min(cost.milliseconds for cost in result.costs.values()) > 0
         assert pack.host_milliseconds > 0 == scan.host_milliseconds
-    assert results[0].costs["pack"].programs > 1, "episodes of 2 steps pack to many shapes"
+    assert results[0].costs["pack"].programs > 1, "episodes of mean length 2 must pack to more than one shape"
     printed = capsys.readouterr().out
     for text in ("9 steps of 3 environments, 5 units", "wasted steps", jax.__version__):
         assert text in printed
@@ -74,13 +74,13 @@ def test_packing_and_resets_compares_three_ways(tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.interpret
-def test_the_kernel_is_one_of_the_three_ways(tmp_path):
+def test_packing_and_resets_runs_the_triton_implementation(tmp_path):
     size = ["--steps", "4", "--envs", "2", "--features", "3", "--hidden", "4", "--rollouts", "1", "--repeats", "1"]
     options = ["--implementation", "triton", "--mean-lengths", "2", "--out", str(tmp_path)]
     assert len(packing_and_resets.main([*size, *options])) == 1
 
 
-def test_a_wrong_result_is_not_timed():
+def test_check_raises_for_a_wrong_result():
     config = packing_and_resets.Config()
     want = (np.ones(3), np.arange(4.0))
     packing_and_resets.check(config, "scan", (np.ones(3), np.arange(4.0) + 1e-6), want)
@@ -92,7 +92,7 @@ def test_a_wrong_result_is_not_timed():
 # --- many_seeds ------------------------------------------------------------------------------------------------------
 
 
-def test_the_target_is_the_symbol_that_the_episode_began_with():
+def test_target_is_the_first_symbol_of_the_episode():
     config = many_seeds.Config(steps=40, batch=3, mean_length=5)
     before = many_seeds.Episodes(jnp.array([7, 6, 5]), jnp.array([True, False, False]))
     after, data = jax.jit(lambda key: many_seeds.make_data(config, key, before))(jax.random.key(0))
@@ -109,8 +109,8 @@ def test_many_seeds_learn_what_one_learns(tmp_path, capsys):
     size = ["--symbols", "2", "--steps", "16", "--batch", "16", "--hidden", "16", "--mean-length", "4", "--lr", "1e-2"]
     one, many = many_seeds.main([*size, "--seeds", "3", "--updates", "150", "--out", str(tmp_path)])
     assert (one.losses.shape, many.losses.shape) == ((1, 150), (3, 150))
-    np.testing.assert_allclose(many.losses[0, :20], one.losses[0, :20], rtol=1e-3)  # later rounding parts them
-    assert len(set(many.losses[:, 0])) == 3, "every seed has its own weights and data"
+    np.testing.assert_allclose(many.losses[0, :20], one.losses[0, :20], rtol=1e-3)  # later, rounding makes them diverge
+    assert len(set(many.losses[:, 0])) == 3, "every seed must have its own weights and data"
     np.testing.assert_allclose(many.losses[:, 0], np.log(2), atol=0.25)
     assert many.final_loss.max() < 0.3 * np.log(2)
     printed = capsys.readouterr()
@@ -123,8 +123,8 @@ def test_many_seeds_learn_what_one_learns(tmp_path, capsys):
     np.testing.assert_allclose(report["runs"][1]["losses"], many.losses)
 
 
-def test_without_resets_it_cannot_be_learned(monkeypatch):
-    """Nothing but the reset says where an episode begins."""
+def test_many_seeds_cannot_learn_without_resets(monkeypatch):
+    """Only the resets tell the network where an episode begins."""
     blind = many_seeds.make_data
     monkeypatch.setattr(
         many_seeds,
@@ -163,7 +163,7 @@ def test_triton_trains_many_seeds_as_xla_does():
         (many_seeds, ["--lr", "-1"], "lr must be above 0 and finite, got -1.0"),
     ],
 )
-def test_bad_arguments_end_with_a_message_and_a_nonzero_status(module, arguments, message, capsys):
+def test_bad_arguments_exit_with_a_message_and_a_nonzero_status(module, arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         module.main(arguments)
     assert error.value.code != 0
@@ -171,7 +171,7 @@ def test_bad_arguments_end_with_a_message_and_a_nonzero_status(module, arguments
 
 
 @pytest.mark.parametrize("name", ["packing_and_resets", "many_seeds", "recurrent_ppo"])
-def test_triton_where_it_cannot_run_ends_with_the_packages_error(name, tmp_path):
+def test_unavailable_triton_exits_with_the_error_of_the_package(name, tmp_path):
     command = [sys.executable, EXAMPLES / f"{name}.py", "--implementation", "triton", "--out", str(tmp_path)]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)

@@ -1,7 +1,8 @@
-"""JAX arrays and tensors go through one another's functions: no copy, no race while memory is freed and taken again.
+"""JAX and PyTorch share memory without copies, and without races while memory is freed and reused.
 
-As docs/pytorch.md asks, what one framework reads of the other's lives until it has read it: rounds are finished two
-rounds late, and that is all that these tests wait for. Order is left to the streams.
+As docs/pytorch.md requires, an object that the other framework reads is kept until that framework has read it: every
+round is finished, and its objects are released, two rounds later. The rounds wait for nothing else, because the streams
+order the work.
 """
 
 import collections
@@ -21,12 +22,12 @@ from torch_bridge import functional, nn
 every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
-DRAWS = 3  # memory that was freed holds the numbers of another draw
+DRAWS = 3  # several, so that freed memory holds the numbers of another draw
 
 
 @pytest.fixture(autouse=True)
 def the_first_gpu():
-    """JAX computes there, but leaves current what it used last."""
+    """Makes the first GPU current: JAX computes on it, but leaves the GPU that it used last current."""
     if torch.cuda.is_available():
         torch.cuda.set_device(0)
 
@@ -34,16 +35,16 @@ def the_first_gpu():
 class Size(NamedTuple):
     T: int
     B: int
-    H: int  # of inputs too
+    H: int  # width of the inputs too
     rounds: int
-    busy: int  # size of the products that JAX is kept busy with
+    busy: int  # size of the matrices whose products keep JAX busy
 
 
 SIZES = {"cpu": Size(3, 2, 8, 4, 8), "cuda": Size(48, 32, 128, 40, 2048)}
 
 
 def draw(cell, size, seed):
-    """Operands as `jaxrnn` has them, resets `[T, B]`, and the cotangent `ct [T, B, H]` of the outputs."""
+    """Returns operands in the layout of `jaxrnn`, resets `[T, B]`, and the cotangent `ct [T, B, H]` of the outputs."""
     rng = np.random.default_rng(seed)
     T, B, H, *_ = size
     gates = 3 if cell == "gru" else 4
@@ -59,7 +60,7 @@ def is_operand(name):
 
 
 def in_torch(cell, x):
-    """`ys` and every gradient: a GRU by `torch_bridge.functional`, an LSTM by `torch_bridge.nn`."""
+    """Returns `ys` and every gradient: of a GRU by `torch_bridge.functional`, of an LSTM by `torch_bridge.nn`."""
     leaves = {name: t.detach().requires_grad_() for name, t in x.items() if is_operand(name)}
     w_ih, w_hh, H = leaves["w_ih"].mT, leaves["w_hh"].mT, x["h"].shape[-1]
     if cell == "gru":
@@ -68,7 +69,7 @@ def in_torch(cell, x):
             leaves["xs"], leaves["h"], w_ih, w_hh, leaves["b_ih"], b_hh, resets=x["resets"], implementation="triton"
         )
     else:
-        with torch.device("meta"):  # it brings no weights of its own
+        with torch.device("meta"):  # `functional_call` replaces the weights of the module
             module = nn.LSTM(H, H, implementation="triton")
         b_ih, b_hh = leaves["b"], torch.zeros_like(leaves["b"])
         weights = {"weight_ih_l0": w_ih, "weight_hh_l0": w_hh, "bias_ih_l0": b_ih, "bias_hh_l0": b_hh}
@@ -80,7 +81,7 @@ def in_torch(cell, x):
 
 @functools.partial(jax.jit, static_argnums=0)
 def in_jax(cell, x):
-    """The same by `jaxrnn.gru` and `lstm`."""
+    """Returns the results of `in_torch`, computed by `jaxrnn.gru` or `jaxrnn.lstm`."""
 
     def forward(operands):
         if cell == "gru":
@@ -113,7 +114,7 @@ def to_jax(tensors):
 
 @functools.partial(jax.jit, static_argnums=1)
 def late(tree, busy):
-    """New arrays with the same numbers, that JAX takes a while to come to."""
+    """Returns new arrays with the values of `tree`, which JAX computes only after a long series of products."""
     product = jax.lax.fori_loop(0, 40, lambda _, x: jnp.tanh(x @ x), jnp.eye(busy))
     zero = jnp.where(jnp.isnan(product.sum()), 1.0, 0.0)
     return jax.tree.map(lambda x: x | (zero > 0) if x.dtype == bool else x + zero, tree)
@@ -121,12 +122,12 @@ def late(tree, busy):
 
 @jax.jit
 def overwrite(tree):
-    """Takes memory of the sizes that are in use, and fills it with NaN."""
+    """Allocates arrays of the sizes in `tree` and fills them with NaN, which overwrites freed memory of these sizes."""
     return jax.tree.map(lambda x: jnp.full_like(x, True if x.dtype == bool else jnp.nan), tree)
 
 
 class Streams:
-    """Work of PyTorch on two busy streams in turn, or in place on the CPU; what a round holds is let go two later."""
+    """Two busy PyTorch streams (none on the CPU) that run rounds in turn and keep their objects for two more rounds."""
 
     def __init__(self, device):
         self.gpu = device == "cuda"
@@ -144,7 +145,7 @@ class Streams:
             torch.cuda._sleep(20_000_000)
 
     def hold(self, check, *held):
-        """Ends a round, on its stream: `check` is called, and `held` let go, when the stream has come here."""
+        """Ends a round on its stream; two rounds later, waits for the stream, calls `check` and releases `held`."""
         event = torch.cuda.Event() if self.gpu else None
         if event is not None:
             event.record()
@@ -163,7 +164,7 @@ class Streams:
         while self.pending:
             self.finish()
         if self.gpu:
-            assert self.overlapped  # or nothing here was put to the test
+            assert self.overlapped  # otherwise nothing ran concurrently, and the test proves nothing
 
 
 def assert_bits(got, want):
@@ -178,7 +179,7 @@ def tensors_of(numbers, device):
 
 @every_device
 @every_cell
-def test_tensors_that_share_the_memory_of_deleted_arrays(cell, device):
+def test_tensors_keep_the_memory_of_deleted_arrays(cell, device):
     size = SIZES[device]
     draws = [draw(cell, size, seed) for seed in range(DRAWS)]
     own = [jax.device_put(numbers) for numbers in draws]
@@ -187,10 +188,10 @@ def test_tensors_that_share_the_memory_of_deleted_arrays(cell, device):
     streams = Streams(device)
     for i in range(size.rounds):
         with streams.turn(i):
-            arrays = late(own[i % DRAWS], size.busy)  # PyTorch's stream waits for them, the host does not
+            arrays = late(own[i % DRAWS], size.busy)  # PyTorch's stream waits for the arrays, the host does not
             tensors = to_torch(arrays)
             for x in arrays.values():
-                x.delete()  # but for the tensors nobody has the memory now
+                x.delete()  # only the tensors own the memory now
             overwrite(own[0])
             streams.sleep()
             got = in_torch(cell, tensors)
@@ -202,7 +203,7 @@ def test_tensors_that_share_the_memory_of_deleted_arrays(cell, device):
 
 @every_device
 @every_cell
-def test_arrays_that_share_the_memory_of_dropped_tensors(cell, device):
+def test_arrays_keep_the_memory_of_dropped_tensors(cell, device):
     size = SIZES[device]
     draws = [draw(cell, size, seed) for seed in range(DRAWS)]
     own = [tensors_of(numbers, device) for numbers in draws]
@@ -217,13 +218,13 @@ def test_arrays_that_share_the_memory_of_dropped_tensors(cell, device):
             streams.sleep()
             tensors = {name: x.clone() for name, x in own[i % DRAWS].items()}
             arrays = to_jax(tensors)  # JAX waits for this stream, the host does not
-            del tensors  # but for the arrays nobody has the memory now
+            del tensors  # only the arrays own the memory now
             for x in own[0].values():
                 torch.full_like(x, True if x.dtype == torch.bool else torch.nan)
             result = in_jax(cell, arrays)
             shared = to_torch(result)  # this stream waits for JAX
             got = {name: x.clone() for name, x in shared.items()}
-            # the stream has waited for the result, and so is behind all that read `arrays`
+            # the stream waits for the result, and so for everything that reads `arrays`
             streams.hold(functools.partial(assert_bits, got, want[i % DRAWS]), arrays, result, shared)
         del arrays, result, shared, got
         overwrite(junk)
@@ -234,15 +235,15 @@ def test_arrays_that_share_the_memory_of_dropped_tensors(cell, device):
 
 @every_device
 @every_cell
-def test_layers_of_both_in_turn(cell, device):
-    """JAX, PyTorch, JAX, PyTorch: each reads what the other has not written yet."""
+def test_alternating_layers_that_share_memory_equal_layers_with_copies(cell, device):
+    """Two layers of JAX and two of PyTorch alternate; each is launched before its input has been written."""
     size = SIZES[device]
     draws = [draw(cell, size, seed) for seed in range(DRAWS)]
     arrays = jax.device_put(draws)
     tensors = [tensors_of(numbers, device) for numbers in draws]
 
     def layers(i, between):
-        """`between` is called with what goes on to PyTorch, and to JAX."""
+        """Returns the last outputs, and all arrays to keep; `between` converts arrays to PyTorch and to JAX."""
         held = [arrays[i]["xs"]]
         for _ in range(2):
             held.append(in_jax(cell, arrays[i] | {"xs": held[-1]})["ys"])

@@ -1,4 +1,4 @@
-"""Who may import whom: `jaxrnn` works without PyTorch and Triton, `torch_bridge` without JAX, and the arrows hold."""
+"""Checks imports: `jaxrnn` works without PyTorch and Triton, `torch_bridge` without JAX, and modules obey a table."""
 
 import ast
 import pkgutil
@@ -22,7 +22,7 @@ PARAMS = {"jaxrnn.reference.GRUParams", "jaxrnn.reference.LSTMParams"}
 
 
 def modules(package: str) -> list[str]:
-    """The package and every module in it, found without importing any."""
+    """Returns the names of a package and of every module in it; only subpackages are imported for this."""
     return [package, *sorted(m.name for m in pkgutil.walk_packages([str(ROOT / package)], f"{package}."))]
 
 
@@ -34,7 +34,7 @@ def run_without(blocked: tuple[str, ...], code: str) -> None:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """What a file imports when it runs, inside functions too: all but what stands under `if TYPE_CHECKING`."""
+    """Yields the names that a file imports at run time, also inside functions: all except under `if TYPE_CHECKING`."""
     pending: list[ast.AST] = [ast.parse(path.read_text())]
     while pending:
         node = pending.pop()
@@ -103,7 +103,7 @@ def test_torch_bridge_imports_without_jax():
     run_without((*JAX_SIDE, *NOT_DEPENDENCIES), "\n".join(f"import {module}" for module in modules("torch_bridge")))
 
 
-def test_import_torch_bridge_loads_nothing():
+def test_shared_modules_of_torch_bridge_import_without_torch_and_jax():
     tables = ", ".join(f"torch_bridge.{name}" for name in ("tiling", "cells", "rules"))
     run_without((*TORCH_SIDE, *JAX_SIDE), f"import torch_bridge, {tables}")
 
@@ -121,9 +121,10 @@ for kind in (GRU, LSTM):
     )
 
 
-# Tables that import neither torch nor triton: every module of jaxrnn may import them.
+# Modules that import neither torch nor triton, and that every module of jaxrnn may import.
 SHARED = ("torch_bridge.cells", "torch_bridge.rules")
-# What each module may import of the package: `_bridge` alone the rest of torch_bridge, `linen` and `nnx` alone Flax.
+# The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
+# `linen` and `nnx` may import Flax.
 ARROWS = {
     "": ("norms", "recurrent", "reference"),
     "reference": (),
@@ -146,8 +147,8 @@ ARROWS = {
 
 
 @pytest.mark.parametrize("module", modules("jaxrnn"))
-def test_arrows_of_jaxrnn(module):
-    name = ".".join(module.split(".")[1:2])  # a package counts as one room
+def test_modules_of_jaxrnn_import_only_what_they_may(module):
+    name = ".".join(module.split(".")[1:2])  # a package counts as one module
     imported = imports(module)
     forbidden = [*NOT_DEPENDENCIES, *(() if name == "_bridge" else (*TORCH_SIDE, "torch_bridge"))]
     forbidden += () if name in ("linen", "nnx") else ("flax",)
@@ -155,15 +156,15 @@ def test_arrows_of_jaxrnn(module):
     allowed = [f"jaxrnn.{one}" for one in (*ARROWS[name], *((name,) if name == "_bridge" else ()))]
     assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]
     if name == "convert":
-        assert {one for one in imported if within(one, "jaxrnn")} <= PARAMS, "convert needs the parameters alone"
+        assert {one for one in imported if within(one, "jaxrnn")} <= PARAMS, "convert may import only the parameters"
 
 
 @pytest.mark.parametrize("module", modules("torch_bridge"))
-def test_arrows_of_torch_bridge(module):
+def test_modules_of_torch_bridge_import_only_what_they_may(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]
     front = ["op_common", "loops", "rnn_ops", "norm_ops", "functional", "nn"]
     front = [f"torch_bridge.{name}" for name in front]
-    forbidden += front[front.index(module) :] if module in front else front  # each imports those before it
+    forbidden += front[front.index(module) :] if module in front else front  # each may import only those before it
     if within(module, "torch_bridge.tiling", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]

@@ -1,4 +1,7 @@
-"""A large GRU in TF32 saves where its input projections were, and leaves gradients there: nothing else may notice."""
+"""A large GRU in TF32 writes residuals over its input projections, and gradients over the residuals.
+
+Nothing else may depend on that.
+"""
 
 import math
 import re
@@ -22,7 +25,7 @@ in_turn = pytest.mark.parametrize(
 
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
-    """Small ones too."""
+    """Makes launches overwrite small arrays too."""
     monkeypatch.setattr(fused, "_IN_PLACE_BYTES", 0)
     jax.clear_caches()
     yield
@@ -38,7 +41,7 @@ def case(**changes):
     return Case("gru", **{"T": 3, "B": 3, "H": 64, "D": 5, "precision": "default"} | changes)
 
 
-# Of 128, 256 and 512 units the three kinds of kernels in Gluon, of a reset state the one in plain Triton.
+# 128, 256 and 512 units use the three kinds of Gluon kernels; with a reset state, the forward kernel is plain Triton.
 WIDE = [{"T": 9, "H": 128, "B": 70}, {"T": 10, "H": 128, "B": 1100}, {"T": 9, "H": 256, "B": 30},
         {"T": 9, "H": 512, "B": 150}, {"T": 9, "H": 128, "B": 20, "reset_state": "tbh"},
         {"T": 9, "H": 320, "B": 20, "reset_state": "h"}]  # fmt: skip
@@ -53,7 +56,7 @@ KINDS = [{}, {"reverse": True}, {"reset_state": "tbh"}, {"models": 2}]
     ],
     ids=str,
 )
-def test_gives_the_same_bits_as_apart(monkeypatch, changes):
+def test_results_in_place_are_bit_identical_to_those_in_separate_arrays(monkeypatch, changes):
     inputs = cases.make_inputs(case(**changes))
     got = cases.run(case(**changes), inputs, "triton")
     apart(monkeypatch)
@@ -64,8 +67,8 @@ def test_gives_the_same_bits_as_apart(monkeypatch, changes):
 
 
 @in_turn
-def test_gradients_of_two_cotangents(implementation):
-    """What is saved is still there after a gradient was computed of it."""
+def test_a_pullback_can_be_called_repeatedly(implementation):
+    """The residuals are still intact after a gradient was computed from them."""
     params, carry, xs, resets, state = calls.arguments("gru", hidden=64)
     call = calls.runner("gru", implementation, precision=None)
     outputs, pullback = jax.vjp(lambda *operands: call(*operands, resets, state), params, carry, xs)
@@ -79,7 +82,7 @@ def test_gradients_of_two_cotangents(implementation):
 
 
 @in_turn
-def test_what_is_saved_is_not_taken_for_a_nan(implementation):
+def test_debug_nans_accepts_the_residuals(implementation):
     params, carry, xs, resets, state = calls.arguments("gru", hidden=64)
     call = calls.with_gradients(calls.runner("gru", implementation, precision=None))
     with jax.debug_nans(True), jax.disable_jit():
@@ -89,8 +92,8 @@ def test_what_is_saved_is_not_taken_for_a_nan(implementation):
 
 @in_turn
 @pytest.mark.parametrize("models", [0, 2])
-def test_nothing_is_copied(implementation, models):
-    """In a jitted gradient each launch writes over what no one needs any more."""
+def test_overwritten_operands_are_not_copied(implementation, models):
+    """In a jitted gradient, each launch overwrites an operand that nothing reads later, so XLA does not copy it."""
     lead = (models,) if models else ()
     arguments = calls.arguments("gru", hidden=64, lead=lead)
     call = calls.with_gradients(calls.runner("gru", implementation, precision=None))
@@ -111,8 +114,8 @@ def test_nothing_is_copied(implementation, models):
     ("hidden", "batch", "over"),
     [(2048, 683, ["xp", "local_grads"]), (2048, 682, [None, None]), (2080, 683, [None, None])],
 )
-def test_only_large_arrays_are_worth_it(monkeypatch, hidden, batch, over):
-    """Of 2048 units input projections `[32, B, 3H]` in float32 have 2^29 bytes, or a little less."""
+def test_only_large_arrays_are_overwritten(monkeypatch, hidden, batch, over):
+    """With 2048 units, float32 input projections `[32, B, 3H]` first reach 2^29 bytes at B=683."""
     monkeypatch.undo()
     launched, launch = [], fused._bridge.launch
 

@@ -1,4 +1,4 @@
-"""The launch of an input projection: against float64, under transformations, and where the loops read what it wrote."""
+"""Tests launches of input projections against float64, under transformations, and as inputs of recurrent kernels."""
 
 import functools
 
@@ -27,7 +27,7 @@ float32_interpreted_or_not = pytest.mark.parametrize(
 
 
 def make(dtype, rows=(3, 70), D=40, W=72, seed=0):
-    """Arrays; those of float32 are numbers of TF32, whose products are exact."""
+    """Returns x, w and bias; float32 values are rounded to TF32, in which their products are exact."""
     rng = np.random.default_rng(seed)
 
     def draw(*shape):
@@ -64,7 +64,7 @@ def check_product(dtype, out, **sizes):
     [{}, {"rows": (1,), "D": 1, "W": 1}, {"rows": (2, 9, 7), "D": 128, "W": 384}, {"D": 100, "W": 520}],
     ids=str,
 )
-def test_it_is_the_product_and_the_bias(dtype, out, sizes):
+def test_projection_is_the_product_plus_the_bias(dtype, out, sizes):
     check_product(dtype, out, **sizes)
 
 
@@ -73,12 +73,12 @@ def test_it_is_the_product_and_the_bias(dtype, out, sizes):
     [pytest.param("float16", marks=pytest.mark.interpret), pytest.param("bfloat16", marks=pytest.mark.gpu)],
 )
 @of_either_output
-def test_wide_inputs_are_taken_in_blocks(dtype, out):
+def test_wide_inputs_are_projected_in_blocks(dtype, out):
     check_product(dtype, out, D=300, W=520)
 
 
 @pytest.mark.torch
-def test_wide_inputs_of_float32_have_no_kernel():
+def test_wide_float32_inputs_have_no_kernel():
     from torch_bridge import input_projections
     from torch_bridge.tiling import Device, UnsupportedError
 
@@ -89,7 +89,7 @@ def test_wide_inputs_of_float32_have_no_kernel():
 
 
 @interpreted_or_not
-def test_beyond_float16_is_its_largest_and_no_number_stays_none(dtype):
+def test_float16_results_are_clamped_and_nans_propagate(dtype):
     x, w, bias = make(dtype, rows=(4,), D=2, W=3)
     w = jnp.ones_like(w)
     x = jnp.array([[6e4, 6e4], [-6e4, -6e4], [jnp.nan, 0], [jnp.inf, 0]], dtype)
@@ -100,7 +100,10 @@ def test_beyond_float16_is_its_largest_and_no_number_stays_none(dtype):
 
 @float32_interpreted_or_not
 def test_inputs_are_rounded_to_tf32(dtype):
-    """To the nearest, as the caller rounds weights: cut off, they would be too small by 2^-11 on average."""
+    """Inputs are rounded to nearest, as the caller rounds weights.
+
+    Truncated inputs would be too small by 2^-11 on average.
+    """
     x, w, bias = make(dtype)
     x += 2.0**-13 * jnp.abs(x)
     bits = np.asarray(x).view(np.int32)
@@ -114,8 +117,8 @@ def test_inputs_are_rounded_to_tf32(dtype):
 NANS = 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0xFFFFFFFF
 
 
-def test_weights_that_are_no_numbers_stay_none_to_tensor_cores():
-    """Which leave out the low bits."""
+def test_rounding_to_tf32_keeps_nan_weights_nan():
+    """Tensor cores ignore the low bits; the others must still be those of a NaN."""
     w = np.array(NANS, np.uint32).view(np.float32)
     for run in (_bridge.round_to_tf32, jax.jit(_bridge.round_to_tf32)):
         got = np.asarray(run(jnp.asarray(w))).view(np.uint32) & 0xFFFFE000
@@ -124,8 +127,8 @@ def test_weights_that_are_no_numbers_stay_none_to_tensor_cores():
 
 @float32_interpreted_or_not
 @pytest.mark.parametrize("bits", NANS)
-def test_every_nan_stays_one(dtype, bits):
-    """Rounding works on bits, of which tensor cores leave out the low ones: of some NaN they would make a number."""
+def test_every_nan_propagates(dtype, bits):
+    """Rounding works on bits, and tensor cores ignore the low bits: some NaNs could turn into other values."""
     x, w, bias = make(dtype, rows=(5,))
 
     def put(x, at):
@@ -145,7 +148,7 @@ def test_every_nan_stays_one(dtype, bits):
 
 @interpreted_or_not
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 0, 0), (1, 2, 0), (0, None, 0)], ids=str)
-def test_under_vmap(dtype, axes):
+def test_projection_under_vmap(dtype, axes):
     run = functools.partial(_bridge.launch_projection, dtype=jnp.float32)
     drawn = [make(dtype, seed=seed) for seed in range(3)]
     models = [[drawn[0 if axis is None else k][i] for i, axis in enumerate(axes)] for k in range(3)]
@@ -159,7 +162,7 @@ def test_under_vmap(dtype, axes):
         *(x if axis is None else x.take(jnp.array([], int), axis) for x, axis in zip(given, axes, strict=True))
     )
     assert none.shape == (0, *want[0].shape)
-    # once more around it: what was batched is, and what was not
+    # a second vmap around it, over arguments that the first one maps and over others
     outer = jax.vmap(jax.vmap(run, axes), (0, None, 0))
     given = [jnp.stack([x, 2 * x]) if i != 1 else x for i, x in enumerate(given)]
     got = outer(*given)
@@ -174,8 +177,8 @@ def test_under_vmap(dtype, axes):
         pytest.param("bfloat16", marks=pytest.mark.several_gpus),
     ],
 )
-def test_rows_stay_shared_out(dtype):
-    """On a mesh that JAX manages every device projects its rows, and nothing is gathered."""
+def test_rows_stay_sharded(dtype):
+    """On a mesh that JAX manages (`AxisType.Auto`), every device projects its rows, and nothing is gathered."""
     x, w, bias = make(dtype, rows=(5, 16))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sharded = NamedSharding(mesh, PartitionSpec(None, "data"))
@@ -193,8 +196,8 @@ def test_rows_stay_shared_out(dtype):
 @pytest.mark.parametrize("hidden", [96, 128, 256, 512, 1024])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("operands", ["bfloat16", "float32"])
-def test_loops_read_it(operands, cell, hidden):
-    """In float16 of bfloat16. Of every kernel: outputs and gradients no further from float64 than twice XLA's."""
+def test_recurrence_with_projection_kernel_is_accurate(operands, cell, hidden):
+    """Outputs and gradients of every kernel have at most twice XLA's error. With bfloat16, projections are float16."""
     rng = np.random.default_rng(0)
     T, B, D = 65, 128, 64
     gates = {"gru": 3, "lstm": 4}[cell]
@@ -230,7 +233,7 @@ def test_loops_read_it(operands, cell, hidden):
 
 
 @pytest.mark.interpret
-def test_a_number_of_rows_that_is_not_known_is_left_to_xla(monkeypatch):
+def test_symbolic_number_of_rows_is_projected_by_xla(monkeypatch):
     from torch_bridge.tiling import Device
 
     monkeypatch.setattr(availability, "chosen_device", lambda: Device())
@@ -240,8 +243,8 @@ def test_a_number_of_rows_that_is_not_known_is_left_to_xla(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_what_takes_xla():
-    """Few rows, `remat`, products of float32 that are not of TF32, and wide inputs of float32."""
+def test_projection_kernel_runs_only_where_it_is_profitable():
+    """XLA projects few rows or wide float32 inputs, under `remat`, and where float32 products are not in TF32."""
 
     def used(steps, dtype="bfloat16", inputs=64, **options):
         shapes = (inputs, 384), (128, 384), (384,), (128,)

@@ -1,4 +1,4 @@
-"""The compiled kernels, inside `jit`, against float64: no further away than twice XLA at the same precision."""
+"""The compiled kernels, under `jit`, have at most twice XLA's error against float64 at the same precision."""
 
 import calls
 import cases
@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.gpu
 
-# From this many products a gate on, NumPy takes seconds, and the reference in float64 stands in for the oracle.
+# From this many multiplications per gate, NumPy takes seconds, so the reference in float64 replaces the oracle.
 LARGE = 2**31
 
 
@@ -33,7 +33,7 @@ def test_outputs_and_gradients_match_the_oracle(case):
 
 
 @pytest.mark.parametrize("case", cases.GPU_FORWARD, ids=str)
-def test_without_gradients_nothing_changes(case):
+def test_outputs_without_gradients_match_the_oracle(case):
     inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
     want = cases.stack([run_float64(case, x) for x in inputs])
     got, xla = (
@@ -45,7 +45,7 @@ def test_without_gradients_nothing_changes(case):
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_the_reference_in_float64_matches_the_oracle(cell):
-    """On this GPU, where it stands in for the oracle."""
+    """The reference replaces the oracle on this GPU, and is therefore checked on it."""
     case = cases.Case(cell, T=13, B=64, H=256, reset_state="h", cells=cell == "lstm")
     inputs = cases.make_inputs(case)
     got, want = cases.run_float64(case, inputs), cases.run_oracle(case, inputs)
@@ -54,7 +54,7 @@ def test_the_reference_in_float64_matches_the_oracle(cell):
 
 
 def of_sequence(name, x, b):
-    """The part of an input, output or gradient that is a sequence's own, or None of one that all share."""
+    """Returns the part of an input, output or gradient that belongs to sequence `b`, or None if sequences share it."""
     name = name.removeprefix("ct_").removeprefix("d")
     if name in ("ys", "cs", "xs"):
         return x[:, b]
@@ -63,8 +63,8 @@ def of_sequence(name, x, b):
 
 @pytest.mark.parametrize("largest", [1.0, 1e4])
 @pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
-def test_sequences_of_every_size_keep_their_accuracy(case, largest):
-    """Operands of 16 bits are scaled: neither a small gradient beside a large one nor a large state may notice."""
+def test_sequences_of_every_magnitude_keep_their_accuracy(case, largest):
+    """16-bit operands are scaled, so small gradients beside large ones, and large states, must keep their accuracy."""
     inputs = cases.make_inputs(case)
     gradients, states = np.logspace(-18, 12, case.B), largest * np.logspace(-6, 0, case.B)
     for name in inputs:
@@ -74,15 +74,15 @@ def test_sequences_of_every_size_keep_their_accuracy(case, largest):
             inputs[name] = inputs[name] * np.roll(states, case.B // 2)[:, None].astype(np.float32)
     want = cases.run_oracle(case, inputs)
     got, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "xla"))
-    sizes = []  # every sequence counts by its own size
+    sizes = []  # errors of a sequence are relative to its own magnitude
     for b in range(case.B):
         norms = {
             name: np.linalg.norm(own.astype(np.float64))
             for name, x in (inputs | want).items()
             if (own := of_sequence(name, x, b)) is not None
         }
-        # A gradient that gates in saturation leave nothing of would make luck of all: it counts by float32's rounding
-        # of what it comes from.
+        # If saturated gates leave almost nothing of a gradient, what remains is rounding errors. Its magnitude
+        # therefore counts as at least float32's rounding of the cotangents that it is computed from.
         least = 2.0**-24 * np.linalg.norm([norm for name, norm in norms.items() if name.startswith("ct_")])
         sizes.append({name: max(norms[name], least if name.startswith("d") else 1e-30) for name in want.keys() & norms})
     got, xla, want = (
@@ -92,10 +92,10 @@ def test_sequences_of_every_size_keep_their_accuracy(case, largest):
     cases.check(case, got, xla, want)
 
 
-# Bits of float32, of a NaN among them that is infinity to tensor cores which leave out the low ones.
+# Bits of float32 values. One is a NaN that tensor cores, which ignore the low bits, would read as infinity.
 @pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000], ids=hex)
 @pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
-def test_what_is_not_finite_stays_in_its_sequence(case, bad):
+def test_nonfinite_values_stay_in_their_sequence(case, bad):
     inputs = cases.make_inputs(case)
     inputs["resets"][:, 3] = False
     clean = cases.run(case, inputs, "triton")
@@ -115,7 +115,7 @@ def test_what_is_not_finite_stays_in_its_sequence(case, bad):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
 @pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
-def test_a_new_episode_knows_nothing_of_the_carry(case, bad):
+def test_a_new_episode_does_not_depend_on_the_carry(case, bad):
     inputs = cases.make_inputs(case)
     inputs["resets"][:, 3] = np.arange(case.T) == 4
     clean = cases.run(case, inputs, "triton")
@@ -142,13 +142,13 @@ def test_no_gradient_crosses_a_reset(case):
 
 @pytest.mark.parametrize("later", [1e6, np.inf, np.nan])
 @pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
-def test_an_episode_keeps_its_accuracy_beside_a_later_one(case, later):
-    """What scales operands of 16 bits may not count what a reset then zeroes."""
+def test_an_episode_keeps_its_accuracy_if_a_later_one_has_huge_gradients(case, later):
+    """The scale of 16-bit operands must not include gradients that a reset then zeroes."""
     inputs = cases.make_inputs(case)
     inputs["resets"][4] = True
     earlier = inputs | {name: np.zeros_like(x) for name, x in inputs.items() if name.startswith("ct_carry")}
     earlier["ct_ys"] = inputs["ct_ys"] * (np.arange(case.T) < 4)[:, None, None].astype(np.float32)
-    with np.errstate(invalid="ignore"):  # infinity times zero, NaN, will do as well
+    with np.errstate(invalid="ignore"):  # infinity times zero gives NaN, which tests the same
         inputs["ct_ys"] = inputs["ct_ys"] * np.where(np.arange(case.T) < 4, 1, later)[:, None, None].astype(np.float32)
 
     def of_the_earlier(results):
@@ -160,8 +160,8 @@ def test_an_episode_keeps_its_accuracy_beside_a_later_one(case, later):
 
 @pytest.mark.parametrize("steps", [1, 16])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_slices_of_a_scan_leave_launches_in_its_graphs(cell, steps):
-    """XLA would fuse slices into calls, which it then launches one by one."""
+def test_launches_in_a_scan_are_captured_in_its_cuda_graphs(cell, steps):
+    """XLA would otherwise fuse slices with the launches, and launch each such fusion outside of the graphs."""
     params, *rest, _ = calls.arguments(cell, batch=(16,), steps=steps, hidden=64)
     call = calls.runner(cell, "triton", precision=None)
 

@@ -1,4 +1,4 @@
-"""The kernels in Triton's interpreter, end to end inside `jit` on the CPU, against float64."""
+"""Compares the kernels in Triton's interpreter, end to end under `jit` on the CPU, with float64."""
 
 import functools
 
@@ -18,7 +18,7 @@ TF32 = 2e-3
 
 
 def check(case, got, xla, want):
-    """As on a GPU, but at the default precision XLA on a CPU is no yardstick: it does not round to TF32, kernels do."""
+    """Compares errors with twice XLA's, or in TF32 with a constant, because XLA on a CPU does not round to TF32."""
     if (case.dtype, case.precision) == ("f32", "default"):
         cases.compare(got, want, lambda name: TF32)
     else:
@@ -35,7 +35,7 @@ def test_outputs_and_gradients_match_the_oracle(case):
 
 
 @pytest.mark.parametrize("case", cases.INTERPRETED[::3], ids=str)
-def test_without_gradients_nothing_changes(case):
+def test_outputs_without_gradients_match_the_oracle(case):
     inputs = cases.make_inputs(case)
     want = cases.run_oracle(case, inputs)
     got, xla = (cases.run_forward(case, inputs, implementation) for implementation in ("triton", "xla"))
@@ -43,8 +43,8 @@ def test_without_gradients_nothing_changes(case):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_programs_take_tiles_in_turn(cell, monkeypatch):
-    """A device of few multiprocessors: two tiles for each model, and room for one at a time."""
+def test_programs_process_several_tiles_in_turn(cell, monkeypatch):
+    """On a device with two SMs, each model has two tiles, and there is room for one tile at a time."""
     monkeypatch.setattr(tiling, "Device", functools.partial(tiling.Device, multiprocessors=2))
     case = Case(cell, T=2, B=70, H=70, D=7, precision="highest", reset_state="h", models=2)
     inputs = cases.make_inputs(case)
@@ -52,7 +52,7 @@ def test_programs_take_tiles_in_turn(cell, monkeypatch):
 
 
 def in_chunks(**changes):
-    """Cases of 7 steps, for chunks of 3: two, and a rest."""
+    """Returns a case of 7 steps by default: two chunks of 3 steps and a rest."""
     return Case(**({"T": 7, "B": 3, "H": 12, "D": 5, "precision": "highest", "remat": True} | changes))
 
 
@@ -69,9 +69,9 @@ CHUNKED += [in_chunks(cell="lstm", proj=5, reverse=reverse, reset_state=state, r
 
 
 @pytest.mark.parametrize("case", CHUNKED, ids=str)
-def test_remat_in_chunks_of_time_changes_nothing(case, monkeypatch):
+def test_remat_in_chunks_equals_remat_in_one_chunk(case, monkeypatch):
     inputs = cases.make_inputs(case)
-    if case.resets == "some":  # at the borders of chunks too
+    if case.resets == "some":  # at the boundaries of chunks too
         by_time = np.moveaxis(inputs["resets"], (1 if case.models else 0) + (not case.time_major), 0)
         by_time[[2, 3, 5, 6], ..., 0] = by_time[[3, 4, 6], ..., 1] = True
     given = {name: x for name, x in inputs.items() if x is not None}
@@ -96,7 +96,7 @@ def test_remat_in_chunks_of_time_changes_nothing(case, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "most", "size"), [(16, 16, 16), (17, 16, 16), (24, 16, 12), (256, 23, 16), (31, 4, 4)]
 )
-def test_chunks_leave_no_rest_where_they_can(steps, most, size, monkeypatch):
+def test_chunks_are_equal_where_possible(steps, most, size, monkeypatch):
     monkeypatch.setattr(fused, "_CHUNK_STEPS", most)
     monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
     xs = jax.ShapeDtypeStruct((1, steps, 4, 8), np.float32)

@@ -1,4 +1,4 @@
-"""`features_first`: a transpose that is one in memory too, wherever XLA may lay out an array as it likes."""
+"""`features_first` transposes in memory too, except where XLA partitions the program over a mesh."""
 
 import functools
 
@@ -26,14 +26,14 @@ def lowered(function, *args):
 
 @pytest.mark.parametrize("shape", [(5,), (3, 5), (2, 3, 4, 5)], ids=str)
 @pytest.mark.parametrize("wrap", [jax.jit, lambda f: f, jax.disable_jit()], ids=["jit", "eager", "disable_jit"])
-def test_is_a_transpose(wrap, shape):
+def test_features_first_is_a_transpose(wrap, shape):
     x = numbers(*shape)
     np.testing.assert_array_equal(wrap(features_first)(x), np.moveaxis(x, -1, 0))
 
 
 @pytest.mark.parametrize("axes", [(0,), (2,), (1, 3)], ids=str)
-def test_under_vmap(axes):
-    """Of `[*rows, N]` with mapped axes anywhere, vmap of vmap too."""
+def test_features_first_under_vmap(axes):
+    """The mapped axes of `[*rows, N]` may be anywhere, and `vmap` may be nested."""
     x = numbers(2, 3, 4, 5, 6)
     ours, want = features_first, functools.partial(jnp.moveaxis, source=-1, destination=0)
     for axis in axes:
@@ -42,14 +42,14 @@ def test_under_vmap(axes):
     assert CONSTRAINT in lowered(ours, x)
 
 
-def test_alone_on_a_device_the_layout_is_fixed():
+def test_layout_is_fixed_on_one_device():
     x = numbers(4, 5)
     assert CONSTRAINT in lowered(features_first, x)
     copied = jax.jit(lambda x: features_first(x) @ x).lower(x).compile().as_text()
     assert "f32[5,4]{1,0}" in copied, copied  # the second axis varies fastest
 
 
-def test_on_a_mesh_that_xla_manages_nothing_is_gathered():
+def test_nothing_is_gathered_on_a_mesh_that_xla_manages():
     mesh = make_mesh(AxisType.Auto)
     x = jax.device_put(numbers(8, 16, 4), NamedSharding(mesh, PartitionSpec(None, "data")))
 
@@ -66,8 +66,8 @@ def test_on_a_mesh_that_xla_manages_nothing_is_gathered():
     [(("data",), ("data",), True), (("data", "model"), ("data", "model"), True), (("data", "model"), ("data",), False)],
     ids=str,
 )
-def test_inside_shard_map(axes, manual, fixed):
-    """Of a device's part the layout is fixed, unless XLA shares that out over another axis of the mesh."""
+def test_layout_inside_shard_map(axes, manual, fixed):
+    """The layout of a device's shard is fixed, unless XLA shards it further over another axis of the mesh."""
     x, spec = numbers(8, 16, 4), PartitionSpec(None, "data")
     out = PartitionSpec(None, None, "data")
     function = jax.shard_map(
@@ -82,8 +82,8 @@ def test_inside_shard_map(axes, manual, fixed):
     ("steps", "batch", "hidden"),
     [pytest.param(4, 3, 40, marks=pytest.mark.interpret), pytest.param(128, 32, 256, marks=pytest.mark.gpu)],
 )
-def test_gradients_of_weights_from_it(cell, steps, batch, hidden, monkeypatch):
-    """They are those from arrays as they lie, under `vmap` too."""
+def test_weight_gradients_do_not_depend_on_features_first(cell, steps, batch, hidden, monkeypatch):
+    """The gradients equal those from arrays with their original layout, under `vmap` too."""
     single = calls.arguments(cell, steps=steps, batch=(batch,), hidden=hidden)
     for args, map_over in ((single, lambda f: f), (calls.stack([single, single]), jax.vmap)):
         found = []
@@ -95,4 +95,4 @@ def test_gradients_of_weights_from_it(cell, steps, batch, hidden, monkeypatch):
             run = map_over(calls.with_gradients(calls.runner(cell, "triton", precision="default")))
             assert (CONSTRAINT in lowered(run, *args)) == is_profitable
             found.append(jax.jit(run)(*args))
-        calls.assert_close(*found, bound=1e-3)  # of TF32, in another order
+        calls.assert_close(*found, bound=1e-3)  # TF32 products, summed in another order

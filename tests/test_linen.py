@@ -1,4 +1,4 @@
-"""The Flax linen modules against Flax's own, and against the classes that agents carry, on the same parameters."""
+"""Compares the linen modules with Flax's own, and with the classes that agents define, on the same parameters."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def some_carry(cell, batch=(B,), seed=5):
 
 
 def assert_identical(got, want):
-    """Trees of the same paths, shapes, dtypes and bits."""
+    """Asserts that two trees have the same paths, shapes, dtypes and values."""
     got, want = (traverse_util.flatten_dict(tree, sep="/") for tree in (got, want))
     assert got.keys() == want.keys()
     for path, value in want.items():
@@ -51,21 +51,21 @@ def assert_close(got, want, tol=2e-6):
 
 
 def random_variables(module, *args, **kwargs):
-    """Variables of the shapes that `module.init` makes, all random: zero biases would hide where they go."""
+    """Returns random variables with the shapes of `module.init`: zero biases would hide a misplaced bias."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(functools.partial(module.init, **kwargs), jax.random.key(0), *args)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), shapes)
 
 
 def run(module, variables, *args, **kwargs):
-    """`module.apply`, compiled; arguments that are not arrays are static."""
+    """Runs `module.apply` under `jax.jit`; keyword arguments that are bools are static."""
     arrays = {name: x for name, x in kwargs.items() if not isinstance(x, bool)}
     static = {name: x for name, x in kwargs.items() if isinstance(x, bool)}
     return jax.jit(functools.partial(module.apply, **static))(variables, *args, **arrays)
 
 
 def outputs_and_gradients(module, variables, *args, **kwargs):
-    """What `module.apply` returns, and the gradients of a sum over it for the variables and all floating arguments."""
+    """Returns the gradients of a scalar of the outputs to the variables and to all of `args`, and the outputs."""
 
     @jax.jit
     def compute(variables, args):
@@ -82,7 +82,7 @@ def outputs_and_gradients(module, variables, *args, **kwargs):
 
 
 def agents_rnn(cell, hidden_first):
-    """The recurrent module as JAX RL code bases write it; `hidden_first` as those that learn Q values do."""
+    """Returns the recurrent module as JAX RL code bases define it; those that learn Q values use `hidden_first`."""
 
     class ScannedRNN(nn.Module):
         @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
@@ -115,7 +115,7 @@ def agents_rnn(cell, hidden_first):
 
 
 def replacement(cell, hidden_first):
-    """What a user imports instead, or for an LSTM writes instead."""
+    """Returns the class that a user imports instead, or for an LSTM defines instead."""
     imported = linen.HiddenFirstScannedRNN if hidden_first else linen.ScannedRNN
     if cell == "GRUCell":
         return imported
@@ -127,7 +127,7 @@ def replacement(cell, hidden_first):
 
 
 class ActorCritic(nn.Module):
-    """A recurrent agent as in purejaxrl, around the recurrent module it is given."""
+    """A recurrent agent as in purejaxrl, built around a given recurrent module."""
 
     rnn: type[nn.Module]
 
@@ -148,7 +148,7 @@ AGENTS = [
 
 
 def agents(cell, hidden_first, batch=(B,)):
-    """`(network, initial carry)` with the agents' own class and with its replacement."""
+    """Yields `(network, initial carry)` with the agents' own class and then with its replacement."""
     for rnn in (agents_rnn(cell, hidden_first), replacement(cell, hidden_first)):
         sizes = (H, *batch) if hidden_first else (batch if len(batch) > 1 else batch[0], H)
         yield ActorCritic(rnn), rnn.initialize_carry(*sizes)
@@ -168,7 +168,7 @@ def test_changing_the_import_changes_no_initial_value(cell, hidden_first):
 
 @pytest.mark.parametrize(("steps", "batch"), [(1, (B,)), (T, (2, 3))], ids=["T1-B4", "T7-B2-A3"])
 @pytest.mark.parametrize(("cell", "hidden_first"), AGENTS[::2])
-def test_agents_compute_the_same(cell, hidden_first, steps, batch):
+def test_agents_with_the_replacement_compute_the_same(cell, hidden_first, steps, batch):
     (flax_agent, _), (agent, _) = agents(cell, hidden_first, batch)
     x = normal(1, (steps, *batch, 3)), some_resets((steps, *batch)).astype(jnp.float32)
     carry = some_carry(cell, batch)
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_the_agents_loads(cell, hidden_first):
     assert_close(run(agent, restored, carry, x), run(flax_agent, trained, carry, x))
 
 
-def test_vmap_over_seeds_is_a_loop_over_seeds():
+def test_vmap_over_seeds_equals_a_loop_over_seeds():
     rnn, carry, x = linen.ScannedRNN(), some_carry("GRUCell"), (normal(1, (T, B, D)), some_resets((T, B)))
 
     def train_step(key):
@@ -200,7 +200,7 @@ def test_vmap_over_seeds_is_a_loop_over_seeds():
     assert_close(jax.jit(jax.vmap(train_step))(keys), want, tol=1e-5)
 
 
-def test_a_rollout_of_single_steps_is_one_sequence():
+def test_a_rollout_of_single_steps_equals_one_sequence():
     rnn, carry = linen.ScannedRNN(), some_carry("GRUCell")
     xs, resets = normal(1, (T, B, D)), some_resets((T, B))
     variables = random_variables(rnn, carry, (xs, resets))
@@ -213,7 +213,7 @@ def test_a_rollout_of_single_steps_is_one_sequence():
 
 
 def test_resets_are_the_previous_dones():
-    """The step with the reset does not see what was before it; the step before the reset is not disturbed."""
+    """The step with the reset does not depend on the steps before it, and the reset does not change those steps."""
     rnn, carry = linen.ScannedRNN(), some_carry("GRUCell")
     xs, resets = normal(1, (T, B, D)), jnp.zeros((T, B)).at[3].set(1)
     variables = random_variables(rnn, carry, (xs, resets))
@@ -254,8 +254,8 @@ def test_names_and_cells_of_scanned_rnn_are_selectable():
 
 
 @pytest.mark.parametrize("dummy", ["none", "without_parent", "after_the_cell"])
-def test_where_the_only_cell_is_the_first_it_is_named_so(dummy):
-    """A dummy cell takes a name only if it is made before the other, in the scope of the module."""
+def test_cell_name_can_be_that_of_the_first_cell(dummy):
+    """A dummy cell takes the name `GRUCell_0` only if it is created before the other, in the scope of the module."""
 
     class ScannedRNN(nn.Module):
         @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
@@ -283,7 +283,7 @@ def test_where_the_only_cell_is_the_first_it_is_named_so(dummy):
         linen.ScannedRNN().apply(variables, carry, x)
 
 
-def test_parameters_of_another_cell_are_refused():
+def test_parameters_of_another_cell_are_rejected():
     x = jnp.zeros((T, B, D)), jnp.zeros((T, B))
     lstm = linen.ScannedRNN(cell_type="optimized_lstm")
     variables = lstm.init(jax.random.key(0), linen.ScannedRNN(cell_type="lstm").initialize_carry(B, H), x)
@@ -359,12 +359,12 @@ def test_parameters_of_another_cell_are_refused():
         ),
     ],
 )
-def test_scanned_rnn_says_what_is_wrong(rnn, carry, x, message):
+def test_scanned_rnn_rejects_wrong_arguments(rnn, carry, x, message):
     with pytest.raises(ValueError, match=message):
         random_variables(rnn, carry, x)
 
 
-def test_initialize_carry_without_a_width_says_so():
+def test_initialize_carry_without_a_width_raises():
     with pytest.raises(ValueError, match="or set hidden_state_dim"):
         linen.ScannedRNN.initialize_carry(B)
 
@@ -389,7 +389,7 @@ def test_cells_have_flax_parameters(cell, options):
 @pytest.mark.parametrize("gates", ["standard", "custom"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
 @pytest.mark.parametrize("cell", CELLS)
-def test_one_step_is_flax_step(cell, batch, gates):
+def test_one_step_equals_flax_step(cell, batch, gates):
     options = {} if gates == "standard" else {"gate_fn": nn.hard_sigmoid, "activation_fn": nn.relu}
     want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
     carry, x = some_carry(cell, batch), normal(1, (*batch, D))
@@ -419,10 +419,10 @@ def test_bfloat16_multiplies_in_bfloat16_and_carries_float32(cell):
     carry, ys = run(rnn, variables, xs, initial_carry=carry)
     assert {leaf.dtype for leaf in jax.tree.leaves((carry, ys))} == {jnp.dtype(jnp.float32)}
     assert jnp.any(ys != ys.astype(jnp.bfloat16))
-    assert f"bf16[{T},{B},{D}]" in text  # what the inputs are multiplied as
+    assert f"bf16[{T},{B},{D}]" in text  # the dtype in which the inputs are multiplied
 
 
-def test_packed_params_feed_the_functions():
+def test_packed_params_are_those_of_jaxrnn_gru():
     cell, x, h = linen.GRUCell(H), normal(1, (T, B, D)), some_carry("GRUCell")
     variables = random_variables(cell, h, x[0])
     params = cell.apply(variables, D, H, method="packed_params")
@@ -468,7 +468,7 @@ def rnn_inputs(time_major, batch=(B,)):
     ],
     ids=lambda options: "-".join(name for name, on in options.items() if on) or "default",
 )
-def test_rnn_is_flax_rnn(cell, options, lengths):
+def test_rnn_equals_flax_rnn(cell, options, lengths):
     xs, carry = rnn_inputs(options["time_major"]), some_carry(cell)
     call = {"seq_lengths": None if lengths is None else jnp.array(lengths), "initial_carry": carry}
     flax_rnn = nn.RNN(getattr(nn, cell)(H), return_carry=True, **options)
@@ -476,7 +476,7 @@ def test_rnn_is_flax_rnn(cell, options, lengths):
     want = run(flax_rnn, variables, xs, **call)
     ours = linen.RNN(getattr(linen, cell)(H), return_carry=True, **options)
     assert_close(run(ours, variables, xs, **call), want)
-    with_flax_cell = linen.RNN(getattr(nn, cell)(H))  # and its options at the call
+    with_flax_cell = linen.RNN(getattr(nn, cell)(H))  # and with the options passed at the call
     assert_close(run(with_flax_cell, variables, xs, return_carry=True, **options, **call), want)
 
 
@@ -490,14 +490,14 @@ def test_rnn_has_flax_parameters(cell, source):
     assert_identical(linen.RNN(getattr(source, cell)(H, **options)).init(jax.random.key(3), xs), want)
 
 
-def test_rnn_without_a_carry_starts_from_the_cell():
+def test_rnn_without_a_carry_starts_from_the_carry_of_the_cell():
     options = {"carry_init": nn.initializers.normal(1.0)}
     xs, key = rnn_inputs(False), jax.random.key(4)
     ours, flax_rnn = linen.RNN(linen.GRUCell(H, **options)), nn.RNN(nn.GRUCell(H, **options))
     variables = random_variables(flax_rnn, xs)
     want = run(flax_rnn, variables, xs, init_key=key)
     assert_close(run(ours, variables, xs, init_key=key), want)
-    # an episode starts there too, not from zeros
+    # an episode starts from the carry of the cell too, not from zeros
     resets = jnp.ones((B, T)).at[:, 1:].set(0)
     assert_close(run(ours, variables, xs, initial_carry=jnp.ones((B, H)), resets=resets, init_key=key), want)
 
@@ -513,13 +513,13 @@ def test_a_sequence_of_length_zero_keeps_its_carry(cell):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_lengths_beyond_the_end_are_all_steps(cell):
+def test_lengths_beyond_the_end_mean_all_steps(cell):
     xs, lengths = rnn_inputs(False), jnp.array([2, T + 3, T, 0])
     ours, flax_rnn = (kind(getattr(of, cell)(H), return_carry=True) for kind, of in ((linen.RNN, linen), (nn.RNN, nn)))
     variables = random_variables(flax_rnn, xs)
     call = {"initial_carry": some_carry(cell), "seq_lengths": lengths}
     (got, _), (want, _) = (run(rnn, variables, xs, **call) for rnn in (ours, flax_rnn))
-    kept = lambda carry: jax.tree.map(lambda x: x[:3], carry)  # noqa: E731  # of length 0 theirs is after a step
+    kept = lambda carry: jax.tree.map(lambda x: x[:3], carry)  # noqa: E731  # for length 0 Flax takes a step
     assert_close(kept(got), kept(want))
 
 
@@ -536,7 +536,7 @@ def test_a_deep_copy_is_fused_too(cell):
 
 
 def straight_through(x):
-    """A sigmoid whose gradient is that of its input."""
+    """Computes the sigmoid of `x`; its gradient passes cotangents through unchanged."""
     return nn.sigmoid(x)
 
 
@@ -549,7 +549,7 @@ straight_through.defvjp(lambda x: (nn.sigmoid(x), None), lambda _, cotangent: (c
     [straight_through, lambda x: jnp.where(jnp.abs(x - 0.03) < 0.02, 0.9, nn.sigmoid(x))],
     ids=["another_gradient", "other_values_between_those_of_a_grid"],
 )
-def test_a_jitted_activation_is_taken_for_no_other(gate):
+def test_a_jitted_activation_is_not_mistaken_for_sigmoid(gate):
     cell, xs = nn.GRUCell(H, gate_fn=jax.jit(gate)), rnn_inputs(False)
     theirs, ours = nn.RNN(cell), linen.RNN(cell)
     variables = random_variables(theirs, xs)
@@ -571,8 +571,8 @@ def test_an_activation_may_need_an_axis():
 
 
 @pytest.mark.parametrize("stepped", [False, True])
-def test_one_of_two_reset_carries_in_reverse_with_lengths(stepped):
-    """None is zeros."""
+def test_one_array_of_the_reset_carry_may_be_none_in_reverse_with_lengths(stepped):
+    """None in place of an array means zeros."""
     xs, resets, lengths = rnn_inputs(False), jnp.zeros((B, T), bool).at[:, 2].set(True), np.array([T, 1, 3, 5])
     rnn, given = linen.RNN(nn.LSTMCell(H), reverse=True), normal(4, (B, T, H) if stepped else (B, H))
     variables = random_variables(rnn, xs)
@@ -584,15 +584,15 @@ def test_one_of_two_reset_carries_in_reverse_with_lengths(stepped):
             rnn.apply(variables, xs, reset_carry=(None, given[:1]), **call)
 
 
-def test_the_length_of_one_sequence_may_be_a_number():
+def test_the_length_of_one_sequence_may_be_an_int():
     xs, rnn = normal(0, (T, D)), linen.RNN(nn.GRUCell(H), reverse=True, return_carry=True)
     variables = random_variables(rnn, xs)
     assert_close(rnn.apply(variables, xs, seq_lengths=3), rnn.apply(variables, xs, seq_lengths=np.array(3)), tol=0)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
-def test_16_bits_where_jax_may_promote_nothing(dtype):
-    """As Flax's own: the state is float32 between steps, and nothing that is given is mixed."""
+def test_16_bit_modules_run_under_strict_dtype_promotion(dtype):
+    """As in Flax's cells, the state is float32 between steps, and no given array is promoted implicitly."""
     xs, resets = rnn_inputs(True).astype(dtype), jnp.zeros((T, B), bool).at[2].set(True)
     for module in (linen.RNN(linen.GRUCell(H, dtype=dtype), time_major=True),
                    linen.RNN(linen.LSTMCell(H, dtype=dtype), time_major=True),
@@ -605,7 +605,7 @@ def test_16_bits_where_jax_may_promote_nothing(dtype):
 
 
 @pytest.mark.parametrize("steps", [1, T])
-def test_a_program_of_any_batch_is_exported(steps):
+def test_a_program_with_a_symbolic_batch_can_be_exported(steps):
     module, xs = linen.ScannedRNN(), normal(0, (steps, B, H))
     resets, carry = jnp.zeros((steps, B), bool), linen.ScannedRNN.initialize_carry(B, H)
     variables = random_variables(module, carry, (xs, resets))
@@ -617,7 +617,7 @@ def test_a_program_of_any_batch_is_exported(steps):
 
 
 @pytest.mark.parametrize(("setting", "value"), [("numpy_rank_promotion", "raise"), ("numpy_dtype_promotion", "strict")])
-def test_modules_where_jax_may_promote_nothing(setting, value):
+def test_modules_run_under_strict_promotion(setting, value):
     xs, resets = rnn_inputs(True), jnp.zeros((T, B), bool).at[2].set(True)
     stack = {"num_layers": 2, "time_major": True, "return_carry": True, "learned_carry": True}
     modules_ = [
@@ -636,7 +636,7 @@ def test_modules_where_jax_may_promote_nothing(setting, value):
 
 
 def reset_carries(cell, shape):
-    """A reset carry of one of the shapes allowed."""
+    """Returns a random reset carry whose arrays have the given shape."""
     one = [normal(20 + i, shape) for i in range(2)]
     return one[0] if cell in ("GRUCell", "SimpleCell") else tuple(one)
 
@@ -648,7 +648,7 @@ def reset_carries(cell, shape):
 )
 @pytest.mark.parametrize("cell", CELLS[:2])
 def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
-    """An own `gate_fn` that is sigmoid after all makes the same cell run under `nn.scan`."""
+    """A custom `gate_fn` that equals sigmoid makes the same cell run under `nn.scan`."""
     xs, resets = rnn_inputs(False), some_resets((B, T))
     shape = {"none": None, "h": (H,), "bh": (B, H), "tbh": (B, T, H)}[state]
     carry, reset_carry = some_carry(cell), None if shape is None else reset_carries(cell, shape)
@@ -679,7 +679,7 @@ def test_resets_cut_a_sequence_for_every_cell(cell):
 
 
 @pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell"])
-def test_bidirectional_is_flax_bidirectional(cell):
+def test_bidirectional_equals_flax_bidirectional(cell):
     xs, lengths = rnn_inputs(False), jnp.array([7, 1, 3, 5])
     want = nn.Bidirectional(*(nn.RNN(getattr(nn, cell)(H)) for _ in range(2)))
     got = nn.Bidirectional(*(linen.RNN(getattr(linen, cell)(H)) for _ in range(2)))
@@ -689,7 +689,7 @@ def test_bidirectional_is_flax_bidirectional(cell):
     assert_close(run(got, variables, xs, **call), run(want, variables, xs, **call))
 
 
-def test_rnn_runs_cells_with_own_variables_as_flax_does():
+def test_rnn_runs_cells_with_variables_per_step_as_flax_does():
     xs = rnn_inputs(False)
     options = {"variable_axes": {"params": 0}, "variable_broadcast": False, "split_rngs": {"params": True}}
     want, got = (rnn(nn.GRUCell(H), **options) for rnn in (nn.RNN, linen.RNN))
@@ -726,7 +726,7 @@ def test_rnn_runs_under_lifted_transforms(lift):
 
 
 def modules_with(**options):
-    """Every module that takes `precision` and `implementation`, as a function of `(variables, xs)`."""
+    """Returns, by name, each module that has `precision` and `implementation`, and a function that applies it."""
     zeros = jnp.zeros((B, H))
     resets = jnp.zeros((T, B))
     return {
@@ -753,7 +753,7 @@ def test_precision_reaches_every_matmul(name):
 
 
 @pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "scanned"])
-def test_implementation_reaches_the_function(name, monkeypatch):
+def test_implementation_reaches_jaxrnn_gru(name, monkeypatch):
     seen = []
     real = modules.gru
     monkeypatch.setattr(
@@ -773,7 +773,7 @@ def test_implementation_reaches_the_function(name, monkeypatch):
         pytest.param(linen.RNN(nn.GRUCell(H), variable_carry="batch_stats"), "an RNN with non-default", id="variables"),
     ],
 )
-def test_what_cannot_be_fused_says_why(module, reason):
+def test_triton_says_why_a_module_cannot_be_fused(module, reason):
     xs = rnn_inputs(False)
     assert jax.eval_shape(module.init_with_output, jax.random.key(0), xs)[0].shape == (B, T, H)
     with pytest.raises(NotImplementedError, match=reason):
@@ -782,7 +782,7 @@ def test_what_cannot_be_fused_says_why(module, reason):
         random_variables(module.clone(precision="highest"), xs)
 
 
-def test_a_custom_cell_refuses_triton_by_itself_too():
+def test_triton_rejects_a_single_step_of_a_custom_cell():
     cell = linen.GRUCell(H, activation_fn=nn.relu, implementation="triton")
     with pytest.raises(NotImplementedError, match="activation_fn is not tanh"):
         random_variables(cell, jnp.zeros((B, H)), jnp.zeros((B, D)))
@@ -822,7 +822,7 @@ def test_a_custom_cell_refuses_triton_by_itself_too():
         "reset_carry_of_one_sequence_in_reverse",
     ],
 )
-def test_rnn_says_what_is_wrong(call, message):
+def test_rnn_rejects_wrong_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         random_variables(linen.RNN(linen.GRUCell(H)), rnn_inputs(False), **call)
 
@@ -853,7 +853,7 @@ def test_a_cell_broadcasts_its_carry_and_inputs(cell, state, inputs):
 
 
 def test_annotations_can_be_read_at_run_time():
-    """As tools do that make modules of a configuration."""
+    """Tools that build modules from a configuration read these annotations."""
     for module in (linen.ScannedRNN, linen.GRUCell, linen.LSTM, linen.LayerNorm, linen.RNN.__call__):
         assert typing.get_type_hints(module)
     for function in (jaxrnn.gru, jaxrnn.lstm, jaxrnn.rms_norm, jaxrnn.GRUParams, jaxrnn.LSTMParams):

@@ -1,4 +1,4 @@
-"""Kernels on their way to a device: begun when a launch is traced, compiled side by side, each of them once."""
+"""Loading of kernels starts when a launch is traced; kernels are compiled in parallel, each of them once."""
 
 import functools
 import gc
@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 @pytest.fixture
 def h200(monkeypatch):
-    """Makes this process one with an H200, as far as tracing can see; what is begun and loaded there, in its order."""
+    """Makes tracing see an H200; returns the loads that are begun and completed there, in the order of these events."""
     from torch_bridge import compiler, gpu
     from torch_bridge.tiling import Device
 
@@ -58,7 +58,7 @@ def norm(shape):
 
 
 PROGRAMS = {
-    "gru": (recurrence, Case("gru", T=128, B=64, H=128, D=128), 5),  # projection, loops, weights' gradients, their sum
+    "gru": (recurrence, Case("gru", T=128, B=64, H=128, D=128), 5),  # projection, two loops, weight gradients, sum
     "lstm": (recurrence, Case("lstm", T=2, B=4, H=48), 2),
     "seeds": (seeds, Case("gru", T=2, B=4, H=48), 2),
     "norm": (norm, (2, 3, 256), 3),
@@ -66,7 +66,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_is_loaded_was_begun_when_it_was_traced(name, h200):
+def test_every_loaded_kernel_was_begun_when_it_was_traced(name, h200):
     make, of, count = PROGRAMS[name]
     function, *args = make(of)
     traced = jax.jit(function).trace(*args)
@@ -77,8 +77,8 @@ def test_what_is_loaded_was_begun_when_it_was_traced(name, h200):
 
 
 @pytest.mark.parametrize("sequences", [132, 133])
-def test_what_is_saved_is_cast_outside_of_barriers(h200, sequences):
-    """Between them XLA could not drop it. Two models of so many sequences: of more than 264, factors are in float16."""
+def test_residuals_are_cast_outside_of_barriers(h200, sequences):
+    """Between barriers XLA could not drop a cast. Beyond 264 sequences in two models, `local_grads` are float16."""
     function, arrays = seeds(Case("gru", T=20, B=sequences, H=48))
     text = jax.jit(function).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
     barriers = [line for line in text.splitlines() if "optimization_barrier" in line]
@@ -86,7 +86,7 @@ def test_what_is_saved_is_cast_outside_of_barriers(h200, sequences):
     assert [each for each in held if each] == ([["f32"]] * 2 if sequences == 132 else [["f16"]] * 2)
 
 
-def test_of_nothing_nothing_is_compiled(h200):
+def test_empty_arrays_compile_nothing(h200):
     function, x, weight = norm((2, 256))
     traced = jax.jit(jax.vmap(function)).trace(jnp.ones((0, *x.shape)), jnp.ones((0, *weight.shape)))
     assert "kind=norm" in str(traced.jaxpr)
@@ -94,14 +94,14 @@ def test_of_nothing_nothing_is_compiled(h200):
     assert not h200
 
 
-def test_for_the_cpu_nothing_is_begun(h200):
+def test_tracing_for_the_cpu_begins_nothing(h200):
     function, args = recurrence(PROGRAMS["lstm"][1])
     with jax.default_device("cpu"):
         jax.jit(function).trace(args)
     assert not h200
 
 
-def test_all_kernels_of_a_call_are_begun_before_the_first_is_waited_for(h200):
+def test_load_begins_all_kernels_before_it_waits_for_the_first(h200):
     from torch_bridge import gpu, weight_grads
 
     arrays = tuple((name, "float32") for name in ("x", "hs", "h0", "dxp", "dhn"))
@@ -112,7 +112,7 @@ def test_all_kernels_of_a_call_are_begun_before_the_first_is_waited_for(h200):
 
 @pytest.fixture
 def loading(monkeypatch):
-    """The module, with a device on which everything can be loaded, and two threads."""
+    """Returns the module `compiler`, with a device onto which everything can be loaded, and two compiling threads."""
     from torch_bridge import compiler
 
     compilers = threading.Semaphore(2)
@@ -123,7 +123,7 @@ def loading(monkeypatch):
     return compiler
 
 
-def test_kernels_are_compiled_side_by_side_and_once(loading):
+def test_kernels_are_compiled_in_parallel_and_once(loading):
     together, compiled = threading.Barrier(2, timeout=60), []
 
     def compile(name):
@@ -143,8 +143,8 @@ def test_a_kernel_is_loaded_onto_each_device(loading):
     assert [loading.ensure_loaded(ordinal, str, 7) for ordinal in (0, 1)] == [("7", 0), ("7", 1)]
 
 
-def test_what_is_needed_overtakes_what_waits(loading):
-    """As what was begun for a program that is never lowered."""
+def test_a_needed_kernel_overtakes_queued_kernels(loading):
+    """The queued kernels may belong to a program that is never lowered."""
     go_on, threads = threading.Event(), {}
 
     def compile(name):
@@ -164,11 +164,11 @@ def test_what_is_needed_overtakes_what_waits(loading):
 
 
 def start_no_more(thread):
-    """As Python has it from 3.12 on."""
+    """Raises what `Thread.start` raises at interpreter exit from Python 3.12 on."""
     raise RuntimeError("can't create new thread at interpreter shutdown")
 
 
-@pytest.mark.parametrize("why", ["one core", "the main thread is over"])
+@pytest.mark.parametrize("why", ["one core", "the main thread has ended"])
 def test_without_threads_a_kernel_is_compiled_when_it_is_needed(why, loading, monkeypatch):
     if why == "one core":
         monkeypatch.setattr(loading, "_cores", lambda: 1)
@@ -181,7 +181,7 @@ def test_without_threads_a_kernel_is_compiled_when_it_is_needed(why, loading, mo
     assert compiled == [7]
 
 
-def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_again(loading):
+def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_retries(loading):
     answers = ["interrupted", "out of registers", "out of memory", None]
 
     def compile():
@@ -190,7 +190,7 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_a
         return "a kernel"
 
     loading.begin_loading(0, compile)
-    wait(loading._loading.values())  # what failed in a thread is done here
+    wait(loading._loading.values())  # a job that failed in a thread is done again by the caller
     for text in ("out of registers", "out of memory"):
         with pytest.raises(RuntimeError, match=text):
             loading.ensure_loaded(0, compile)
@@ -198,8 +198,8 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_tries_a
 
 
 @pytest.mark.parametrize("where", ["here", "in a thread"])
-def test_of_what_failed_no_arrays_are_kept(where, loading):
-    """Neither those of the call that failed nor, as on its way here, those of the call that waited for it."""
+def test_a_failed_compilation_keeps_no_arrays_alive(where, loading):
+    """The exception keeps no arrays alive, neither of the call that failed nor of a call that waited for it."""
     begun, go_on = threading.Event(), threading.Event()
 
     class Activations:
@@ -216,7 +216,7 @@ def test_of_what_failed_no_arrays_are_kept(where, loading):
         if where == "here":
             go_on.set()
         else:
-            threading.Timer(0.1, go_on.set).start()  # while it is waited for
+            threading.Timer(0.1, go_on.set).start()  # while `ensure_loaded` waits for the job
         loading.ensure_loaded(0, compile)
 
     kept = []
@@ -230,7 +230,7 @@ def test_of_what_failed_no_arrays_are_kept(where, loading):
     assert loading._loading == {}
 
 
-# What comes before both: a compiler that takes its time, and two threads for it.
+# The beginning of each program that `run_by_itself` runs: a slow `compile`, and two compiling threads.
 BY_ITSELF = """
 import os, sys, threading, time
 from torch_bridge import compiler
@@ -252,7 +252,7 @@ def run_by_itself(code):
     return ended.stdout.splitlines()
 
 
-def test_at_its_end_a_process_waits_for_what_is_under_way_alone():
+def test_queued_compilations_are_dropped_at_interpreter_exit():
     lines = run_by_itself("""
 for number in range(20):
     compiler.begin_loading(0, compile, number)
@@ -262,8 +262,8 @@ time.sleep(0.2)
 
 
 @pytest.mark.parametrize("held", ["a kernel", "_parsing", "_loading_lock", "interpreter_lock", "_compilers()"])
-def test_a_forked_process_waits_for_no_thread_of_its_parent(held):
-    """It has none of them, so that what they hold, or are to give, it would wait for forever."""
+def test_a_forked_process_does_not_wait_for_threads_of_its_parent(held):
+    """The child has none of its parent's threads, so it would wait forever for their locks and results."""
     lines = run_by_itself(f"""
 held = {held!r}
 ready = threading.Event()
@@ -299,7 +299,7 @@ while os.waitpid(pid, os.WNOHANG) == (0, 0):
     assert "child has 1 2" in lines
 
 
-def test_triton_is_hashed_beside_the_first_c_compiler(loading, monkeypatch):
+def test_triton_is_hashed_while_its_driver_is_compiled(loading, monkeypatch):
     import triton
 
     from torch_bridge import gpu
@@ -312,7 +312,7 @@ def test_triton_is_hashed_beside_the_first_c_compiler(loading, monkeypatch):
 
 
 @pytest.mark.compile_only
-def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
+def test_kernels_compiled_in_parallel_are_the_same(monkeypatch, tmp_path):
     import triton
     from problems import make_problem
 
@@ -336,5 +336,5 @@ def test_compiled_side_by_side_kernels_are_the_same(monkeypatch, tmp_path):
             begin(0, compile_call, one, 90)
         assert not any(future.exception() for future in compiler._loading.values())
         ptx.append([compiler.ensure_loaded(0, compile_call, one, 90).asm["ptx"] for one in made])
-        assert len(list((tmp_path / folder).iterdir())) == len(made)  # nothing came from another cache
+        assert len(list((tmp_path / folder).iterdir())) == len(made)  # no kernel came from another cache
     assert ptx[0] == ptx[1]

@@ -1,4 +1,4 @@
-"""An LSTM with a projection on the kernels: what is its own; the rest is in the tables that all cells share."""
+"""Tests what is specific to an LSTM with a projection on the kernels; the tables of all cells test the rest."""
 
 import functools
 
@@ -34,7 +34,7 @@ from jaxrnn import fused, lstm_projection
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @every_implementation
 @pytest.mark.parametrize("hidden", [H, 70], ids=["one-program", "programs-that-share"])
-def test_equals_torch(implementation, hidden):
+def test_outputs_and_gradients_equal_torch(implementation, hidden):
     torch = pytest.importorskip("torch")
     params, carry, xs, _, _ = arguments(PROJECTED, hidden=hidden)
     call = runner(PROJECTED, implementation)
@@ -65,7 +65,7 @@ def test_equals_torch(implementation, hidden):
 @kernels_only
 @pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
 @pytest.mark.parametrize("given", ["nothing", "resets", "reset-state"])
-def test_takes_one_launch_forward_and_one_backward(implementation, given, remat):
+def test_gradients_take_one_launch_forward_and_one_backward(implementation, given, remat):
     params, carry, xs, resets, state = arguments(PROJECTED)
     rest = {"nothing": (None, None), "resets": (resets, None), "reset-state": (resets, state)}[given]
     call = runner(PROJECTED, implementation, remat=remat)
@@ -77,8 +77,8 @@ def test_takes_one_launch_forward_and_one_backward(implementation, given, remat)
 
 
 @kernels_only
-def test_inputs_are_not_copied_where_no_episode_starts_from_a_state(implementation):
-    """With zeros to start from, the inputs of the kernels' LSTM are those of the call."""
+def test_inputs_are_copied_only_if_episodes_start_from_a_state(implementation):
+    """If episodes start from zeros, the inputs of the kernels' LSTM are those of the call."""
     params, carry, xs, resets, state = arguments(PROJECTED, hidden=H + 1)
     call = runner(PROJECTED, implementation)
     for state_, copied in ((None, False), (state, True)):
@@ -88,7 +88,7 @@ def test_inputs_are_not_copied_where_no_episode_starts_from_a_state(implementati
 
 @kernels_only
 @pytest.mark.parametrize("mapped", ["w_hr", "w_hh", "carry"])
-def test_vmap_over_one_of_what_is_multiplied(implementation, mapped):
+def test_vmap_over_one_operand_of_the_products(implementation, mapped):
     single, many = arguments(PROJECTED), arguments(PROJECTED, lead=(S,))
     weights = jaxrnn.LSTMParams(**{k: 0 if k == mapped else None for k in jaxrnn.LSTMParams._fields})
     axes = (weights, 0 if mapped == "carry" else None, None, None, None)
@@ -104,14 +104,14 @@ def test_vmap_over_one_of_what_is_multiplied(implementation, mapped):
         return (args[0]._replace(**{mapped: getattr(args[0], mapped)[s]}), *args[1:])
 
     assert_close(jax.jit(run)(*args), stack([reference(PROJECTED)(*element(s)) for s in range(S)]))
-    assert launches(run, *args) == (2, 1)  # one of them for outputs, without gradients
+    assert launches(run, *args) == (2, 1)  # one of the two forward launches computes outputs without gradients
 
 
 @kernels_only
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_what_is_not_finite_ends_where_an_episode_starts(implementation, bad, reverse):
-    """In the carry at a reset in the first step, and in a reset state of every step where there is no reset."""
+def test_nonfinite_values_do_not_cross_the_start_of_an_episode(implementation, bad, reverse):
+    """The carry is not finite, but the first step has a reset; reset states are not finite at steps without a reset."""
     params, carry, xs, _, state = arguments(PROJECTED, stepped=True)
     first = T - 1 if reverse else 0
     resets = jnp.zeros((T, B)).at[first].set(1)
@@ -124,7 +124,7 @@ def test_what_is_not_finite_ends_where_an_episode_starts(implementation, bad, re
 
 
 @kernels_only
-def test_one_bad_carry_stays_in_its_sequence(implementation):
+def test_a_nan_in_a_carry_stays_in_its_sequence(implementation):
     params, carry, xs, _, _ = arguments(PROJECTED)
     call = jax.jit(runner(PROJECTED, implementation))
     want = call(params, carry, xs, None, None)
@@ -147,7 +147,7 @@ def test_one_bad_carry_stays_in_its_sequence(implementation):
         (32, 40, "float16", "tf32x3"),
     ],
 )
-def test_the_widths_decide_the_precision(implementation, hidden, width, dtype, precision):
+def test_both_widths_decide_the_precision(implementation, hidden, width, dtype, precision):
     params, (c0, h0), xs, _, _ = arguments(PROJECTED, hidden=hidden)
     params = params._replace(w_hh=jnp.zeros((width, 4 * hidden)), w_hr=jnp.zeros((hidden, width)))
     h0 = jnp.zeros((*h0.shape[:-1], width))
@@ -157,7 +157,7 @@ def test_the_widths_decide_the_precision(implementation, hidden, width, dtype, p
 
 
 @pytest.mark.interpret
-def test_the_width_of_the_loop_meets_the_limit(monkeypatch):
+def test_the_width_limit_applies_to_the_loop(monkeypatch):
     args = arguments(PROJECTED, hidden=40)
     call = runner(PROJECTED, "triton")
     monkeypatch.setattr("torch_bridge.tiling.max_hidden", lambda device: 39)
@@ -165,8 +165,8 @@ def test_the_width_of_the_loop_meets_the_limit(monkeypatch):
         call(*args)
 
 
-def test_recurrent_weights_are_multiplied_in_full():
-    """Whatever the precision of the call: the product is rounded once, by the kernels."""
+def test_recurrent_weights_are_multiplied_in_full_precision():
+    """The precision of the call does not matter: only the kernels round the product, once."""
     rng = np.random.default_rng(0)
     hidden, width = 128, 32
     w_hr, w_hh = rng.normal(size=(hidden, width)), rng.normal(size=(width, 4 * hidden))

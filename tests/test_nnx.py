@@ -1,4 +1,4 @@
-"""The Flax NNX modules against Flax's own, and the stacks against those of linen, on the same parameters."""
+"""Compares the NNX modules with Flax's own, and the stacks with those of linen, on the same parameters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def some_carry(cell, batch=(B,)):
 
 
 def randomized(module, seed=0):
-    """`module` with random parameters: zero biases would hide where they go."""
+    """Gives `module` random parameters and returns it: zero biases would hide a misplaced bias."""
     rng = np.random.default_rng(seed)
     state = nnx.state(module, nnx.Param)
     nnx.update(module, jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), state))
@@ -45,12 +45,12 @@ def make(source, cell, **options):
 
 
 def sigmoid(x):
-    """An own `gate_fn` that is sigmoid after all makes the same cell run under `nnx.scan`."""
+    """Computes a sigmoid; as a custom `gate_fn` it makes the same cell run under `nnx.scan`."""
     return jax.nn.sigmoid(x)
 
 
 def flat(module):
-    """Values of all variables of a module, by path."""
+    """Returns the values of all variables of a module, by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(nnx.state(module)))
     return {jax.tree_util.keystr(path): x for path, x in leaves}
 
@@ -71,7 +71,7 @@ def assert_close(got, want, tol=2e-6):
 
 
 def outputs_and_gradients(module, *args, **kwargs):
-    """What `module` returns, and the gradients of a sum over it for its parameters and `args`."""
+    """Returns the gradients of a scalar of the outputs to the parameters and to `args`, and the outputs."""
 
     @nnx.jit
     def compute(module, args):
@@ -100,7 +100,7 @@ def test_cells_have_flax_parameters(cell, options):
     assert_identical(got, want)
     carry = want.initialize_carry((B, D), rngs[0])
     assert_close(got.initialize_carry((B, D), rngs[1]), carry, tol=0)
-    assert rngs[0].params() == rngs[1].params()  # and what is made next has the same values too
+    assert rngs[0].params() == rngs[1].params()  # values that are drawn next are the same too
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -112,7 +112,7 @@ def test_cells_have_flax_initial_values(cell):
 @pytest.mark.parametrize("gates", ["standard", "custom"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
 @pytest.mark.parametrize("cell", CELLS)
-def test_one_step_is_flax_step(cell, batch, gates):
+def test_one_step_equals_flax_step(cell, batch, gates):
     options = {} if gates == "standard" else {"gate_fn": nnx.hard_sigmoid, "activation_fn": nnx.relu}
     carry, x = some_carry(cell, batch), normal(1, (*batch, D))
     assert_close(make(fused, cell, **options)(carry, x), make(nnx, cell, **options)(carry, x))
@@ -128,7 +128,7 @@ def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
 
 
 def test_a_gru_with_recurrent_biases_uses_them():
-    """Of a later Flax, whose `dense_h` has them."""
+    """A later Flax may have these biases, in `dense_h`."""
     cell, carry, xs = make(fused, "GRUCell"), some_carry("GRUCell"), normal(1, (T, B, D))
     before = fused.packed_params(cell)
     cell.dense_h = nnx.Linear(H, 3 * H, rngs=nnx.Rngs(0))
@@ -143,7 +143,7 @@ def test_a_gru_with_recurrent_biases_uses_them():
 
 
 def test_a_gru_with_a_recurrent_bias_of_n_uses_it(monkeypatch):
-    """Of a later Flax, as flax#5595 proposes it: drawn by its `__init__`, and so by ours."""
+    """flax#5595 proposes this bias for a later Flax: its `__init__` draws the bias, and so does ours."""
     before = nnx.GRUCell.__init__
 
     def init(self, in_features, hidden_features, *, bias_init, rngs, **options):
@@ -163,8 +163,8 @@ def test_a_gru_with_a_recurrent_bias_of_n_uses_it(monkeypatch):
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_a_cell_with_a_parameter_of_a_later_flax_runs_as_flax_runs_it(cell):
-    """And says so where it was asked to run in a kernel."""
+def test_a_cell_with_an_unknown_parameter_runs_as_flax_runs_it(cell):
+    """With `implementation="triton"` the cell raises instead."""
     ours, carry, xs = make(fused, cell), some_carry(cell), normal(1, (T, B, D))
     want = nnx.RNN(make(nnx, cell), time_major=True)(xs, initial_carry=carry)
     ours.scale = nnx.Param(jnp.ones(H))
@@ -186,7 +186,7 @@ def test_a_cell_with_a_parameter_of_a_later_flax_runs_as_flax_runs_it(cell):
     [{"time_major": t, "reverse": r, "keep_order": k} for t, r, k in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (0, 1, 1))],
     ids=lambda options: "-".join(name for name, on in options.items() if on) or "default",
 )
-def test_rnn_is_flax_rnn(cell, options, lengths):
+def test_rnn_equals_flax_rnn(cell, options, lengths):
     options = {name: bool(on) for name, on in options.items()}
     xs = normal(1, (T, B, D) if options["time_major"] else (B, T, D))
     call = {"initial_carry": some_carry(cell)}
@@ -194,12 +194,12 @@ def test_rnn_is_flax_rnn(cell, options, lengths):
     want = outputs_and_gradients(nnx.RNN(make(nnx, cell), return_carry=True, **options), xs, **call)
     ours = fused.RNN(make(fused, cell), return_carry=True, **options)
     assert_close(outputs_and_gradients(ours, xs, **call), want, tol=1e-5)
-    with_flax_cell = fused.RNN(make(nnx, cell))  # and its options at the call
+    with_flax_cell = fused.RNN(make(nnx, cell))  # and with the options passed at the call
     assert_close(with_flax_cell(xs, return_carry=True, **options, **call), want[2])
 
 
 class NoisyCell(nnx.Module):
-    """A cell with random numbers of its own, and a count of its steps."""
+    """A cell that draws random numbers and counts its steps."""
 
     num_feature_axes = 1
 
@@ -266,7 +266,7 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
 
 @pytest.mark.parametrize("lengths", [None, [7, 1, 3, 5]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("cell", CELLS[::2])
-def test_bidirectional_is_flax_bidirectional(cell, lengths):
+def test_bidirectional_equals_flax_bidirectional(cell, lengths):
     xs, lengths = normal(1, (B, T, D)), None if lengths is None else jnp.array(lengths)
     results = []
     for source in (fused, nnx):
@@ -275,9 +275,10 @@ def test_bidirectional_is_flax_bidirectional(cell, lengths):
     assert_close(*results)
 
 
-def test_a_random_carry_is_that_of_flax_and_starts_episodes():
+def test_a_random_carry_equals_that_of_flax_and_starts_episodes():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that `carry_init` shall be given elsewhere, where an RNN does not
+        # Flax warns that `initialize_carry` should be given `carry_init` instead, which an RNN does not do
+        warnings.simplefilter("ignore")
         want, got = (
             m.RNN(make(m, "GRUCell", carry_init=nnx.initializers.normal(1.0)), rngs=nnx.Rngs(3)) for m in (nnx, fused)
         )
@@ -291,7 +292,7 @@ def test_a_random_carry_is_that_of_flax_and_starts_episodes():
     assert jnp.any(ys != first)
 
 
-def test_layers_that_were_replaced_are_used():
+def test_replaced_layers_are_used():
     xs = normal(1, (B, T, D))
     cells = [make(m, "GRUCell") for m in (nnx, fused)]
     for cell in cells:
@@ -307,7 +308,7 @@ def test_layers_that_were_replaced_are_used():
         stack(xs)
 
 
-def test_nnx_vmap_over_seeds_is_a_loop_over_seeds():
+def test_nnx_vmap_over_seeds_equals_a_loop_over_seeds():
     xs, resets = normal(1, (B, T, D)), some_resets((B, T))
 
     def train_step(key):
@@ -325,7 +326,7 @@ def test_nnx_vmap_over_seeds_is_a_loop_over_seeds():
 
 
 def as_linen(cell, params, gates):
-    """The parameters of an NNX cell as one of linen has them."""
+    """Returns the parameters of an NNX cell in the form of a linen cell."""
     tree = {}
     for side, name in (("i", "dense_i"), ("h", "dense_h")):
         for k, gate in enumerate(gates):
@@ -339,8 +340,8 @@ def as_linen(cell, params, gates):
 
 @pytest.mark.parametrize("lengths", [None, [7, 0, 3, 5]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj"])
-def test_stacks_are_those_of_linen(cell, lengths):
-    """Which are held against torch.nn, and against their episodes run apart."""
+def test_stacks_equal_those_of_linen(cell, lengths):
+    """Other tests compare the linen stacks with torch.nn, and with separate runs of their episodes."""
     options = {"num_layers": 2, "bidirectional": True, "learned_carry": True, "return_carry": True}
     cell, *proj = cell.split("-")
     options |= {"proj_size": 3} if proj else {}
@@ -392,7 +393,7 @@ def test_dropout_follows_train_and_eval():
     rngs = lambda: nnx.Rngs(dropout=5)  # noqa: E731
     assert_close(stack(xs, rngs=rngs()), stack(xs, rngs=rngs()), tol=0)
     nothing = make(fused, "LSTM", num_layers=2, dropout_rate=1.0)
-    nothing.layers[0].dense_i.kernel[...] = normal(8, (D, 4 * H))  # what the first layer gives is dropped
+    nothing.layers[0].dense_i.kernel[...] = normal(8, (D, 4 * H))  # all outputs of the first layer are dropped
     assert_close(nothing(xs), make(fused, "LSTM", num_layers=2, dropout_rate=1.0)(xs), tol=0)
 
 
@@ -420,7 +421,7 @@ def test_a_stack_starts_from_a_random_carry():
     ],
     ids=["num_layers", "dropout_rate", "reverse", "implementation", "reset_carry", "initial_carry", "seq_lengths"],
 )
-def test_stacks_say_what_is_wrong(options, call, message):
+def test_stacks_reject_wrong_arguments(options, call, message):
     with pytest.raises(ValueError, match=message):
         make(fused, "GRU", **options)(normal(1, (B, T, D)), **call)
 
@@ -429,7 +430,7 @@ def test_stacks_say_what_is_wrong(options, call, message):
 
 
 @pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "stack"])
-def test_options_reach_the_function(name, monkeypatch):
+def test_options_reach_jaxrnn_gru(name, monkeypatch):
     seen = []
 
     def function(params, carry, xs, **options):
@@ -459,7 +460,7 @@ def test_options_reach_the_function(name, monkeypatch):
         ("SimpleCell", {}, "a SimpleCell"),
     ],
 )
-def test_what_cannot_be_fused_says_why(cell, options, reason):
+def test_triton_says_why_a_cell_cannot_be_fused(cell, options, reason):
     xs, rnn = normal(1, (B, T, D)), functools.partial(fused.RNN, make(nnx, cell, **options))
     assert rnn()(xs).shape == (B, T, H)
     with pytest.raises(NotImplementedError, match=reason):
@@ -468,7 +469,7 @@ def test_what_cannot_be_fused_says_why(cell, options, reason):
         rnn(precision="highest")(xs)
 
 
-def test_state_that_is_not_carried_is_scanned():
+def test_rnn_with_non_default_state_axes_runs_under_scan():
     xs = normal(1, (B, T, D))
     axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
     rnn = functools.partial(fused.RNN, make(fused, "GRUCell"), state_axes=axes)
@@ -489,7 +490,7 @@ def test_state_that_is_not_carried_is_scanned():
     ],
     ids=["resets", "resets-any_cell", "reset_carry", "seq_lengths", "pair_for_gru", "array_for_lstm"],
 )
-def test_rnn_says_what_is_wrong(cell, call, message):
+def test_rnn_rejects_wrong_arguments(cell, call, message):
     with pytest.raises(ValueError, match=message):
         fused.RNN(make(nnx, cell))(normal(1, (B, T, D)), **call)
 

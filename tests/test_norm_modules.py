@@ -1,4 +1,4 @@
-"""`RMSNorm` and `LayerNorm` of linen and NNX against Flax's, and norms between the layers of the stacks."""
+"""Compares `RMSNorm` and `LayerNorm` of linen and NNX with Flax's, and tests norms between the layers of stacks."""
 
 import functools
 
@@ -36,7 +36,7 @@ OPTIONS = [
     {"scale_init": nn.initializers.normal(2.0), "bias_init": nn.initializers.normal(3.0)},
 ]
 INPUTS = {"f32": jnp.float32, "f16": jnp.float16, "int": jnp.int32}
-# Kernels of those that differ in what arrays and dtypes there are.
+# The kernels run only with options that differ in which arrays and dtypes there are.
 CASES = [
     pytest.param(options, name, None, id=f"{'-'.join(options) or 'default'}-{name}")
     for options in OPTIONS
@@ -56,7 +56,7 @@ def normal(seed, *shape, dtype=jnp.float32):
 
 
 def of_kind(kind, options):
-    """The options that the kind has: an RMSNorm has no bias."""
+    """Returns those of `options` that the kind has: an RMSNorm has no bias."""
     return {name: x for name, x in options.items() if kind == "layer" or "bias" not in name}
 
 
@@ -66,7 +66,7 @@ def random_like(tree, seed=5):
 
 
 def assert_alike(got, want, tol=None):
-    """Same structure, shapes and dtypes; values up to the rounding of their dtype."""
+    """Asserts equal structure, shapes and dtypes, and values that agree up to the rounding of their dtype."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
@@ -76,8 +76,8 @@ def assert_alike(got, want, tol=None):
 
 @every_case
 @every_kind
-def test_linen_modules_are_those_of_flax(kind, options, inputs, implementation):
-    """Parameters and initial values to the bit, outputs and their dtypes, and gradients."""
+def test_linen_modules_equal_those_of_flax(kind, options, inputs, implementation):
+    """Parameters and initial values are the same to the bit; outputs, their dtypes and gradients agree."""
     options = of_kind(kind, options)
     ours, theirs = OURS[kind][0](**options, implementation=implementation), FLAX[kind][0](**options)
     x = normal(0, 2, 3, N, dtype=INPUTS[inputs])
@@ -98,7 +98,7 @@ def test_linen_modules_are_those_of_flax(kind, options, inputs, implementation):
 
 @every_case
 @every_kind
-def test_nnx_modules_are_those_of_flax(kind, options, inputs, implementation):
+def test_nnx_modules_equal_those_of_flax(kind, options, inputs, implementation):
     options = of_kind(kind, options)
     ours = OURS[kind][1](N, **options, implementation=implementation, rngs=nnx.Rngs(0))
     theirs = FLAX[kind][1](N, **options, rngs=nnx.Rngs(0))
@@ -133,7 +133,7 @@ def test_a_residual_is_added_first(kind, dtype, implementation):
 
 
 @every_kind
-def test_integers_take_integers_for_a_residual(kind):
+def test_integer_inputs_accept_an_integer_residual(kind):
     x = jnp.arange(2 * N).reshape(2, N) % 7
     for norm in (OURS[kind][0]().bind(OURS[kind][0]().init(jax.random.key(0), x)), OURS[kind][1](N, rngs=nnx.Rngs(0))):
         y, total = norm(x, residual=x)
@@ -141,7 +141,7 @@ def test_integers_take_integers_for_a_residual(kind):
         assert_alike(y, norm(2 * x))
 
 
-def test_nnx_takes_its_own_promotion():
+def test_nnx_uses_a_given_promote_dtype():
     def promote(arrays, dtype=None):
         return tuple(None if x is None else x.astype(jnp.float16) for x in arrays)
 
@@ -164,7 +164,7 @@ NOT_OURS = [
 
 @pytest.mark.parametrize("options", NOT_OURS, ids=str)
 @every_kind
-def test_what_flax_alone_has_is_said(kind, options):
+def test_options_that_only_flax_supports_raise(kind, options):
     (name,) = options
     text = rf"Norm of jaxrnn normalises the last axis.*{name} cannot be .*Use Flax's own"
     x = normal(0, 2, N)
@@ -175,7 +175,7 @@ def test_what_flax_alone_has_is_said(kind, options):
 
 
 @every_kind
-def test_masks_and_scalars_are_refused(kind):
+def test_masks_and_scalars_are_rejected(kind):
     x = normal(0, 2, N)
     of_linen = OURS[kind][0]().bind({"params": {"scale": x[0], "bias": x[0]}})
     for norm in (of_linen, OURS[kind][1](N, rngs=nnx.Rngs(0))):
@@ -188,7 +188,7 @@ def test_masks_and_scalars_are_refused(kind):
 
 
 @every_kind
-def test_the_last_axis_may_be_named_by_its_number(kind):
+def test_the_last_axis_may_be_given_by_its_index(kind):
     x = normal(0, 2, 3, N)
     for axes in (2, (2,), [-1]):
         options = {"reduction_axes": axes, "feature_axes": axes}
@@ -207,7 +207,7 @@ def normalise(kind, params, xs):
 @pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 @every_kind
 def test_a_linen_stack_normalises_between_its_layers(kind, cell, bidirectional):
-    """As three stacks of one layer, with norms between them."""
+    """The stack equals three stacks of one layer, with norms between them."""
     make = functools.partial(getattr(linen, cell), H, bidirectional=bidirectional)
     stack, xs = make(num_layers=3, norm=kind), normal(0, B, T, D)
     resets = normal(1, B, T) > 3
@@ -247,7 +247,7 @@ def test_an_nnx_stack_normalises_between_its_layers(kind, cell):
     assert jnp.any(nnx.to_pure_dict(grads)["norms"][0]["scale"] != 0)
 
 
-def test_a_stack_without_a_norm_is_as_before():
+def test_a_norm_does_not_change_the_other_parameters_of_a_stack():
     xs = normal(0, B, T, D)
     params = linen.GRU(H, num_layers=2).init(jax.random.key(0), xs)["params"]
     assert params.keys() == {"layers_0", "layers_1"}
@@ -261,7 +261,7 @@ def test_a_stack_without_a_norm_is_as_before():
     assert_alike(states[1]["layers"], states[0]["layers"])
 
 
-def test_a_norm_comes_before_dropout_and_takes_the_options_of_the_stack():
+def test_a_norm_precedes_dropout_and_uses_the_options_of_the_stack():
     xs = normal(0, B, T, D)
     stack = linen.GRU(
         H, num_layers=2, norm="rms", dropout_rate=0.5, deterministic=False, param_dtype=jnp.float16,
@@ -278,7 +278,7 @@ def test_a_norm_comes_before_dropout_and_takes_the_options_of_the_stack():
 
 
 @pytest.mark.interpret
-def test_the_implementation_of_a_stack_is_that_of_its_norms():
+def test_the_norms_of_a_stack_use_its_implementation():
     xs = normal(0, B, T, D)
 
     def launches(stack):
@@ -289,7 +289,7 @@ def test_the_implementation_of_a_stack_is_that_of_its_norms():
     assert launches(linen.GRU(H, num_layers=3, norm="rms", implementation="xla")) == 0
 
 
-def test_a_stack_takes_any_norm():
+def test_a_stack_accepts_any_norm():
     xs = normal(0, B, T, D)
     make = functools.partial(nn.LayerNorm, epsilon=0.1, use_bias=False)
     stack = linen.GRU(H, num_layers=2, norm=make)
@@ -301,7 +301,7 @@ def test_a_stack_takes_any_norm():
 
 
 @pytest.mark.parametrize("norm", ["batch", True, 3])
-def test_a_norm_that_there_is_none_of(norm):
+def test_an_unknown_norm_is_rejected(norm):
     text = 'norm must be "rms", "layer", None, or a class or function that makes a module, got '
     with pytest.raises(ValueError, match=text):
         linen.GRU(H, norm=norm).init(jax.random.key(0), normal(0, B, T, D))
@@ -309,7 +309,7 @@ def test_a_norm_that_there_is_none_of(norm):
         fused_nnx.GRU(D, H, norm=norm, rngs=nnx.Rngs(0))
 
 
-def test_a_module_is_not_shared_by_layers():
+def test_a_module_instance_as_norm_is_rejected():
     text = "norm must make a module for each layer: pass its class or a function, not a module"
     with pytest.raises(ValueError, match=text):
         linen.GRU(H, num_layers=2, norm=nn.LayerNorm()).init(jax.random.key(0), normal(0, B, T, D))

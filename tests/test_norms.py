@@ -1,4 +1,4 @@
-"""`rms_norm` and `layer_norm`: against float64 and Flax, under all that JAX does to a function, and called wrongly."""
+"""Tests `rms_norm` and `layer_norm` against float64 and Flax, under JAX's transformations, and with wrong arguments."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ every_kind = pytest.mark.parametrize("kind", FUNCTIONS)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is normalised; `given` has the optional arrays: w(eight), b(ias), r(esidual)."""
+    """One call of a norm; `given` names its optional arrays: w(eight), b(ias), r(esidual)."""
 
     kind: str
     N: int
@@ -41,7 +41,7 @@ class Case:
     given: str = "wb"
     weight_dtype: str = "f32"
     bias_dtype: str = "f32"
-    y_dtype: str | None = None  # as Flax's modules may ask for; else that of x
+    y_dtype: str | None = None  # that of x if None; Flax's modules may ask for another
 
     def __str__(self):
         words = [self.kind, f"N{self.N}", "R" + "x".join(map(str, self.rows)), self.dtype, self.given or "plain"]
@@ -53,7 +53,7 @@ class Case:
 
 
 def make_inputs(case, draw=0):
-    """Arrays and cotangents, with the names that `oracle` gives them."""
+    """Returns arrays and cotangents, with the names that `oracle` gives them."""
     rng = np.random.default_rng(zlib.crc32(str(case).encode()) + draw)
     shape = (*case.rows, case.N)
     make = lambda shape, dtype: np.asarray(rng.standard_normal(shape, np.float32), DTYPES[dtype])  # noqa: E731
@@ -71,7 +71,7 @@ def make_inputs(case, draw=0):
 
 
 def call(kind, implementation, inputs, dtype=None):
-    """The outputs, by name; y in `dtype`."""
+    """Returns the outputs by name, with y in `dtype`."""
     x, residual = inputs["x"], inputs.get("residual")
     arrays = x, inputs.get("weight"), inputs.get("bias")
     if dtype in (None, x.dtype):
@@ -83,7 +83,7 @@ def call(kind, implementation, inputs, dtype=None):
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def run(kind, implementation, inputs):
-    """The outputs and every gradient, by name."""
+    """Returns the outputs and every gradient, by name."""
     fixed = {name: x for name, x in inputs.items() if name.startswith("ct_")}
     outputs, vjp = jax.vjp(
         functools.partial(call, kind, implementation, dtype=inputs["ct_y"].dtype),
@@ -95,18 +95,18 @@ def run(kind, implementation, inputs):
 
 def run_oracle(case, inputs):
     total = inputs["x"]
-    if "r" in case.given:  # NumPy rounds to the dtype
+    if "r" in case.given:  # `astype` rounds the sum to the dtype
         total = (total.astype(np.float32) + inputs["residual"].astype(np.float32)).astype(total.dtype)
     return oracle.norm(case.kind, inputs, total, EPSILON)
 
 
 def errors(case, got, want):
-    """The error of each array, of several draws together."""
+    """Returns the relative error of each array, over several draws together."""
     result = {}
     for name in want[0]:
         x, y = (np.stack([np.asarray(each[name], np.float64) for each in draws]) for draws in (got, want))
         size = np.linalg.norm(y)
-        if name in ("dx", "dresidual") and case.N == 1:  # all cancels but what epsilon leaves: measured by its terms
+        if name in ("dx", "dresidual") and case.N == 1:  # the terms cancel up to epsilon: errors are relative to them
             size = max(size, np.sqrt(y.size) * (EPSILON**-0.5 if case.kind == "layer" else 1.0))
         result[name] = float(np.linalg.norm(x - y) / (size or 1.0))
     return result
@@ -127,13 +127,13 @@ def check(case, got, want, bound):
 
 
 def draws_of(case):
-    """How many draws to judge together: of few elements, one draw's rounding errors are a matter of luck."""
+    """Returns how many draws to judge together: with few elements, the rounding errors of one draw vary by chance."""
     numbers = case.N * int(np.prod(case.rows))
-    sums = case.N if "w" in case.given or "b" in case.given else numbers  # of as many rows as there are
+    sums = case.N if "w" in case.given or "b" in case.given else numbers  # gradients of weights are sums over rows
     return max(1, min(16, 4096 // numbers), min(16, 64 // sums))
 
 
-# Every N, dtype and set of arrays; not all of their combinations.
+# The cases cover every N, dtype and set of arrays, but not all of their combinations.
 COLUMNS = (1, 7, 64, 100, 512, 1000)
 GIVEN = ("", "w", "b", "wb", "r", "wr", "wbr")
 MIXED = (("f32", "bf16", "f16"), ("bf16", "bf16", "bf16"), ("f16", "f32", "bf16"))
@@ -144,7 +144,7 @@ for kind in FUNCTIONS:
     SMALL += [Case(kind, 100, dtype=x, weight_dtype=w, bias_dtype=b) for x, w, b in MIXED]
     SMALL += [Case(kind, 100, dtype=x, given="wbr", y_dtype=y) for x, y in (("f32", "f16"), ("bf16", "f32"))]
     SMALL += [Case(kind, 64, rows) for rows in ((), (1,), (5,), (70,), (2, 3, 2))]
-    # so wide that a kernel goes over a row in parts: backward, and forward too
+    # so wide that the backward kernel goes over a row in chunks (for N = 5000 only that of LayerNorm)
     WIDE += [Case(kind, N, (3,), dtype, "wbr") for N, dtype in ((5000, "f32"), (9000, "bf16"), (17000, "f32"))]
     for N in (*COLUMNS, 2048, 5000, 8192, 16384, 32768, 50257):
         rows = (max(3, 2**18 // N),)
@@ -168,10 +168,10 @@ def hold_to_twice_xla(case, interpreted=False):
     of_xla = errors(case, xla, want)
 
     def bound(name):
-        """Twice XLA's error, the last bits of float32, and the luck of few roundings."""
+        """Returns the sum of twice XLA's error, the last bits of float32, and the chance variation of few roundings."""
         dtype = dtype_of(case, name)
         luck = ROUNDING[dtype] / np.sqrt(len(want) * max(want[0][name].size, 1))
-        # Triton's interpreter drops the digits that bfloat16 has no room for, where a GPU rounds
+        # Triton's interpreter truncates to bfloat16, where a GPU rounds
         dropped = 4 * ROUNDING["bf16"] if interpreted and "bf16" in (case.dtype, dtype) else 0.0
         return 2 * of_xla[name] + 4 * 2.0**-23 + luck + dropped
 
@@ -181,19 +181,19 @@ def hold_to_twice_xla(case, interpreted=False):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SMALL + WIDE, ids=str)
-def test_interpreted_kernels_are_as_near_as_xla(case):
+def test_interpreted_kernels_have_at_most_twice_the_error_of_xla(case):
     hold_to_twice_xla(case, interpreted=True)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", SMALL + ON_GPU, ids=str)
-def test_kernels_are_as_near_as_xla(case):
+def test_kernels_have_at_most_twice_the_error_of_xla(case):
     hold_to_twice_xla(case)
 
 
 @kernels_only
 @every_kind
-def test_without_gradients_nothing_changes(kind, implementation):
+def test_outputs_without_gradients_are_the_same(kind, implementation):
     inputs = make_inputs(Case(kind, 100, given="wbr"))
     forward = jax.jit(functools.partial(call, kind, implementation))(
         {k: x for k, x in inputs.items() if k[:3] != "ct_"}
@@ -211,8 +211,8 @@ def test_without_gradients_nothing_changes(kind, implementation):
     ],
 )
 @every_kind
-def test_the_norm_is_of_the_rounded_sum(kind, dtype, implementation):
-    """Not of what it was before: that would change a third of y. In bfloat16 the interpreter does not round."""
+def test_the_norm_is_computed_from_the_rounded_sum(kind, dtype, implementation):
+    """A norm of the unrounded sum would change a third of y. The interpreter, which does not round, skips bfloat16."""
     inputs = make_inputs(Case(kind, 100, dtype=dtype, given="wbr"))
     got = run(kind, implementation, inputs)
     assert (np.asarray(got["total"]) == inputs["x"] + inputs["residual"]).all()
@@ -222,8 +222,8 @@ def test_the_norm_is_of_the_rounded_sum(kind, dtype, implementation):
 
 @every_implementation
 @pytest.mark.parametrize("offset", [1e3, -1e4])
-def test_a_large_mean_costs_no_more_than_its_own_digits(offset, implementation):
-    """The variance is the mean of squared differences, and no difference of two large squares."""
+def test_layer_norm_is_accurate_with_a_large_mean(offset, implementation):
+    """The variance is computed as the mean of squared differences, not as a difference of two large squares."""
     x = np.asarray(np.random.default_rng(0).normal(size=(4, 512)) + offset, np.float32)
     want = oracle.norm("layer", {"x": x, "ct_y": x}, x, EPSILON)
     got = jaxrnn.layer_norm(x, epsilon=EPSILON, implementation=implementation)
@@ -233,7 +233,7 @@ def test_a_large_mean_costs_no_more_than_its_own_digits(offset, implementation):
 @every_implementation
 @every_kind
 def test_rows_are_independent(kind, implementation):
-    """What is not finite stays in its row, of y and dx."""
+    """A NaN in x stays in its row of the outputs, and of the gradients to x and the residual."""
     inputs = make_inputs(Case(kind, 64, (9,), given="wbr"))
     clean = run(kind, implementation, inputs)
     poisoned = inputs | {"x": inputs["x"].copy()}
@@ -257,7 +257,7 @@ def test_float64_is_computed_in_float64(kind):
 
 @every_implementation
 @every_kind
-def test_dtypes_may_differ_where_jax_promotes_none(kind, implementation):
+def test_dtypes_may_differ_under_strict_promotion(kind, implementation):
     arguments = X.astype(jnp.bfloat16), W.astype(jnp.float16), W, X.astype(jnp.bfloat16)
 
     def norm(x, weight, bias, residual):
@@ -286,12 +286,12 @@ def test_xla_has_derivatives_of_every_kind(kind):
 
 @pytest.mark.parametrize("N", COLUMNS)
 @pytest.mark.parametrize(("kind", "module"), [("rms", nn.RMSNorm), ("layer", nn.LayerNorm)])
-def test_flax_computes_the_same(kind, module, N):
+def test_outputs_equal_those_of_flax(kind, module, N):
     inputs = make_inputs(Case(kind, N, given="w" if kind == "rms" else "wb"))
     flax_params = {name: inputs[given] for name, given in (("scale", "weight"), ("bias", "bias")) if given in inputs}
     want = module(epsilon=EPSILON).apply({"params": flax_params}, inputs["x"])
     got = call(kind, None, inputs)["y"]
-    # of one column Flax's variance, a difference of squares, is not quite zero
+    # for one column, Flax's variance, a difference of squares, is not exactly zero
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-2 if N == 1 else 1e-5)
 
 
@@ -325,7 +325,7 @@ SHAPES = (4, 2, 5), (5,), (5,), (4, 2, 5)
 
 
 def mapped(in_axes, size=S):
-    """Arguments with an axis of `size` where `in_axes` has one, and the s-th of those."""
+    """Returns arguments with an axis of length `size` where `in_axes` has one, and a function for the s-th example."""
     shapes = [s if at is None else (*s[:at], size, *s[at:]) for s, at in zip(SHAPES, in_axes, strict=True)]
     args = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
     return args, lambda s: [x if at is None else jnp.take(x, s, at) for x, at in zip(args, in_axes, strict=True)]
@@ -347,7 +347,7 @@ MAPPED = {
 @pytest.mark.parametrize("in_axes", MAPPED.values(), ids=MAPPED)
 @every_kind
 def test_vmap_equals_a_loop(kind, in_axes, implementation):
-    """Outputs, and the gradients of every example by itself."""
+    """Compares the outputs, and the gradients of every example by itself."""
     args, element = mapped(in_axes)
     got = jax.jit(jax.vmap(with_gradients(kind, implementation), in_axes))(*args)
     want = jax.tree.map(lambda *x: jnp.stack(x), *(plain(kind)(*element(s)) for s in range(S)))
@@ -358,7 +358,7 @@ def test_vmap_equals_a_loop(kind, in_axes, implementation):
 @pytest.mark.parametrize("in_axes", MAPPED.values(), ids=MAPPED)
 @every_kind
 def test_grad_of_vmap_equals_a_loop(kind, in_axes, implementation):
-    """Gradients to what is not mapped are sums over the mapped axis."""
+    """Gradients to arguments that are not mapped are sums over the mapped axis."""
     args, element = mapped(in_axes)
 
     def total(*args):
@@ -400,7 +400,7 @@ def test_nested_vmap_equals_loops(kind, outer, inner, implementation):
 @kernels_only
 @every_kind
 def test_vmap_is_one_launch(kind, implementation):
-    """Of the rows if weights are shared, of models if they are not, or their gradients are each example's own."""
+    """The mapped axis becomes rows if weights are shared, and models if weights or their gradients are per example."""
     args, _ = mapped(MAPPED["data"])
 
     def launches(function, *args):
@@ -451,7 +451,7 @@ def test_eager_scan_and_remat(kind, implementation):
 
 @kernels_only
 @every_kind
-def test_another_derivative_than_the_gradient_raises(kind, implementation):
+def test_forward_mode_and_second_derivatives_raise(kind, implementation):
     x = draw(3, 5)
     run = functools.partial(FUNCTIONS[kind], implementation=implementation)
     loss = lambda x: jnp.sum(jnp.sin(run(x)))  # noqa: E731
@@ -502,14 +502,14 @@ def test_shard_map_sums_gradients_over_devices(kind, check_vma, platform):
         run = mapped(
             jax.value_and_grad(loss, range(4), has_aux=True), out_specs=((P(), (rows, rows)), (rows, P(), P(), rows))
         )
-    else:  # there gradients are right from outside
+    else:  # there, gradients are only right if they are taken outside of `shard_map`
         run = jax.value_and_grad(mapped(loss, out_specs=(P(), (rows, rows))), range(4), has_aux=True)
     assert_close(jax.jit(run)(*arguments), want)
 
 
 @on_devices
 @every_kind
-def test_pmap(kind, platform):
+def test_pmap_equals_vmap(kind, platform):
     count = len(jax.devices())
     arguments = [draw(count, *shape, seed=i) for i, shape in enumerate(SHAPES)]
     got = jax.pmap(with_gradients(kind, "triton"))(*arguments)
@@ -524,7 +524,7 @@ SHARDED = [(("data",), P("data")), (("data",), P(None, "data")), (("data", "agen
 @pytest.mark.parametrize(("axes", "spec"), SHARDED, ids=str)
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
 @every_kind
-def test_rows_of_a_mesh_stay_where_they_are(kind, axis_type, axes, spec, platform):
+def test_rows_stay_sharded_over_a_mesh(kind, axis_type, axes, spec, platform):
     arguments = device_arguments()
     want = plain(kind)(*arguments)
     mesh = make_mesh(axis_type, axes)
@@ -541,8 +541,8 @@ def test_rows_of_a_mesh_stay_where_they_are(kind, axis_type, axes, spec, platfor
 
 @on_devices
 @every_kind
-def test_gradients_of_narrow_weights_are_added_up_over_devices_in_float32(kind, platform):
-    """And rounded once: in float16 each device's part, and each sum, would be rounded too."""
+def test_gradients_of_float16_weights_are_summed_over_devices_in_float32(kind, platform):
+    """The sum is rounded once; in float16 each device's part, and each partial sum, would be rounded too."""
     x, *weights, _ = device_arguments()
     arguments = (x, *(w.astype(jnp.float16) for w in weights), x)
     mesh = make_mesh(AxisType.Auto)
@@ -552,12 +552,12 @@ def test_gradients_of_narrow_weights_are_added_up_over_devices_in_float32(kind, 
     _, (_, *got, _) = program(*place(mesh, P("data"), arguments))
     _, (_, *want, _) = plain(kind)(*arguments)
     for x, y in zip(got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=2**-10, atol=1e-3)  # a last bit
+        np.testing.assert_allclose(x, y, rtol=2**-10, atol=1e-3)  # the last bit may differ
 
 
 @on_devices
 @every_kind
-def test_without_jit_rows_of_a_mesh_that_jax_manages_stay_where_they_are(kind, platform):
+def test_rows_stay_sharded_over_a_mesh_that_jax_manages_without_jit(kind, platform):
     arguments = device_arguments()
     mesh = make_mesh(AxisType.Auto)
     got = loss_of(kind, "triton")(*place(mesh, P(None, "data"), arguments))
@@ -569,7 +569,7 @@ def test_without_jit_rows_of_a_mesh_that_jax_manages_stay_where_they_are(kind, p
 @on_devices
 @every_kind
 def test_seeds_and_rows_share_a_mesh_that_jax_manages(kind, platform):
-    """The weights of a seed are on the devices that have it."""
+    """The weights of a seed are on the devices that hold the rows of this seed."""
     mesh = make_mesh(AxisType.Auto, ("seeds", "data"))
     seeds = mesh.shape["seeds"]
     arguments = [draw(seeds, *shape, seed=i) for i, shape in enumerate(SHAPES)]
@@ -589,7 +589,7 @@ def test_seeds_and_rows_share_a_mesh_that_jax_manages(kind, platform):
 @pytest.mark.parametrize("in_axes", [(0, None, None, 0), (0, 0, 0, 0), (0, 0, None, None), (1, None, 0, 2)], ids=str)
 @every_kind
 def test_vmap_over_devices_of_an_explicit_mesh(kind, in_axes, platform):
-    """What is mapped is sharded: each device has its examples, and the weights that go with them."""
+    """The mapped axis is sharded: each device has its examples, and the weights that belong to them."""
     mesh = make_mesh(AxisType.Explicit)
     args, _ = mapped(in_axes, size=len(jax.devices()))
     specs = [P() if at is None else P(*(None,) * at, "data") for at in in_axes]
@@ -612,7 +612,7 @@ def test_vmap_over_devices_of_an_explicit_mesh(kind, in_axes, platform):
 
 @on_devices
 @every_kind
-def test_what_comes_in_whole_goes_to_where_x_is(kind, platform):
+def test_replicated_arguments_are_resharded_to_match_x(kind, platform):
     x, weight, bias, residual = device_arguments()
     want = loss_of(kind, "xla")(x, weight, bias, residual)
     mesh = make_mesh(AxisType.Explicit)
@@ -624,7 +624,7 @@ def test_what_comes_in_whole_goes_to_where_x_is(kind, platform):
 @on_devices
 @pytest.mark.parametrize("sharded", ["weight", "residual"])
 @every_kind
-def test_what_is_sharded_goes_to_where_a_whole_x_is(kind, sharded, platform):
+def test_sharded_arguments_are_resharded_to_match_a_replicated_x(kind, sharded, platform):
     arguments = [draw(8, 16), draw(16, seed=1), draw(16, seed=2), draw(8, 16, seed=3)]
     mesh = make_mesh(AxisType.Explicit)
     specs = [P()] * 4
@@ -655,7 +655,7 @@ def test_nested_vmap_over_devices_of_an_explicit_mesh(kind, last, platform):
 
 
 @on_devices
-def test_columns_of_an_explicit_mesh_must_be_whole(monkeypatch, platform):
+def test_triton_rejects_columns_that_are_sharded_over_an_explicit_mesh(monkeypatch, platform):
     x = draw(4, 16)
     sharded = jax.device_put(x, NamedSharding(make_mesh(AxisType.Explicit), P(None, "data")))
     with pytest.raises(NotImplementedError, match=r"last axis of x unsharded.*jax\.reshard"):
@@ -705,7 +705,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("wrong", "text"), WRONG, ids=[f"{next(iter(w))}-{i}" for i, (w, _) in enumerate(WRONG)])
 @every_kind
-def test_wrong_calls_say_what_was_expected(kind, wrong, text):
+def test_wrong_call_raises_a_precise_error(kind, wrong, text):
     arguments = {"x": X, "weight": W, "bias": W, "residual": X} | wrong
     if "x" in wrong:
         del arguments["residual"]
@@ -715,7 +715,7 @@ def test_wrong_calls_say_what_was_expected(kind, wrong, text):
 
 
 @kernels_only
-def test_what_the_kernels_cannot_take_is_said(implementation):
+def test_triton_rejects_float64(implementation):
     with jax.enable_x64(True) if hasattr(jax, "enable_x64") else jax.experimental.enable_x64():
         x = jnp.zeros((3, 5), jnp.float64)
         with pytest.raises(NotImplementedError, match=r"not float64: convert, or pass implementation=\"xla\""):
@@ -725,7 +725,7 @@ def test_what_the_kernels_cannot_take_is_said(implementation):
 
 
 @kernels_only
-def test_more_columns_than_the_kernels_take_are_refused(monkeypatch, implementation):
+def test_triton_rejects_too_many_columns(monkeypatch, implementation):
     import torch_bridge.norms
 
     monkeypatch.setattr(torch_bridge.norms, "WIDEST", 4)
@@ -734,7 +734,7 @@ def test_more_columns_than_the_kernels_take_are_refused(monkeypatch, implementat
 
 
 @pytest.mark.torch
-def test_kernels_are_not_for_other_backends(monkeypatch):
+def test_triton_rejects_other_backends(monkeypatch):
     from torch_bridge import launch
 
     monkeypatch.setattr(launch, "interpreting", lambda: False)

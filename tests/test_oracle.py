@@ -1,4 +1,4 @@
-"""The oracle's hand-derived gradients against central differences of its own outputs."""
+"""Compares the oracle's hand-derived gradients with central differences of its own outputs."""
 
 import numpy as np
 import oracle
@@ -32,7 +32,7 @@ CELLS = {
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("reset_state", [None, "h", "bh", "tbh"])
 @pytest.mark.parametrize("cell", CELLS)
-def test_gradients_are_central_differences(cell, reset_state, reverse):
+def test_gradients_equal_central_differences(cell, reset_state, reverse):
     rng = np.random.default_rng(0)
     names = CELLS[cell]
     inputs = {name: rng.normal(size=shape) for name, shape in names["weights"].items()}
@@ -61,7 +61,7 @@ def test_gradients_are_central_differences(cell, reset_state, reverse):
         assert oracle.error(gradients["d" + name], difference) < 1e-8, name
 
 
-def test_error_is_relative_sees_nan_and_takes_a_zero_want():
+def test_error_is_relative_propagates_nan_and_accepts_a_zero_reference():
     assert oracle.error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
     assert oracle.error(np.array([3.0, 4.0]), np.zeros(2)) == pytest.approx(5.0)
     assert oracle.error(np.zeros(2), np.zeros(2)) == 0

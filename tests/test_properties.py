@@ -1,4 +1,4 @@
-"""What holds of every implementation, whatever it computes: causality, determinism, what may come in."""
+"""Tests properties that every implementation has: causality, determinism, and which inputs it accepts."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ def cell(request):
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_nothing_crosses_a_reset(cell, implementation, reverse):
-    """After a reset of all sequences, no bit depends on what came before, and no gradient flows there."""
+    """After a reset of all sequences, no bit depends on the steps before it, and no gradient flows to those steps."""
     params, carry, xs, _, state = arguments(cell)
     before, after = (slice(2, None), slice(None, 2)) if reverse else (slice(None, 2), slice(2, None))
     resets = jnp.zeros((T, B)).at[1 if reverse else 2].set(1)
@@ -93,7 +93,7 @@ def test_permuting_the_batch_permutes_the_result(cell, implementation):
 @pytest.mark.parametrize("time_major", [True, False], ids=["timemajor", "batchmajor"])
 @pytest.mark.parametrize(("steps", "batch"), [(0, B), (T, 0), (0, 0)])
 def test_empty_time_or_batch(cell, implementation, steps, batch, time_major):
-    """Empty outputs, the carry as it came, its gradient passed on, and zero gradients for the rest."""
+    """Outputs are empty, the carry and its gradient are passed on unchanged, and all other gradients are zero."""
     params, carry, xs, resets, state = arguments(cell, batch=(batch,), steps=steps)
     if not time_major:
         xs, resets = jnp.swapaxes(xs, 0, 1), resets.T
@@ -112,7 +112,7 @@ def test_empty_time_or_batch(cell, implementation, steps, batch, time_major):
     assert_same(jax.jit(call)(params, carry, xs, resets, state)[0], carry)
 
 
-def test_resets_take_no_gradient(cell, implementation):
+def test_gradients_to_resets_are_zero(cell, implementation):
     args = arguments(cell)
     gradient = jax.jit(jax.grad(loss_of(runner(cell, implementation)), argnums=3))(*args)
     assert_same(gradient, jnp.zeros((T, B)))
@@ -131,16 +131,16 @@ def test_gradients_of_some_arguments_equal_those_of_all(cell, implementation, ar
 
 
 @pytest.mark.interpret
-def test_none_is_xla_on_a_cpu(cell):
-    """Bit for bit, though the kernels could be interpreted there."""
+def test_none_picks_xla_on_a_cpu(cell):
+    """The results are the same bit for bit, although the kernels could run in the interpreter there."""
     args = arguments(cell)
     got, want = (jax.jit(with_gradients(runner(cell, implementation)))(*args) for implementation in (None, "xla"))
     assert_same(got, want)
 
 
 @pytest.mark.parametrize("weights", ["float64", "float16"])
-def test_none_runs_what_has_no_kernel(cell, weights):
-    """`implementation=None` always works: mixed dtypes, float64."""
+def test_none_runs_calls_that_have_no_kernel(cell, weights):
+    """`implementation=None` always works, also with mixed dtypes and with float64."""
     with jax.enable_x64(True):
         params, *rest = arguments(cell)
         params = jax.tree.map(lambda x: x.astype(weights), params)
@@ -149,7 +149,7 @@ def test_none_runs_what_has_no_kernel(cell, weights):
 
 
 def unusual(cell):
-    """Calls that the table of cases leaves out: `name: (arguments, options)`."""
+    """Returns calls that the table of cases leaves out, as `name: (arguments, options)`."""
     half = functools.partial(jax.tree.map, lambda x: x.astype(jnp.float16))
     params, carry, xs, resets, state = arguments(cell)
     _, carry_2, xs_2, resets_2, _ = arguments(cell, batch=(B, 2))

@@ -1,4 +1,4 @@
-"""The snippets in README.md and some pages of docs run as they stand there, those of a page one after the other."""
+"""Runs the snippets of README.md, each by itself, and those of some pages of docs, one after the other per page."""
 
 import re
 from pathlib import Path
@@ -11,13 +11,13 @@ PAGES = ["docs/devices.md", "docs/norms.md", "docs/pytorch.md"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
-def test_snippet_runs(snippet):
+def test_snippet_of_the_readme_runs(snippet):
     exec(compile(snippet, "README.md", "exec"), {})
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_of_a_page_run(page):
-    """But for those that need several hosts or another package, marked `no-run`."""
+    """Snippets that need several hosts or another package are marked `no-run`, and are only compiled."""
     if page == "docs/pytorch.md":
         pytest.importorskip("torch")
     names = {}
