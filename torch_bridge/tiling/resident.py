@@ -55,7 +55,7 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
     # Triton 3.7 spills 8 to 80 bytes for unaligned widths, and 24 bytes for 128 units on compute capability 12.0
     if not device.has_wgmma and (problem.is_unaligned or (full and device.capability == 120 and not halves)):
         return True
-    return not full and (problem.is_unaligned and old if halves else new)
+    return not full and (problem.is_unaligned and (old or new) if halves else new)
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
