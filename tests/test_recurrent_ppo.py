@@ -1,4 +1,4 @@
-"""`examples/recurrent_ppo.py`: its environments, its bookkeeping of resets, and training from end to end."""
+"""Tests `examples/recurrent_ppo.py`: its environments, its bookkeeping of resets, and training from end to end."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ TINY = recurrent_ppo.Config(num_envs=8, rollout_steps=32, hidden=16, total_steps
 
 
 def episode(env, policy, seed=0, steps=300):
-    """Plays until done. Returns the observations, actions and rewards of the episode."""
+    """Plays one episode until done; returns its observations, actions and rewards."""
     state, obs = env.reset(jax.random.key(seed))
     step, observations, actions, rewards = jax.jit(env.step), [], [], []
     for t in range(steps):
@@ -37,11 +37,11 @@ def episode(env, policy, seed=0, steps=300):
         rewards.append(float(reward))
         if done:
             return np.stack(observations), np.array(actions), np.array(rewards)
-    raise AssertionError(f"no end after {steps} steps")
+    raise AssertionError(f"the episode did not end within {steps} steps")
 
 
-def test_cartpole_moves_as_gymnasium_does():
-    """Two steps to the right and one to the left, against CartPole-v1's equations in float64 NumPy."""
+def test_cartpole_matches_gymnasium():
+    """Compares two steps to the right and one to the left with CartPole-v1's equations in float64 NumPy."""
     env = recurrent_ppo.StatelessCartPole()
     state, _ = env.reset(jax.random.key(3))
     x, x_dot, theta, theta_dot = (np.float64(value) for value in state[:4])
@@ -63,7 +63,7 @@ def test_cartpole_falls_under_a_constant_force():
 
 
 def test_cartpole_held_up_ends_after_200_steps_with_return_one():
-    def policy(t, observations):  # a controller on angle, angular velocity, position and velocity, by differences
+    def policy(t, observations):  # controls angle, position and their velocities, which are differences of observations
         now, before = observations[-1], observations[max(t - 1, 0)]
         angle, turning = now[1] * 0.21, (now[1] - before[1]) * 0.21 / 0.02
         position, speed = now[0] * 2.4, (now[0] - before[0]) * 2.4 / 0.02
@@ -96,7 +96,7 @@ def test_repeat_previous_played_from_memory_returns_one():
 
 
 @pytest.mark.parametrize("env", ["cartpole", "repeat"])
-def test_a_done_environment_starts_afresh(env):
+def test_done_environment_is_reset(env):
     env = recurrent_ppo.make_env(dataclasses.replace(TINY, env=env))
     state, _ = env.reset(jax.random.key(0))
     fresh = env.reset(jax.random.key(1))
@@ -107,7 +107,7 @@ def test_a_done_environment_starts_afresh(env):
         jax.tree.map(np.testing.assert_array_equal, (state, obs), want)
         if done:
             return
-    raise AssertionError("never done")
+    raise AssertionError("the environment was never done")
 
 
 @functools.cache
@@ -120,7 +120,7 @@ def two_rollouts(implementation):
     return ppo, (first_state, second_state), (first, second)
 
 
-def test_resets_are_the_previous_dones():
+def test_resets_equal_the_previous_dones():
     _, states, (first, second) = two_rollouts("xla")
     assert first.done.any(), "the test needs an episode that ends"
     np.testing.assert_array_equal(first.reset[0], False)
@@ -130,8 +130,8 @@ def test_resets_are_the_previous_dones():
 
 
 @pytest.mark.parametrize("implementation", ["xla", "flax", "none"])
-def test_the_update_sees_what_the_rollout_saw(implementation):
-    """The network over the whole sequence repeats the log-probabilities and values of the rollout's single steps."""
+def test_update_reproduces_the_rollout(implementation):
+    """Checks that the network on the whole sequence gives the log-probabilities and values of the single steps."""
     ppo, states, rollouts = two_rollouts(implementation)
     for state, seen in zip(states, rollouts, strict=True):
         _, logits, value = ppo.network.apply(state.params, state.carry, seen.obs, seen.reset)
@@ -140,7 +140,7 @@ def test_the_update_sees_what_the_rollout_saw(implementation):
         np.testing.assert_allclose(log_prob, seen.log_prob, rtol=1e-4, atol=1e-5)
 
 
-def test_episode_returns_start_afresh_with_each_episode():
+def test_episode_returns_restart_with_each_episode():
     _, _, rollouts = two_rollouts("xla")
     reward, done, episode_return = (
         np.concatenate([getattr(seen, name) for seen in rollouts]) for name in ("reward", "done", "episode_return")
@@ -153,7 +153,7 @@ def test_episode_returns_start_afresh_with_each_episode():
 
 
 def test_advantages_are_cut_at_dones():
-    """Against the definition as a double sum, in NumPy."""
+    """Compares with the definition, a double sum, in NumPy."""
     rng = np.random.default_rng(0)
     T, B = 11, 3
     reward, value, done = rng.normal(size=(T, B)), rng.normal(size=(T + 1, B)), rng.random((T, B)) < 0.3
@@ -176,7 +176,7 @@ def test_updates_are_split_into_equal_calls_with_little_left_over(updates):
     assert updates <= config.updates <= updates * 1.01 + 1
 
 
-def test_no_finished_episode_is_a_gap_in_the_curve_and_null_in_json():
+def test_update_without_a_finished_episode_is_nan_in_the_curve_and_null_in_json():
     episodes, total_return = np.array([[0, 2, 0]]), np.array([[0.0, 1.0, 0.0]])
     result = recurrent_ppo.Result(TINY, 1.0, 1.0, 1.0, episodes, total_return)
     np.testing.assert_array_equal(result.curve, [[np.nan, 0.5, np.nan]])
@@ -206,7 +206,7 @@ def test_main_shows_that_a_gru_remembers_and_the_control_cannot(tmp_path, capsys
         assert run["steps_per_second"] > 0 and run["compile_seconds"] > 0
 
 
-def test_compare_trains_flax_and_xla_alike_and_two_seeds_as_two_runs(tmp_path, capsys):
+def test_compare_trains_flax_like_xla_and_two_seeds_like_two_runs(tmp_path, capsys):
     config = dataclasses.replace(TINY, num_seeds=2, seed=5, total_steps=TINY.steps_per_update * 5)
     size = ["--num-envs", "8", "--rollout-steps", "32", "--hidden", "16", "--total-steps", str(config.total_steps)]
     pair = recurrent_ppo.main([*size, "--compare", "--num-seeds", "2", "--seed", "5", "--out", str(tmp_path)])
@@ -217,7 +217,7 @@ def test_compare_trains_flax_and_xla_alike_and_two_seeds_as_two_runs(tmp_path, c
     assert (flax.config, xla.config) == tuple(
         dataclasses.replace(config, implementation=name) for name in ("flax", "xla")
     )
-    # The same initial weights and random numbers: rounding alone sets them apart, until it flips an action.
+    # Initial weights and random numbers are the same, so only rounding differs until it flips an action.
     np.testing.assert_allclose(xla.curve[:, :2], flax.curve[:, :2], rtol=1e-5)
     np.testing.assert_allclose(xla.curve, flax.curve, rtol=0.1)
 
@@ -234,8 +234,8 @@ def test_compare_trains_flax_and_xla_alike_and_two_seeds_as_two_runs(tmp_path, c
 @pytest.mark.parametrize(
     "device", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ("gpu", "interpret")]
 )
-def test_triton_updates_the_weights_as_flax_does(device):
-    """Two updates of two agents: act, act with the carry left by that, and take gradients through resets."""
+def test_triton_updates_weights_like_flax(device):
+    """Runs two updates of two agents: the second continues from the carry of the first, and sequences have resets."""
     config = recurrent_ppo.Config(
         num_envs=4, rollout_steps=12, hidden=8, num_seeds=2, total_steps=2 * 4 * 12, epochs=1, minibatches=2
     )
@@ -254,12 +254,12 @@ def test_triton_updates_the_weights_as_flax_does(device):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-5), params["triton"], params["flax"])
 
 
-# Several devices: eight of the CPU's, whose kernels are interpreted, or the GPUs if there are two or more: see
-# `conftest.py`.
+# The tests on several devices run on eight CPU devices, with interpreted kernels, or on the GPUs if there are at least
+# two: see `conftest.py`.
 
 
 def in_parts(tree, parts):
-    """Environments, the second axis of `[T, B, ...]`, to parts on a new axis before it."""
+    """Splits the environments, the second axis of `[T, B, ...]`, into parts on a new axis before it."""
     return jax.tree.map(lambda x: x.reshape(x.shape[0], parts, -1, *x.shape[2:]), tree)
 
 
@@ -272,7 +272,7 @@ def in_parts(tree, parts):
     ],
 )
 def test_losses_and_gradients_of_parts_average_to_those_of_the_whole(mapped, parts):
-    """Advantages too are normalised by the mean and deviation of all environments."""
+    """Normalises the advantages, whose scales differ, by the mean and deviation of all environments."""
     axis = recurrent_ppo.AXIS
     ppo, (state, _), (seen, _) = two_rollouts("xla")
     rng = np.random.default_rng(0)
@@ -304,7 +304,7 @@ def test_losses_and_gradients_of_parts_average_to_those_of_the_whole(mapped, par
         pytest.param("triton", 2, 2, marks=pytest.mark.several_gpus),
     ],
 )
-def test_several_devices_train_as_one_that_computes_their_parts(implementation, devices, seeds):
+def test_several_devices_train_like_one_device_with_all_parts(implementation, devices, seeds):
     steps = 12 if implementation == "triton" else 32
     config = recurrent_ppo.Config(
         implementation=implementation, num_envs=4 * devices, num_seeds=seeds, num_devices=devices, rollout_steps=steps,
@@ -328,10 +328,10 @@ def test_several_devices_train_as_one_that_computes_their_parts(implementation, 
     jax.tree.map(np.testing.assert_array_equal, [m.episodes for m in got_metrics], [m.episodes for m in want_metrics])
     moved = jax.tree.map(lambda now, before: np.abs(now - before).max(), want.params, start)
     assert min(jax.tree.leaves(moved)) > 1e-3
-    bound = 1e-4 if jax.default_backend() == "gpu" else 1e-5  # rounding, as 12 steps of Adam enlarge it
+    bound = 1e-4 if jax.default_backend() == "gpu" else 1e-5  # 12 steps of Adam amplify rounding errors
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=bound, atol=bound), got, want)
 
-    # The environments stayed where they were, and the rest is the same everywhere, to the bit.
+    # The environments stay sharded, and the rest of the state is bit-identical on all devices.
     text = run.as_text()
     assert "all-reduce" in text and not any(name in text for name in ("all-gather", "all-to-all", "collective-permute"))
     assert len(state.obs.sharding.device_set) == devices
@@ -374,8 +374,8 @@ print(json.dumps({"episodes": result.episodes.tolist(), "total_return": result.t
 
 
 @pytest.mark.interpret
-def test_two_hosts_train_as_one(tmp_path):
-    """Hosts are processes here, of two devices each."""
+def test_two_hosts_train_like_one(tmp_path):
+    """Runs each host as a process with two devices."""
     config = dataclasses.replace(TINY, implementation="xla", num_devices=4, epochs=1, minibatches=2)
     want = recurrent_ppo.train(config)
     with socket.socket() as free:
@@ -384,7 +384,7 @@ def test_two_hosts_train_as_one(tmp_path):
     path = tmp_path / "host.py"
     path.write_text(ONE_HOST)
     arguments = [f"localhost:{port}", recurrent_ppo.__file__, json.dumps(dataclasses.asdict(config))]
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"  # the last one counts
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=2"  # the last one takes effect
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "TRITON_INTERPRET": "0"}
     hosts = [
         subprocess.Popen(
@@ -405,14 +405,14 @@ def test_two_hosts_train_as_one(tmp_path):
             host.kill()
 
 
-def test_parts_draw_their_own_numbers():
+def test_parts_draw_different_random_numbers():
     ppo = recurrent_ppo.PPO(TINY, "parts")
     keys = jax.vmap(lambda _: jax.random.key_data(ppo.own(jax.random.key(0))), axis_name="parts")(jnp.arange(3))
     assert len({tuple(key) for key in keys.tolist()}) == 3
 
 
 @pytest.mark.gpu
-def test_triton_learns_as_flax_does():
+def test_triton_learns_like_flax():
     config = recurrent_ppo.Config(
         env="repeat", k=1, num_envs=32, rollout_steps=52, hidden=32, total_steps=32 * 52 * 60, lr=3e-3, num_seeds=3
     )

@@ -1,4 +1,4 @@
-"""The `lax.scan` reference: against the oracle, Flax, PyTorch, and itself run episode by episode."""
+"""Tests the `lax.scan` reference against the oracle, Flax, PyTorch, and itself run episode by episode."""
 
 import dataclasses
 import functools
@@ -28,13 +28,13 @@ gru, lstm = (functools.partial(f, implementation="xla") for f in (jaxrnn.gru, ja
 
 @pytest.fixture(scope="module", autouse=True)
 def full_precision():
-    """On a GPU, too: XLA's default there is TF32."""
+    """Disables TF32, which is XLA's default on a GPU."""
     with jax.default_matmul_precision("highest"):
         yield
 
 
 def assert_close(got, want, bound=CLOSE):
-    """The same tree, each leaf within `bound` in norm."""
+    """Asserts that the trees have the same structure and each leaf a relative error of at most `bound`, in norm."""
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert cases.oracle.error(x, y) <= bound, jax.tree_util.keystr(path)
@@ -46,7 +46,7 @@ def random_like(tree, seed=0):
 
 
 def arguments(cell, dtype=jnp.float32, steps=(T,), batch=(B,), seed=0):
-    """Random `(params, carry, xs)`."""
+    """Returns random `(params, carry, xs)`."""
     weights = {name: jnp.zeros(shape, dtype) for name, shape in cases.WEIGHTS[cell](H, D).items()}
     params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
     carry = jnp.zeros((*batch, H), dtype)
@@ -56,7 +56,7 @@ def arguments(cell, dtype=jnp.float32, steps=(T,), batch=(B,), seed=0):
 
 
 def value_and_vjp(function, *args):
-    """Outputs and gradients for fixed random cotangents, jitted."""
+    """Returns outputs, and gradients for fixed random cotangents, under `jax.jit`."""
 
     @jax.jit
     def both(*args):
@@ -201,7 +201,7 @@ def test_matches_torch(cell):
 
 @functools.cache
 def jitted(cell):
-    """Outputs and gradients for given cotangents; compiled once a shape."""
+    """Returns a jitted function that computes outputs and gradients for given cotangents; compiled once per shape."""
 
     def call(args, resets, cotangents):
         def run(params, carry, xs, reset_state):
@@ -216,7 +216,7 @@ def jitted(cell):
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @settings(max_examples=30, deadline=None)
 @given(resets=hnp.arrays(bool, (T, 2)), seed=st.integers(0, 1000))
-def test_resetting_equals_running_episodes_apart(cell, resets, seed):
+def test_resetting_equals_running_episodes_separately(cell, resets, seed):
     params, carry, xs = arguments(cell, batch=(2,), seed=seed)
     reset_state = random_like(jax.tree.map(lambda x: x[0], carry), seed + 1)
     cotangents = random_like((carry, jnp.zeros((T, 2, H))), seed + 2)
@@ -249,8 +249,8 @@ def test_resetting_equals_running_episodes_apart(cell, resets, seed):
     ids=["h-timemajor", "bh-batchmajor", "tbh-timemajor", "tbh-batchmajor"],
 )
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_batch_axes_fold(cell, state_axes, time_major):
-    """`[T, B, A, D]` is `[T, B * A, D]`, and `[B, A, T, D]` is its transpose."""
+def test_extra_batch_axes_equal_one_flattened_axis(cell, state_axes, time_major):
+    """Checks that `[T, B, A, D]` gives what `[T, B * A, D]` gives, and `[B, A, T, D]` the transpose."""
     A = 2
     function = gru if cell == "gru" else lstm
     params, carry, xs = arguments(cell, batch=(B, A))
@@ -282,7 +282,7 @@ def test_batch_axes_fold(cell, state_axes, time_major):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_no_batch_axis_is_a_batch_of_one(cell):
+def test_no_batch_axis_equals_a_batch_of_one(cell):
     params, carry, xs = arguments(cell, batch=())
     resets = jnp.arange(T) % 3 == 1
     states = random_like(jax.tree.map(lambda x: jnp.zeros((T, H)), carry))
@@ -301,7 +301,7 @@ def test_no_batch_axis_is_a_batch_of_one(cell):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_reverse_is_forward_on_flipped_time(cell):
+def test_reverse_equals_forward_on_flipped_time(cell):
     args = arguments(cell)
     resets = jnp.asarray(np.random.default_rng(0).random((T, B)) < 0.3)
     function = gru if cell == "gru" else lstm
@@ -315,7 +315,7 @@ def test_reverse_is_forward_on_flipped_time(cell):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_all_resets_are_single_steps(cell):
+def test_resets_at_all_steps_equal_single_steps(cell):
     params, carry, xs = arguments(cell)
     states = random_like(jax.tree.map(lambda x: jnp.zeros((T, B, H)), carry))
     function = gru if cell == "gru" else lstm
@@ -331,7 +331,7 @@ def test_all_resets_are_single_steps(cell):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_two_halves_are_one_run(cell):
+def test_two_halves_equal_one_run(cell):
     args = arguments(cell)
     resets = jnp.asarray(np.random.default_rng(0).random((T, B)) < 0.3)
     function = gru if cell == "gru" else lstm
@@ -346,19 +346,19 @@ def test_two_halves_are_one_run(cell):
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_bad_numbers_do_not_cross_a_reset(cell, bad):
+def test_nan_and_infinity_do_not_cross_a_reset(cell, bad):
     params, carry, xs = arguments(cell)
     function = gru if cell == "gru" else lstm
     carry = jax.tree.map(lambda x: jnp.full_like(x, bad), carry)
 
-    # A bad initial carry, and a reset at the first step: nothing is bad at all.
+    # The first step resets a bad initial carry, so everything is finite.
     outputs, (d_params, d_carry, d_xs) = value_and_vjp(
         functools.partial(function, resets=jnp.zeros((T, B)).at[0].set(1)), params, carry, xs
     )
     assert jax.tree.all(jax.tree.map(lambda x: jnp.isfinite(x).all(), (outputs, d_params, d_xs)))
     assert jax.tree.all(jax.tree.map(lambda x: (x == 0).all(), d_carry))
 
-    # The reset comes at step 2: bad before, and neither outputs nor gradients are bad from there.
+    # The reset is at step 2: outputs before it are NaN, and from there on outputs and gradients are finite.
     resets = jnp.zeros((T, B)).at[2].set(1)
     (last, ys), (_, _, d_xs) = value_and_vjp(functools.partial(function, resets=resets), params, carry, xs)
     assert jnp.isnan(ys[:2]).any()
@@ -366,7 +366,7 @@ def test_bad_numbers_do_not_cross_a_reset(cell, bad):
 
 
 @pytest.mark.parametrize("bad", [-1, 0.5, np.nan, 2])
-def test_anything_but_zero_resets(bad):
+def test_every_nonzero_value_resets(bad):
     params, carry, xs = arguments("gru")
     where = np.random.default_rng(0).random((T, B)) < 0.3
     dtype = jnp.int32 if isinstance(bad, int) else jnp.float32
@@ -386,7 +386,7 @@ def test_outputs_have_the_dtype_of_the_carry(dtype, carry_dtype):
 
 
 def test_half_precision_gru_keeps_a_float32_carry_between_steps():
-    """With z fixed, h nears 1 in steps that bfloat16 would lose: it would stall far below."""
+    """Fixes z, so that h approaches 1 in increments that a bfloat16 carry would lose, and h would stall far below 1."""
     steps = 1000
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), arguments("gru")[0])
     b_z, n = jnp.asarray(6.0, jnp.bfloat16), np.tanh(8.0)
@@ -397,7 +397,7 @@ def test_half_precision_gru_keeps_a_float32_carry_between_steps():
 
 
 def test_half_precision_lstm_keeps_a_float32_carry_between_steps():
-    """With f = 1, c grows by the same small amount each step, which bfloat16 would soon lose."""
+    """Fixes f at 1, so that c grows by the same small amount per step, which a bfloat16 carry would soon lose."""
     steps = 1000
     params = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.bfloat16), arguments("lstm")[0])
     params = params._replace(b=jnp.repeat(jnp.asarray([-7.0, 20.0, 8.0, 0.0], jnp.bfloat16), H))
@@ -408,8 +408,8 @@ def test_half_precision_lstm_keeps_a_float32_carry_between_steps():
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_recurrent_weights_in_float32_multiply_in_it(cell):
-    """Whatever the dtype of inputs and their weights, which are multiplied apart."""
+def test_float32_recurrent_weights_are_multiplied_in_float32(cell):
+    """Uses bfloat16 inputs and input weights, which are multiplied separately."""
     rng = np.random.default_rng(0)
     gates, H, D = {"gru": 3, "lstm": 4}[cell], 16, 4
     draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.bfloat16)  # noqa: E731
@@ -424,7 +424,7 @@ def test_recurrent_weights_in_float32_multiply_in_it(cell):
 
 @pytest.mark.parametrize(("dtype", "products"), [("float32", 1), ("bfloat16", 1), ("mixed", 2)])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_one_step_is_one_product_where_cpus_do_not_compute(monkeypatch, cell, dtype, products):
+def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, dtype, products):
     params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=24)
     if dtype != "float32":
         params, xs = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, xs))
@@ -447,8 +447,8 @@ def test_one_step_is_one_product_where_cpus_do_not_compute(monkeypatch, cell, dt
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_one_step_saturates_where_the_formula_does(monkeypatch, cell, dtype, bad):
-    """Of one input that is infinite, or soon is."""
+def test_one_step_saturates_like_the_formula(monkeypatch, cell, dtype, bad):
+    """Sets one input to infinity, or close to the largest float32."""
     params, carry, xs, resets, _ = jax.tree.map(
         lambda x: x.astype(dtype), calls.arguments(cell, steps=1, hidden=24, stepped=True)
     )

@@ -1,4 +1,4 @@
-"""A launch as a `lax.scan`, which `implementation=None` runs where a kernel is slower: the kernel's results."""
+"""Tests that a `lax.scan`, which `implementation=None` runs where a kernel is slower, gives the kernel's results."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from jaxrnn import _bridge, recurrent, scan_launch
 
 @pytest.fixture
 def scans(monkeypatch):
-    """Makes the default run every launch as a scan; returns the directions of those that were."""
+    """Makes the default run every launch as a scan; returns a list that collects the directions of these launches."""
     from torch_bridge import tiling
 
     directions = []
@@ -31,7 +31,7 @@ def scans(monkeypatch):
 
 
 def run(case, inputs):
-    """Outputs and gradients by the default, compiled anew: what it chose before may not stand."""
+    """Returns outputs and gradients of the default, compiled anew: a cached program may hold an earlier choice."""
     one = functools.partial(cases._with_gradients, case, None)
     given = {name: x for name, x in inputs.items() if x is not None}
     results = jax.jit(jax.vmap(one) if case.models else one)(given)
@@ -39,7 +39,7 @@ def run(case, inputs):
 
 
 def check(case, got, inputs):
-    """Holds results to twice XLA's error; in TF32, to which XLA rounds nothing on a CPU, to a bound of their own."""
+    """Checks that errors are at most twice XLA's, or at most 2e-3 in TF32, to which XLA rounds nothing on a CPU."""
     want = cases.run_oracle(case, inputs)
     assert got.keys() == want.keys()
     if (case.dtype, case.precision) == ("f32", "default"):
@@ -71,7 +71,7 @@ ON_A_GPU = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_A_GPU, ids=str)
-def test_on_a_gpu_errors_are_within_twice_those_of_xla(scans, case):
+def test_errors_on_a_gpu_are_at_most_twice_those_of_xla(scans, case):
     inputs = cases.make_inputs(case)
     got, again = run(case, inputs), run(case, inputs)
     assert set(scans) == {"fwd", "bwd"}
@@ -82,7 +82,7 @@ def test_on_a_gpu_errors_are_within_twice_those_of_xla(scans, case):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_a_named_kernel_is_never_a_scan(scans, cell):
+def test_named_implementation_never_runs_a_scan(scans, cell):
     case = cases.Case(cell, T=3, B=2, H=8)
     one = functools.partial(cases._with_gradients, case, "triton")
     text = str(jax.make_jaxpr(one)({k: v for k, v in cases.make_inputs(case).items() if v is not None}))
@@ -90,8 +90,8 @@ def test_a_named_kernel_is_never_a_scan(scans, cell):
     assert not scans
 
 
-def test_words_are_those_of_the_kernels():
-    """Packing and unpacking give float16 factors, clamped to its range, and the float32 numbers bit for bit."""
+def test_packed_words_have_the_format_of_the_kernels():
+    """Checks that unpacking gives `local_grads` in float16, clamped to its range, and `carry_gate` bit for bit."""
     rng = np.random.default_rng(0)
     local_grads = rng.standard_normal((3, 5, 28)).astype(np.float32)
     local_grads[0, 0, :4] = [1e6, -1e6, 3e-8, 0.0]
@@ -107,10 +107,10 @@ def test_words_are_those_of_the_kernels():
 
 
 @pytest.mark.interpret
-def test_saving_in_place_gives_the_same_gradients(scans, monkeypatch):
+def test_residuals_in_place_give_the_same_gradients(scans, monkeypatch):
     from jaxrnn import fused
 
-    # of more than 64 units residuals apart are float16 too
+    # with more than 64 units, residuals that are not in place are float16 too
     case = cases.Case("gru", T=5, B=3, H=128, precision="default")
     inputs = cases.make_inputs(case)
     apart = run(case, inputs)
@@ -122,8 +122,8 @@ def test_saving_in_place_gives_the_same_gradients(scans, monkeypatch):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_each_direction_runs_its_own_way(monkeypatch, scans, cell):
-    """A kernel reads what a scan saved, and the other way round; both directions of a layer too."""
+def test_forward_scan_works_with_backward_kernel_and_vice_versa(monkeypatch, scans, cell):
+    """Checks that a kernel reads the residuals of a scan, and a scan those of a kernel."""
 
     from torch_bridge import tiling
 
@@ -138,7 +138,7 @@ def test_each_direction_runs_its_own_way(monkeypatch, scans, cell):
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_both_directions_of_a_layer_run_as_scans(scans, cell):
-    """The models of odd index in reverse."""
+    """Checks that scans run the models of odd index in reverse."""
     params, carry, xs, resets, _ = calls.arguments(cell, batch=(3,), steps=5, hidden=12)
     both = getattr(recurrent, f"bidirectional_{cell}")
     pair = jax.tree.map(lambda x: x + 0.1, params), carry
@@ -158,7 +158,7 @@ def test_both_directions_of_a_layer_run_as_scans(scans, cell):
 
 
 def choices(cell, hidden, batch, name, kind="tf32", **changes):
-    """Whether forward, and whether backward, a launch is left to a scan."""
+    """Returns whether a scan is preferred for the forward launch, and whether for the backward launch."""
     from problems import make_problem
 
     from torch_bridge import tiling
@@ -169,15 +169,15 @@ def choices(cell, hidden, batch, name, kind="tf32", **changes):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_scans_take_what_kernels_are_slow_at(cell):
-    """Wide states with many sequences, on GPUs whose kernels read the weights at every step."""
+def test_scans_are_preferred_where_kernels_are_slow(cell):
+    """Checks wide states with many sequences, on GPUs whose kernels read the weights at every step."""
     for name in ("a100", "rtx3090", "rtx4090"):
         for kind, hidden, batch in itertools.product(("tf32", "bf16"), (8, 64, 128), (1, 64, 4096)):
             assert choices(cell, hidden, batch, name, kind) == [False, False]
         assert choices(cell, 256, 64, name) == [False, False]
         assert choices(cell, 1024, 4096, name) == choices(cell, 512, 4096, name) == [True, True]
         assert choices(cell, 1024, 2048, name, "tf32x3") == [True, True]
-    for hidden, batch in itertools.product((64, 256, 512, 1024), (1, 64, 1024)):  # weights stay on chip
+    for hidden, batch in itertools.product((64, 256, 512, 1024), (1, 64, 1024)):  # kernels keep the weights on chip
         if (cell, hidden) != ("lstm", 1024):
             assert choices(cell, hidden, batch, "h200") == [False, False]
 

@@ -1,6 +1,7 @@
-"""Several devices: `shard_map`, `pmap`, and arrays sharded over a mesh of either kind give what one device gives.
+"""Tests that `shard_map`, `pmap`, and arrays sharded over a mesh of either kind give the results of one device.
 
-On eight CPU devices, whose kernels are interpreted, or on the GPUs if there are two or more: see `conftest.py`.
+The tests run on eight CPU devices, with interpreted kernels, or on the GPUs if there are at least two: see
+`conftest.py`.
 """
 
 import functools
@@ -33,7 +34,7 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
 
 
 def make_arguments(cell, batch=(B,), seed=0):
-    """Parameters, carry, inputs, a learned reset state, and resets."""
+    """Returns parameters, carry, inputs, a learned reset state, and resets."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)  # noqa: E731
     if cell == "gru":
@@ -74,7 +75,7 @@ def place(mesh, specs, arguments):
 
 
 def compiled(function, arguments):
-    """The results of a jitted call, and the program that XLA made."""
+    """Returns the results of a jitted call, and the text of the program that XLA compiled."""
     program = jax.jit(function).lower(*arguments).compile()
     return program(*arguments), program.as_text()
 
@@ -83,7 +84,7 @@ def compiled(function, arguments):
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
 def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat):
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
     arguments = make_arguments(cell)
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
@@ -91,7 +92,7 @@ def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, rem
     specs = P(), state, sequence, P(), sequence
     results = (P(), sequence), (P(), state, sequence, P())
     run = with_gradients(cell, "triton", axis="data", remat=remat)
-    if not check_vma:  # there gradients are right from outside
+    if not check_vma:  # without `check_vma`, gradients are correct if taken outside of `shard_map`
         inside = functools.partial(loss, cell, "triton", axis="data", remat=remat)
         inside = jax.shard_map(
             inside, mesh=make_mesh(AxisType.Auto), in_specs=specs, out_specs=(P(), sequence), check_vma=False
@@ -104,7 +105,7 @@ def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, rem
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("steps", [1, T])
-def test_a_carry_made_inside_a_shard_map(implementation, steps):
+def test_carry_may_be_made_inside_shard_map(implementation, steps):
     params, carry, xs, _, resets = make_arguments("gru")
     run = functools.partial(jaxrnn.gru, implementation=implementation, precision="highest")
     inside = jax.shard_map(
@@ -117,8 +118,8 @@ def test_a_carry_made_inside_a_shard_map(implementation, steps):
 
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_vmap_of_shard_map_shares_out_its_axis(cell, implementation):
-    """With `spmd_axis_name`: seeds over one axis of the mesh, and the batch of each over the other."""
+def test_vmap_of_shard_map_shards_its_axis(cell, implementation):
+    """Shards seeds over one axis of the mesh by `spmd_axis_name`, and the batch of each seed over the other axis."""
     mesh = make_mesh(AxisType.Auto, ("data", "seeds"))
     arguments = make_mapped(cell, MAPPED["everything"], (mesh.shape["seeds"],), batch=(B,))
     state, sequence = P("data"), P(None, "data")
@@ -132,7 +133,7 @@ def test_vmap_of_shard_map_shares_out_its_axis(cell, implementation):
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_pmap(cell):
+def test_pmap_equals_vmap(cell):
     count = len(jax.devices())
     arguments = [make_arguments(cell, seed=seed) for seed in range(count)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *arguments)
@@ -144,7 +145,7 @@ def test_pmap(cell):
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("axes", [("data",), ("data", "agents")])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
-def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes, implementation):
+def test_explicit_mesh_keeps_batches_sharded(cell, axes, implementation):
     arguments = make_arguments(cell, batch=(B, 4)[: len(axes)])
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
     mesh = make_mesh(AxisType.Explicit, axes)
@@ -158,7 +159,7 @@ def test_batches_of_an_explicit_mesh_stay_where_they_are(cell, axes, implementat
     assert "all-gather" not in run.lower(*arguments).compile().as_text()
 
 
-# Of parameters, carry, inputs, reset state and resets: what is not as the kernels or a scan take it.
+# The kernels or a scan cannot use these specs of parameters, carry, inputs, reset state and resets as they are.
 MISPLACED = {
     "whole": (P(), P(), P(None, "data"), P(), P()),
     "by features": (P("data"), P(None, "data"), P(None, "data"), P("data"), P(None, "data")),
@@ -170,8 +171,8 @@ MISPLACED = {
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("steps", [1, 8])
 @pytest.mark.parametrize("misplaced", MISPLACED)
-def test_all_goes_to_where_the_inputs_of_an_explicit_mesh_are(misplaced, steps, implementation):
-    rng, B, D, H = np.random.default_rng(0), 8, 8, 16  # all of which four devices can share out
+def test_explicit_mesh_reshards_arguments_to_match_the_inputs(misplaced, steps, implementation):
+    rng, B, D, H = np.random.default_rng(0), 8, 8, 16  # four devices can shard axes of these sizes
     draw = lambda *shape: jnp.asarray(0.5 * rng.normal(size=shape), jnp.float32)  # noqa: E731
     params = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(3 * H), draw(H))
     arguments = params, draw(B, H), draw(steps, B, D), draw(H), jnp.asarray(rng.random((steps, B)) < 0.3)
@@ -192,11 +193,11 @@ def test_all_goes_to_where_the_inputs_of_an_explicit_mesh_are(misplaced, steps, 
 
 @pytest.mark.parametrize("make", ["RNN", "GRU", "bidirectional GRU", "ScannedRNN"])
 def test_modules_make_a_carry_for_an_explicit_mesh(make):
-    """It is whole, and goes to where the inputs are."""
+    """Checks that the carry, which is replicated, is resharded to match the inputs."""
     from jaxrnn import linen
 
     _, _, xs, _, resets = make_arguments("gru")
-    if make == "ScannedRNN":  # a step of a rollout
+    if make == "ScannedRNN":  # runs one step of a rollout
         module, given, spec = linen.ScannedRNN(), (jnp.zeros((B, H)), (xs[:1], resets[:1])), P(None, "data")
     else:
         xs = xs.swapaxes(0, 1)
@@ -213,7 +214,7 @@ def test_modules_make_a_carry_for_an_explicit_mesh(make):
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P()], ids=str)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_what_a_norm_takes_goes_to_where_its_rows_are(norm, spec):
+def test_norms_reshard_arguments_to_match_the_rows(norm, spec):
     rng = np.random.default_rng(0)
     x, residual, weight, bias = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 16), (8, 16), 16, 16))
     run = functools.partial(getattr(jaxrnn, norm), implementation="xla")
@@ -225,7 +226,7 @@ def test_what_a_norm_takes_goes_to_where_its_rows_are(norm, spec):
     assert all(y.sharding.spec == P(*spec, *(None,) * (2 - len(spec))) for y in got)
 
 
-def test_xla_brings_sequences_of_an_explicit_mesh_together():
+def test_xla_gathers_time_sharded_inputs_of_an_explicit_mesh():
     params, carry, xs, *_ = make_arguments("gru")
     xs = xs.repeat(8, axis=0)
     want = jaxrnn.gru(params, carry, xs, implementation="xla")
@@ -234,7 +235,7 @@ def test_xla_brings_sequences_of_an_explicit_mesh_together():
 
 
 @IMPLEMENTATIONS
-def test_one_of_two_reset_states_on_an_explicit_mesh(implementation):
+def test_explicit_mesh_allows_one_of_two_reset_states(implementation):
     arguments = make_arguments("lstm")
 
     def gradients(implementation, *arguments):
@@ -253,7 +254,7 @@ def test_one_of_two_reset_states_on_an_explicit_mesh(implementation):
 
 
 @IMPLEMENTATIONS
-def test_a_sharded_carry_goes_to_where_whole_inputs_of_an_explicit_mesh_are(implementation):
+def test_explicit_mesh_reshards_a_carry_to_match_replicated_inputs(implementation):
     arguments = make_arguments("gru")
     mesh = make_mesh(AxisType.Explicit)
     sharded = place(mesh, (P(), P("data"), P(), P(), P()), arguments)
@@ -262,7 +263,7 @@ def test_a_sharded_carry_goes_to_where_whole_inputs_of_an_explicit_mesh_are(impl
     assert got[1][1].sharding.spec == P("data", None)
 
 
-# What `vmap` goes over, of parameters, carry, inputs, reset state and resets; what is not mapped is whole.
+# `in_axes` of parameters, carry, inputs, reset state and resets; arguments that are not mapped are replicated.
 MAPPED = {
     "everything": (0, 0, 0, 0, 0),
     "examples": (None, 0, 0, None, 0),
@@ -272,14 +273,14 @@ MAPPED = {
 
 
 def make_mapped(cell, in_axes, sizes, batch=(2,)):
-    """Arguments with axes of these sizes in front of what is mapped."""
+    """Returns arguments; the mapped ones have leading axes of these sizes."""
     each = [make_arguments(cell, batch, seed) for seed in range(int(np.prod(sizes)))]
     stacked = jax.tree.map(lambda *x: jnp.stack(x).reshape(*sizes, *x[0].shape), *each)
     return [one if axis is None else many for one, many, axis in zip(each[0], stacked, in_axes, strict=True)]
 
 
 def total(cell, implementation, in_axes, **options):
-    """Gradients of a sum over what `vmap` goes over: to what is not mapped they add up."""
+    """Returns the gradients of a sum over the mapped axis; those of arguments that are not mapped add up."""
     run = functools.partial(loss, cell, implementation, **options)
     return jax.grad(lambda *args: jax.vmap(lambda *each: run(*each)[0], in_axes)(*args).sum(), range(4))
 
@@ -293,9 +294,9 @@ def total(cell, implementation, in_axes, **options):
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else x,
 )  # fmt: skip
-def test_vmap_over_devices_of_an_explicit_mesh(monkeypatch, cell, mapped, options):
-    """What is mapped is sharded: each device has its examples, and the weights that go with them."""
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+def test_vmap_over_a_sharded_axis_of_an_explicit_mesh(monkeypatch, cell, mapped, options):
+    """Shards the mapped arguments, so that each device has its examples and their weights."""
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
     in_axes = MAPPED[mapped]
     mesh = make_mesh(AxisType.Explicit)
@@ -328,8 +329,8 @@ def test_vmap_over_devices_of_an_explicit_mesh(monkeypatch, cell, mapped, option
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("last", [1, 2])
-def test_nested_vmap_over_devices_of_an_explicit_mesh(models, spec, last):
-    """Weights are shared, or one for each index of one of the two axes, on the devices that have it."""
+def test_nested_vmap_over_sharded_axes_of_an_explicit_mesh(models, spec, last):
+    """Shares the weights, or uses one set for each index of one of the two axes, sharded as that axis is."""
     mesh = make_mesh(AxisType.Explicit, ("data", "agents"), last)
     shape = tuple(mesh.shape.values())
     kept = {"outer": ((0,), spec[:1]), "inner": ((1,), spec[1:]), None: ((), ())}[models]
@@ -348,7 +349,7 @@ def test_nested_vmap_over_devices_of_an_explicit_mesh(models, spec, last):
     assert "all-gather" not in text
 
 
-def test_vmap_over_devices_of_an_explicit_mesh_with_arrays_made_inside():
+def test_vmap_over_a_sharded_axis_allows_arrays_made_inside():
     mesh = make_mesh(AxisType.Explicit)
     params, _, xs, *_ = make_mapped("gru", MAPPED["examples"], (len(jax.devices()),))
 
@@ -368,7 +369,7 @@ def test_vmap_over_devices_of_an_explicit_mesh_with_arrays_made_inside():
         assert got.sharding.spec == P("data", None, None, None)
 
 
-def test_vmap_of_both_directions_over_devices_of_an_explicit_mesh():
+def test_vmap_of_both_directions_over_a_sharded_axis_of_an_explicit_mesh():
     mesh = make_mesh(AxisType.Explicit)
     params, carry, xs, _, resets = make_mapped("gru", MAPPED["examples"], (len(jax.devices()),))
 
@@ -393,7 +394,7 @@ def test_vmap_of_both_directions_over_devices_of_an_explicit_mesh():
 
 
 @pytest.mark.parametrize("mapped", ["everything", "examples"])
-def test_vmap_over_whole_axes_of_an_explicit_mesh_keeps_batches_where_they_are(mapped):
+def test_vmap_over_a_replicated_axis_of_an_explicit_mesh_keeps_batches_sharded(mapped):
     mesh = make_mesh(AxisType.Explicit)
     in_axes = MAPPED[mapped]
     arguments = make_mapped("gru", in_axes, (3,), batch=(B,))
@@ -408,8 +409,8 @@ def test_vmap_over_whole_axes_of_an_explicit_mesh_keeps_batches_where_they_are(m
 
 
 @pytest.mark.parametrize("gradient", [False, True])
-def test_of_examples_that_devices_share_out_the_batch_must_be_whole(gradient):
-    """On an explicit mesh, the axis that `vmap` goes over may be sharded or a batch axis may, and not both."""
+def test_vmap_over_a_sharded_axis_rejects_a_sharded_batch(gradient):
+    """Checks that on an explicit mesh the mapped axis or a batch axis may be sharded, but not both."""
     mesh = make_mesh(AxisType.Explicit, ("data", "agents"))
     arguments = make_mapped("gru", MAPPED["examples"], (mesh.shape["data"],), batch=(B,))
     state, sequence = P("data", "agents"), P("data", None, "agents")
@@ -419,7 +420,7 @@ def test_of_examples_that_devices_share_out_the_batch_must_be_whole(gradient):
         jax.jit(jax.vmap(run, MAPPED["examples"]))(*sharded)
 
 
-def test_sequences_of_an_explicit_mesh_must_be_whole():
+def test_triton_rejects_time_sharded_inputs_of_an_explicit_mesh():
     params, carry, xs, *_ = make_arguments("gru")
     xs = jax.device_put(xs.repeat(8, axis=0), NamedSharding(make_mesh(AxisType.Explicit), P("data")))
     with pytest.raises(NotImplementedError, match=r"needs time and features unsharded.*jax\.reshard"):
@@ -430,8 +431,8 @@ def test_sequences_of_an_explicit_mesh_must_be_whole():
     ("cell", "options"), [("gru", {}), ("lstm", {"time_major": False}), ("gru", {"remat": True})],
     ids=["gru", "lstm-batch-major", "gru-remat"],
 )  # fmt: skip
-def test_batches_of_a_mesh_that_jax_manages_stay_where_they_are(monkeypatch, cell, options):
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` in several chunks
+def test_auto_mesh_keeps_batches_sharded(monkeypatch, cell, options):
+    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
     params, carry, xs, reset_state, resets = make_arguments(cell)
     sequence = P(None, "data")
@@ -452,7 +453,7 @@ def test_batches_of_a_mesh_that_jax_manages_stay_where_they_are(monkeypatch, cel
     assert "all-gather" not in text and re.search(r" all-reduce(-start)?\(", text)
 
 
-def test_without_jit_batches_of_a_mesh_that_jax_manages_stay_where_they_are():
+def test_auto_mesh_keeps_batches_sharded_without_jit():
     arguments = make_arguments("gru")
     mesh = make_mesh(AxisType.Auto)
     sharded = place(mesh, (P(), P("data"), P(None, "data"), P(), P(None, "data")), arguments)
@@ -461,8 +462,8 @@ def test_without_jit_batches_of_a_mesh_that_jax_manages_stay_where_they_are():
     assert_close(ys, loss("gru", "xla", *arguments)[1])
 
 
-def test_seeds_and_batches_share_a_mesh_that_jax_manages():
-    """The weights of a seed are on the devices that have it."""
+def test_auto_mesh_shards_seeds_and_batches():
+    """Checks that the weights of a seed are on the devices that have the seed."""
     mesh = make_mesh(AxisType.Auto, ("seeds", "data"))
     seeds = mesh.shape["seeds"]
     arguments = jax.tree.map(lambda *x: jnp.stack(x), *(make_arguments("gru", (4,), seed) for seed in range(seeds)))
@@ -478,8 +479,8 @@ def test_seeds_and_batches_share_a_mesh_that_jax_manages():
     assert "all-gather" not in text
 
 
-def test_casts_of_what_is_saved_are_dropped_on_a_mesh_that_jax_manages(platform):
-    """Of few sequences a seed, and many in all: what a program has in float32 every device has in float16."""
+def test_auto_mesh_drops_casts_of_residuals(platform):
+    """Uses few sequences per seed, and many in all: residuals are traced in float32, but are float16 on each device."""
     seeds = 40 if platform == "gpu" else 2
     *arguments, _ = calls.arguments("gru", (16,), steps=2, hidden=48, lead=(seeds,))
     call = jax.vmap(calls.with_gradients(calls.runner("gru", "triton", precision=None)))
@@ -490,8 +491,8 @@ def test_casts_of_what_is_saved_are_dropped_on_a_mesh_that_jax_manages(platform)
     assert re.search(r"f16\[\d+,2,\d+,192\]", text) and not re.search(r"= f16\[\S* convert\(", text)
 
 
-def test_both_directions_on_a_mesh_that_jax_manages():
-    """Of two devices that share out the two models of a launch, each would take its one for the first, not reversed."""
+def test_auto_mesh_runs_both_directions():
+    """Checks that devices do not shard the two models of a launch: each would run its model as the first, forward."""
     params, carry, xs, _, resets = make_arguments("gru")
     run = functools.partial(recurrent.bidirectional_gru, precision="highest")
 
@@ -523,8 +524,8 @@ def test_both_directions_on_a_mesh_that_jax_manages():
     assert_close(launch(jax.device_put(arrays, NamedSharding(mesh, P("directions")))), want)
 
 
-def test_a_function_called_on_whole_and_sharded_batches_of_a_mesh_that_jax_manages():
-    """Its launch is lowered once, and the devices' parts of it have two shapes."""
+def test_auto_mesh_runs_one_function_on_replicated_and_sharded_batches():
+    """Checks a launch that is lowered once, and whose shards have two shapes."""
     params, carry, xs, _, resets = make_arguments("gru")
     mesh = make_mesh(AxisType.Auto)
     sharded = place(mesh, (P(), P("data"), P(None, "data"), P(None, "data")), (params, carry, xs, resets))
@@ -543,7 +544,7 @@ def test_a_function_called_on_whole_and_sharded_batches_of_a_mesh_that_jax_manag
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_launches_and_collectives_in_one_loop_neither_hang_nor_mix(platform, cell):
-    """Every device launches kernels and waits for the others, in turns and many times, also where one is behind."""
+    """Makes each device alternate many times between launches and waiting for the others, even if one lags behind."""
     params, carry, xs, _, resets = make_arguments(cell)
     turns, steps = (2000, T) if platform == "gpu" else (5, 2)
     xs, resets = xs[:steps], resets[:steps]
@@ -563,7 +564,7 @@ def test_launches_and_collectives_in_one_loop_neither_hang_nor_mix(platform, cel
             mean = jax.lax.pmean(jax.tree.map(jnp.tanh, last), "data")
             return (params, jax.tree.map(lambda x, m: 0.5 * (x + m), last, mean)), None
 
-        # a collective's result is alike everywhere: said by `check_vma=False`, in which gradients stay a device's own
+        # `check_vma=False` accepts results of collectives as replicated, and does not sum gradients over devices
         return jax.lax.scan(update, (params, carry), None, length=turns)[0]
 
     def on_all(implementation):
@@ -581,11 +582,11 @@ def test_launches_and_collectives_in_one_loop_neither_hang_nor_mix(platform, cel
     assert_close(got, on_all("xla")(params, carry, xs, resets))
 
 
-# Devices do not all have as much of what is left: XLA fills up the last one's part, with anything.
+# Slicing leaves shards of unequal sizes: XLA pads the last shard with arbitrary values.
 
 
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
-def test_sums_of_a_norm_leave_out_what_fills_up_a_part(norm):
+def test_gradients_of_norms_ignore_padding_of_shards(norm):
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
     (xs,) = place(make_mesh(AxisType.Auto), [P("data")], [draw(2 * B, 3, 16)])
@@ -602,7 +603,7 @@ def test_sums_of_a_norm_leave_out_what_fills_up_a_part(norm):
 
 
 class WeightGradsInTorch:
-    """In place of the launch that adds up the gradients of weights, whose kernel is not interpreted."""
+    """A substitute for the launch that computes the gradients of weights, whose kernel cannot be interpreted."""
 
     workspaces = ()
 
@@ -625,7 +626,7 @@ class WeightGradsInTorch:
 
 
 @pytest.mark.parametrize("left", [2 * B, 2 * B - 1, 2 * B - 2])
-def test_gradients_of_weights_leave_out_what_fills_up_a_part(monkeypatch, platform, left):
+def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, left):
     from torch_bridge import weight_grads
 
     monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)

@@ -1,4 +1,4 @@
-"""The stacks of Flax linen: against torch.nn's and Flax's own, and against their episodes run apart."""
+"""Tests the stacks of `jaxrnn.linen` against those of torch.nn and Flax, and against separate episodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def normal(seed, shape):
 
 
 def random_tree(seed, tree):
-    """`tree` with every array replaced by a random one: zero biases would hide where they go."""
+    """Replaces every array of `tree` by a random one: zero biases would hide where they are added."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), tree)
 
 
 def make(cell, **options):
-    """A time-major stack that returns its carry, random variables for it, and a random carry."""
+    """Makes a time-major stack that returns its carry, random variables for the stack, and a random carry."""
     stack = getattr(linen, cell)(H, **({"time_major": True, "return_carry": True} | options))
     xs = jnp.zeros((T, B, D))
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
@@ -46,7 +46,7 @@ def assert_close(got, want, tol=2e-6):
 
 
 def outputs_and_gradients(function, *args):
-    """What `function` returns, and the gradients of a sum over it for `args`."""
+    """Returns the gradients of a sum over the outputs of `function` with respect to `args`, and the outputs."""
 
     @jax.jit
     def compute(args):
@@ -63,7 +63,7 @@ def outputs_and_gradients(function, *args):
 
 
 def as_torch(cell, params):
-    """Parameters of a stack, or their gradients, by the names and in the layout of torch.nn."""
+    """Returns parameters of a stack, or their gradients, by the names and in the layout of torch.nn."""
     tensors = {}
     for name, tree in params.items():
         suffix = name.removeprefix("layers_")
@@ -81,7 +81,7 @@ def as_torch(cell, params):
 
 
 def torch_carry(cell, carry):
-    """The carry of a stack as torch.nn has it: `[layers * directions, B, H]`, hidden state first."""
+    """Returns the carry of a stack in the layout of torch.nn: `[layers * directions, B, H]`, hidden state first."""
     leaves = jax.tree.leaves(carry)
     if cell == "GRU":
         return [np.stack(leaves)]
@@ -107,13 +107,13 @@ def torch_carry(cell, carry):
 )
 @pytest.mark.parametrize("cell", STACKS)
 @pytest.mark.torch
-def test_stacks_are_those_of_torch(cell, options, torch_options):
+def test_stacks_match_torch(cell, options, torch_options):
     hold_against_torch(cell, options, torch_options)
 
 
 @pytest.mark.torch
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
-def test_projections_are_those_of_torch():
+def test_projections_match_torch():
     options = {"num_layers": 2, "bidirectional": True, "proj_size": 4}
     hold_against_torch("LSTM", options, options)
 
@@ -149,7 +149,7 @@ def hold_against_torch(cell, options, torch_options):
     hidden_biases = 0
     for name, got in as_torch(cell, d_variables["params"]).items():
         want = getattr(theirs, name).grad
-        if name.startswith("bias_hh") and cell == "GRU":  # b_hr and b_hz are none of ours
+        if name.startswith("bias_hh") and cell == "GRU":  # the stack has no b_hr and b_hz
             got, want = got[2 * H :], want[2 * H :]
             hidden_biases += 1
         if name.startswith("bias_ih") and cell == "LSTM":
@@ -158,7 +158,7 @@ def hold_against_torch(cell, options, torch_options):
     assert hidden_biases == (len(jax.tree.leaves(carry)) if cell == "GRU" else 0)
 
 
-def test_dropout_is_between_layers_and_new_at_every_step():
+def test_dropout_is_between_layers_and_drawn_per_step():
     stack, variables, carry = make("GRU", num_layers=3, dropout_rate=0.5, deterministic=False)
     stack = stack.clone(deterministic=None)
     xs, key = normal(2, (T, B, D)), jax.random.key(1)
@@ -186,7 +186,7 @@ def test_dropout_is_between_layers_and_new_at_every_step():
 
 @pytest.mark.parametrize("lengths", [None, [7, 1, 4]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("cell", STACKS)
-def test_a_bidirectional_layer_is_flax_bidirectional(cell, lengths):
+def test_bidirectional_layer_matches_flax(cell, lengths):
     stack, variables, carry = make(cell, bidirectional=True)
     xs, lengths = normal(2, (T, B, D)), None if lengths is None else jnp.array(lengths)
     cells = {"GRU": nn.GRUCell, "LSTM": nn.OptimizedLSTMCell}[cell]
@@ -210,7 +210,7 @@ def test_a_bidirectional_layer_is_flax_bidirectional(cell, lengths):
 @pytest.mark.parametrize("keep_order", [False, True], ids=["last_first", "keep_order"])
 @pytest.mark.parametrize("lengths", [None, [7, 0, 4]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("cell", STACKS)
-def test_a_reversed_layer_is_a_reversed_rnn(cell, lengths, keep_order):
+def test_reversed_layer_matches_reversed_rnn(cell, lengths, keep_order):
     stack, variables, carry = make(cell, reverse=True, keep_order=keep_order)
     xs, resets = normal(2, (T, B, D)), normal(3, (T, B)) > 0.7
     lengths = None if lengths is None else jnp.array(lengths)
@@ -252,9 +252,9 @@ LENGTHS = np.array([7, 6, 2])
 
 
 def episodes_apart(stack, variables, xs, carry, reset_carry, lengths):
-    """As one call with `RESETS`, by a call for each episode: outputs and carry of valid steps, padded with zeros.
+    """Computes one call with `RESETS` by a call per episode; returns the last carry, and outputs padded with zeros.
 
-    `reset_carry(direction, t)` is what `direction` starts an episode from that it begins at step t.
+    `reset_carry(direction, t, b)` is the state with which `direction` begins an episode of sequence b at step t.
     """
     carries, outputs = [], []
     for b in range(B):
@@ -283,7 +283,7 @@ def episodes_apart(stack, variables, xs, carry, reset_carry, lengths):
     ],
     ids=lambda x: "lengths" if x is LENGTHS else str(x),
 )
-def test_both_directions_keep_to_their_episode(cell, state, lengths):
+def test_both_directions_match_separate_episodes(cell, state, lengths):
     cell, *proj = cell.split("-")
     stack, variables, carry = make(cell, bidirectional=True, **({"proj_size": 4} if proj else {}))
     axes = {None: (), "h": (), "tbh": (T, B)}[state]
@@ -309,8 +309,8 @@ def test_both_directions_keep_to_their_episode(cell, state, lengths):
 
 
 @pytest.mark.parametrize("cell", STACKS)
-def test_no_layer_sees_another_episode(cell):
-    """Of a bidirectional stack of two layers, where an episode's first outputs depend on its last inputs."""
+def test_layers_do_not_mix_episodes(cell):
+    """Checks a bidirectional stack of two layers, where an episode's first outputs depend on its last inputs."""
     stack, variables, _ = make(cell, num_layers=2, bidirectional=True, return_carry=False)
     xs, resets = normal(2, (T, B, D)), jnp.zeros((T, B)).at[3].set(2.0)
     whole = stack.apply(variables, xs, resets=resets)
@@ -321,7 +321,7 @@ def test_no_layer_sees_another_episode(cell):
 
 
 @pytest.mark.parametrize("cell", STACKS)
-def test_each_direction_may_carry_a_dtype_of_its_own(cell):
+def test_directions_may_have_carries_of_two_dtypes(cell):
     stack, variables, ((forward, backward),) = make(cell, bidirectional=True)
     xs, backward = normal(2, (T, B, D)), jax.tree.map(lambda x: x.astype(jnp.bfloat16), backward)
     ((last, last_backward),), _ = stack.apply(variables, xs, initial_carry=((forward, backward),), resets=RESETS)
@@ -330,7 +330,7 @@ def test_each_direction_may_carry_a_dtype_of_its_own(cell):
 
 
 @pytest.mark.parametrize("cell", STACKS)
-def test_a_carry_may_be_of_numpy(cell):
+def test_carry_may_be_numpy_arrays(cell):
     stack, variables, carry = make(cell, bidirectional=True)
     xs, carry = normal(2, (T, B, D)), jax.tree.map(lambda x: np.asarray(x, np.float64), carry)
     want = stack.apply(variables, xs, initial_carry=jax.tree.map(jnp.asarray, carry), seq_lengths=LENGTHS)
@@ -338,7 +338,7 @@ def test_a_carry_may_be_of_numpy(cell):
 
 
 @pytest.mark.parametrize("cell", STACKS)
-def test_padding_is_not_seen(cell):
+def test_padding_has_no_effect(cell):
     stack, variables, carry = make(cell, num_layers=2, bidirectional=True)
     xs, lengths = normal(2, (T, B, D)), jnp.array([7, 0, 4])
     padded = jnp.where((jnp.arange(T)[:, None] < lengths)[..., None], xs, jnp.nan)
@@ -350,7 +350,7 @@ def test_padding_is_not_seen(cell):
 
 
 @pytest.mark.parametrize("time_major", [True, False], ids=["time_major", "batch_major"])
-def test_extra_batch_axes_are_one_batch(time_major):
+def test_extra_batch_axes_equal_one_flattened_axis(time_major):
     stack, variables, _ = make("LSTM", num_layers=2, bidirectional=True, time_major=time_major)
     shape = (T, 2, 3) if time_major else (2, 3, T)
     flat = (T, 6) if time_major else (6, T)
@@ -385,7 +385,7 @@ def test_a_learned_carry_starts_sequences_and_episodes(cell):
     assert_close(stack.apply(variables, jax.random.key(0), (B, D), method="initialize_carry"), carry, tol=0)
     grads = jax.grad(lambda variables: jnp.sum(stack.apply(variables, xs)[1] ** 2))(variables)["params"]
     assert all(jnp.all(grads[name] != 0) for name in grads if "carry" in name)
-    # what is given goes first
+    # a given carry takes precedence over the learned one
     given = jax.tree.map(lambda x: x + 1, carry)
     want = plain.apply({"params": params}, xs, initial_carry=given, resets=RESETS, reset_carry=given)
     assert_close(stack.apply(variables, xs, initial_carry=given, resets=RESETS, reset_carry=given), want, tol=0)
@@ -492,7 +492,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("cell", "options", "call", "message"), BAD, ids=[x[-1][:30] for x in BAD])
-def test_stacks_say_what_is_wrong(cell, options, call, message):
+def test_bad_arguments_raise(cell, options, call, message):
     stack = getattr(linen, cell)(H, time_major=True, **options)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(functools.partial(stack.init, **call), jax.random.key(0), jnp.zeros((T, B, D)))
@@ -511,7 +511,7 @@ def test_stacks_say_what_is_wrong(cell, options, call, message):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_a_projection_that_does_not_fit_says_so(changes, message):
+def test_bad_shapes_of_a_projection_raise(changes, message):
     arrays = {"w_ih": (D, 4 * H), "w_hh": (4, 4 * H), "b": (4 * H,), "w_hr": (H, 4)}
     arrays |= {"c": (B, H), "h": (B, 4), "reset_c": (H,), "reset_h": (4,), "xs": (T, B, D)}
     x = {name: jnp.zeros(shape) for name, shape in arrays.items()} | {"implementation": None} | changes
@@ -531,7 +531,7 @@ def test_a_projection_that_does_not_fit_says_so(changes, message):
 @pytest.mark.parametrize(
     ("cell", "proj"), [*((cell, {}) for cell in STACKS), ("LSTM", {"proj_size": 4})], ids=[*STACKS, "LSTM-projected"]
 )
-def test_triton_runs_a_stack_as_xla_does(cell, proj):
+def test_triton_matches_xla(cell, proj):
     xs, resets, lengths = normal(2, (3, B, D)), jnp.zeros((3, B)).at[1, 0].set(1), jnp.array([3, 2, 1])
     valid = (jnp.arange(3)[:, None] < lengths)[..., None]
     results = []
@@ -544,6 +544,6 @@ def test_triton_runs_a_stack_as_xla_does(cell, proj):
 
         results.append(outputs_and_gradients(call, variables, xs, carry))
         traced = str(jax.make_jaxpr(functools.partial(outputs_and_gradients, call))(variables, xs, carry))
-        expected = int(name == "triton")  # launches for both directions
+        expected = int(name == "triton")  # one launch runs both directions
         assert [traced.count(f"direction={direction}") for direction in ("fwd", "bwd")] == [expected, expected]
     assert_close(*results, tol=2e-5)

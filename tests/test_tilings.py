@@ -1,4 +1,4 @@
-"""Tilings that differ only in how sequences are put into tiles give the same bits."""
+"""Tests that tilings which differ only in how they divide sequences into tiles give the same bits."""
 
 import dataclasses
 import functools
@@ -12,12 +12,12 @@ import pytest
 from torch_bridge.tiling import Device, KernelConfig
 
 CELLS, DIRECTIONS = ("gru", "lstm"), ("fwd", "bwd")
-# Sequences of two models, each with two groups, in whole tiles and parts of tiles.
+# The sequences of two models, with two groups each, fill whole tiles and parts of tiles.
 LAYOUT = {"models": 2, "groups": 4, "batch": 11, "steps": 9}
 
 
 def outputs(problem, device, tiling, place):
-    """What a launch writes, as bits: `np.ndarray` by name."""
+    """Runs a launch; returns the bits of the arrays that it writes, as `np.ndarray` by name."""
     import torch
     from problems import Run, make_arrays, outputs_of
 
@@ -32,7 +32,7 @@ def outputs(problem, device, tiling, place):
 
 
 def assert_same(problem, device, tiling, place, tiles):
-    """With tiles of other sizes, and all tiles taken in turn by few programs."""
+    """Asserts the same bits for all sizes of tiles, and if few programs process all tiles in turn."""
     few = dataclasses.replace(device, multiprocessors=tiling.splits)
     first, *others = [
         outputs(problem, d, with_tiles_of(block_b, tiling), place)
@@ -44,13 +44,13 @@ def assert_same(problem, device, tiling, place, tiles):
 
 
 def with_tiles_of(block_b, tiling):
-    """Where sequences are rows, a warp has 16 of them."""
+    """Returns the tiling with `block_b` sequences per tile; in rows kernels, each warp has 16 of them."""
     warps = block_b // 16 if tiling.variant == "rows" else tiling.num_warps
     return dataclasses.replace(tiling, block_b=block_b, num_warps=warps)
 
 
 def multiply(a, b, dtype):
-    """`a @ b`, each element summed in the same order whatever the shapes, which BLAS does not do."""
+    """Returns `a @ b`, with each element summed in the same order for all shapes, which BLAS does not do."""
     total = np.zeros((a.shape[0], b.shape[1]), dtype)
     for k in range(a.shape[1]):
         total += a[:, k, None].astype(dtype) * b[None, k].astype(dtype)
@@ -78,7 +78,7 @@ def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, dir
     assert_same(problem, Device(interpreted=True), tiling, "cpu", (8, 32))
 
 
-# By variant: hidden sizes, a tiling for them, and sizes of tiles.
+# Each variant has hidden sizes, a tiling for them, and sizes of tiles.
 COMPILED = {
     "one-program-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1), (8, 16)),
     "one-program-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1), (8, 16)),
@@ -105,7 +105,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
     device = gpu.device(0)
     widths, tiling, tiles = COMPILED[variant]
     if tiling.variant in ("split", "rows") and not device.has_wgmma:
-        pytest.skip("multiplies by wgmma, which this GPU does not have")
+        pytest.skip("the kernel multiplies with wgmma, which this GPU does not have")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
         fitted = for_width(tiling, hidden)
@@ -115,7 +115,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
 
 
 def for_width(tiling, hidden):
-    """The tiling with as many programs as share so many units; those of the rows kernels come by four."""
+    """Returns the tiling with as many programs as share `hidden` units, a multiple of four for rows kernels."""
     rows = tiling.variant == "rows"
     splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
     return dataclasses.replace(tiling, splits=splits)
@@ -128,8 +128,8 @@ def fits(problem, device, tiling):
 @pytest.mark.interpret
 @pytest.mark.parametrize("reset_state", [None, "h", "tbh"])
 @pytest.mark.parametrize("cell", CELLS)
-def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state):
-    """The same arrays, of the same shapes and dtypes."""
+def test_problems_made_for_torch_match_those_of_jax(monkeypatch, cell, reset_state):
+    """Checks that `make_problem` and `make_arrays` give the arrays, shapes and dtypes of a call in JAX."""
     from problems import make_arrays, make_problem, outputs_of, shape_of
 
     from jaxrnn._bridge import recurrence
@@ -155,7 +155,7 @@ def test_problems_made_for_torch_are_those_of_jax(monkeypatch, cell, reset_state
     for problem, shapes, outputs in found:
         made = make_problem(cell, problem.direction, "tf32", 40, 5, steps=3, reset_state=kind, halves=halves)
         assert dict(made.dtypes) == dict(problem.dtypes)
-        backward = {} if problem.direction == "fwd" else {"reset_state": "zeros"}  # there it does not matter
+        backward = {} if problem.direction == "fwd" else {"reset_state": "zeros"}  # the backward pass does not use it
         assert dataclasses.replace(made, dtypes=problem.dtypes, **backward) == problem
         assert shapes == {name: shape_of(made, name) for name in shapes}
         assert sorted(outputs) == sorted(outputs_of(made))

@@ -1,4 +1,7 @@
-"""`torch_bridge` on a GPU: against float64 and PyTorch's own error, compilers, CUDA graphs, streams, devices."""
+"""Tests `torch_bridge` on a GPU.
+
+The tests compare its errors against float64 with PyTorch's own, and cover compilers, CUDA graphs, streams and devices.
+"""
 
 import contextlib
 import dataclasses
@@ -15,12 +18,12 @@ from torch_bridge import functional, nn
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # of Inductor
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # Inductor would like them
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # of torch.export
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # raised by Inductor
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning"),  # Inductor recommends TF32
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),  # raised by torch.export
 ]
 DEVICE = "cuda"
-TF32 = 2.0**-10  # two roundings of an operand
+TF32 = 2.0**-10  # twice the rounding error of an operand
 
 
 @contextlib.contextmanager
@@ -34,7 +37,7 @@ def tf32(allowed):
 
 
 def gpu_cases():
-    """Every kind of kernel that a tiling names, with all that it can be given, once or twice for each cell."""
+    """Returns cases for every kind of kernel that a tiling names, with every option, once or twice for each cell."""
     found = []
     for cell in CELLS:
         base = Case(cell, T=13, B=16, H=64, precision=None)
@@ -55,8 +58,8 @@ def gpu_cases():
 
 
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
-def test_outputs_and_gradients_are_as_good_as_pytorchs_own(case):
-    """The yardstick: the same loop in PyTorch's operations, with the same settings."""
+def test_outputs_and_gradients_are_as_accurate_as_pytorchs_own(case):
+    """Compares with the error of the same loop in PyTorch's operations, with the same settings."""
     inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
     want = cases.stack([cases.run_oracle(case, x) for x in inputs])
     with tf32(case.precision is None):
@@ -65,12 +68,12 @@ def test_outputs_and_gradients_are_as_good_as_pytorchs_own(case):
             for implementation in ("triton", "triton", None, None, "torch")
         )
     for results in (got, chosen):
-        if (case.dtype, case.precision) == ("f32", None):  # small products cuBLAS may leave in float32: no yardstick
+        if (case.dtype, case.precision) == ("f32", None):  # needs a floor: cuBLAS may leave small products in float32
             cases.compare(results, want, lambda name: max(2 * oracle.error(own[name], want[name]), TF32))
         else:
             cases.check(case, results, own, want)
     same = [(got, again), (chosen, chosen_again)]
-    if case.T > 1:  # of one step, PyTorch's own cell is the default
+    if case.T > 1:  # for one step, PyTorch's own cell is the default
         same.append((got, chosen))
     for one, other in same:
         for name in got:
@@ -105,7 +108,7 @@ def with_gradients(function, leaves, *args, **kwargs):
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("kind", "options"), MODULES, ids=str)
-def test_modules_are_as_good_as_cudnn(kind, options, packed):
+def test_modules_are_as_accurate_as_cudnn(kind, options, packed):
     torch.manual_seed(0)
     T, B, D, H = 19, 12, 20, 72
     wide = KINDS[kind][0](D, H, **options, dtype=torch.float64)
@@ -140,7 +143,7 @@ def test_modules_are_as_good_as_cudnn(kind, options, packed):
 
 
 def arguments(cell, T=16, B=8, H=64, D=12, device=DEVICE, seed=0, dtype=torch.float32):
-    """`(module, xs, states, resets)`."""
+    """Returns `(module, xs, states, resets)`."""
     torch.manual_seed(seed)
     module = (nn.GRU if cell == "gru" else nn.LSTM)(D, H, num_layers=2, bidirectional=True)
     module = module.to(device, dtype)
@@ -154,11 +157,11 @@ def assert_bits(got, want):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
 
 
-# PyTorch's own first capture is of nothing.
+# PyTorch's own first capture is empty.
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "dynamic"])
 @every_cell
-def test_compiled_modules(cell, mode):
+def test_compiled_modules_match_eager_ones(cell, mode):
     torch._dynamo.reset()
     module, xs, hx, resets = arguments(cell)
     options = {"dynamic": True} if mode == "dynamic" else {"mode": mode}
@@ -166,7 +169,7 @@ def test_compiled_modules(cell, mode):
     leaves = [*module.parameters()]
     want = with_gradients(module, [xs, *leaves], xs, hx, resets=resets)
     found = []
-    for _ in range(4):  # of CUDA graphs the first runs, the second records, the others replay
+    for _ in range(4):  # with CUDA graphs, the first call runs, the second records, the others replay
         torch.compiler.cudagraph_mark_step_begin()
         found.append([x.clone() for x in with_gradients(compiled, [xs, *leaves], xs, hx, resets=resets)])
         torch.testing.assert_close(found[-1], want, rtol=1e-4, atol=1e-4)
@@ -189,7 +192,7 @@ class Exported(torch.nn.Module):
         return self.rnn(xs, resets=resets)
 
 
-def test_exported_modules_run():
+def test_exported_modules_match_eager_ones():
     module, xs, _, resets = arguments("gru")
     steps = torch.export.Dim("steps", min=2, max=512)
     with torch.no_grad():
@@ -199,9 +202,9 @@ def test_exported_modules_run():
         torch.testing.assert_close(flat(program.module()(xs, resets)), want, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("H", [64, 512])  # programs by themselves, and programs that wait for one another
+@pytest.mark.parametrize("H", [64, 512])  # independent programs, and programs that wait for one another
 @every_cell
-def test_a_cuda_graph_of_both_passes_replays_to_the_bit(cell, H):
+def test_cuda_graph_of_both_passes_replays_the_same_bits(cell, H):
     module, xs, hx, resets = arguments(cell, H=H)
     leaves = [xs, *module.parameters()]
 
@@ -230,7 +233,7 @@ def test_a_cuda_graph_of_both_passes_replays_to_the_bit(cell, H):
         assert_bits(captured, want)
 
 
-def test_a_capture_of_what_is_not_loaded_says_so():
+def test_capture_of_a_kernel_that_is_not_loaded_raises():
     weights = [torch.randn(3 * 37, 5, device=DEVICE), torch.randn(3 * 37, 37, device=DEVICE)]
     xs = torch.randn(29, 3, 5, device=DEVICE)
     with torch.no_grad():
@@ -247,8 +250,8 @@ def test_a_capture_of_what_is_not_loaded_says_so():
 
 
 @every_cell
-def test_a_launch_is_on_the_current_stream(cell):
-    """What it reads is still being written when it is called, and its memory is taken again at once."""
+def test_launch_uses_the_current_stream(cell):
+    """Launches while the inputs are still being written, and reuses their memory at once."""
     module, xs, hx, resets = arguments(cell)
     with torch.no_grad():
         want = flat(module(xs, hx, resets=resets))
@@ -269,7 +272,7 @@ def test_a_launch_is_on_the_current_stream(cell):
 @pytest.mark.several_gpus
 @every_cell
 def test_inputs_on_a_second_gpu_run_there(cell):
-    torch.cuda.set_device(0)  # JAX leaves current what it used last
+    torch.cuda.set_device(0)  # the device that JAX used last is still current
     results = []
     for device in ("cuda:0", "cuda:1"):
         module, xs, hx, resets = arguments(cell, device="cpu")
@@ -282,8 +285,8 @@ def test_inputs_on_a_second_gpu_run_there(cell):
 
 
 @every_cell
-def test_arrays_at_any_address(cell):
-    """Kernels read 16 bytes at a time."""
+def test_unaligned_arrays_give_the_same_bits(cell):
+    """Checks arrays that are not aligned to 16 bytes, which kernels read at a time."""
     T, B, D, H = 9, 3, 8, 64
     gates, states = (3, 1) if cell == "gru" else (4, 2)
 
@@ -309,7 +312,7 @@ def test_arrays_at_any_address(cell):
 
 
 @every_cell
-def test_autocast_is_that_of_torch_nn(cell):
+def test_autocast_matches_torch_nn(cell):
     torch.manual_seed(0)
     plain, ours = (kind(12, 64).to(DEVICE) for kind in KINDS[cell.upper()])
     ours.load_state_dict(plain.state_dict())
@@ -319,7 +322,7 @@ def test_autocast_is_that_of_torch_nn(cell):
         for module in (plain, ours):
             with torch.autocast(DEVICE, dtype):
                 results.append(with_gradients(module, [xs, *module.parameters()], xs))
-        # cuDNN's take float16 for any autocast
+        # cuDNN's modules compute in float16 under any autocast
         assert [x.dtype for x in results[1]] == [dtype if x.dtype == torch.float16 else x.dtype for x in results[0]]
         scale = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-11
         for x, y in zip(results[1], results[0], strict=True):
@@ -352,7 +355,7 @@ def test_an_ensemble_under_vmap_is_one_launch(cell, monkeypatch):
         torch.testing.assert_close(params[name].grad, want, rtol=1e-4, atol=1e-4)
 
 
-def test_every_pair_of_options_is_deterministic():
+def test_two_runs_give_the_same_bits():
     for cell, (H, dtype) in itertools.product(
         CELLS, ((64, torch.float32), (300, torch.float32), (300, torch.bfloat16))
     ):

@@ -1,4 +1,4 @@
-"""`torch_bridge.nn` beside `torch.nn`: the same without resets, and with them what that gives episode by episode."""
+"""Tests `torch_bridge.nn` against `torch.nn`: whole sequences without resets, separate episodes with resets."""
 
 import copy
 import itertools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 
 def pair(kind, **options):
-    """A module of `torch.nn` and ours with its weights."""
+    """Returns a module of `torch.nn`, and ours with the same weights."""
     torch.manual_seed(0)
     plain = PLAIN[kind](D, H, dtype=torch.float64, **options)
     ours = OURS[kind](D, H, dtype=torch.float64, **options)
@@ -61,7 +61,7 @@ LENGTHS = {"packed": ([5, 3, 3, 1], True), "packed-unsorted": ([3, 5, 1, 4], Fal
 
 @pytest.mark.parametrize("form", ["batch", "unbatched", *LENGTHS])
 @every_stack
-def test_without_resets_it_is_torch_nn(kind, options, form):
+def test_modules_without_resets_match_torch_nn(kind, options, form):
     plain, ours = (module.eval() for module in pair(kind, **options))
     batch_first = plain.batch_first
     for given in (True, False):
@@ -85,7 +85,7 @@ def test_without_resets_it_is_torch_nn(kind, options, form):
 def episodes(plain, xs, hx, resets, reset_state):
     """Runs each episode of one sequence `[T, D]` by itself through `torch.nn`; returns outputs and last states.
 
-    `reset_state` is that of every step, `[layers * directions, T, width]` of each state.
+    `reset_state` has, for each state, the reset state of every step, `[layers * directions, T, width]`.
     """
     firsts = [0, *(t for t in range(1, len(xs)) if resets[t])]
     ends = [*firsts[1:], len(xs)]
@@ -109,7 +109,7 @@ def episodes(plain, xs, hx, resets, reset_state):
     return torch.cat(outputs), [torch.stack(x) for x in last]
 
 
-SHAPES = (None, "learned", "each", "stepped")  # of reset states; packed inputs take none of each step
+SHAPES = (None, "learned", "each", "stepped")  # shapes of reset states; packed inputs do not support one per step
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ SHAPES = (None, "learned", "each", "stepped")  # of reset states; packed inputs 
     [*itertools.product(("batch", "unbatched"), SHAPES), *itertools.product(("packed-unsorted",), SHAPES[:3])],
 )
 @every_stack
-def test_with_resets_every_episode_is_that_of_torch_nn(kind, options, shape, form):
+def test_episodes_with_resets_match_torch_nn(kind, options, shape, form):
     plain, ours = (module.eval() for module in pair(kind, **options))
     torch.manual_seed(1)
     batch, time = B if form != "unbatched" else 1, 5
@@ -179,7 +179,7 @@ def test_with_resets_every_episode_is_that_of_torch_nn(kind, options, shape, for
 @pytest.mark.parametrize("steps", [1, 3])
 @every_stack
 def test_outputs_share_no_memory(kind, options, steps):
-    """What is done in place to one changes no other, as with `torch.nn`."""
+    """Checks that an in-place change of one output changes no other, as with `torch.nn`."""
     _, ours = pair(kind, **options)
     with torch.no_grad():
         shape = (B, steps, D) if options.get("batch_first") else (steps, B, D)
@@ -224,7 +224,7 @@ def test_last_states_of_functions_can_be_changed_in_place(kind, steps):
 
 @every_kind
 @pytest.mark.parametrize("steps", [1, 3])
-def test_inputs_of_no_width(kind, steps):
+def test_inputs_may_have_no_features(kind, steps):
     run, gates = (functional.gru, 3) if kind == "GRU" else (functional.lstm, 4)
     ys, _ = run(
         torch.zeros(steps, B, 0), None, torch.zeros(gates * H, 0), torch.ones(gates * H, H), torch.ones(gates * H)
@@ -233,7 +233,7 @@ def test_inputs_of_no_width(kind, steps):
 
 
 @every_kind
-def test_dropout_comes_between_layers_in_training_alone(kind):
+def test_dropout_is_between_layers_in_training_only(kind):
     plain, ours = pair(kind, num_layers=2, dropout=0.5)
     xs = torch.randn(T, B, D, dtype=torch.float64)
     results = []
@@ -248,7 +248,7 @@ def test_dropout_comes_between_layers_in_training_alone(kind):
 
 
 @every_kind
-def test_initial_values_and_copies(kind):
+def test_initial_values_match_torch_nn_and_copies_compute_the_same(kind):
     modules = []
     for table in (PLAIN, OURS):
         torch.manual_seed(5)
@@ -262,7 +262,7 @@ def test_initial_values_and_copies(kind):
 
 
 @every_kind
-def test_an_ensemble_is_one_call_under_vmap(kind):
+def test_ensemble_under_vmap_matches_its_modules(kind):
     modules = [OURS[kind](D, H, 2, bidirectional=True) for _ in range(3)]
     xs, resets = torch.randn(T, B, D), torch.rand(T, B) < 0.3
     params, buffers = torch.func.stack_module_state(modules)
@@ -324,7 +324,7 @@ WRONG = [  # inputs and states that torch.nn refuses
 
 @pytest.mark.parametrize(("shape", "state"), WRONG, ids=str)
 @every_kind
-def test_errors_are_those_of_torch_nn(kind, shape, state):
+def test_errors_match_torch_nn(kind, shape, state):
     errors = []
     for module in pair(kind):
         hx = None if state is None else torch.zeros(state, dtype=torch.float64)
@@ -335,7 +335,7 @@ def test_errors_are_those_of_torch_nn(kind, shape, state):
 
 
 @every_kind
-def test_states_that_no_module_takes(kind):
+def test_bad_states_raise(kind):
     module, xs, h = OURS[kind](D, H), torch.zeros(T, B, D), torch.zeros(1, B, H)
     for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.float64):
         hx = h.to(dtype)
@@ -348,7 +348,7 @@ def test_states_that_no_module_takes(kind):
 
 
 @every_kind
-def test_states_under_autocast_go_back_in(kind):
+def test_states_under_autocast_are_valid_inputs(kind):
     module, xs = OURS[kind](D, H), torch.randn(T, B, D)
     with torch.autocast("cpu", torch.bfloat16):
         ys, hx = module(xs)
@@ -358,7 +358,7 @@ def test_states_under_autocast_go_back_in(kind):
     assert again.dtype == direct.dtype == ys.dtype
 
 
-def test_a_state_that_a_reset_replaces_leaves_no_nan_behind_a_projection():
+def test_states_replaced_by_resets_leave_no_nan_in_gradients_of_a_projection():
     module, nan = nn.LSTM(D, H, proj_size=2), float("nan")
     xs, resets = torch.randn(T, B, D), torch.zeros(T, B)
     resets[0] = 1
@@ -375,7 +375,7 @@ def test_a_state_that_a_reset_replaces_leaves_no_nan_behind_a_projection():
 
 @pytest.mark.parametrize("options", STACKS[:5], ids=str)
 @every_kind
-def test_no_sequences(kind, options):
+def test_empty_batch_has_the_shapes_of_torch_nn(kind, options):
     plain, ours = pair(kind, **options)
     xs = torch.zeros((0, T, D) if options.get("batch_first") else (T, 0, D), dtype=torch.float64)
     assert [x.shape for x in flat(ours(xs))] == [x.shape for x in flat(plain(xs))]
@@ -388,7 +388,7 @@ def test_meta_tensors_have_shapes(kind):
 
 
 @every_kind
-def test_parameters_of_another_dtype_in_a_functional_call(kind):
+def test_functional_call_takes_parameters_of_another_dtype(kind):
     module, xs = OURS[kind](D, H), torch.randn(T, B, D)
     narrow = {name: p.bfloat16() for name, p in module.named_parameters()}
     assert torch.func.functional_call(module, narrow, (xs.bfloat16(),))[0].dtype == torch.bfloat16
@@ -398,7 +398,7 @@ def test_parameters_of_another_dtype_in_a_functional_call(kind):
 
 
 @every_kind
-def test_options_that_no_module_has(kind):
+def test_bad_options_raise(kind):
     with pytest.raises(ValueError, match='precision must be "tf32", "tf32x3" or None'):
         OURS[kind](D, H, precision="high")
     with pytest.raises(ValueError, match='implementation must be "triton", "torch" or None'):
@@ -406,13 +406,13 @@ def test_options_that_no_module_has(kind):
 
 
 @every_kind
-def test_inputs_of_another_dtype(kind):
+def test_inputs_of_another_dtype_raise(kind):
     said = set()
     for module in pair(kind):
         with pytest.raises(ValueError) as error:
             module(torch.zeros(T, B, D))
         said.add(str(error.value))
-    (message,) = said  # PyTorch's own, which was another in 2.10
+    (message,) = said  # PyTorch's own message, which was different in 2.10
     now = "RNN input dtype (torch.float32) does not match weight dtype"
     assert now in message or message == "input must have the type torch.float64, got type torch.float32"
 
@@ -432,7 +432,7 @@ BAD_RESETS = [
 
 @pytest.mark.parametrize(("given", "message"), BAD_RESETS, ids=range(len(BAD_RESETS)))
 @every_kind
-def test_wrong_resets(kind, given, message):
+def test_bad_resets_raise(kind, given, message):
     given = dict(given)
     if "new" in given:
         new = given.pop("new")
@@ -441,7 +441,7 @@ def test_wrong_resets(kind, given, message):
         OURS[kind](D, H)(torch.zeros(T, B, D), **given)
 
 
-def test_wrong_resets_of_one_sequence():
+def test_bad_resets_of_one_sequence_raise():
     module, xs = nn.GRU(D, H), torch.zeros(T, D)
     with pytest.raises(ValueError, match=r"resets must be \(5,\), .*, got \(5, 4\)"):
         module(xs, resets=torch.zeros(T, B))
@@ -449,7 +449,7 @@ def test_wrong_resets_of_one_sequence():
         module(xs, resets=torch.zeros(T), reset_state=torch.zeros(1, 3))
 
 
-def test_packed_inputs_take_packed_resets():
+def test_packed_inputs_need_packed_resets():
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
     other = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B), [5, 3, 2, 1])
     for resets in (torch.zeros(T, B), other):
@@ -457,7 +457,7 @@ def test_packed_inputs_take_packed_resets():
             nn.GRU(D, H)(packed, resets=resets)
 
 
-def test_packed_inputs_take_no_reset_state_of_each_step():
+def test_packed_inputs_reject_a_reset_state_per_step():
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
     resets = packed._replace(data=torch.zeros(12))
     with pytest.raises(NotImplementedError, match="use pad_packed_sequence"):
@@ -476,7 +476,7 @@ def trajectories(kind, bidirectional):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @every_kind
-def test_trajectories_are_those_of_modules_with_resets(kind, bidirectional):
+def test_trajectories_match_separate_episodes(kind, bidirectional):
     module, xs, is_init, given = trajectories(kind, bidirectional)
     ys, *ends = nn.run_trajectories(module, xs, is_init, *given)
     for b in range(B):
@@ -492,7 +492,7 @@ def test_trajectories_are_those_of_modules_with_resets(kind, bidirectional):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @every_kind
-def test_trajectories_are_those_of_torchrl(kind, bidirectional):
+def test_trajectories_match_torchrl(kind, bidirectional):
     modules = pytest.importorskip("torchrl.modules", reason="pip install torchrl==0.14.1")
     from tensordict import TensorDict
 
@@ -513,7 +513,7 @@ def test_trajectories_are_those_of_torchrl(kind, bidirectional):
     torch.testing.assert_close(with_gradients(got, leaves), with_gradients(want, leaves))
 
 
-def test_wrong_trajectories():
+def test_bad_trajectories_raise():
     module, xs, is_init, given = trajectories("GRU", False)
     with pytest.raises(ValueError, match="a GRU takes hidden, got 2 states"):
         nn.run_trajectories(module, xs, is_init, *given, *given)

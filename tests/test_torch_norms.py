@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm of `torch_bridge`: on the CPU, in Triton's interpreter, and at the end on a GPU."""
+"""Tests RMSNorm and LayerNorm of `torch_bridge` on the CPU, in Triton's interpreter, and, at the end, on a GPU."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from torch_calls import every_device, moved, torch
 
 from torch_bridge import functional, nn, norm_ops
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of Inductor, when it is imported
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised when Inductor is imported
 
 FUNCTIONS = {"rms": functional.rms_norm, "layer": functional.layer_norm}
 PEERS = {"rms": (torch.nn.RMSNorm, nn.RMSNorm), "layer": (torch.nn.LayerNorm, nn.LayerNorm)}
@@ -25,7 +25,7 @@ class Case:
     kind: str
     shape: tuple = (5, 12)
     dtype: str = "f32"
-    weight: str = "f32"  # its dtype, or empty for none
+    weight: str = "f32"  # dtype of the weight; empty if there is none
     bias: str = ""
     residual: str = ""
 
@@ -36,7 +36,7 @@ class Case:
 
 
 def make_inputs(case, device="cpu", seed=0):
-    """Leaves and cotangents by name, rounded to their dtypes."""
+    """Returns leaves and cotangents by name, rounded to their dtypes."""
     generator = torch.Generator().manual_seed(seed)
     columns, inputs = case.shape[-1:], {}
     for name, shape, dtype in (
@@ -54,7 +54,7 @@ def make_inputs(case, device="cpu", seed=0):
 
 
 def run(kind, inputs, function):
-    """Outputs and every gradient by name, in float64 on the CPU. `function` is called as those of `functional`."""
+    """Returns outputs and gradients by name, in float64 on the CPU. `function` has the signature of a norm of ours."""
     leaves = {name: x.clone().requires_grad_() for name, x in inputs.items() if not name.startswith("ct_")}
     y = function(leaves["x"], leaves.get("weight"), leaves.get("bias"), residual=leaves.get("residual"), eps=EPS)
     outputs = dict(zip(("y", "total"), y if isinstance(y, tuple) else (y,), strict=False))
@@ -66,13 +66,13 @@ def run(kind, inputs, function):
 
 
 def pytorchs(kind):
-    """The norm of PyTorch, called as ours."""
+    """Returns PyTorch's norm as a function with the signature of ours."""
 
     def function(x, weight, bias, *, residual, eps):
         total = x if residual is None else x + residual
         columns = x.shape[-1:]
         given = [y for y in (total, weight, bias) if y is not None]
-        wide = max((y.dtype for y in given), key=lambda dtype: dtype.itemsize)  # it takes no mix
+        wide = max((y.dtype for y in given), key=lambda dtype: dtype.itemsize)  # PyTorch's norms need one dtype
         normalized = total.to(wide)
         weight, bias = (None if y is None else y.to(wide) for y in (weight, bias))
         if kind == "layer":
@@ -87,7 +87,7 @@ def pytorchs(kind):
 
 
 def by_hand(kind, inputs):
-    """The same by formula in float64: of the total that is rounded, as it is stored."""
+    """Computes the results of `run` by formula in float64, from the total rounded to its dtype in memory."""
     x = inputs["x"] if "residual" not in inputs else inputs["x"] + inputs["residual"]
     total, dy, n = x.double(), inputs["ct_y"].double(), x.shape[-1]
     mean = total.sum(-1, keepdim=True) / n if kind == "layer" else 0
@@ -111,7 +111,7 @@ def by_hand(kind, inputs):
 
 
 class Truth(dict):
-    """Arrays by name, and the size of what cancels in gradients of rows."""
+    """Arrays by name, and the norm of the terms that cancel in gradients of rows."""
 
     def __init__(self, arrays, size):
         super().__init__(arrays)
@@ -126,7 +126,7 @@ ROUNDING = {"f64": 2.0**-53, "f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
 
 
 def check(case, got, own, want):
-    """No error above twice PyTorch's own, beside the last bits of what an array is rounded to."""
+    """Checks that errors are at most twice PyTorch's own, plus the last bits of the dtype of each array."""
     assert got.keys() == want.keys() == own.keys()
     dtypes = {"weight": case.weight, "bias": case.bias, "residual": case.residual, "total": case.residual}
     for name in want:
@@ -139,7 +139,7 @@ def check(case, got, own, want):
 
 
 def variations(kind, **fixed):
-    """All that there can be beside the rows, and dtypes that differ."""
+    """Returns cases with every combination of weight, bias and residual."""
     base = Case(kind, **fixed)
     found = []
     for weight, bias, residual in itertools.product((True, False), repeat=3):
@@ -171,7 +171,7 @@ def implementation_of(kind, implementation):
 
 @pytest.mark.parametrize("implementation", [None, "torch"])
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_outputs_and_gradients_in_pytorchs_operations(case, implementation):
+def test_pytorch_operations_match_the_formula(case, implementation):
     inputs = make_inputs(case)
     got = run(case.kind, inputs, implementation_of(case.kind, implementation))
     want = by_hand(case.kind, inputs)
@@ -187,7 +187,7 @@ def interpreted_cases():
         ]
         found += [
             Case(kind, (3, 40), "f16", weight="f32", bias="f16", residual="f32"),
-            # the interpreter truncates to bfloat16, so that a sum with a residual is another one
+            # the interpreter truncates to bfloat16, so a sum with a residual would differ
             Case(kind, (3, 40), "bf16", weight="f32", bias="bf16"),
         ]
     return found
@@ -204,7 +204,7 @@ def test_kernels_match_the_formula(case):
 
 @pytest.mark.interpret
 @every_kind
-def test_models_of_the_kernels_have_weights_of_their_own(kind):
+def test_kernels_use_the_weights_of_each_model(kind):
     xs, weights = torch.randn(3, 2, 4, 20), torch.randn(3, 20)
     xs, weights = xs.requires_grad_(), weights.requires_grad_()
     function = implementation_of(kind, "triton")
@@ -216,9 +216,9 @@ def test_models_of_the_kernels_have_weights_of_their_own(kind):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize("columns", [40, 40_000])  # in one part, and in several
+@pytest.mark.parametrize("columns", [40, 40_000])  # rows in one chunk, and in several
 @every_kind
-def test_numbers_whose_squares_overflow_become_zeros(kind, columns):
+def test_elements_whose_squares_overflow_become_zeros(kind, columns):
     x = torch.randn(3, columns) * 1e25
     x[1] += 1e27
     for implementation in ("triton", "torch"):
@@ -226,7 +226,7 @@ def test_numbers_whose_squares_overflow_become_zeros(kind, columns):
 
 
 @pytest.mark.interpret
-def test_kernels_that_cannot_run_say_why():
+def test_triton_rejects_float64():
     x = torch.randn(2, 5, dtype=torch.float64)
     for kind, args in itertools.product(KINDS, ((x,), (x.float(), x[0]), (x.float(), None, x[0]))):
         with pytest.raises(NotImplementedError, match=r"take float32, bfloat16 and float16, not torch\.float64"):
@@ -241,7 +241,7 @@ def close(got, want, tolerance=1e-5):
 
 
 def arguments(of=torch.float32, models=2, rows=3, columns=5, **changes):
-    """Of the forward operators."""
+    """Returns arguments of the forward operators."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -263,7 +263,7 @@ BACKWARD_OPS = {"rms": norm_ops.rms_norm_backward_op, "layer": norm_ops.layer_no
 )  # fmt: skip
 @every_device
 @every_kind
-def test_opcheck(kind, device, changes):
+def test_opcheck_of_forward_operators(kind, device, changes):
     torch.library.opcheck(OPS[kind], moved(arguments(**changes), device))
 
 
@@ -271,7 +271,7 @@ def test_opcheck(kind, device, changes):
 @pytest.mark.parametrize("dbias_dtype", [torch.float32, None])
 @every_device
 @every_kind
-def test_opcheck_of_the_gradient(kind, device, dweight_dtype, dbias_dtype):
+def test_opcheck_of_backward_operators(kind, device, dweight_dtype, dbias_dtype):
     given = moved(arguments(), device)
     x, weight, *_ = (y.detach() for y in given[:4])
     _, total, mean, rstd = OPS[kind](*given)
@@ -282,8 +282,8 @@ def test_opcheck_of_the_gradient(kind, device, dweight_dtype, dbias_dtype):
 
 @pytest.mark.parametrize("dtype", [True, torch.int32], ids=str)
 @every_kind
-def test_gradients_of_weights_have_a_floating_point_dtype(kind, dtype):
-    """PyTorch takes a bool for a dtype."""
+def test_gradients_of_weights_need_a_floating_point_dtype(kind, dtype):
+    """Checks a bool too, which PyTorch accepts as a dtype."""
     given = arguments()
     x, weight, *_ = (y.detach() for y in given[:4])
     _, total, mean, rstd = OPS[kind](*given)
@@ -294,8 +294,8 @@ def test_gradients_of_weights_have_a_floating_point_dtype(kind, dtype):
 
 
 @every_kind
-def test_results_are_contiguous_whatever_the_strides(kind):
-    """As the fake says, which compilers believe."""
+def test_results_are_contiguous_for_all_strides(kind):
+    """Checks this against the fake outputs, whose strides compilers rely on."""
     x, weight, bias, residual = (y.detach().transpose(0, -1).contiguous().transpose(0, -1) for y in arguments()[:4])
     torch.library.opcheck(OPS[kind], (x, weight, bias, residual, EPS, torch.float32, True))
     *_, mean, rstd = OPS[kind](x, weight, bias, residual, EPS, torch.float32, True)
@@ -306,7 +306,7 @@ def test_results_are_contiguous_whatever_the_strides(kind):
 
 
 @every_kind
-def test_a_gradient_of_what_saved_nothing_computes_it_again(kind):
+def test_gradient_recomputes_statistics_that_were_not_saved(kind):
     found = []
     for save in (True, False):
         args = arguments(save=save)
@@ -317,7 +317,7 @@ def test_a_gradient_of_what_saved_nothing_computes_it_again(kind):
 
 
 @every_kind
-def test_nothing_is_saved_where_there_is_no_gradient(kind, monkeypatch):
+def test_statistics_are_saved_only_for_gradients(kind, monkeypatch):
     saves, original = [], norm_ops.op_common.call
     monkeypatch.setattr(norm_ops.op_common, "call", lambda op, *args: saves.append(args[6]) or original(op, *args))
     x = torch.randn(2, 5)
@@ -330,8 +330,8 @@ def test_nothing_is_saved_where_there_is_no_gradient(kind, monkeypatch):
 
 
 @every_kind
-def test_what_is_not_used_needs_no_gradient(kind):
-    """A loss of one output alone; and inputs of which some need no gradient."""
+def test_unused_outputs_and_inputs_need_no_gradient(kind):
+    """Checks a loss of one output only, and inputs some of which need no gradient."""
     for part, chosen in itertools.product((0, 1), ((0,), (0, 3), (3,), (1, 2))):
         found = []
         for implementation in (None, "torch"):
@@ -346,9 +346,9 @@ def test_what_is_not_used_needs_no_gradient(kind):
             close(*found)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by PyTorch's own forward mode
 @every_kind
-def test_a_second_derivative_raises_and_that_of_plain_operations_does_not(kind):
+def test_second_derivative_raises_unless_implementation_is_torch(kind):
     x, weight, bias, residual = (y[0] for y in arguments(torch.float64)[:4])
     for leaf in (x, weight):
         y, total = FUNCTIONS[kind](x, weight, bias, residual=residual)
@@ -367,10 +367,10 @@ def test_a_second_derivative_raises_and_that_of_plain_operations_does_not(kind):
         torch.func.jvp(FUNCTIONS[kind], (x.detach(),), (x.detach(),))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of PyTorch's own forward mode
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by PyTorch's own forward mode
 @pytest.mark.parametrize("requires_grad", [False, True])
 @every_kind
-def test_forward_mode_of_dual_tensors_raises_too(kind, requires_grad):
+def test_forward_mode_of_dual_tensors_raises(kind, requires_grad):
     x = torch.randn(3, 5)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x.clone().requires_grad_(requires_grad), x)
@@ -390,8 +390,8 @@ class Watching(torch.utils._python_dispatch.TorchDispatchMode):
 
 
 @every_kind
-def test_what_watches_sees_the_operators(kind):
-    """A plain call goes past the dispatcher."""
+def test_dispatch_mode_sees_the_operators(kind):
+    """Checks a call under a dispatch mode, since a plain call bypasses the dispatcher."""
     x = torch.randn(3, 5).requires_grad_()
     want = torch.autograd.grad(FUNCTIONS[kind](x).sin().sum(), x)
     with Watching() as watching:
@@ -402,12 +402,12 @@ def test_what_watches_sees_the_operators(kind):
 
 
 @every_kind
-def test_gradcheck(kind):
+def test_gradients_match_finite_differences(kind):
     args = tuple(y[0] for y in arguments(torch.float64)[:4])
     assert torch.autograd.gradcheck(lambda x, w, b, r: FUNCTIONS[kind](x, w, b, residual=r), args)
 
 
-AXES = {  # of x, weight, bias, residual
+AXES = {  # mapped axes of x, weight, bias and residual
     "all": (0, 0, 0, 0), "weights": (None, 0, 0, None), "rows": (0, None, None, 1), "one": (1, None, None, None),
     "bias": (None, None, 0, None),
 }  # fmt: skip
@@ -417,7 +417,7 @@ AXES = {  # of x, weight, bias, residual
 @pytest.mark.parametrize("axes", AXES)
 @every_kind
 def test_vmap_equals_a_loop_in_one_call(kind, axes, transform, monkeypatch):
-    """Batched weights become models, shared ones leave the new axis to the rows."""
+    """Checks that the new axis adds models if weights are batched, and rows if they are shared."""
     in_dims, size, N = AXES[axes], 2, 5
     torch.manual_seed(0)
     shapes = ((3, N), (N,), (N,), (3, N))
@@ -461,7 +461,7 @@ def test_vmap_equals_a_loop_in_one_call(kind, axes, transform, monkeypatch):
 
 
 @every_kind
-def test_vmap_over_nothing(kind):
+def test_vmap_over_an_empty_axis_gives_empty_results(kind):
     x, weight = torch.zeros(0, 3, 5), torch.ones(0, 5)
     for w, axis in ((weight, 0), (torch.ones(5), None)):
         in_dims = (axis, 0)
@@ -474,7 +474,7 @@ def test_vmap_over_nothing(kind):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("implementation", [None, "torch"])
 @every_kind
-def test_gradients_of_leaves_add_up_by_themselves(kind, implementation, compiled):
+def test_gradients_of_leaves_accumulate_separately(kind, implementation, compiled):
     torch._dynamo.reset()
     run = functools.partial(FUNCTIONS[kind], implementation=implementation)
     run = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
@@ -488,7 +488,7 @@ def test_gradients_of_leaves_add_up_by_themselves(kind, implementation, compiled
 
 @pytest.mark.interpret
 @every_kind
-def test_a_view_that_is_read_with_a_minus(kind):
+def test_lazily_negated_view_gives_the_same_results(kind):
     x = torch.randn(4, 8, dtype=torch.complex64).conj().imag
     assert x.is_neg()
     close(FUNCTIONS[kind](x, implementation="triton"), FUNCTIONS[kind](x, implementation="torch"))
@@ -508,7 +508,7 @@ MODULES = [
 
 @pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
 @pytest.mark.parametrize(("kind", "args", "options"), MODULES, ids=str)
-def test_modules_are_those_of_pytorch(kind, args, options, dtype):
+def test_modules_match_pytorch(kind, args, options, dtype):
     torch.manual_seed(0)
     plain, ours = (make(*args, **options, dtype=DTYPES[dtype]) for make in PEERS[kind])
     assert isinstance(ours, PEERS[kind][0]) and repr(ours) == repr(plain)
@@ -533,26 +533,26 @@ def test_modules_are_those_of_pytorch(kind, args, options, dtype):
 
 
 @every_kind
-def test_a_module_on_the_meta_device_and_with_an_implementation(kind):
+def test_modules_take_a_device_and_an_implementation(kind):
     made = PEERS[kind][1](12, implementation="torch", device="meta")
     assert made.implementation == "torch" and made.weight.is_meta
     with pytest.raises(ValueError, match='implementation must be "triton", "torch" or None'):
         PEERS[kind][1](12, implementation="cudnn")(torch.zeros(3, 12))
 
 
-def test_the_default_epsilon_is_that_of_what_is_computed_in():
-    """Where rows are small enough to tell."""
+def test_default_epsilon_is_that_of_the_accumulation_dtype():
+    """Uses rows so small that epsilon determines the result."""
     for dtype, eps in (("f64", 2.0**-52), ("f32", 2.0**-23), ("bf16", 2.0**-23), ("f16", 2.0**-23)):
         x = torch.full((1, 8), 2.0**-12, dtype=DTYPES[dtype])
         wanted = 2.0**-12 / math.sqrt(2.0**-24 + eps)
         for y in (functional.rms_norm(x), nn.RMSNorm(8, dtype=DTYPES[dtype])(x)):
             close(y.double(), torch.full((1, 8), wanted, dtype=torch.float64), 4 * ROUNDING[dtype])
-    x, none = torch.full((1, 8), 2.0**-30), torch.zeros(1, 8, dtype=torch.float64)  # the sum is what counts
+    x, none = torch.full((1, 8), 2.0**-30), torch.zeros(1, 8, dtype=torch.float64)  # the dtype of the sum counts
     close(functional.rms_norm(x, residual=none)[0], torch.full((1, 8), 2.0**-30 / math.sqrt(2.0**-60 + 2.0**-52)))
 
 
 @every_kind
-def test_autocast_on_the_cpu_leaves_it_alone(kind):
+def test_autocast_on_the_cpu_does_not_change_the_dtype(kind):
     plain, ours = (make(12) for make in PEERS[kind])
     for given, cast in itertools.product((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
         x = torch.randn(3, 12, dtype=given)
@@ -566,7 +566,7 @@ def forget_compilations():
 
 
 @every_kind
-def test_a_compiled_call_is_one_graph_of_any_number_of_rows(kind):
+def test_compiled_call_is_one_graph_for_any_number_of_rows(kind):
     module = PEERS[kind][1](12)
 
     def call(x, residual):
@@ -587,7 +587,7 @@ def test_a_compiled_call_is_one_graph_of_any_number_of_rows(kind):
 
 
 @every_kind
-def test_a_fake_call_says_what_a_real_one_gives(kind):
+def test_fake_outputs_have_the_shapes_and_dtypes_of_real_ones(kind):
     for changes in ({}, {"residual": None}, {"dtype": torch.float64}):
         args = arguments(torch.float16, **changes)
         with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -596,7 +596,7 @@ def test_a_fake_call_says_what_a_real_one_gives(kind):
 
 
 @every_kind
-def test_no_rows(kind):
+def test_zero_rows_give_empty_outputs_and_zero_gradients(kind):
     for shape in ((0, 5), (3, 0, 5)):
         x, residual = torch.randn(shape).requires_grad_(), torch.randn(shape).requires_grad_()
         weight, bias = torch.ones(5).requires_grad_(), torch.ones(5).requires_grad_()
@@ -625,12 +625,12 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=[str(w[0])[:32] + w[1][:16] for w in WRONG])
 @every_kind
-def test_wrong_arguments(kind, changes, message):
+def test_bad_arguments_raise(kind, changes, message):
     with pytest.raises(ValueError, match=message):
         FUNCTIONS[kind](**({"x": torch.zeros(3, 5)} | changes))
 
 
-def test_layer_norm_has_no_epsilon_by_itself():
+def test_layer_norm_rejects_an_epsilon_of_none():
     with pytest.raises(ValueError, match="eps of layer_norm must be a number, got NoneType"):
         functional.layer_norm(torch.zeros(3, 5), eps=None)
 
@@ -656,7 +656,7 @@ WIDTHS = (1, 7, 64, 100, 512, 1000, 2048, 5000, 8192, 16384, 32768, 50257)
 
 
 def gpu_cases():
-    """Every width in every dtype, with everything there can be and, in turn, with a part of it."""
+    """Returns each width in each dtype, once with weight, bias and residual, and once with some of these, in turn."""
     parts = itertools.cycle([(True, False, False), (False, False, False), (True, True, True), (True, False, True)])
     found = []
     for kind, columns, dtype in itertools.product(KINDS, WIDTHS, ("f32", "bf16", "f16")):
@@ -669,7 +669,7 @@ def gpu_cases():
 
 @gpu
 @pytest.mark.parametrize("case", gpu_cases(), ids=str)
-def test_kernels_are_as_good_as_pytorchs_own(case):
+def test_kernels_are_as_accurate_as_pytorchs_own(case):
     inputs = make_inputs(case, DEVICE)
     got, again = (run(case.kind, inputs, implementation_of(case.kind, name)) for name in ("triton", None))
     check(case, got, run(case.kind, inputs, pytorchs(case.kind)), by_hand(case.kind, inputs))
@@ -680,7 +680,7 @@ def test_kernels_are_as_good_as_pytorchs_own(case):
 @gpu
 @pytest.mark.parametrize("columns", [64, 512, 4096])
 @every_kind
-def test_many_rows_sum_up_well(kind, columns):
+def test_sums_over_many_rows_are_as_accurate_as_pytorchs_own(kind, columns):
     case = Case(kind, (70_001 if columns == 64 else 9001, columns), "bf16", weight="bf16", bias="bf16")
     inputs = make_inputs(case, DEVICE)
     got, again = (run(kind, inputs, implementation_of(kind, "triton")) for _ in range(2))
@@ -712,8 +712,8 @@ def assert_bits(got, want):
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_kind
-def test_arrays_at_any_address_and_not_contiguous(kind, dtype):
-    """Kernels read 16 bytes at a time."""
+def test_unaligned_and_strided_arrays_give_the_same_bits(kind, dtype):
+    """Checks arrays that are not aligned to 16 bytes, which kernels read at a time, or not contiguous."""
     module, x, residual = module_and_inputs(kind, dtype)
 
     def shifted(x):
@@ -761,7 +761,7 @@ def test_compiled_modules_equal_eager_ones(kind, mode):
 
 @gpu
 @every_kind
-def test_a_cuda_graph_of_both_passes_replays_to_the_bit(kind):
+def test_cuda_graph_of_both_passes_replays_the_same_bits(kind):
     module, x, residual = module_and_inputs(kind)
     leaves = [x, residual, *module.parameters()]
 
@@ -789,7 +789,7 @@ def test_a_cuda_graph_of_both_passes_replays_to_the_bit(kind):
 
 @gpu
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
-def test_a_capture_of_what_is_not_loaded_says_so():
+def test_capture_of_a_kernel_that_is_not_loaded_raises():
     x = torch.randn(29, 43, device=DEVICE)
     torch.cuda.synchronize()
     with (
@@ -801,8 +801,8 @@ def test_a_capture_of_what_is_not_loaded_says_so():
 
 @gpu
 @every_kind
-def test_a_launch_is_on_the_current_stream(kind):
-    """What it reads is still being written when it is called, and its memory is taken again at once."""
+def test_launch_uses_the_current_stream(kind):
+    """Launches while the inputs are still being written, and reuses their memory at once."""
     module, x, residual = module_and_inputs(kind)
     with torch.no_grad():
         want = module(x, residual)
@@ -824,7 +824,7 @@ def test_a_launch_is_on_the_current_stream(kind):
 @pytest.mark.several_gpus
 @every_kind
 def test_inputs_on_a_second_gpu_run_there(kind):
-    torch.cuda.set_device(0)  # JAX leaves current what it used last
+    torch.cuda.set_device(0)  # the device that JAX used last is still current
     results = []
     for device in ("cuda:0", "cuda:1"):
         module, x, residual = module_and_inputs(kind, device=device)
@@ -836,7 +836,7 @@ def test_inputs_on_a_second_gpu_run_there(kind):
 @gpu
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight:UserWarning")
 @every_kind
-def test_autocast_is_that_of_pytorch(kind):
+def test_autocast_matches_pytorch(kind):
     for given, cast in itertools.product((torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)):
         plain, ours = (make(64).to(DEVICE) for make in PEERS[kind])
         x = torch.randn(16, 64, device=DEVICE, dtype=given).requires_grad_()

@@ -1,4 +1,4 @@
-"""The operators of `torch_bridge` without a GPU: against float64, under autograd, `torch.func` and compilers."""
+"""Tests the operators of `torch_bridge` without a GPU: against float64, in autograd, `torch.func` and compilers."""
 
 import dataclasses
 
@@ -75,12 +75,12 @@ def test_weights_are_rounded_to_tf32():
     torch.testing.assert_close(got[:4], torch.tensor([1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]), rtol=0, atol=0)
     assert abs(got[4] / 3e38 - 1) < 2**-11
     assert got[5] == torch.inf and got[6] == -torch.inf and got[7] == 0
-    assert (got.view(torch.int32) & -0x2000).view(torch.float32)[8:].isnan().all()  # to the tensor cores too
+    assert (got.view(torch.int32) & -0x2000).view(torch.float32)[8:].isnan().all()  # tensor cores read NaN too
     assert rnn_ops._round_to_tf32(w, "tf32x3") is w
 
 
 def arguments(cell, dtype=torch.float32, seed=0, **changes):
-    """Of the forward operator, with models, groups and all that it can be given."""
+    """Returns arguments of the forward operator, with several models and groups, and with every option."""
     generator = torch.Generator().manual_seed(seed)
     G, gates = 2 * S, 3 if cell == "gru" else 4
 
@@ -129,7 +129,7 @@ def test_opcheck(cell, device, order):
 
 @every_cell
 def test_opcheck_of_groups_of_one_sequence(cell):
-    """As of input with the batch first: what a loop gives has the strides that a fake call has."""
+    """Checks the groups of batch-major input: results of the loop must have the strides of the fake outputs."""
     xp, w_hh, *others = arguments(cell)
     biases, states = (others[:1], [others[1]]) if cell == "gru" else ([], others[:2])
     one = [x[:1].detach().requires_grad_() for x in (w_hh, *biases)]
@@ -141,7 +141,7 @@ def test_opcheck_of_groups_of_one_sequence(cell):
 
 
 @every_cell
-def test_names_that_no_operator_knows(cell):
+def test_bad_orders_and_precisions_raise(cell):
     for changes in ({"order": "backward"}, {"precision": "high"}):
         with pytest.raises(ValueError, match="order must be one of forward, reverse, bidirectional; precision must be"):
             op_of(cell)(*arguments(cell, **changes))
@@ -149,7 +149,7 @@ def test_names_that_no_operator_knows(cell):
 
 @every_device
 @every_cell
-def test_opcheck_where_nothing_is_saved(cell, device):
+def test_opcheck_without_residuals(cell, device):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, save=False), device))
 
 
@@ -160,8 +160,8 @@ def close(got, want, bound=1e-5):
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
 @every_cell
-def test_directions_and_models_are_those_of_calls_apart(cell, order):
-    """Each model by itself, in its own direction, with its own groups; and what was not saved is computed again."""
+def test_directions_and_models_match_separate_calls(cell, order):
+    """Calls each model separately, in its direction with its groups; also checks residuals that are recomputed."""
     names, args = cell_of(cell).forward_outputs, arguments(cell, order=order)
     tensors = sum(isinstance(x, torch.Tensor) for x in args)
     outputs = [name for name in names if name[1:] in ("s", "_last")]
@@ -187,7 +187,7 @@ def test_directions_and_models_are_those_of_calls_apart(cell, order):
 
 
 def weights(cell, hidden=H, dtype=torch.float32, lead=(), seed=0):
-    """`(xs, states, weights, resets, reset states)` of `functional.gru` or `lstm`."""
+    """Returns `(xs, states, weights, resets, reset states)` for `functional.gru` or `lstm`."""
     generator = torch.Generator().manual_seed(seed)
     wide, states = (3 * hidden, 1) if cell == "gru" else (4 * hidden, 2)
 
@@ -222,7 +222,7 @@ def leaves(args):
 
 
 @every_cell
-def test_gradients_are_those_of_finite_differences(cell):
+def test_gradients_match_finite_differences(cell):
     xs, states, given, resets, new = weights(cell, dtype=torch.float64)
 
     def function(xs, *rest):
@@ -235,8 +235,8 @@ def test_gradients_are_those_of_finite_differences(cell):
 @pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
 @pytest.mark.parametrize("order", ["forward", "reverse"])
 @every_cell
-def test_gradients_of_many_cotangents_at_once(cell, order, implementation):
-    """`is_grads_batched` goes through another vmap than `torch.vmap`."""
+def test_gradients_of_batched_cotangents_match_a_loop(cell, order, implementation):
+    """Checks `is_grads_batched`, which uses another vmap than `torch.vmap`."""
     xs, states, given, resets, new = weights(cell)
     inputs = leaves((xs, states, given, new))
     options = {"reverse": order == "reverse", "implementation": implementation}
@@ -249,7 +249,7 @@ def test_gradients_of_many_cotangents_at_once(cell, order, implementation):
 
 
 @every_cell
-def test_second_derivatives_raise_and_those_of_the_plain_loop_do_not(cell):
+def test_second_derivatives_raise_unless_implementation_is_torch(cell):
     args = weights(cell, dtype=torch.float64)
     inputs = leaves(args)
     for x in inputs[0], inputs[-1], args[2][1]:  # xs, a reset state, w_hh
@@ -261,9 +261,9 @@ def test_second_derivatives_raise_and_those_of_the_plain_loop_do_not(cell):
         assert second.abs().max() > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # of torch.func.jvp
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # raised by torch.func.jvp
 @every_cell
-def test_forward_mode_raises_and_that_of_the_plain_loop_does_not(cell):
+def test_forward_mode_raises_unless_implementation_is_torch(cell):
     xs, *rest = weights(cell, dtype=torch.float64)
 
     def function(xs, **options):
@@ -280,7 +280,7 @@ def test_forward_mode_raises_and_that_of_the_plain_loop_does_not(cell):
     close((function(1.000001 * xs) - function(xs)) * 1e6, tangent)
 
 
-AXES = {  # of xs, states, weights, resets, reset states
+AXES = {  # mapped axes of xs, states, weights, resets and reset states
     "all": (0, 0, 0, 0, 0), "weights": (None, None, 0, None, None), "shared": (0, 0, None, 0, 0),
     "inputs": (1, None, None, None, None), "states": (None, 1, None, None, None),
 }  # fmt: skip
@@ -289,8 +289,8 @@ AXES = {  # of xs, states, weights, resets, reset states
 @pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "backward through vmap", "vmap of vmap"])
 @pytest.mark.parametrize("axes", AXES)
 @every_cell
-def test_vmap_equals_a_loop_in_one_call_of_the_loop(cell, axes, transform, monkeypatch):
-    """Batched weights become models, shared ones leave the new axis to the batch."""
+def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
+    """Checks that the time loop is called once: the new axis adds models if weights are batched, else groups."""
     in_dims, size = AXES[axes], 2
     args = []
     for axis, wide, x in zip(in_dims, weights(cell, lead=(size,)), weights(cell), strict=True):
@@ -324,7 +324,7 @@ def test_vmap_equals_a_loop_in_one_call_of_the_loop(cell, axes, transform, monke
         found = torch.func.grad(lambda *a: torch.vmap(one, in_dims)(*a).sum(), argnums)(*args)
     elif transform == "vmap of grad":
         found = torch.vmap(torch.func.grad(one, argnums), in_dims)(*args)
-        found = [  # every sample has its own gradient: of what is shared the sum, of the rest back at its axis
+        found = [  # one gradient per example: sums those of shared arguments, moves the axis of the others back
             torch.utils._pytree.tree_map(lambda x, a=axis: x.sum(0) if a is None else x.movedim(0, a), part)
             for axis, part in zip((in_dims[i] for i in argnums), found, strict=True)
         ]
@@ -345,8 +345,7 @@ def test_vmap_equals_a_loop_in_one_call_of_the_loop(cell, axes, transform, monke
 
 
 @every_cell
-def test_resets_are_selects(cell):
-    """Neither a NaN nor a gradient comes through a reset."""
+def test_nan_and_gradients_do_not_cross_a_reset(cell):
     xs, states, given, resets, new = weights(cell)
     resets[:] = False
     resets[2] = True
@@ -363,8 +362,8 @@ def test_resets_are_selects(cell):
 
 
 @every_cell
-def test_what_is_not_used_needs_no_gradient(cell):
-    """A loss of the last states alone, of the outputs alone, and inputs of which some need no gradient."""
+def test_unused_outputs_and_inputs_need_no_gradient(cell):
+    """Checks losses of one output each, and inputs some of which need no gradient."""
     args = weights(cell)
     inputs = leaves((args[0], args[2]))
     for part in range(len(call(cell, *args))):
@@ -374,7 +373,7 @@ def test_what_is_not_used_needs_no_gradient(cell):
 
 
 @every_cell
-def test_flops_are_counted_in_both_directions(cell):
+def test_flops_are_counted_in_both_passes(cell):
     args, gates = weights(cell), 3 if cell == "gru" else 4
     leaves(args)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
@@ -387,8 +386,8 @@ def test_flops_are_counted_in_both_directions(cell):
 
 @pytest.mark.parametrize(
     ("cell", "dtype"), [("gru", torch.bfloat16), ("gru", torch.float16), ("lstm", torch.bfloat16)], ids=str
-)  # PyTorch has no LSTM of float16 on CPUs
-def test_autocast_is_that_of_torch_nn(cell, dtype):
+)  # PyTorch has no float16 LSTM on CPUs
+def test_autocast_matches_torch_nn(cell, dtype):
     xs, _, given, *_ = weights(cell)
     module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](D, H)
     module.load_state_dict(dict(zip(module.state_dict(), given, strict=True)))
@@ -403,7 +402,7 @@ def test_autocast_is_that_of_torch_nn(cell, dtype):
 
 @pytest.fixture(autouse=True)
 def forget_compilations():
-    """What one test compiled says nothing about the shapes of another."""
+    """Resets the compiler, whose assumptions about shapes would otherwise carry over from one test to another."""
     torch._dynamo.reset()
 
 
@@ -416,7 +415,7 @@ def counting(graphs):
 
 
 @every_cell
-def test_a_compiled_call_is_one_graph_of_any_length_and_batch(cell):
+def test_compiled_call_is_one_graph_for_any_length_and_batch(cell):
     graphs = []
     compiled = torch.compile(lambda *args: loss(cell, *args), backend=counting(graphs), fullgraph=True, dynamic=True)
     for steps, batch in ((7, B), (11, B), (5, 6), (9, 2)):
@@ -434,7 +433,7 @@ def test_a_compiled_call_is_one_graph_of_any_length_and_batch(cell):
 
 @pytest.fixture
 def matmul():
-    """The settings of matmuls; as they were after the test."""
+    """Yields the settings of matmuls, and restores them after the test."""
     settings = torch.backends.cuda.matmul
     before = settings.fp32_precision
     yield settings
@@ -452,7 +451,7 @@ def set_precision(settings, way, wanted):
 
 @pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set_float32_matmul_precision"])
 @every_cell
-def test_precision_follows_torch_and_compiled_code_does(cell, way, matmul):
+def test_precision_follows_torch_in_compiled_code_too(cell, way, matmul):
     def operands(*args):
         return call(cell, *args)[0]
 
@@ -479,7 +478,7 @@ def test_an_exported_program_runs_on_other_lengths_and_batches(cell, tmp_path):
 
 
 def exported(cell):
-    """A program for any length and batch, and arguments of others than it was made with."""
+    """Returns a program for any length and batch, and arguments of another length and batch than it was made with."""
 
     class Model(torch.nn.Module):
         def forward(self, xs, states, weights, resets, reset_states):
@@ -495,7 +494,7 @@ def exported(cell):
 
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
-)  # of Inductor
+)  # raised by Inductor
 @every_cell
 def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(cell, tmp_path):
     with torch.no_grad():
@@ -505,7 +504,7 @@ def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(cell
 
 
 @every_cell
-def test_a_fake_call_says_what_a_real_one_gives(cell):
+def test_fake_outputs_have_the_shapes_and_dtypes_of_real_ones(cell):
     args = weights(cell)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = call(cell, *torch.utils._pytree.tree_map(mode.from_tensor, args))
@@ -545,7 +544,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=[str(sorted(w[0])) + w[2][:12] for w in WRONG])
 @every_cell
-def test_wrong_arguments(cell, changes, kind, message):
+def test_bad_arguments_raise(cell, changes, kind, message):
     xs, states, given, resets, new = weights(cell)
     names = {"xs": xs, "h0": states[0], "w_hh": given[1], "resets": resets, "new": new[0]} | changes
     given = (given[0], names.pop("w_hh"), *given[2:])
@@ -557,14 +556,14 @@ def test_wrong_arguments(cell, changes, kind, message):
         getattr(functional, cell)(names.pop("xs"), state, *given, reset_state=reset_state, **names)
 
 
-def test_a_state_of_an_lstm_is_a_pair():
+def test_state_of_an_lstm_must_be_a_pair():
     xs, states, given, *_ = weights("lstm")
     with pytest.raises(ValueError, match=r"state of an LSTM is a pair \(h, c\), got Tensor"):
         functional.lstm(xs, states[0], *given)
 
 
 @pytest.mark.interpret
-def test_kernels_that_cannot_run_say_why():
+def test_triton_rejects_dtypes_that_it_cannot_run():
     xs, states, given, *_ = weights("gru", dtype=torch.float64)
     with pytest.raises(NotImplementedError, match=r"take float32, bfloat16 and float16, not torch\.float64"):
         functional.gru(xs, *states, *given, implementation="triton")
@@ -575,8 +574,8 @@ def test_kernels_that_cannot_run_say_why():
 
 @every_device
 @every_cell
-def test_no_operator_mixes_devices(cell, device):
-    """Nor does a compiler believe that one did: a kernel would read an address of another device."""
+def test_operators_reject_arrays_on_two_devices(cell, device):
+    """Checks real and fake calls: a kernel would read an address of another device."""
     args, other = moved(arguments(cell), device), "meta" if device == "cpu" else "cpu"
     for i, x in enumerate(args):
         if isinstance(x, torch.Tensor):
@@ -602,14 +601,14 @@ def test_resets_may_be_of_any_dtype(cell, implementation):
 
 
 @every_cell
-def test_operators_check_what_kernels_would_read(cell):
+def test_operators_reject_wrong_shapes(cell):
     args = list(arguments(cell))
     for i, wrong in ((0, args[0][:, :, :, 1:]), (1, args[1][:, 1:]), (3, args[3][1:]), (4, args[4][:, 1:])):
         with pytest.raises(ValueError, match="must be"):
             op_of(cell)(*args[:i], wrong, *args[i + 1 :])
 
 
-def test_an_operator_takes_both_reset_states_or_none():
+def test_operators_reject_one_of_two_reset_states():
     args = list(arguments("lstm"))
     args[6] = None
     with pytest.raises(ValueError, match="reset_h and reset_c must be given together"):
@@ -623,7 +622,7 @@ RESET_DTYPES = (
 
 
 @every_cell
-def test_a_batch_of_nothing(cell):
+def test_empty_batch_gives_empty_outputs(cell):
     xs, _, given, *_ = weights(cell)
     ys, last = getattr(functional, cell)(xs[:, :0].requires_grad_(), None, *given)
     assert ys.shape == (T, 0, H)
@@ -632,7 +631,7 @@ def test_a_batch_of_nothing(cell):
 
 
 @every_cell
-def test_batch_axes_fold_and_may_be_missing(cell):
+def test_extra_or_no_batch_axes_match_one_batch_axis(cell):
     args = weights(cell)
     want = call(cell, *args)
     twice = torch.utils._pytree.tree_map(lambda x: x.unsqueeze(-2).expand(*x.shape[:-1], 2, x.shape[-1]), args[:2])
@@ -664,8 +663,8 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
 @pytest.mark.parametrize("state", [None, "h", "bh", "tbh"])
 @pytest.mark.parametrize("batch_first", [False, True])
 @every_cell
-def test_a_single_eager_step_is_pytorchs_cell(cell, batch_first, state):
-    """An actor's call: no operator of ours is called, and it is what their loop gives, with every gradient."""
+def test_single_eager_step_runs_pytorchs_cell(cell, batch_first, state):
+    """Checks that an actor's call runs no operator of ours, and has the results of the loop in PyTorch operations."""
     torch.manual_seed(0)
     H, gates, count = 5, *{"gru": (3, 1), "lstm": (4, 2)}[cell]
     outer = (4, 2, 1) if batch_first else (1, 4, 2)
@@ -686,7 +685,7 @@ def test_a_single_eager_step_is_pytorchs_cell(cell, batch_first, state):
         results = torch.utils._pytree.tree_leaves(results)
         return [*results, *torch.autograd.grad(sum(x.sin().sum() for x in results), leaves)]
 
-    with torch.profiler.profile(acc_events=True) as profile:  # or PyTorch 2.11 warns
+    with torch.profiler.profile(acc_events=True) as profile:  # PyTorch 2.11 warns without `acc_events`
         got = run(None)
     assert not [event.name for event in profile.events() if "torch_bridge" in event.name]
     assert any(f"{cell}_cell" in event.name for event in profile.events())

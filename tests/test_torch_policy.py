@@ -1,4 +1,4 @@
-"""`examples/torch_policy.py`: what it computes, and from end to end."""
+"""Tests `examples/torch_policy.py`: its episodes, its policies, and training from end to end."""
 
 import dataclasses
 import importlib.util
@@ -27,7 +27,7 @@ SMALL = ["--symbols", "2", "--steps", "8", "--batch", "16", "--hidden", "12", "-
 def test_the_target_is_the_symbol_that_the_episode_began_with():
     episodes = example.Episodes(example.Config(steps=40, batch=3, mean_length=5))
     first = [None] * 3
-    for _ in range(2):  # the second goes on where the first ended
+    for _ in range(2):  # the second draw continues where the first ended
         before, data = episodes.done, episodes.draw()
         torch.testing.assert_close(data.resets[0], before)
         assert 1 < data.resets.sum() < 60
@@ -37,7 +37,7 @@ def test_the_target_is_the_symbol_that_the_episode_began_with():
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_packed_episodes_and_resets_are_one_policy(cell):
+def test_packed_episodes_match_resets(cell):
     config = example.Config(cell=cell, steps=9, batch=4, hidden=6, mean_length=3)
     policies = []
     for kind in (example.Policy, example.PackedPolicy):
@@ -59,7 +59,7 @@ def test_packed_episodes_and_resets_are_one_policy(cell):
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-5)
 
 
-def test_it_learns_eager_and_compiled(tmp_path, capsys, monkeypatch):
+def test_policy_learns_eager_and_compiled(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")
     arguments = [*SMALL, "--device", "cpu", "--updates", "60", "--out", str(tmp_path)]
     results = example.main([*arguments, "--compile", "--backend", "aot_eager"])

@@ -1,7 +1,7 @@
-"""Everything JAX does to a function, done to `gru` and `lstm`: each equals the plain function with `lax.scan`.
+"""Tests that JAX's transformations of `gru` and `lstm` give the results of the plain function with `lax.scan`.
 
-`jax.vmap` against a Python loop over the mapped axis, `jax.lax.scan` and other control flow against Python's. Devices
-are in test_sharding.py.
+The tests compare `jax.vmap` with a Python loop over the mapped axis, and `jax.lax.scan` and other control flow with
+Python's. Several devices are tested in test_sharding.py.
 """
 
 import functools
@@ -42,7 +42,7 @@ BATCH_MAJOR = {"time_major": False, "reverse": True}
 
 
 def options_of(batch_major):
-    """`(what makes the arguments, options of the call)`: batch-major is in reverse and has a reset state a step."""
+    """Returns `(options of arguments, options of the call)`; batch-major is in reverse, with a reset state per step."""
     return ({"time_major": False, "stepped": True}, BATCH_MAJOR) if batch_major else ({}, {})
 
 
@@ -50,7 +50,7 @@ either_layout = pytest.mark.parametrize("batch_major", [False, True], ids=["time
 
 
 def trees(cell):
-    """One axis for each array, as the pytrees that `jax.vmap` takes."""
+    """Returns `in_axes` for `jax.vmap` as pytrees, with an axis for each array."""
     if cell == "gru":
         return jaxrnn.GRUParams(w_ih=1, w_hh=None, b_ih=0, b_hn=-1), 1, None, 2, 0
     return jaxrnn.LSTMParams(w_ih=None, w_hh=2, b=0), (None, 1), -1, None, (0, None)
@@ -61,7 +61,7 @@ def only_w_hh(cell):
     return fields(**{name: 0 if name == "w_hh" else None for name in fields._fields}), None, None, None, None
 
 
-# The axis of (params, carry, xs, resets, reset_state) that is mapped.
+# Each entry has the mapped axes of (params, carry, xs, resets, reset_state).
 MAPPED = {
     "all": (0, 0, 0, 0, 0),
     "weights": (0, None, None, None, None),
@@ -77,10 +77,10 @@ MAPPED = {
 
 
 def mapped_arguments(cell, in_axes, **options):
-    """Arguments with the mapped axis where `in_axes` has it, `in_axes` as `jax.vmap` takes it, and element s."""
+    """Returns arguments with mapped axes, `in_axes` as `jax.vmap` takes it, and a function that returns element s."""
     in_axes = in_axes(cell) if callable(in_axes) else in_axes
     single, stacked = arguments(cell, **options), arguments(cell, lead=(S,), **options)
-    leaves, tree = jax.tree.flatten(single, is_leaf=is_none)  # an LSTM without a projection has None for it
+    leaves, tree = jax.tree.flatten(single, is_leaf=is_none)  # w_hr of an LSTM without a projection is None
     mapped_leaves = jax.tree.leaves(stacked, is_leaf=is_none)
     axes = jax.tree.leaves(jax.tree.broadcast(in_axes, single, is_leaf=is_none), is_leaf=is_none)
     args = [
@@ -111,7 +111,7 @@ def is_none(x):
     ids=lambda x: ("timemajor", "batchmajor-reverse-stepped")[x] if isinstance(x, bool) else x,
 )
 def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
-    """Outputs, and the gradients of every example by itself."""
+    """Compares outputs, and the gradients of each example."""
     make, options = options_of(batch_major)
     args, in_axes, element = mapped_arguments(cell, MAPPED[mapped], **make)
     out_axis = -1 if mapped == "last-axes" else 0
@@ -125,7 +125,7 @@ def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
 @projected_too
 @pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
 def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
-    """Gradients to what is not mapped are sums over the mapped axis."""
+    """Checks that gradients of arguments that are not mapped are sums over the mapped axis."""
     args, in_axes, element = mapped_arguments(cell, MAPPED[mapped])
 
     def total(*args):
@@ -137,7 +137,7 @@ def test_grad_of_vmap_equals_a_loop(cell, implementation, mapped):
     assert_close(got, want)
 
 
-# The axes of (weights and reset state, carry, xs, resets) that the outer and the inner vmap map.
+# For the outer and the inner vmap, each entry has the axis of (weights and reset state) and of (carry, xs, resets).
 NESTED = {
     "data-in-models": ((0, 0), (None, 0)),
     "models-in-data": ((None, 0), (0, 0)),
@@ -182,14 +182,14 @@ def test_nested_vmap_equals_loops(cell, implementation, nesting, batch_major):
 @every_implementation
 @projected_too
 @either_layout
-def test_gradients_of_every_example_add_up(cell, implementation, batch_major):
-    """`vmap` over the batch itself: calls without a batch axis, whose weights' gradients sum to those of the batch."""
+def test_gradients_of_examples_add_up(cell, implementation, batch_major):
+    """Maps calls without a batch axis over the batch: the sum of their weight gradients is that of the batch."""
     make, options = options_of(batch_major)
     args = arguments(cell, **make)
     in_time = 0 if batch_major else 1
     in_axes = (None, 0, in_time, in_time, in_time if batch_major else None)
     outputs, (d_params, d_carry, d_xs, _, d_state) = reference(cell, **options)(*args)
-    cotangents = random_like(outputs, 1)  # those of `loss_of`
+    cotangents = random_like(outputs, 1)  # the cotangents of `loss_of`
 
     def one(params, carry, xs, resets, state, cotangents):
         outputs, vjp = jax.vjp(runner(cell, implementation, **options), params, carry, xs, resets, state)
@@ -222,7 +222,7 @@ def test_a_mapped_axis_keeps_its_name(cell, implementation):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_vmap_over_nothing_gives_nothing(implementation):
+def test_vmap_over_an_empty_axis_gives_empty_results(implementation):
     T, B, D, H = 3, 2, 4, 5
     params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((H, 3 * H)), jnp.ones((3 * H,)), jnp.ones((H,)))
     run = jax.vmap(lambda h, x: jaxrnn.gru(params, h, x, implementation=implementation))
@@ -232,7 +232,7 @@ def test_vmap_over_nothing_gives_nothing(implementation):
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("implementation", ["xla", "triton"])
-def test_vmap_over_no_models_and_some_inputs_gives_nothing(implementation):
+def test_nested_vmap_over_zero_models_gives_empty_gradients(implementation):
     T, B, D, H = 3, 2, 4, 5
     params = jaxrnn.GRUParams(jnp.ones((0, D, 3 * H)), jnp.ones((0, H, 3 * H)), jnp.ones((0, 3 * H)), jnp.ones((0, H)))
     loss = lambda params, x: jaxrnn.gru(params, jnp.zeros((B, H)), x, implementation=implementation)[1].sum()  # noqa: E731
@@ -244,7 +244,7 @@ def test_vmap_over_no_models_and_some_inputs_gives_nothing(implementation):
 @every_implementation
 @every_cell
 @pytest.mark.parametrize("reverse", [np.True_, np.bool_(False), 1, 0], ids=repr)
-def test_flags_of_numpy_are_those_of_python(cell, implementation, reverse):
+def test_numpy_flags_equal_python_flags(cell, implementation, reverse):
     args = arguments(cell)
     got, want = (
         jax.jit(with_gradients(runner(cell, implementation, reverse=flag)))(*args) for flag in (reverse, bool(reverse))
@@ -255,7 +255,7 @@ def test_flags_of_numpy_are_those_of_python(cell, implementation, reverse):
 @every_implementation
 @every_cell
 @pytest.mark.parametrize("remat", [False, True])
-def test_jax_may_be_told_to_promote_nothing(cell, implementation, remat):
+def test_strict_promotion_is_supported(cell, implementation, remat):
     args = arguments(cell)
     call = runner(cell, implementation, remat=remat)
     want = jax.jit(with_gradients(call))(*args)
@@ -266,7 +266,7 @@ def test_jax_may_be_told_to_promote_nothing(cell, implementation, remat):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["f16", "bf16"])
 @every_cell
-def test_16_bits_where_jax_may_promote_nothing(cell, dtype):
+def test_strict_promotion_is_supported_in_16_bits(cell, dtype):
     args = jax.tree.map(lambda x: x.astype(dtype) if x.dtype == jnp.float32 else x, arguments(cell))
     call = runner(cell, "xla")
     want = jax.jit(call)(*args)
@@ -294,7 +294,10 @@ UPDATES = 3
 
 
 def make_update(cell, implementation, **options):
-    """`update((weights, optimizer state, carry), (xs, resets)) -> (the same, loss)`: BPTT, truncated to a rollout."""
+    """Returns `update(state, (xs, resets)) -> (state, loss)`, BPTT truncated to a rollout.
+
+    The state is `(weights, optimizer state, carry)`.
+    """
     call = runner(cell, implementation, **options)
 
     def update(state, batch):
@@ -339,14 +342,14 @@ def test_scan_over_updates_with_the_optimizer_inside(cell, implementation):
     state, batches = start_and_batches(cell)
     got = jax.jit(functools.partial(jax.lax.scan, make_update(cell, implementation)))(state, batches)
     want = train_in_python(cell, state, batches)
-    assert_close(got, want, 10 * CLOSE)  # Adam divides by a gradient's own size
-    assert np.abs(np.subtract(want[0][0][0].w_hh, state[0][0].w_hh)).max() > 1e-2  # it did train
+    assert_close(got, want, 10 * CLOSE)  # Adam divides by the magnitude of a gradient
+    assert np.abs(np.subtract(want[0][0][0].w_hh, state[0][0].w_hh)).max() > 1e-2  # the weights changed
 
 
 @kernels_only
 @every_cell
 def test_vmap_of_training_equals_a_loop_over_seeds(cell, implementation):
-    """With `remat`, which a scan of updates has room for many seeds from."""
+    """Uses `remat`, which saves the memory to train many seeds in a scan of updates."""
     state, batches = start_and_batches(cell, lead=(S,))
     train = functools.partial(jax.lax.scan, make_update(cell, implementation, remat=True))
     got = jax.jit(jax.vmap(train))(state, batches)
@@ -373,7 +376,7 @@ def test_while_loop_around_equals_python(cell, implementation):
 
 
 def branching(call, loop):
-    """Two rounds, one of which (or, for 2, none) takes the branch with the recurrence."""
+    """Returns a function of two rounds, of which number `which` (none if 2) takes the branch with the recurrence."""
 
     def run(params, carry, xs, resets, state, which):
         def body(i, carry):
@@ -395,7 +398,7 @@ def python_loop(start, stop, body, carry):
 @every_cell
 @pytest.mark.parametrize("mapped", [False, True], ids=["cond", "vmap-of-cond"])
 def test_gradients_through_branches_and_loops_equal_python(cell, implementation, mapped):
-    """Under `vmap` over the predicate both branches run, and one is taken."""
+    """Under `vmap` over the predicate, both branches run and the results of one are selected."""
     args = arguments(cell)
     run = jax.grad(loss_of(branching(runner(cell, implementation), jax.lax.fori_loop)), argnums=(0, 1, 2, 4))
     plain = jax.jit(jax.grad(loss_of(branching(runner(cell, "xla"), python_loop)), argnums=(0, 1, 2, 4)))
@@ -410,12 +413,12 @@ def test_gradients_through_branches_and_loops_equal_python(cell, implementation,
 
 
 def residual_sizes(function, *args):
-    """Elements of each array that the backward pass is handed."""
+    """Returns the number of elements of each residual of the backward pass."""
     return [x.size for x in jax.tree.leaves(jax.vjp(function, *args)[1])]
 
 
 def launches(function, *args):
-    """How often the traced `function` launches a forward and a backward kernel."""
+    """Returns how often the traced `function` launches a forward and a backward kernel."""
     text = str(jax.make_jaxpr(function)(*args))
     return text.count("direction=fwd"), text.count("direction=bwd")
 
@@ -423,7 +426,7 @@ def launches(function, *args):
 @kernels_only
 @projected_too
 def test_remat_saves_no_gates_and_recomputes_without_a_launch(cell, implementation):
-    """What is recomputed takes matmuls over all steps, so the launches stay two."""
+    """Checks that there are still two launches, because matmuls over all steps recompute the residuals."""
     args = arguments(cell)
     saved, remat = (runner(cell, implementation, remat=remat) for remat in (False, True))
     gates = {"gru": 3, "lstm": 4}[cell_of(cell)] * T * B * H
@@ -434,7 +437,7 @@ def test_remat_saves_no_gates_and_recomputes_without_a_launch(cell, implementati
 
 
 policies = jax.checkpoint_policies
-# (policy, forward launches in a gradient): what the kernels save is no dot and has no name.
+# (policy, forward launches in a gradient): the residuals of the kernels are not dots and have no names.
 POLICIES = {
     "nothing_saveable": (policies.nothing_saveable, 2),
     "dots_saveable": (policies.dots_saveable, 2),
@@ -444,7 +447,7 @@ POLICIES = {
 
 
 def with_a_head(call):
-    """`call`, its outputs named, and what goes on from there."""
+    """Returns `call` with its outputs named, followed by a matmul and tanh."""
 
     def run(params, *args):
         carry, ys = call(params, *args)
@@ -501,7 +504,7 @@ def test_outside_jit_equals_inside(cell, implementation):
 @kernels_only
 @projected_too
 def test_disable_jit_changes_nothing(cell, implementation):
-    """With it control flow is Python's; a launch is compiled all the same."""
+    """With `disable_jit`, control flow is Python's, but launches are still compiled."""
     args = arguments(cell)
     call = runner(cell, implementation)
 
@@ -516,8 +519,8 @@ def test_disable_jit_changes_nothing(cell, implementation):
 @every_implementation
 @projected_too
 @either_layout
-def test_compiled_ahead_of_time(cell, implementation, batch_major):
-    """From shapes alone; `eval_shape` says what comes out, in dtypes too."""
+def test_ahead_of_time_compilation_equals_jit(cell, implementation, batch_major):
+    """Compiles from shapes only, and checks that `eval_shape` gives the shapes and dtypes of the results."""
     make, options = options_of(batch_major)
     args = arguments(cell, **make)
     half = lambda x: x.astype(jnp.float16)  # noqa: E731
@@ -537,7 +540,7 @@ def test_compiled_ahead_of_time(cell, implementation, batch_major):
 @every_implementation
 @every_cell
 @pytest.mark.parametrize("hidden", [H, 70], ids=["one-program", "programs-that-share"])
-def test_a_donated_carry_is_taken_and_the_results_are_right(cell, implementation, hidden):
+def test_donated_carry_is_deleted_and_results_are_right(cell, implementation, hidden):
     params, carry, *rest = arguments(cell, hidden=hidden, steps=2)
     call = runner(cell, implementation)
     want = jax.jit(call)(params, carry, *rest)
@@ -549,7 +552,7 @@ def test_a_donated_carry_is_taken_and_the_results_are_right(cell, implementation
 
 @kernels_only
 @every_cell
-def test_an_update_may_take_all_of_its_state(cell, implementation):
+def test_update_may_donate_its_whole_state(cell, implementation):
     state, batches = start_and_batches(cell)
     want = train_in_python(cell, state, batches)
     update = jax.jit(make_update(cell, implementation), donate_argnums=0)
@@ -570,8 +573,8 @@ def finite(tree):
 @every_implementation
 @every_cell
 @pytest.mark.parametrize("where", ["carry", "xs", "params", "reset_state", "cotangent"])
-def test_debug_nans_finds_one(cell, implementation, where):
-    """In any argument, and in what comes back into the backward pass."""
+def test_debug_nans_finds_nan(cell, implementation, where):
+    """Checks a NaN in each argument, and in the cotangent that enters the backward pass."""
     params, carry, xs, resets, state = arguments(cell)
     given = {"carry": carry, "xs": xs, "params": params, "reset_state": state, "cotangent": jnp.ones(())}
     bad = given | {where: jax.tree.map(lambda x: x.at[(0,) * x.ndim].set(jnp.nan), given[where])}
@@ -595,8 +598,8 @@ def test_debug_nans_finds_one(cell, implementation, where):
 @pytest.mark.parametrize(
     ("hidden", "remat"), [(H, False), (H, True), (70, False)], ids=["saved", "remat", "programs-that-share"]
 )
-def test_debug_nans_finds_none_in_what_is_clean(cell, implementation, hidden, remat):
-    """Eagerly, where it sees what every launch writes: not in what is saved, nor in what programs exchange."""
+def test_debug_nans_finds_no_nan_with_finite_arguments(cell, implementation, hidden, remat):
+    """Runs eagerly, where `debug_nans` sees what every launch writes: residuals, and what programs exchange."""
     args = arguments(cell, hidden=hidden, steps=2)
     with jax.debug_nans(True):
         gradients = jax.grad(loss_of(runner(cell, implementation, remat=remat)), argnums=(0, 1, 2, 4))(*args)
@@ -605,7 +608,7 @@ def test_debug_nans_finds_none_in_what_is_clean(cell, implementation, hidden, re
 
 @every_implementation
 @projected_too
-def test_debug_nans_finds_none_where_it_is_replaced(cell, implementation):
+def test_debug_nans_finds_no_nan_after_a_reset_replaces_the_carry(cell, implementation):
     params, carry, xs, resets, state = arguments(cell)
     bad = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), carry)
     resets = resets.at[0].set(1)
@@ -615,7 +618,7 @@ def test_debug_nans_finds_none_where_it_is_replaced(cell, implementation):
 
 
 def along(tree):
-    """A direction to differentiate in."""
+    """Returns a direction to differentiate in."""
     return random_like(tree, 2)
 
 
@@ -640,7 +643,7 @@ SECOND_ORDER = {
     "reverse-over-forward": reverse_over_forward,
     "reverse-over-reverse": reverse_over_reverse,
 }
-# `(function of x to a scalar, x) -> something that needs forward mode or a second derivative`
+# Each maps `(function of x to a scalar, x)` to a result that needs forward mode or a second derivative.
 UNSUPPORTED = SECOND_ORDER | {
     "jvp": lambda f, x: jax.jvp(f, (x,), (along(x),)),
     "jvp-in-jit": lambda f, x: jax.jit(lambda x: jax.jvp(f, (x,), (along(x),)))(x),
@@ -661,12 +664,12 @@ UNSUPPORTED = SECOND_ORDER | {
     "hessian": lambda f, x: jax.hessian(f)(x),
     "jacrev-of-jacrev": lambda f, x: jax.jacrev(jax.jacrev(f))(x),
 }
-# Of `arguments`.
+# The values are indices of `arguments`.
 DIFFERENTIABLE = {"params": 0, "carry": 1, "xs": 2, "reset_state": 4}
 
 
 def loss_of_one(cell, implementation, which, **options):
-    """A loss as a function of one argument, and that argument."""
+    """Returns a loss as a function of one argument, and that argument."""
     args = arguments(cell)
     loss = loss_of(runner(cell, implementation, **options))
     i = DIFFERENTIABLE[which]
@@ -679,7 +682,7 @@ def loss_of_one(cell, implementation, which, **options):
     ("transform", "which"),
     [*((name, "xs") for name in UNSUPPORTED), *(("jvp", which) for which in DIFFERENTIABLE if which != "xs")],
 )
-def test_what_the_kernels_cannot_differentiate_names_the_way(cell, implementation, transform, which):
+def test_unsupported_derivatives_raise_and_suggest_xla(cell, implementation, transform, which):
     loss, x = loss_of_one(cell, implementation, which)
     with pytest.raises(NotImplementedError, match=r'no forward-mode and no second derivative.*implementation="xla"'):
         UNSUPPORTED[transform](loss, x)
@@ -687,7 +690,7 @@ def test_what_the_kernels_cannot_differentiate_names_the_way(cell, implementatio
 
 @kernels_only
 @every_cell
-def test_forward_mode_of_what_does_not_reach_the_kernels_runs(cell, implementation):
+def test_forward_mode_that_does_not_reach_the_kernels_runs(cell, implementation):
     loss, xs = loss_of_one(cell, implementation, "xs")
     value, tangent = jax.jvp(lambda s: s * loss(xs), (2.0,), (1.0,))
     assert_close((value, tangent), (2 * loss(xs), loss(xs)))
@@ -701,7 +704,7 @@ def test_forward_mode_of_what_does_not_reach_the_kernels_runs(cell, implementati
     ids=["xla", "none-remat-reverse"],
 )
 def test_forward_mode_and_second_order_equal_finite_differences(cell, implementation, options):
-    """In float64, for which None is "xla" everywhere."""
+    """Computes in float64, for which None is "xla" everywhere."""
     with jax.enable_x64(True):
         params, carry, xs, resets, state = arguments(cell, steps=3, batch=(2,), dtype=jnp.float64)
         loss = loss_of(runner(cell, implementation, **options))
@@ -727,7 +730,7 @@ def test_forward_mode_and_second_order_equal_finite_differences(cell, implementa
 @pytest.mark.interpret
 @every_cell
 def test_jacobians_and_hessians_by_default_on_a_cpu(cell):
-    """There None is "xla", also in float32."""
+    """Checks float32, for which None is "xla" on a CPU too."""
     loss, carry = loss_of_one(cell, None, "carry")
     gradient, hessian = jax.jit(jax.grad(loss)), jax.jit(jax.hessian(loss))(carry)
     assert_close(jax.jit(jax.jacfwd(loss))(carry), gradient(carry))

@@ -1,4 +1,4 @@
-"""The launch that adds up gradients of weights, against float64: no further away than twice XLA's products and sums."""
+"""Tests the launch that computes gradients of weights: its error is at most twice that of XLA's products and sums."""
 
 import dataclasses
 import functools
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Arrays `[S, G, T, B, ...]`."""
+    """A problem with arrays `[S, G, T, B, ...]`."""
 
     cell: str = "gru"
     dtype: str = "float32"
@@ -51,7 +51,7 @@ CASES = [
         {"T": 1, "B": 4100},
         {"T": 4100, "B": 1},
         {"T": 1, "B": 1},
-        {"S": 200, "T": 5, "B": 8},  # more models than a GPU runs at once
+        {"S": 200, "T": 5, "B": 8},  # has more models than a GPU runs at once
     )
 ]
 
@@ -72,7 +72,7 @@ def make_arrays(case):
 
 
 def previous(case, hs, h0, reset):
-    """The states before each step."""
+    """Returns the states before each step."""
     first = h0[:, :, None]
     parts = (hs[:, :, 1:], first) if case.reverse else (first, hs[:, :, :-1])
     before = np.concatenate(parts, axis=2)
@@ -80,7 +80,7 @@ def previous(case, hs, h0, reset):
 
 
 def grads(case, arrays, einsum):
-    """By `einsum`: in float64 NumPy's, or XLA's of the dtype at hand."""
+    """Computes the gradients with `einsum`: `np.einsum` for float64, or `xla_einsum` for the dtype of the case."""
     h = previous(case, *(None if x is None else np.asarray(x) for x in map(arrays.get, ("hs", "h0", "reset"))))
     x, dxp = arrays["x"], arrays["dxp"]
     hidden_grads = dxp
@@ -115,15 +115,15 @@ def test_gradients_match_float64(case):
         assert got[name].shape == want[name].shape and got[name].dtype == jnp.float32
         size = np.linalg.norm(want[name])
         error, allowed = (np.linalg.norm(np.asarray(x[name], np.float64) - want[name]) / size for x in (got, xla))
-        # XLA may take float32 products where arrays are small; a sum of many numbers has the rounding of float32
+        # XLA may multiply small arrays in full float32; sums of many elements have rounding errors of float32
         floor = 4e-4 if case.dtype == "float32" and name.startswith("w_") else 2e-6
         assert error <= max(2 * allowed, floor), (name, error, allowed)
         np.testing.assert_array_equal(got[name], again[name], err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_no_number_stays_none(dtype):
-    """NaN and infinities, in what is summed; and none of a state that a reset cuts off."""
+def test_nan_and_infinity_propagate_to_gradients(dtype):
+    """Checks NaN and infinity in each operand, and that they do not propagate from a state before a reset."""
     case = Case(dtype=dtype, T=64, B=64)
     arrays = {name: np.array(x, np.float32) for name, x in make_arrays(case).items()}
     clean = {**arrays, "reset": np.zeros_like(arrays["reset"])}
@@ -133,7 +133,7 @@ def test_what_is_no_number_stays_none(dtype):
         given = {k: jnp.asarray(x, bool if k == "reset" else dtype) for k, x in (clean | changes).items()}
         return {k: np.asarray(x) for k, x in _bridge.launch_weight_grads(given, reverse=False).items()}
 
-    for bits in (0x7FC00000, 0x7FFFFFFF, 0xFFC00000, 0x7F800000, 0xFF800000):  # what arithmetic gives
+    for bits in (0x7FC00000, 0x7FFFFFFF, 0xFFC00000, 0x7F800000, 0xFF800000):  # NaNs and infinities of arithmetic
         number = np.array(bits, np.uint32).view(np.float32)
         x = clean["x"].copy()
         x[0, 0, 3, 4, 5] = number
@@ -153,7 +153,7 @@ def test_what_is_no_number_stays_none(dtype):
         h0[0, 0, 4, 5] = number
         assert not np.isfinite(run(h0=h0)["w_hh"][0, 5]).any()
         hs = clean["hs"].copy()
-        hs[0, 0, 4, 7] = number  # which the reset at step 5 cuts off
+        hs[0, 0, 4, 7] = number  # the reset at step 5 discards this state
         assert all(np.isfinite(x).all() for x in run(hs=hs).values())
 
 
@@ -178,7 +178,7 @@ def is_used(function, *arguments):
 
 
 def check(make_grad, arguments):
-    """Holds the gradients of weights to twice XLA's error, and that it is the launch that finds them."""
+    """Checks that the launch computes the gradients of weights, with at most twice XLA's error."""
     found = {}
     for implementation in ("triton", "xla"):
         grad = make_grad(implementation)
@@ -196,8 +196,8 @@ def check(make_grad, arguments):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"time_major": False}], ids=str)
-def test_layers_take_it(cell, dtype, options):
-    """The gradients of a layer, by which every way to call it is known to reach the launch and to come back from it."""
+def test_layers_use_the_launch(cell, dtype, options):
+    """Checks the gradients of a layer for each way to call it: forward, reverse and batch-major."""
     params, carry, xs, resets = make_layer(cell, dtype)
     if not options.get("time_major", True):
         xs, resets = xs.swapaxes(0, 1), resets.T
@@ -210,7 +210,7 @@ def test_layers_take_it(cell, dtype, options):
 
 @pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_under_vmap(cell, shared):
+def test_vmap_uses_the_launch(cell, shared):
     models = [make_layer(cell, "float32", T=128, seed=seed) for seed in range(3)]
     axes = tuple(None if i in shared else 0 for i in range(4))
     stacked = [
@@ -229,14 +229,14 @@ def test_under_vmap(cell, shared):
     [{"precision": "highest"}, {"precision": "high"}, {"remat": True}, {"reset_state": jnp.zeros(128)}],
     ids=str,
 )
-def test_what_is_not_its(options):
-    """Precise products, and states before a step that are not those after the step before."""
+def test_unsupported_options_use_xla(options):
+    """Checks precise products, `remat`, and an explicit reset state."""
     layer = make_layer("gru", "float32")
     assert is_used(jax.grad(functools.partial(loss, "gru", "triton")), *layer)
     assert not is_used(jax.grad(functools.partial(loss, "gru", "triton", **options)), *layer)
 
 
-def test_both_directions_in_one_launch_take_xla():
+def test_both_directions_in_one_launch_use_xla():
     params, carry, xs, resets = make_layer("gru", "float32")
 
     def both(params):
@@ -247,7 +247,7 @@ def test_both_directions_in_one_launch_take_xla():
     assert not is_used(jax.grad(both), params)
 
 
-def test_a_projected_state_takes_it():
+def test_lstm_projection_uses_the_launch():
     params, (c, h), xs, resets = make_layer("lstm", "float32")
     w_hr = jnp.asarray(np.random.default_rng(1).normal(size=(128, 64)) / 128**0.5, jnp.float32)
     params = params._replace(w_hh=params.w_hh[:64], w_hr=w_hr)
@@ -260,8 +260,8 @@ def test_a_projected_state_takes_it():
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_on_two_devices(cell, axis_type):
-    """Each adds up its sequences; what they found is added up over devices."""
+def test_two_devices_add_up_their_sums(cell, axis_type):
+    """Checks that each device sums over its own sequences, and that the sums are added up over devices."""
     params, carry, xs, resets = make_layer(cell, "float32", B=512, T=128)
     grad = jax.jit(jax.grad(functools.partial(loss, cell, "triton")))
     want = grad(params, carry, xs, resets)
@@ -276,5 +276,5 @@ def test_on_two_devices(cell, axis_type):
         got = grad(*arguments)
     assert "all-gather" not in text and "all-reduce" in text
     for name, x, y in zip(want._fields, jax.device_get(got), want, strict=True):
-        if y is not None:  # the same products, added up in another order
+        if y is not None:  # the products are the same, but are added up in another order
             np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3 * np.abs(y).max(), err_msg=name)
