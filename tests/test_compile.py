@@ -193,6 +193,14 @@ LOCAL_BYTES_OF_FMA_ELSEWHERE = {
     ("gru", "fwd"): {}, ("gru", "bwd"): {80: 16, 86: 24, 89: 24, 100: 48, 103: 48, 120: 24},
     ("lstm", "fwd"): {80: 56, 86: 72, 89: 72, 100: 32, 103: 32, 120: 16}, ("lstm", "bwd"): {86: 96, 89: 96, 120: 56},
 }  # fmt: skip
+# The same bounds with later versions of Triton, where these differ from those on Hopper.
+LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER = {
+    ("gru", "fwd"): {}, ("gru", "bwd"): {}, ("lstm", "fwd"): {100: 392, 103: 400, 120: 376},
+    ("lstm", "bwd"): {86: 248, 89: 248},
+}  # fmt: skip
+LOCAL_BYTES_OF_SIXTEENS_LATER = {80: {"fwd": 56}}
+# The same bounds for the LSTM of 65 to 128 units in TF32, backward: its weights take most registers of a program.
+LOCAL_BYTES_OF_RESIDENT_LSTM_LATER = {100: 56, 103: 56}
 
 
 # Bytes of local memory a thread may have, by columns: tilings that leave room for other programs are faster than such
@@ -412,14 +420,20 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
 
 
 def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
-    """Bytes of local memory that a thread may have."""
+    """Returns the bytes of local memory that a thread may have."""
+    later, capability = support.triton_version() > (3, 7), device.capability
     if (c.variant, c.block_b) == ("resident", 16):
-        return LOCAL_BYTES_OF_SIXTEENS[device.capability][p.direction]
+        bounds = LOCAL_BYTES_OF_SIXTEENS[capability] | (
+            LOCAL_BYTES_OF_SIXTEENS_LATER.get(capability, {}) if later else {}
+        )
+        return bounds[p.direction]
     if (c.variant, c.block_h) == ("fma", 128):
-        new = support.triton_version() > (3, 7)
-        if new or device.has_wgmma:
-            return LOCAL_BYTES_OF_FMA[p.cell, p.direction][new]
-        return LOCAL_BYTES_OF_FMA_ELSEWHERE[p.cell, p.direction].get(device.capability, 0)
+        elsewhere = (LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER if later else LOCAL_BYTES_OF_FMA_ELSEWHERE)[p.cell, p.direction]
+        if device.has_wgmma:
+            return LOCAL_BYTES_OF_FMA[p.cell, p.direction][later]
+        return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.cell, p.direction][1] if later else 0)
+    if later and (c.variant, c.block_h, p.cell, p.direction) == ("resident", 128, "lstm", "bwd"):
+        return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
     return 0
 
 
