@@ -288,7 +288,7 @@ def test_triton_rejects_gpus_of_different_kinds(monkeypatch):
     from torch_bridge.tiling import Device
 
     pretend_gpus(monkeypatch, Device(90, 132, name="H200"), Device(80, 108, name="A100"))
-    text = r"of one kind, got A100 \(108 multiprocessors\), H200 \(132 .*CUDA_VISIBLE_DEVICES.*implementation=\"xla\""
+    text = r"of one kind, got A100 \(108 SMs\), H200 \(132 .*CUDA_VISIBLE_DEVICES.*implementation=\"xla\""
     assert re.search(text, _bridge.unsupported([jnp.float32], 64))
 
 

@@ -65,7 +65,7 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
         return f'cannot load kernels on this machine ({reason}): fix the cause, or pass implementation="xla"'
     device, *others = {gpu.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
     if others:
-        names = ", ".join(sorted(f"{d.name} ({d.multiprocessors} multiprocessors)" for d in (device, *others)))
+        names = ", ".join(sorted(f"{d.name} ({d.multiprocessors} SMs)" for d in (device, *others)))
         return (
             f"needs all GPUs of a process to be of one kind, got {names}: hide all but one kind with "
             'CUDA_VISIBLE_DEVICES, or pass implementation="xla"'
