@@ -1,1 +1,1 @@
-"""What the project measures, beside everyone it is measured against: `python -m benchmarks --help`."""
+"""The benchmarks, which compare this project with other implementations; see `python -m benchmarks --help`."""

@@ -1,17 +1,17 @@
-"""Measures jaxrnn beside everyone else, and shows the results.
+"""Measures jaxrnn beside other implementations, and shows the results.
 
     python -m benchmarks headline small                      # measure; needs an NVIDIA GPU
     python -m benchmarks small --only jaxrnn,flax --rows "GRU 8,"
-    python -m benchmarks headline --as a100                  # kernels of an A100, on the GPU at hand
-    python -m benchmarks show headline                       # the tables again, from the last results
-    python -m benchmarks show --out FOLDER headline          # from results elsewhere
-    python -m benchmarks table                               # the README's table
-    python -m benchmarks plot                                # the figures
+    python -m benchmarks headline --as a100                  # run the kernels of an A100 on the GPU at hand
+    python -m benchmarks show headline                       # print the tables of the last results
+    python -m benchmarks show --out FOLDER headline          # print the tables of the results in FOLDER
+    python -m benchmarks table                               # print the README's table
+    python -m benchmarks plot                                # draw the figures
 
-Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice; with none
-named, all of them. Results go to benchmarks/results/GPU/SUITE.json, written after every row, so that a run that is
-stopped keeps what it has. --as chooses kernels as for another GPU, compiles them to its PTX and assembles that for the
-GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU. Peers run as they are.
+Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice. The default
+is all of them. Results go to benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
+interrupted run keeps its finished rows. --as chooses kernels as for another GPU, compiles them to its PTX and assembles
+that for the GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU. Other implementations run unchanged.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ SUITES = (
     "ppo", "norm", "choice",
 )  # fmt: skip
 VIEWS = ("show", "table", "plot")
-# The options that a view takes; measuring takes all of them.
+# The options that a view accepts; measuring accepts all options.
 VIEW_OPTIONS = ("out", "profile")
 RESULTS = Path(__file__).parent / "results"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Reads the command line: what to do in `view` and `suites`, how in `settings`."""
+    """Parses the command line, and adds `view`, `suites` and `settings` to its options."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot")
     add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
-    # None, as the default of all of them, is an option that was not given.
+    # The default of every option is None, which shows that the option was not given.
     add("--only", action="extend", type=_names, metavar="A,B", help="measure only these providers; repeatable")
     add("--skip", action="extend", type=_names, metavar="A,B", help="do not measure these providers; repeatable")
-    add("--rows", action="append", metavar="TEXT", help="only cases with this in their name; repeatable")
-    kept = "keep the results that are there of other cases, same machine and commit"
+    add("--rows", action="append", metavar="TEXT", help="measure only cases whose name contains this text; repeatable")
+    kept = "keep existing results of other cases if they are of the same machine and commit"
     add("--add", action="store_const", const=True, help=kept)
-    add("--seconds", type=float, help=f"of each provider in each row (default: {Settings.seconds})")
-    add("--rounds", type=int, help=f"turns that each provider takes (default: {Settings.rounds})")
+    add("--seconds", type=float, help=f"seconds to measure each provider in each row (default: {Settings.seconds})")
+    add("--rounds", type=int, help=f"rounds, in each of which every provider is timed (default: {Settings.rounds})")
     add(
         "--first-call-limit", type=float, metavar="SECONDS",
-        help=f"for a first call that may take minutes (default: {Settings.first_call_limit})",
+        help=f"time limit of a first call that may take minutes (default: {Settings.first_call_limit})",
     )  # fmt: skip
-    add("--as", dest="profile", choices=list(PROFILES), help="choose and compile kernels as for this GPU")
-    add("--commit", help="of the code (default: JAXRNN_COMMIT, or ask git)")
+    add("--as", dest="profile", choices=list(PROFILES), help="choose and compile kernels for this GPU")
+    add("--commit", help="commit of the code (default: JAXRNN_COMMIT, else the commit that git reports)")
     options = parser.parse_intermixed_args(arguments)
     options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in VIEWS else None
     if options.view in ("table", "plot") and options.commands:
@@ -71,7 +71,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     if ignored := [name for name in given if options.view and name not in VIEW_OPTIONS]:
         flags = ", ".join(_flag(name) for name in ignored)
         taken = ", ".join(_flag(name) for name in VIEW_OPTIONS)
-        parser.error(f"{options.view} has no use for {flags}: of the options it takes {taken}")
+        parser.error(f"{options.view} does not take {flags}; it takes only {taken}")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(VIEWS)}")
@@ -101,7 +101,11 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def results_folder(out: Path | None, profile: str | None = None) -> Path:
-    """Returns `out`, or the one folder under `RESULTS`: of kernels run as `profile`, or of those run as they are."""
+    """Returns `out` or, if it is None, the only folder of results under `RESULTS`.
+
+    With `profile`, it considers only results of kernels that ran as that GPU, otherwise only those of kernels that ran
+    unchanged.
+    """
     if out is not None:
         return out
     all_of_them = {path.parent for path in RESULTS.glob("*/*.json")}
@@ -113,7 +117,7 @@ def results_folder(out: Path | None, profile: str | None = None) -> Path:
 
 
 def view(options: argparse.Namespace) -> None:
-    """Shows results that are there."""
+    """Prints or draws existing results."""
     from benchmarks import plot, report
     from benchmarks.results import Report
 
@@ -134,9 +138,9 @@ def view(options: argparse.Namespace) -> None:
 
 
 def measure(options: argparse.Namespace) -> int:
-    """Runs the suites. Returns how many rows of this project failed."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch needs memory too
-    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # what a first call in another process found out, stays
+    """Runs the suites. Returns how many rows show a defect of this project (`report.broken`)."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to PyTorch
+    os.environ.setdefault("TRITON_CACHE_AUTOTUNING", "1")  # reuse the autotuning of first calls in other processes
 
     import jax
     from tqdm import tqdm  # type: ignore[import-untyped]
@@ -146,8 +150,8 @@ def measure(options: argparse.Namespace) -> int:
 
     if jax.default_backend() != "gpu":
         raise SystemExit(
-            f'the suites time an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
-            "that has one, after pip install '.[bench,cuda13]'; show, table and plot work everywhere"
+            f'the suites need an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
+            "with an NVIDIA GPU, after pip install '.[bench,cuda13]'; show, table and plot work everywhere"
         )
     if options.profile:
         from torch_bridge import gpu
@@ -178,7 +182,7 @@ def measure(options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 1 if a row of this project is wrong or failed."""
+    """Runs the command. Returns the exit status: 1 if a row of this project is wrong or failed."""
     options = parse_arguments(arguments)
     if options.view:
         view(options)
@@ -187,12 +191,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run() -> int:
-    """As `main`; nobody need read to the end."""
+    """Runs `main`, and returns 1 if the reader of the standard output closes it early."""
     try:
         status = main()
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left in the buffer goes there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
         return 1
     return status
 

@@ -1,4 +1,4 @@
-"""What is measured: shapes, the targets they are held to, and the numbers that go in. Imports no GPU code."""
+"""The cases that are measured: shapes, targets and input values. This module imports no GPU code."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ NUMPY_DTYPES: dict[Dtype, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One shape of a recurrence; inputs are as wide as the state (D = H).
+    """One shape of a recurrence, whose inputs have as many features as the state has units (D = H).
 
     Attributes:
       cell: "gru" or "lstm".
-      B, T, H: batch, time, hidden, in the order that labels have them.
-      reset_rate: the share of steps that begin an episode.
-      models: length of a leading axis of everything, weights too, that `jax.vmap` maps over; 0 for none.
+      B, T, H: batch size, number of steps and number of hidden units, in the order of the labels.
+      reset_rate: the fraction of steps that begin an episode.
+      models: length of the leading axis of all arrays, weights included, that `jax.vmap` maps over; 0 without that
+        axis.
     """
 
     cell: Cell
@@ -38,21 +39,21 @@ class Case:
     models: int = 0
 
     def __str__(self) -> str:
-        """`GRU 2048,256,128` for B, T, H; of the rest, what is not the default."""
+        """Returns a label such as `GRU 2048,256,128` (B, T, H), with the other attributes that are not defaults."""
         models = f" x{self.models}" if self.models else ""
         resets = "" if self.reset_rate == 0.01 else f" resets {100 * self.reset_rate:g} %"
         return f"{self.cell.upper()} {self.B},{self.T},{self.H}{models}{resets}"
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of the weights, by the names that `jaxrnn.GRUParams` and `LSTMParams` give them."""
+        """The shapes of the weights, keyed by their names in `jaxrnn.GRUParams` and `LSTMParams`."""
         wide = GATES[self.cell] * self.H
         biases = {"b_ih": (wide,), "b_hn": (self.H,)} if self.cell == "gru" else {"b": (wide,)}
         return {"w_ih": (self.H, wide), "w_hh": (self.H, wide), **biases}
 
 
 class Target(NamedTuple):
-    """Milliseconds for forward and backward that `jaxrnn` and `jaxrnn-bf16` are to reach on an H200."""
+    """Target times of `jaxrnn` and `jaxrnn-bf16` for forward and backward on an H200, in milliseconds."""
 
     tf32: float
     bf16: float
@@ -83,7 +84,7 @@ SWEEP = tuple(
 )
 VMAP: dict[Case, float] = {Case("gru", 8, 128, 128, models=16): 0.5, Case("gru", 8, 128, 128, models=64): 0.8}
 
-# Of those who use PyTorch: each with resets and without.
+# Cases for users of PyTorch, each with and without resets.
 TORCH = tuple(
     dataclasses.replace(case, reset_rate=rate)
     for case in (
@@ -94,7 +95,7 @@ TORCH = tuple(
 )  # fmt: skip
 TORCH_STEP = Case("gru", 64, 1, 128, reset_rate=0.1)
 
-ACTING = Case("gru", 64, 1000, 128)  # T counts the iterations of a scan whose body makes one step
+ACTING = Case("gru", 64, 1000, 128)  # T is the number of iterations of a scan over single steps
 ACTING_TARGET_US = 8.0
 DISPATCH_TARGET_US = 1.0
 
@@ -116,22 +117,22 @@ ACCURACY = (
     Case("lstm", 16, 4096, 128),
 )
 
-PPO_TARGETS = {64: 490_000.0, 1024: 5_700_000.0}  # env steps/s, by the number of environments
-# Env steps of a training run: seconds for the slowest recurrence. The fast ones make several times as many, and of the
-# rows that have a target several runs.
+PPO_TARGETS = {64: 490_000.0, 1024: 5_700_000.0}  # env steps/s, keyed by the number of environments
+# Env steps of a training run, which takes the slowest recurrence seconds. The recurrences in `PPO_LONGER` train for
+# that many times as many steps, and in cases with a target they train `PPO_RUNS` times.
 PPO_STEPS = {64: 400_000, 1024: 8_000_000}
 PPO_LONGER = {"jaxrnn": 4, "no recurrence": 4}
 PPO_RUNS = 3
 
 
 class Agents(NamedTuple):
-    """Agents trained at once, one of each seed, with their own environments."""
+    """Agents that are trained at once, one per seed, each with its own environments."""
 
     seeds: int
     envs: int
 
     def __str__(self) -> str:
-        """`PPO, 16 seeds of 64 envs`."""
+        """Returns a label such as `PPO, 16 seeds of 64 envs`."""
         return f"PPO, {self.seeds} seeds of {self.envs} envs"
 
 
@@ -139,23 +140,23 @@ PPO_AGENTS = (Agents(16, 64),)
 
 
 class Split(NamedTuple):
-    """Environments of one agent, in equal parts on several GPUs."""
+    """The environments of one agent, sharded equally over several GPUs."""
 
     envs: int
     gpus: int
 
     def __str__(self) -> str:
-        """`PPO, 2048 envs on 2 GPUs`."""
+        """Returns a label such as `PPO, 2048 envs on 2 GPUs`."""
         return f"PPO, {self.envs} envs on {self.gpus} GPU{'s' if self.gpus > 1 else ''}"
 
 
-# The same number on every GPU, then the same number in all.
+# Weak scaling with 1024 environments per GPU, then strong scaling with 1024 environments in all.
 PPO_SPLITS = (Split(1024, 1), Split(2048, 2), Split(4096, 4), Split(1024, 2), Split(1024, 4))
 PPO_STEPS_AN_ENV = 8192
 
 
 def find(label: str) -> Case:
-    """The case that prints as `label`."""
+    """Returns the case with this label."""
     cases = {str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)}
     if label not in cases:
         raise ValueError(f"no case {label!r}; there are {', '.join(cases)}")
@@ -163,10 +164,10 @@ def find(label: str) -> Case:
 
 
 def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
-    """Float32 operands, resets and the cotangent of the outputs, drawn from the name of the case.
+    """Returns float32 operands, resets and the cotangent of the outputs, seeded by a hash of the case's label.
 
-    Weights as in `Case.weights`, `xs [T, B, H]`, `h0 [B, H]` (and `c0` for an LSTM), `resets [T, B]` booleans,
-    `ct_ys [T, B, H]`; with `models` S, everything has a leading axis `[S]`.
+    The arrays are the weights (shapes as in `Case.weights`), `xs [T, B, H]`, `h0 [B, H]` (and `c0` for an LSTM),
+    boolean `resets [T, B]` and `ct_ys [T, B, H]`. If `models` is S, not 0, every array has a leading axis `[S]`.
     """
     rng = np.random.default_rng(zlib.crc32(str(case).encode()))
     lead = (case.models,) if case.models else ()

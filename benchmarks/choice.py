@@ -1,8 +1,9 @@
-"""Measures whether `implementation=None` picks the faster implementation, over the shapes of RL code.
+"""Measures whether `implementation=None` picks the faster implementation, at shapes of RL code.
 
-Rows are a problem under the default, under "triton" and under "xla"; the default's target is the better of the two plus
-`TOLERANCE`. Where the default lowers to the program of one of them it has that one's time: two timings of one program
-differ by some percent. Where it has launches of both, forward and backward, it is timed by itself.
+Each problem is timed under the default, under "triton" and under "xla". The target of the default is the better of the
+two times plus `TOLERANCE`. Where the default lowers to the program of one implementation, it gets that program's time,
+because two timings of one program differ by some percent. Otherwise one direction is a kernel and the other a scan, and
+the default is timed by itself.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, jax.Array]
 
-# How much slower than the better implementation the default may be.
+# The fraction by which the default may be slower than the better implementation.
 TOLERANCE = 0.03
 DEFAULT, IMPLEMENTATIONS = "default", ("triton", "xla")
-# Passes run in a loop inside one program, so that dispatch does not count: about so many seconds of them under "xla",
-# which takes some 20 us a step, and what the products take.
+# Passes run in a loop inside one program, so that the overhead of dispatch does not count. The loop takes about
+# LOOPED_SECONDS under "xla", whose time is estimated as STEP_SECONDS (some 20 us) per step plus the matrix products at
+# FLOPS operations per second.
 LOOPED_SECONDS, STEP_SECONDS, FLOPS = 0.02, 2e-5, 1e14
 MOST_PASSES = 64
-# Problems whose programs are compiled side by side.
+# The number of problems whose programs are compiled in parallel.
 AT_ONCE = 12
 
 
@@ -41,12 +43,13 @@ class Problem(NamedTuple):
     """A call of `jaxrnn.gru` or `lstm`.
 
     Attributes:
-      cell, B, T, H: cell, batch, time, and hidden units, which inputs have too.
-      models: length of the axis that `jax.vmap` maps over, weights too; 0 for none.
+      cell, B, T, H: cell, batch size, number of steps, and number of hidden units, which is also that of input
+        features.
+      models: length of the axis that `jax.vmap` maps over, weights included; 0 without that axis.
       gradients: whether the pass has a backward pass.
-      dtype: of all arrays.
-      precision: of products, as `jaxrnn.gru` takes it.
-      reset_state: None or "h": a state `[H]` that episodes start from.
+      dtype: the dtype of all arrays.
+      precision: the precision of matrix products, as `jaxrnn.gru` takes it.
+      reset_state: None, or "h" for a state `[H]` from which episodes start.
     """
 
     cell: cases.Cell
@@ -60,7 +63,7 @@ class Problem(NamedTuple):
     reset_state: Literal["h"] | None = None
 
     def __str__(self) -> str:
-        """`GRU 64,128,128` for B, T, H; of the rest, what is not the default."""
+        """Returns a label such as `GRU 64,128,128` (B, T, H), with the other attributes that are not defaults."""
         rest = {
             f"x{self.models}": self.models,
             "forward": not self.gradients,
@@ -74,7 +77,7 @@ class Problem(NamedTuple):
 
 
 def _grid() -> Iterator[Problem]:
-    # T by turns, with fewer steps where there are many states
+    # T cycles through `lengths`, with fewer steps where B * H is large
     lengths, narrow, wide = itertools.cycle((16, 128, 64, 256, 32)), (1, 64, 1024), (1, 16, 64, 256, 1024, 4096)
     for cell, H in itertools.product(cases.GATES, (8, 32, 64, 128, 256, 512, 1024)):
         for B in wide if H >= 256 else narrow:
@@ -84,7 +87,7 @@ def _grid() -> Iterator[Problem]:
             yield Problem(cell, B, T, H)
 
 
-# Defaults of JAX RL code bases (docs/codebases.md), by sequences of a minibatch.
+# Defaults of JAX RL code bases (docs/codebases.md). B is the number of sequences in a minibatch.
 _CODE_BASES = (
     Problem("gru", 1, 128, 128), Problem("gru", 32, 128, 128), Problem("gru", 512, 256, 128),  # purejaxrl, JaxMARL
     Problem("gru", 8, 1024, 256), Problem("gru", 128, 64, 512), Problem("lstm", 256, 128, 512),  # popjaxrl, Craftax
@@ -119,7 +122,7 @@ PROBLEMS = tuple(dict.fromkeys((*_grid(), *_CODE_BASES, *_SEEDS, *_STEPS, *_FORW
 
 
 def make_arrays(problem: Problem) -> Arrays:
-    """Operands, resets and the cotangent of the outputs, and a reset state if the problem has one."""
+    """Returns operands, resets and the cotangent of the outputs, and a reset state if the problem has one."""
     case = cases.Case(problem.cell, problem.B, problem.T, problem.H, models=problem.models)
     arrays = dict(cases.make_inputs(case))
     if problem.reset_state:
@@ -130,7 +133,7 @@ def make_arrays(problem: Problem) -> Arrays:
 
 
 def run(problem: Problem, implementation: Any, arrays: Arrays) -> Arrays:
-    """Outputs of the problem and, if it has gradients, those of everything that takes one."""
+    """Returns the outputs and, if the problem has gradients, those of weights, inputs and reset states."""
     fixed: Arrays = {name: arrays[name] for name in ("h0", "c0", "resets", "ct_ys") if name in arrays}
     differentiated = {name: x for name, x in arrays.items() if name not in fixed}
 
@@ -150,27 +153,28 @@ def run(problem: Problem, implementation: Any, arrays: Arrays) -> Arrays:
 
 
 def one_pass(problem: Problem, implementation: str | None) -> Callable[[Arrays], Arrays]:
-    """The pass of a problem, mapped over models if it has some."""
+    """Returns the pass of a problem, mapped over its models if there are any."""
     one = functools.partial(run, problem, implementation)
     return jax.vmap(one) if problem.models else one
 
 
 def passes(problem: Problem) -> int:
-    """Passes of a timed program."""
+    """Returns the number of passes in a timed program."""
     models, backward = problem.models or 1, 3 if problem.gradients else 1
     products = 4 * cases.GATES[problem.cell] * models * problem.B * problem.T * problem.H**2 * backward
     return max(1, min(MOST_PASSES, int(LOOPED_SECONDS / (problem.T * STEP_SECONDS + products / FLOPS))))
 
 
 def looped(problem: Problem, implementation: str | None) -> Callable[[Arrays], Arrays]:
-    """Many passes in turn, each waiting for the one before; returns what the last one does."""
+    """Returns a function that runs many passes, each dependent on the previous one, and returns the last result."""
     one = one_pass(problem, implementation)
 
     def loop(arrays: Arrays) -> Arrays:
         def turn(_: Any, before: tuple[Arrays, Arrays]) -> tuple[Arrays, Arrays]:
             given, _ = before
             after = one(arrays | given)
-            # no pass can be moved out of the loop, and weights are the loop's, as an agent's are
+            # make each pass depend on the previous one, so that XLA cannot hoist it out of the loop; the weights are
+            # carried by the loop, as an agent's are
             first = 0 * jax.tree.leaves(after)[0].ravel()[0]
             return {name: w + first.astype(w.dtype) for name, w in given.items()}, after
 
@@ -182,10 +186,10 @@ def looped(problem: Problem, implementation: str | None) -> Callable[[Arrays], A
 
 
 class Compiled(NamedTuple):
-    """A problem with its programs, and what went wrong with those it has not.
+    """A problem, its compiled programs, and the errors of the programs that failed to compile.
 
     Attributes:
-      same: the implementation whose program is that of the default too; None if the default has one of its own.
+      same: the implementation whose program is also that of the default; None if the default has a program of its own.
     """
 
     problem: Problem
@@ -196,7 +200,7 @@ class Compiled(NamedTuple):
 
 
 def prepare(problems: tuple[Problem, ...]) -> Iterator[Compiled]:
-    """Compiles the programs of several problems side by side, each program once."""
+    """Compiles the programs of several problems in parallel, each program once."""
     pending = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
         for problem in problems:
@@ -222,7 +226,10 @@ def prepare(problems: tuple[Problem, ...]) -> Iterator[Compiled]:
 
 
 def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) -> list[Row]:
-    """A row for the default and for each implementation: timed unless one is far from the others' results."""
+    """Returns a row for the default and for each implementation.
+
+    A program is not timed if its results differ too much from those of "xla".
+    """
     label, count = str(one.problem), passes(one.problem)
     rows = {name: Row(label, name, ours=DEFAULT) for name in (DEFAULT, *IMPLEMENTATIONS)}
     for name, error in one.failures.items():
@@ -236,7 +243,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
             worst = max(errors, key=lambda array: errors[array] if errors[array] == errors[array] else float("inf"))
             rows[name] = dataclasses.replace(rows[name], error=errors[worst], error_of=worst)
             if not errors[worst] <= limit:
-                reason = f"not timed: {worst} is off xla's by {errors[worst]:.2g}, more than {limit:g}"
+                reason = f"not timed: {worst} differs from xla's by {errors[worst]:.2g}, more than {limit:g}"
                 rows[name] = dataclasses.replace(rows[name], status="wrong", reason=reason)
                 continue
         clocks[name] = timing.jax_clock(program, program, count)
@@ -247,7 +254,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
     if one.same is not None:
         rows[DEFAULT] = dataclasses.replace(rows[one.same], provider=DEFAULT, note=f"runs {one.same}")
     else:
-        rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], note="has launches of both")
+        rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], note="mixes triton and xla")
     values = [value for name in IMPLEMENTATIONS if (value := rows[name].value) is not None]
     if values:
         rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], target=(1 + TOLERANCE) * min(values))
@@ -255,7 +262,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
 
 
 def choice(settings: Settings, progress: Callable[[str], None]) -> Iterator[Row]:
-    """The default beside each implementation, over the shapes of RL code."""
+    """Yields the rows of the default and of each implementation, at shapes of RL code."""
     wanted = tuple(problem for problem in PROBLEMS if settings.wants_case(str(problem)))
     for first in range(0, len(wanted), AT_ONCE):
         for one in prepare(wanted[first : first + AT_ONCE]):

@@ -1,7 +1,7 @@
-"""The first call of a provider in a process of its own, with cold caches or with a time limit.
+"""Times the first call of a provider in a separate process, with cold caches or with a time limit.
 
-As a program, `python -m benchmarks.first_call PROVIDER CASE LIMIT [--check] [--as PROFILE]`, it makes that call and
-prints its seconds.
+The program `python -m benchmarks.first_call PROVIDER CASE LIMIT [--check] [--as PROFILE]` makes that call and prints
+how many seconds it took.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ if TYPE_CHECKING:
     from benchmarks.cases import Case
 
 UNFINISHED = "unfinished"
-STARTUP_LIMIT = 300  # seconds for imports, and for inputs to get to the device
+STARTUP_LIMIT = 300  # seconds for imports and for copying inputs to the device
 _READY, _DONE = "ready", "done"
 
 
 @dataclasses.dataclass(frozen=True)
 class FirstCall:
-    """Seconds of a first call, from tracing to the first result; or why there are none, `UNFINISHED` or an error."""
+    """The seconds from tracing to the first result, or the reason why there are none: `UNFINISHED` or an error."""
 
     seconds: float | None = None
     reason: str = ""
 
 
 def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile: str = "") -> FirstCall:
-    """Makes the first call; gives it `limit` seconds once inputs are on the device.
+    """Makes the first call in a new process, and stops it `limit` seconds after its inputs are on the device.
 
     Args:
-      provider: its name.
+      provider: the name of the provider.
       case: the shape.
-      limit: in seconds.
-      cold: with empty caches, and the result is checked. Otherwise what it compiles is left in Triton's cache, where
-        this process finds it, and checking is left to the caller.
-      profile: as in `benchmarks.settings.Settings`.
+      limit: the time limit of the call, in seconds.
+      cold: whether to start with empty caches and to check the result. Otherwise compiled code stays in Triton's cache,
+        where this process finds it, and the caller checks the result.
+      profile: the GPU that kernels are chosen for, as in `benchmarks.settings.Settings`.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
@@ -82,7 +82,10 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Makes the call in this process: says when all is ready for it, then how long it took. Exits at the limit."""
+    """Makes the call in this process, which exits at the limit.
+
+    Prints one line when the inputs are ready, and another one with the seconds that the call took.
+    """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.first_call")
     parser.add_argument("provider")
     parser.add_argument("case")
@@ -110,14 +113,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(built, providers.JaxPass):
         first: Callable[[], Any] = functools.partial(built.jitted, *built.args)
         wait: Callable[[Any], Any] = jax.block_until_ready
-        wait((built.args, jax.jit(jax.numpy.sin)(1.0)))  # the device has started, and the inputs are there
+        wait((built.args, jax.jit(jax.numpy.sin)(1.0)))  # wait until the device has started and has the inputs
     else:
         import torch
 
         first, wait = built.run, lambda _: torch.cuda.synchronize()
         wait(None)
     print(_READY, flush=True)
-    faulthandler.dump_traceback_later(options.limit, exit=True)  # works inside a compiler too, where no signal would
+    faulthandler.dump_traceback_later(options.limit, exit=True)  # also ends a compiler, which a signal would not
     began = time.perf_counter()
     result = first()
     wait(result)
@@ -134,7 +137,7 @@ if __name__ == "__main__":
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
         main()
-    except Exception as error:  # the last line of stderr is what the table says
+    except Exception as error:  # the table shows the last line of stderr
         traceback.print_exc()
         from benchmarks.timing import first_line
 

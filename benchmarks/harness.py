@@ -1,4 +1,4 @@
-"""From a case and some providers to rows: prepare, check against the oracle, and only then time, all in turn."""
+"""Turns a case and its providers into rows: prepares all, checks each against the oracle, and times them in turn."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from benchmarks.settings import Settings
 
 
-# A pass of JAX's that is shorter than half of this runs in a loop inside a program, about so long: else the host, which
-# takes some 0.2 ms to dispatch a program, is what is timed. PyTorch's replay CUDA graphs.
+# A JAX pass shorter than half of this is timed in a loop inside one program, which takes about this long. Otherwise the
+# host would be timed, which takes some 0.2 ms to dispatch a program. PyTorch's passes replay CUDA graphs.
 _LOOPED_SECONDS = 5e-3
 _MOST_PASSES = 64
 
@@ -35,10 +35,10 @@ class Ready:
 
     Attributes:
       run: enqueues one pass and returns its result.
-      canonical: the result by the names of the oracle.
-      compiled: what XLA made of it, for a JAX provider.
-      own_graphs: as of `TorchPass`.
-      loop: compiles that many passes as one program, for a JAX provider.
+      canonical: converts that result to the names and the layout of the oracle.
+      compiled: XLA's compiled program, for a JAX provider.
+      own_graphs: as in `TorchPass`.
+      loop: compiles a number of passes as one program, for a JAX provider.
     """
 
     run: Callable[[], Any]
@@ -49,23 +49,26 @@ class Ready:
 
     @classmethod
     def of(cls, built: TorchPass) -> Ready:
-        """A pass of PyTorch."""
+        """Wraps a pass of PyTorch."""
         return cls(built.run, built.canonical, own_graphs=built.own_graphs)
 
     @classmethod
     def forward(cls, built: TorchPass, case: Case) -> Ready:
-        """The forward pass of one step alone. Its outputs have one layout whether batch first or not, but for a 1."""
+        """Wraps the forward pass alone, for a case of one step.
+
+        With one step, batch-first and time-first outputs differ only in the place of an axis of length 1.
+        """
         shape = (1, case.B, case.H)
         return cls(built.forward, lambda ys: {"ys": ys.reshape(shape)}, own_graphs=built.own_graphs)
 
     def clock(self) -> timing.Clock:
-        """The clock that suits the framework."""
+        """Returns the clock for the provider's framework."""
         if self.compiled is None:
             return timing.torch_clock(self.run, own_graphs=self.own_graphs)
         return timing.jax_clock(self.run)
 
     def looped(self) -> tuple[Ready, int]:
-        """Short passes of JAX as one program of many, and of how many; all others as they are."""
+        """Returns a program of many passes and their number for a short pass of JAX, otherwise this object and 1."""
         if self.loop is None:
             return self, 1
         count = min(int(_LOOPED_SECONDS / (self.clock().batch(3) / 3)), _MOST_PASSES)
@@ -73,7 +76,10 @@ class Ready:
 
 
 class FirstCalls:
-    """Which slow starters have been seen to start in time; tried apart, since a first call cannot be interrupted."""
+    """A record of which providers with slow first calls finish them in time.
+
+    Such a call is first tried in a separate process, because it cannot be interrupted.
+    """
 
     def __init__(self, limit: float, profile: str = "") -> None:
         self._limit, self._profile = limit, profile
@@ -81,13 +87,13 @@ class FirstCalls:
         self._unfinished: dict[str, Case] = {}
 
     def problem(self, provider: Provider, case: Case) -> tuple[Status, str] | None:
-        """The status and reason of a row if `provider` does not start in time on `case`, else None."""
+        """Returns the status and reason of a row if the first call fails or does not finish in time, else None."""
         key = (provider.name, case.cell, case.H)
         if not provider.bounded or key in self._started:
             return None
         slow = self._unfinished.get(provider.name)
         if slow is not None and case.H >= slow.H:
-            return "skipped", f"its first call at {slow}, no wider, was unfinished after {self._limit:g} s"
+            return "skipped", f"its first call at {slow}, which is no wider, was unfinished after {self._limit:g} s"
         result = first_call.run(provider.name, case, limit=self._limit, profile=self._profile)
         if result.reason == first_call.UNFINISHED:
             self._unfinished[provider.name] = case
@@ -101,9 +107,10 @@ class FirstCalls:
 def prepare(
     providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
 ) -> tuple[dict[str, Ready], dict[str, Row]]:
-    """Builds and compiles what can run; JAX's programs compile side by side. Rows say why the others cannot.
+    """Builds and compiles the providers that can run, and returns them with rows that say why the others cannot.
 
-    With `step`, only the forward pass of PyTorch's providers, in a case of one step.
+    JAX programs are compiled in parallel. With `step`, the case has one step, and PyTorch's providers run only their
+    forward pass.
     """
     ready: dict[str, Ready] = {}
     rows: dict[str, Row] = {}
@@ -123,7 +130,7 @@ def prepare(
                     ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
                 else:
                     lowered[provider.name] = built.jitted.lower(*built.args), built
-            except Exception as error:  # a provider that breaks is a row, not the end of the run
+            except Exception as error:  # a provider that fails becomes a row, and the run goes on
                 rows[provider.name] = failed(row, error)
     with concurrent.futures.ThreadPoolExecutor() as pool:
         futures = {name: pool.submit(program.compile) for name, (program, _) in lowered.items()}
@@ -140,15 +147,16 @@ def prepare(
 
 
 def compile_loop(built: JaxPass, count: int) -> Callable[[], Any]:
-    """`count` passes in turn as one program, which returns what the last one does."""
+    """Compiles `count` passes, each dependent on the previous one, as one program that returns the last result."""
 
     def loop(weights: Any, *others: Any) -> Any:
         def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
             weights, _ = before
             after = built.jitted(weights, *others)
             first = jax.tree.leaves(after)[0].ravel()[0]
-            # every pass waits for the one before, and nothing of it can be moved out of the loop; it takes weights as
-            # an agent's does, from the loop itself: XLA does not add a bias with the product if it computes that too
+            # make each pass depend on the previous one, so that XLA cannot hoist any of it out of the loop; the weights
+            # are carried by the loop, as an agent's are, because XLA does not fuse the addition of a bias into the
+            # product if the loop computes that bias first
             return jax.tree.map(lambda w: w + (0 * first).astype(w.dtype), weights), after
 
         like = jax.eval_shape(built.jitted, weights, *others)
@@ -161,14 +169,15 @@ def compile_loop(built: JaxPass, count: int) -> Callable[[], Any]:
 def check(
     provider: Provider, ready: Ready, truth: Oracle, *, names: Sequence[str] | None = None
 ) -> Row | tuple[str, float]:
-    """Runs one pass. Returns the largest error and of what, or the row that says why there is nothing to time.
+    """Runs one pass and compares all outputs and gradients, or only `names`, with the oracle.
 
-    Checked are all outputs and gradients, or `names` alone.
+    Returns the name of the array with the largest relative error and that error, or a row that says why the provider is
+    not timed.
     """
     row = Row("", provider.name, ours=provider.ours)
     try:
         for _ in range(2 if ready.own_graphs else 0):
-            ready.run()  # the first call warms up, the second records
+            ready.run()  # the first call warms up, the second records the graphs
         got = to_jax(ready.canonical(ready.run()))
         want = truth.want(provider.dtype, provider.resets)
         errors = oracle.errors(got, want if names is None else {name: want[name] for name in names})
@@ -184,7 +193,10 @@ def check(
 
 
 def checked_clock(provider: Provider, one: Ready, truth: Oracle) -> Row | tuple[timing.Clock, str, float]:
-    """Checks a pass, and the program of many that is timed in its place. Returns the clock and what `check` does."""
+    """Checks a pass and, if it is short, also the program of many passes that is timed in its place.
+
+    Returns the clock followed by the worse result of `check`, or the row of `check`.
+    """
     checked = check(provider, one, truth)
     if isinstance(checked, Row):
         return checked
@@ -201,7 +213,7 @@ def checked_clock(provider: Provider, one: Ready, truth: Oracle) -> Row | tuple[
 
 
 def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
-    """JAX arrays as they are, and tensors as JAX arrays that share their memory."""
+    """Returns JAX arrays unchanged, and converts PyTorch tensors to JAX arrays that share their memory."""
     if all(isinstance(x, jax.Array) for x in arrays.values()):
         return arrays
     synchronize()
@@ -209,7 +221,7 @@ def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
 
 
 def synchronize() -> None:
-    """Waits for what PyTorch has left to the GPU, if there is one."""
+    """Waits for the work that PyTorch has enqueued on the GPU, if there is a GPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -224,7 +236,7 @@ def time_case(
     targets: dict[str, float],
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for every provider, in their order: milliseconds of a pass. `targets` are by provider."""
+    """Returns a row for every provider, in order: milliseconds of a pass. `targets` are keyed by provider."""
     inputs = Inputs(cases.make_inputs(case))
     ready, rows = prepare(providers, case, inputs, first_calls)
     truth = Oracle(case, inputs.jax)
@@ -258,9 +270,10 @@ def time_steps(
     first_calls: FirstCalls,
     progress: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """A row for every provider, all of PyTorch: microseconds until a call of one step returns, without gradients.
+    """Returns a row for every provider, all of PyTorch: microseconds until a call of one step returns.
 
-    What the device takes for it is in the note, which says so where that is longer: then the device is what bounds.
+    The calls compute no gradients. The note gives the device time, and says if it exceeds the host time, i.e. if the
+    device is the bottleneck.
     """
     inputs = Inputs(cases.make_inputs(case))
     ready, rows = prepare(providers, case, inputs, first_calls, step=True)
@@ -288,9 +301,9 @@ def time_steps(
         name = provider.name
         (returned, wall), clock = spreads[name], device[f"{name}, device"]
         notes = [note(provider, case)]
-        if clock.method == timing.REPLAYS:  # else the host may be what its clock waits for
+        if clock.method == timing.REPLAYS:  # the clock of eager calls may measure the host
             seconds = spreads[f"{name}, device"][0].median
-            notes.append(f"device {1e6 * seconds:.3g} us" + (", which bounds" if seconds > returned.median else ""))
+            notes.append(f"device {1e6 * seconds:.3g} us" + (", the bottleneck" if seconds > returned.median else ""))
         row = Row(
             str(case), name, ours=provider.ours, unit="us", error=errors[name][1], error_of=errors[name][0],
             note="; ".join(filter(None, notes)),
@@ -300,7 +313,7 @@ def time_steps(
 
 
 def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:
-    """`row` with figures; seconds times `scale` are in its unit."""
+    """Returns `row` with its figures; `scale` converts seconds to its unit."""
     return dataclasses.replace(
         row, value=scale * device.median, low=scale * device.low, high=scale * device.high, calls=device.calls,
         wall=scale * wall.median, method=method,
@@ -308,17 +321,17 @@ def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float,
 
 
 def failed(row: Row, error: Exception) -> Row:
-    """`row` for a provider that raised."""
+    """Returns `row` marked as failed by `error`."""
     return dataclasses.replace(row, status="failed", reason=timing.first_line(error))
 
 
 def note(provider: Provider, case: Case) -> str:
-    """What to know of a figure of `provider`."""
+    """Returns what a reader should know about a provider's figure in this case."""
     return "" if provider.resets or not case.reset_rate else "without resets"
 
 
 def peak_bytes(ready: Ready) -> tuple[int, str]:
-    """Device memory that a pass needs, arguments and results included, and who says so."""
+    """Returns the device memory of a pass in bytes, including arguments and results, and how it was measured."""
     if ready.compiled is not None:
         sizes = ready.compiled.memory_analysis()
         total = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
@@ -334,7 +347,7 @@ def peak_bytes(ready: Ready) -> tuple[int, str]:
 
 
 def release() -> None:
-    """Gives memory of the case before back to the device, for whichever framework is next."""
+    """Returns the memory of the previous case to the device, so that either framework can use it."""
     import gc
     import sys
 

@@ -1,4 +1,4 @@
-"""What a figure was measured on: GPU, driver, versions and commit."""
+"""Describes what a figure was measured on: GPU, driver, versions and commit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "torch", "triton", "torchrl", "flashrnn")
 
 
 def describe(revision: str | None = None, profile: str = "") -> dict[str, str]:
-    """Returns GPU (or platform), driver, versions of the packages involved, and the commit (default: ask git).
+    """Returns the GPU (or platform), the driver, the versions of packages, and the commit (default: that of git).
 
     With `profile`, a key of `torch_bridge.tiling.devices.PROFILES`, "as" names the GPU that kernels were chosen for.
     """
@@ -32,7 +32,7 @@ def describe(revision: str | None = None, profile: str = "") -> dict[str, str]:
 
 
 def line(machine: dict[str, str]) -> str:
-    """The same in one line: `NVIDIA H200, driver 580.159.04, jax 0.11.2, ..., commit b9d0fc8`."""
+    """Formats a machine in one line: `NVIDIA H200, driver 580.159.04, jax 0.11.2, ..., commit b9d0fc8`."""
     parts = {name: value if name == "gpu" else f"{name} {value}" for name, value in machine.items()}
     if "as" in machine:
         parts["as"] = f"kernels chosen and compiled for {PROFILES[machine['as']].name}"
@@ -40,7 +40,7 @@ def line(machine: dict[str, str]) -> str:
 
 
 def slug(machine: dict[str, str]) -> str:
-    """The GPU's name as a folder: `nvidia-h200`, or `as-a100-on-nvidia-h200`."""
+    """Returns the name of a results folder: `nvidia-h200`, or `as-a100-on-nvidia-h200`."""
     gpu = re.sub(r"[^a-z0-9]+", "-", machine["gpu"].lower()).strip("-")
     return f"as-{machine['as']}-on-{gpu}" if "as" in machine else gpu
 
@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def commit(*paths: str) -> str:
-    """The commit, and whether files at `paths` have changed since; "unknown" without git."""
+    """Returns the commit, with "with changes" if files at `paths` have changed since, or "unknown" without git."""
     root = Path(__file__).parents[1]
     head = _output(["git", "-C", str(root), "rev-parse", "--short=10", "HEAD"])
     changed = _output(["git", "-C", str(root), "status", "--porcelain", "--", *paths])

@@ -1,7 +1,8 @@
-"""RMSNorm and LayerNorm, forward and backward, against a device copy that moves as many bytes.
+"""Measures RMSNorm and LayerNorm, forward and backward, against a device copy that moves as many bytes.
 
-Every repetition begins with an L2 cache that holds nothing of the arrays and with the host far ahead of the device, and
-is timed by events on the stream that it runs on: of a program in JAX by callbacks inside it, before and after.
+When a repetition begins, the L2 cache holds nothing of the arrays and the host is far ahead of the device. CUDA events
+time the repetition on the stream that it runs on; a program in JAX records them in callbacks inside the program, before
+and after the timed part.
 """
 
 from __future__ import annotations
@@ -41,21 +42,22 @@ Direction = Literal["fwd", "bwd"]
 EPSILON = 1e-6
 NAMES: dict[Kind, str] = {"rms": "RMSNorm", "layer": "LayerNorm"}
 SIZES = {"bf16": 2, "f32": 4}
-# ||got - want|| / ||want||, of the rows and columns that are compared.
+# The largest ||got - want|| / ||want|| with which a provider is still timed, over the rows and columns that are
+# compared.
 TOLERANCE = {"bf16": 2e-2, "f32": 1e-4}
 COMPARED_ROWS, COMPARED_COLUMNS = 256, 64
 
 
 @dataclasses.dataclass(frozen=True)
 class NormCase:
-    """Rows to normalize, or the gradients of that.
+    """One shape of a norm, forward or backward.
 
     Attributes:
       kind: "rms", with a weight, or "layer", with a weight and a bias.
       direction: forward (y), or backward (gradients of x, weight and bias).
-      dtype: of all arrays, "bf16" or "f32".
-      rows: how many.
-      columns: their length.
+      dtype: the dtype of all arrays, "bf16" or "f32".
+      rows: the number of rows.
+      columns: the length of a row.
     """
 
     kind: Kind
@@ -65,34 +67,34 @@ class NormCase:
     columns: int
 
     def __str__(self) -> str:
-        """`RMSNorm fwd bf16 8192x8192`."""
+        """Returns a label such as `RMSNorm fwd bf16 8192x8192`."""
         return f"{NAMES[self.kind]} {self.direction} {self.dtype} {self.rows}x{self.columns}"
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """Names of the parameters."""
+        """The names of the parameters."""
         return ("weight",) if self.kind == "rms" else ("weight", "bias")
 
     @property
     def bytes(self) -> int:
-        """What it must move: x and y, or x, dy and dx."""
+        """The bytes that the norm must move: those of x and y, or of x, dy and dx."""
         return (2 if self.direction == "fwd" else 3) * self.rows * self.columns * SIZES[self.dtype]
 
     @property
     def target(self) -> float | None:
-        """The share of a copy's bandwidth that the kernels are to reach on an H200."""
+        """The share of a copy's bandwidth that the kernels should reach on an H200; None without a target."""
         if self.dtype != "bf16" or (self.rows, self.columns) not in WIDE:
             return None
         return 0.92 if self.direction == "fwd" and self.columns >= 2048 else 0.85
 
 
 WIDE = ((8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768))
-# T * B and H of an agent.
+# Shapes of an agent: T * B rows of H columns.
 RECURRENT = tuple((rows, columns) for columns in (64, 128, 256, 512, 1024) for rows in (8192, 524288))
 
 
 def cases() -> list[NormCase]:
-    """All of them; both directions of a shape, and shapes that share compiled code, are neighbours."""
+    """Returns all cases; both directions of a shape are adjacent, and so are shapes that share compiled code."""
     kinds: tuple[Kind, ...] = ("rms", "layer")
     directions: tuple[Direction, ...] = ("fwd", "bwd")
     return [
@@ -104,8 +106,8 @@ def cases() -> list[NormCase]:
     ]
 
 
-# Of several GPUs, the one that all of it runs on. It is named everywhere: JAX, as it starts, leaves the last GPU the
-# current one, for PyTorch too.
+# The GPU that everything runs on if there are several. All code names it explicitly, because JAX, when it starts, makes
+# the last GPU the current one, for PyTorch too.
 ORDINAL = 0
 
 
@@ -113,10 +115,13 @@ ORDINAL = 0
 
 
 class DeviceClock:
-    """Events on the stream of one call, after what clears L2 and gives the host time to enqueue the call."""
+    """A clock of CUDA events on the stream of one call.
 
-    # Cycles to wait for the host: it takes PyTorch's autograd up to half a millisecond to enqueue a backward pass, and
-    # XLA almost none, in whose program the callbacks are.
+    Before the call, the stream clears L2 and waits, which gives the host time to enqueue the call.
+    """
+
+    # Cycles that the device waits for the host. PyTorch's autograd takes up to half a millisecond to enqueue a backward
+    # pass. XLA takes almost no time, because the callbacks are inside its program.
     _AHEAD, _AHEAD_INSIDE = 3_000_000, 300_000
     method = "CUDA events around each call, L2 cleared before"
 
@@ -124,7 +129,7 @@ class DeviceClock:
         import torch
 
         cache = torch.cuda.get_device_properties(ORDINAL).L2_cache_size
-        self._buffer = torch.empty(cache, device=f"cuda:{ORDINAL}")  # four times the cache
+        self._buffer = torch.empty(cache, device=f"cuda:{ORDINAL}")  # four times as large as the cache
         self._sum = torch.empty((), device=f"cuda:{ORDINAL}")
         self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
 
@@ -136,13 +141,13 @@ class DeviceClock:
         return torch.cuda.ExternalStream(context.stream, ORDINAL)
 
     def begin(self, context: Any = None) -> None:
-        """Clears L2 and starts the clock; `context` is that of a callback, None is PyTorch's current stream."""
+        """Clears L2 and starts the clock on the stream of a callback's `context`; None means PyTorch's current one."""
         import torch
 
         stream = self._stream(context)
         with torch.cuda.stream(stream):
             self._buffer.zero_()
-            torch.sum(self._buffer, 0, out=self._sum)  # what is left in the cache needs no writing back
+            torch.sum(self._buffer, 0, out=self._sum)  # the lines left in the cache need no writing back
             torch.cuda._sleep(self._AHEAD if context is None else self._AHEAD_INSIDE)
             self._events[0].record(stream)
 
@@ -151,7 +156,7 @@ class DeviceClock:
         self._events[1].record(self._stream(context))
 
     def seconds(self) -> float:
-        """Of the call between."""
+        """Returns the seconds between `begin` and `end`."""
         import torch
 
         torch.cuda.synchronize(ORDINAL)
@@ -159,7 +164,7 @@ class DeviceClock:
 
 
 class HostClock:
-    """The host's time, where there is no GPU."""
+    """A clock of host time, for machines without a GPU."""
 
     method = "the host's time"
 
@@ -175,18 +180,18 @@ class HostClock:
         self._times[1] = time.perf_counter()
 
     def seconds(self) -> float:
-        """Of the call between."""
+        """Returns the seconds between `begin` and `end`."""
         return self._times[1] - self._times[0]
 
 
 Clock = DeviceClock | HostClock
 
 
-# Arrays, and what is right.
+# Arrays and correct results.
 
 
 def make_arrays(case: NormCase, place: str) -> Tensors:
-    """`x`, `dy` `[rows, columns]`, `weight`, `bias` `[columns]`, drawn from the shape."""
+    """Returns `x` and `dy` `[rows, columns]` and the parameters `[columns]`, seeded by a hash of the shape."""
     import torch
 
     dtype = {"bf16": torch.bfloat16, "f32": torch.float32}[case.dtype]
@@ -200,7 +205,7 @@ def make_arrays(case: NormCase, place: str) -> Tensors:
 
 
 class Truth:
-    """Results in float64: `y` and `dx` of some rows, `dweight` and `dbias` of some columns."""
+    """Float64 results: `y` and `dx` of some rows, `dweight` and `dbias` of some columns."""
 
     def __init__(self, case: NormCase, arrays: Tensors) -> None:
         import torch
@@ -227,7 +232,7 @@ class Truth:
         self._want = {"y": y, "dx": dx * rstd[at], "dweight": (d * (few - mean) * rstd).sum(0), "dbias": d.sum(0)}
 
     def error(self, case: NormCase, results: Sequence[torch.Tensor]) -> tuple[float, str]:
-        """The largest relative error of results in their order, NaN if there is any, and of which result it is."""
+        """Returns the largest relative error of the results, NaN if any error is, and the name of that result."""
         import torch
 
         names = ("y",) if case.direction == "fwd" else ("dx", *(f"d{name}" for name in case.parameters))
@@ -238,12 +243,12 @@ class Truth:
         return max(errors, key=lambda each: float("inf") if each[0] != each[0] else each[0])
 
 
-# Who is measured. A provider makes of a case, arrays and a clock a call that returns results in the order of `Truth`.
+# Providers. `_call` turns a provider, a case, arrays and a clock into a call whose results are in the order of `Truth`.
 
 
 @dataclasses.dataclass(frozen=True)
 class Provider:
-    """One way to compute a case; `build` of those of PyTorch, `function` of those of JAX."""
+    """One way to compute a case: PyTorch's providers have `build`, and those of JAX have `function`."""
 
     name: str
     build: Callable[[NormCase, Tensors], Callable[[], Any]] | None = None
@@ -252,7 +257,7 @@ class Provider:
 
 
 def torch_pass(norm: Callable[..., Any], case: NormCase, arrays: Tensors) -> Callable[[], Any]:
-    """Forward as in training, with all that a gradient needs; or the gradients."""
+    """Returns a call of the forward pass, which stores residuals as in training, or of the backward pass."""
     import torch
 
     leaves = [arrays[name].detach().requires_grad_() for name in ("x", *case.parameters)]
@@ -263,7 +268,7 @@ def torch_pass(norm: Callable[..., Any], case: NormCase, arrays: Tensors) -> Cal
 
 
 def pytorchs(case: NormCase) -> Callable[..., Any]:
-    """The norm of PyTorch."""
+    """Returns PyTorch's norm."""
     import torch
 
     shape = (case.columns,)
@@ -273,7 +278,7 @@ def pytorchs(case: NormCase) -> Callable[..., Any]:
 
 
 def build_ours(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
-    """Through `torch_bridge`."""
+    """Builds the norm of `torch_bridge`."""
     from torch_bridge import functional
 
     norm = functional.rms_norm if case.kind == "rms" else functional.layer_norm
@@ -282,7 +287,7 @@ def build_ours(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
 
 
 def build_eager(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
-    """PyTorch's own kernels."""
+    """Builds the norm of PyTorch's own kernels."""
     return torch_pass(pytorchs(case), case, arrays)
 
 
@@ -290,15 +295,15 @@ _compiled: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
 
 def build_compiled(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
-    """PyTorch's compiler; for an agent's shapes once for any number of rows."""
+    """Builds PyTorch's norm with `torch.compile`, which compiles once for any number of rows at an agent's shapes."""
     import torch
     import torch._functorch.config
 
-    torch._functorch.config.donated_buffer = False  # a gradient is computed more than once
+    torch._functorch.config.donated_buffer = False  # the backward pass runs more than once
     any_rows = (case.rows, case.columns) in RECURRENT
     key = (case.kind, case.dtype, case.columns, None if any_rows else case.rows)
     if key not in _compiled:
-        torch._dynamo.reset()  # it compiles a function so many times and no more
+        torch._dynamo.reset()  # PyTorch limits how often it compiles a function
         _compiled.clear()
         _compiled[key] = torch.compile(pytorchs(case), fullgraph=True, dynamic=None if any_rows else False)
 
@@ -311,7 +316,7 @@ def build_compiled(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
 
 
 def build_copy(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
-    """A copy that reads and writes as many bytes in all."""
+    """Builds a copy that reads and writes as many bytes in all."""
     import torch
 
     source, target = (torch.empty(case.bytes // 2, dtype=torch.uint8, device=arrays["x"].device) for _ in range(2))
@@ -320,7 +325,7 @@ def build_copy(case: NormCase, arrays: Tensors) -> Callable[[], Any]:
 
 
 def formula(kind: Kind) -> Callable[..., jax.Array]:
-    """The norm by its formula, in float32."""
+    """Returns the norm by its formula, in float32."""
 
     def norm(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
         wide = x.astype(jnp.float32)
@@ -333,7 +338,7 @@ def formula(kind: Kind) -> Callable[..., jax.Array]:
 
 
 def through_jaxrnn(case: NormCase) -> Callable[..., jax.Array]:
-    """The kernels inside jit."""
+    """Returns the norm of `jaxrnn`, which launches the kernels inside jit."""
     norm = getattr(jaxrnn, f"{case.kind}_norm")
     return functools.partial(norm, epsilon=EPSILON, implementation="triton")
 
@@ -353,7 +358,10 @@ ALL = (
 
 
 def program(case: NormCase, norm: Callable[..., Any], clock: Clock) -> Callable[..., Any]:
-    """A function to jit that starts the clock before what is timed and stops it after, on the stream it runs on."""
+    """Returns a function to jit that starts the clock before the timed part and stops it after that part.
+
+    The clock records its events on the stream that the program runs on.
+    """
 
     def begin(x: jax.Array, *after: jax.Array) -> jax.Array:
         place = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -378,7 +386,7 @@ def program(case: NormCase, norm: Callable[..., Any], clock: Clock) -> Callable[
 
 
 def compile_program(case: NormCase, provider: Provider, clock: Clock) -> Any:
-    """Compiled by XLA, from shapes alone."""
+    """Compiles a provider's program with XLA, from shapes alone."""
     assert provider.function is not None
     dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}[case.dtype]
     place = jax.sharding.SingleDeviceSharding(jax.devices()[ORDINAL])
@@ -387,11 +395,11 @@ def compile_program(case: NormCase, provider: Provider, clock: Clock) -> Any:
     return jax.jit(program(case, provider.function(case), clock)).lower(rows, rows, *parameters).compile()
 
 
-# Compiling beforehand.
+# Compilation before timing.
 
 
 def problems(case: NormCase) -> list[Any]:
-    """What `torch_bridge` launches for a case."""
+    """Returns the problems that `torch_bridge` launches for a case."""
     from torch_bridge.norms import Problem
 
     dtype = {"bf16": "bfloat16", "f32": "float32"}[case.dtype]
@@ -411,7 +419,10 @@ def _compile_kernels(problem: Any, device: Any) -> None:
 
 
 def compile_kernels(chosen: Iterable[NormCase]) -> None:
-    """Leaves kernels in Triton's cache on disk; what does not compile fails again where it is loaded."""
+    """Compiles kernels into Triton's cache on disk, in parallel.
+
+    Errors are ignored, because a kernel that does not compile fails again when it is loaded.
+    """
     from torch_bridge import gpu
 
     device = gpu.device(ORDINAL)
@@ -435,7 +446,7 @@ def time_case(
     repetitions: int,
     progress: Progress = lambda _: None,
 ) -> list[Row]:
-    """A row for every provider, in their order. `programs` are compiled ones, or why there is none."""
+    """Returns a row for every provider, in order. `programs` has compiled programs, or the errors of compiling them."""
     rows: dict[str, Row] = {}
     calls: dict[str, Callable[[], Any]] = {}
     for provider in providers:
@@ -447,7 +458,7 @@ def time_case(
         try:
             call = _call(case, provider, arrays, programs, clock)
             error, of = (0.0, "") if provider.name == COPY else truth.error(case, _tensors(call()))
-        except Exception as problem:  # a provider that breaks is a row, not the end of the run
+        except Exception as problem:  # a provider that fails becomes a row, and the run goes on
             rows[provider.name] = dataclasses.replace(row, status="failed", reason=timing.first_line(problem))
             continue
         row = dataclasses.replace(row, error=None if provider.name == COPY else error, error_of=of)
@@ -458,7 +469,7 @@ def time_case(
             calls[provider.name] = call
         rows[provider.name] = row
     seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(-1, repetitions):  # the first is not counted
+    for turn in range(-1, repetitions):  # the first turn is not counted
         for name, call in calls.items():
             call()
             elapsed = clock.seconds()
@@ -482,14 +493,14 @@ def time_case(
 def _call(
     case: NormCase, provider: Provider, arrays: Tensors, programs: dict[Any, Any], clock: Clock
 ) -> Callable[[], Any]:
-    """One timed call."""
+    """Returns a function that makes one timed call."""
     import torch
 
     if provider.build is None:
         compiled = programs[provider.name, case]
         if isinstance(compiled, Exception):
             raise compiled
-        with torch.cuda.device_of(arrays["x"]):  # PyTorch hands out what is on its current device
+        with torch.cuda.device_of(arrays["x"]):  # PyTorch exports only tensors of its current device
             given = [jax.dlpack.from_dlpack(arrays[name]) for name in ("x", "dy", *case.parameters)]
 
         def call() -> Any:
@@ -516,15 +527,15 @@ def _tensors(results: Any) -> list[torch.Tensor]:
 
 
 def norm(settings: Settings, progress: Progress, chosen: Sequence[NormCase] | None = None) -> Iterator[Row]:
-    """The suite: the share of a copy's bandwidth that each reaches. Without a GPU, times of the host."""
+    """Yields the share of a copy's bandwidth that each provider reaches. Without a GPU, the host's time is measured."""
     chosen = [case for case in (cases() if chosen is None else chosen) if settings.wants_case(str(case))]
     if not chosen:
         return
     if importlib.util.find_spec("torch") is None:
-        raise SystemExit("the suite norm compares with a copy by PyTorch, and needs it: pip install '.[torch]'")
+        raise SystemExit("the suite norm needs PyTorch, whose copy it compares with: pip install '.[torch]'")
     import torch
 
-    # without a copy there is nothing to compare with
+    # always measure the copy, because every figure is a share of its bandwidth
     providers = [provider for provider in ALL if settings.wants(provider.name) or provider.name == COPY]
     on_gpu = torch.cuda.is_available()
     place = f"cuda:{ORDINAL}" if on_gpu else "cpu"

@@ -1,7 +1,7 @@
-"""The check that comes before every clock: outputs and every gradient against float64.
+"""Checks outputs and every gradient against float64. This check precedes every timing.
 
-The oracle is `jaxrnn`'s `lax.scan` reference in float64, which the tests hold to a NumPy loop with hand-derived
-gradients. It sees the numbers the provider sees, rounded to bfloat16 where the provider's arrays are.
+The oracle is jaxrnn's `lax.scan` reference in float64, which the tests compare with a NumPy loop whose gradients are
+derived by hand. Its inputs have the provider's values: they are rounded to bfloat16 if the provider's arrays are.
 """
 
 from __future__ import annotations
@@ -21,25 +21,28 @@ if TYPE_CHECKING:
     Arrays = dict[str, jax.Array]
     Errors = dict[str, tuple[float, float]]
 
-# The largest relative error a provider may make and still be timed. Rounding gives some 1e-3 in TF32 and 1e-2 in
-# bfloat16, more where the state is rounded too; a wrong bias, gate order or reset gives 1e-1 or more.
+# The largest relative error with which a provider is still timed. Rounding causes errors of some 1e-3 in TF32 and 1e-2
+# in bfloat16, and larger ones if the state is rounded too. A wrong bias, gate order or reset causes 1e-1 or more.
 TOLERANCE = {"tf32": 1e-2, "bf16": 5e-2}
 
 
 def forward(weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
-    """Outputs `[T, B, H]` of `jaxrnn.gru` or `lstm`, after the names of the weights; `weights` has `xs` too."""
+    """Returns the outputs `[T, B, H]` of `jaxrnn.gru` or `lstm`.
+
+    `weights` also has `xs`; the names of the weights show which cell they belong to.
+    """
     weights = dict(weights)
     xs, resets = weights.pop("xs"), rest["resets"]
     if "b" in weights:
         carry = (rest["c0"], rest["h0"])
         ys = jaxrnn.lstm(jaxrnn.LSTMParams(**weights), carry, xs, resets=resets, **options)[1]
-        assert not isinstance(ys, tuple)  # it is one only where cells are returned
+        assert not isinstance(ys, tuple)  # a tuple only with `return_cells`
         return ys
     return jaxrnn.gru(jaxrnn.GRUParams(**weights), rest["h0"], xs, resets=resets, **options)[1]
 
 
 def with_gradients(inputs: Arrays, **options: Any) -> Arrays:
-    """`ys` and the gradients `dxs`, `dw_ih`, ... of `jaxrnn.gru` or `lstm` for the cotangent `ct_ys`."""
+    """Returns `ys` and the gradients `dxs`, `dw_ih`, ... of `jaxrnn.gru` or `lstm` for the cotangent `ct_ys`."""
     rest: dict[str, jax.Array] = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
     differentiated = {name: x for name, x in inputs.items() if name not in rest}
     ys, vjp = jax.vjp(lambda arrays: forward(arrays, rest, **options), differentiated)
@@ -48,10 +51,10 @@ def with_gradients(inputs: Arrays, **options: Any) -> Arrays:
 
 
 class Oracle:
-    """Outputs and gradients of a case in float64, made when first asked for."""
+    """The outputs and gradients of a case in float64, computed at their first use."""
 
     def __init__(self, case: Case, arrays: Callable[[Dtype, bool], Arrays]) -> None:
-        """Takes the case and its inputs, in a dtype and with or without resets."""
+        """Takes the case and a function that returns its inputs in a dtype, with or without resets."""
         self._arrays = arrays
         self._results: dict[tuple[Dtype, bool], Arrays] = {}
 
@@ -62,14 +65,14 @@ class Oracle:
         self._run = jax.jit(jax.vmap(run) if case.models else run)
 
     def want(self, dtype: Dtype, resets: bool) -> Arrays:
-        """For operands rounded to `dtype`, with the case's resets or without any."""
+        """Returns the results for operands rounded to `dtype`, with the case's resets or with none."""
         if (dtype, resets) not in self._results:
             with jax.enable_x64(True):
                 self._results[dtype, resets] = self._run(self._arrays(dtype, resets))
         return self._results[dtype, resets]
 
     def forget(self) -> None:
-        """Frees what was made."""
+        """Frees the results."""
         self._results.clear()
 
 
@@ -85,9 +88,9 @@ def _errors(got: Arrays, want: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]
 
 
 def errors(got: Arrays, want: Arrays) -> Errors:
-    """By name, `||got - want|| / ||want||` and `max|got - want| / max|want|`; NaN where anything is NaN."""
+    """Returns by name `||got - want|| / ||want||` and `max|got - want| / max|want|`, NaN where anything is NaN."""
     if got.keys() != want.keys():
-        raise ValueError(f"got {', '.join(sorted(got))}; want {', '.join(sorted(want))}")
+        raise ValueError(f"got arrays {', '.join(sorted(got))}; want {', '.join(sorted(want))}")
     for name, x in got.items():
         if x.shape != want[name].shape:
             raise ValueError(f"{name} has shape {x.shape}, want {want[name].shape}")

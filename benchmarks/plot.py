@@ -1,4 +1,4 @@
-"""Figures from the results: PNGs beside the JSON."""
+"""Draws figures of the results, as PNG files beside the JSON files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.results import Report, Row
 if TYPE_CHECKING:
     from pathlib import Path
 
-# The palette of Okabe and Ito, which the colour-blind can tell apart.
+# The palette of Okabe and Ito, which colour-blind readers can tell apart.
 STYLES = {
     "jaxrnn": ("#0072b2", "jaxrnn"),
     "jaxrnn-bf16": ("#56b4e9", "jaxrnn, bfloat16"),
@@ -28,7 +28,7 @@ STYLES = {
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draws what there are results for in `folder`, and returns the files."""
+    """Draws the figures of the suites that have results in `folder`, and returns their paths."""
     made = []
     for suite, figure in FIGURES.items():
         path = folder / f"{suite}.json"
@@ -40,7 +40,7 @@ def draw(folder: Path) -> list[Path]:
 
 
 def _say_where(figure: Figure, report: Report) -> None:
-    """Writes below a figure what it was measured on, in as many lines as that takes."""
+    """Writes below a figure what it was measured on, wrapped to the figure's width."""
     figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
 
 
@@ -66,7 +66,10 @@ def _values(report: Report) -> dict[tuple[str, str], float]:
 
 
 def headline(report: Report) -> Figure:
-    """Bars: milliseconds of forward and backward, by case and provider; over each, how many times as fast ours is."""
+    """Draws bars of the milliseconds of forward and backward, by case and provider.
+
+    The text over a bar says how many times as fast `jaxrnn` is.
+    """
     figure = _figure(report, "Forward and backward with every gradient", 13)
     (axes,) = figure.axes
     values = _values(report)
@@ -93,7 +96,7 @@ def headline(report: Report) -> Figure:
 
 
 def small(report: Report) -> Figure:
-    """Lines: milliseconds against B, for a GRU of T=128 and H=128."""
+    """Draws lines of milliseconds against B, for a GRU with T=128 and H=128."""
     figure = _figure(report, "GRU, T=128, H=128: forward and backward with every gradient", 7.5)
     (axes,) = figure.axes
     values = _values(report)
@@ -119,7 +122,10 @@ NORM_STYLES = {
 
 
 def norm(report: Report) -> Figure:
-    """Lines: the share of a copy's bandwidth against the length of rows, in bfloat16, of most rows of that length."""
+    """Draws lines of the share of a copy's bandwidth against the length of rows, in bfloat16.
+
+    For each length, it shows the case with the most rows.
+    """
     figure = Figure(figsize=(10, 7), layout="constrained")
     values = _values(report)
     panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
@@ -145,11 +151,11 @@ def norm(report: Report) -> Figure:
             axes.set_ylim(0, 1.15)
     panels[1][0].set_xlabel("length of a row")
     panels[1][1].set_xlabel("length of a row")
-    figure.supylabel("bandwidth, of a device copy's", fontsize=10)
+    figure.supylabel("share of a device copy's bandwidth", fontsize=10)
     panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
     _say_where(figure, report)
     return figure
 
 
-# By suite.
+# The functions that draw figures, keyed by suite.
 FIGURES = {"headline": headline, "small": small, "norm": norm}

@@ -1,8 +1,8 @@
-"""Everyone who is measured. A provider is a function from a case and its numbers to one forward and backward pass.
+"""The providers that are measured. A provider turns a case and its inputs into one forward and backward pass.
 
 A pass is the input projection, the recurrence, and the gradients of inputs, weights and biases for a given cotangent of
-the outputs. What a real program would have to do around it, such as laying weights out for cuDNN or sorting episodes
-for packing, is done beforehand and not timed: everyone is measured at their best.
+the outputs. Work that a real program would do around the pass, such as laying weights out for cuDNN or sorting episodes
+for packing, is done beforehand and not timed: every provider is measured at its best.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Inputs:
-    """The numbers of a case as arrays of either framework, made once and shared by all providers."""
+    """The inputs of a case as arrays of either framework, made once and shared by all providers."""
 
     def __init__(self, numbers: dict[str, NDArray[Any]]) -> None:
         self.numpy = numbers
@@ -41,20 +41,20 @@ class Inputs:
         self._torch: dict[tuple[Dtype, bool], Tensors] = {}
 
     def _rounded(self, dtype: Dtype, resets: bool) -> dict[str, NDArray[Any]]:
-        """Floating-point arrays in `dtype`, and resets, none of them set if not `resets`."""
+        """Returns floating-point arrays in `dtype`, and resets, all of them false if `resets` is false."""
         floats = {
             name: x.astype(cases.NUMPY_DTYPES[dtype], copy=False) for name, x in self.numpy.items() if x.dtype != bool
         }
         return floats | {"resets": self.numpy["resets"] & resets}
 
     def jax(self, dtype: Dtype, resets: bool) -> Arrays:
-        """As JAX arrays on the default device."""
+        """Returns the inputs as JAX arrays on the default device."""
         if (dtype, resets) not in self._jax:
             self._jax[dtype, resets] = jax.device_put(self._rounded(dtype, resets))
         return self._jax[dtype, resets]
 
     def torch(self, dtype: Dtype, resets: bool) -> Tensors:
-        """As tensors on the GPU, or on the CPU where there is none."""
+        """Returns the inputs as tensors on the GPU, or on the CPU if there is no GPU."""
         import torch
 
         if (dtype, resets) not in self._torch:
@@ -73,8 +73,8 @@ class JaxPass:
 
     Attributes:
       jitted: the jitted pass.
-      args: what it takes, on the device.
-      canonical: its result by the names, and in the layout, of the oracle.
+      args: its arguments, on the device.
+      canonical: converts its result to the names and the layout of the oracle.
     """
 
     jitted: Any
@@ -88,8 +88,8 @@ class TorchPass:
 
     Attributes:
       run: enqueues the pass and returns its result.
-      canonical: its result by the names, and in the layout, of the oracle.
-      forward: enqueues the forward pass alone and returns its outputs, in the layout that the provider has.
+      canonical: converts its result to the names and the layout of the oracle.
+      forward: enqueues the forward pass alone and returns its outputs, in the layout of the provider.
       own_graphs: whether it replays CUDA graphs of its own, from the third call on.
     """
 
@@ -104,16 +104,16 @@ class Provider:
     """One way to compute a pass.
 
     Attributes:
-      name: as in tables.
-      build: the pass for a case.
-      note: what it is, in a line.
-      cells: those it has.
-      dtype: of the arrays that go in.
-      precision: of its matmuls, a key of `oracle.TOLERANCE`.
-      resets: whether it can reset; without, it is checked and timed without any.
+      name: the name in tables.
+      build: returns the pass of a case.
+      note: a description in one line.
+      cells: the cells that it supports.
+      dtype: the dtype of its inputs.
+      precision: the precision of its matrix products, a key of `oracle.TOLERANCE`.
+      resets: whether it supports resets; if not, it is checked and timed without them.
       vmap: whether it can run many models at once.
-      needs: modules that it imports.
-      bounded: whether its first call may take minutes, and is first tried in a process that can be stopped.
+      needs: the modules that it imports.
+      bounded: whether its first call may take minutes, and is therefore first tried in a process that can be stopped.
     """
 
     name: str
@@ -133,12 +133,12 @@ class Provider:
         return "jaxrnn-bf16" if self.precision == "bf16" else "jaxrnn"
 
     def unavailable(self) -> str | None:
-        """Why it cannot run here, or None."""
+        """Returns why it cannot run here, or None if it can."""
         missing = [name for name in self.needs if importlib.util.find_spec(name) is None]
         return f"{', '.join(missing)} not installed" if missing else None
 
     def unsupported(self, case: Case) -> str | None:
-        """Why it has no such case, or None."""
+        """Returns why it cannot run a case, or None if it can."""
         if case.cell not in self.cells:
             return f"has no {case.cell.upper()}"
         if case.models and not self.vmap:
@@ -162,7 +162,7 @@ def jax_pass(
     ct_ys: jax.Array,
     canonical: Callable[[Any], Arrays],
 ) -> JaxPass:
-    """The pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`."""
+    """Returns the pass of `forward(weights, xs, rest) -> ys`; `canonical` names the gradients of `weights`."""
 
     def run(weights: Any, xs: jax.Array, rest: Any, ct_ys: jax.Array) -> Any:
         ys, vjp = jax.vjp(lambda weights, xs: forward(weights, xs, rest), weights, xs)
@@ -180,7 +180,10 @@ def _rest(arrays: Arrays) -> Arrays:
 
 
 def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: Any) -> JaxPass:
-    """This project. In bfloat16 everything that goes in and comes out is; the state is float32 between steps."""
+    """Builds this project's pass.
+
+    In bfloat16, all inputs and outputs are bfloat16; the state is float32 between steps.
+    """
     arrays = inputs.jax(dtype, True)
     return jax_pass(
         case,
@@ -194,7 +197,7 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
 
 
 class ScannedRNN(nn.Module):
-    """The recurrence as JAX code bases carry it: Flax's cell in `nn.scan`, the state replaced at resets."""
+    """The recurrence of JAX code bases: Flax's cell in `nn.scan`, with the state replaced at resets."""
 
     cell: type[nn.GRUCell | nn.OptimizedLSTMCell]
 
@@ -208,12 +211,13 @@ class ScannedRNN(nn.Module):
         return self.cell(features=hidden, name="cell")(carry, ins)
 
 
-# Flax has a kernel for every gate; biases are with the input kernels, or with the recurrent ones.
+# The gates of Flax's cells, each of which has kernels of its own. Biases belong to the input kernels of a GRU (except
+# that of `hn`) and to the recurrent kernels of an LSTM.
 FLAX_GATES: dict[Cell, str] = {"gru": "rzn", "lstm": "ifgo"}
 
 
 def to_flax(case: Case, weights: Mapping[str, Any]) -> Any:
-    """The parameters of Flax's cell."""
+    """Returns the weights as the parameters of Flax's cell."""
     gates = FLAX_GATES[case.cell]
     split = {name: jnp.split(w, len(gates), axis=-1) for name, w in weights.items() if name != "b_hn"}
     params: dict[str, Any] = {}
@@ -229,7 +233,7 @@ def to_flax(case: Case, weights: Mapping[str, Any]) -> Any:
 
 
 def from_flax(case: Case, variables: Any) -> Arrays:
-    """Gradients of Flax's parameters by the names of the oracle."""
+    """Returns the gradients of Flax's parameters by the names of the oracle."""
     params, gates = variables["params"]["cell"], FLAX_GATES[case.cell]
 
     def join(side: str, leaf: str) -> jax.Array:
@@ -242,7 +246,7 @@ def from_flax(case: Case, variables: Any) -> Arrays:
 
 
 def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.Array, jax.Array], Any]) -> JaxPass:
-    """The pass of a module with the parameters of Flax's cell: `apply(variables, carry, xs, resets) -> ys`."""
+    """Returns the pass of a module with the parameters of Flax's cell: `apply(variables, carry, xs, resets) -> ys`."""
     arrays = inputs.jax("f32", True)
 
     def forward(variables: Any, xs: jax.Array, rest: Arrays) -> Any:
@@ -256,13 +260,13 @@ def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.
 
 
 def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
-    """Flax: `nn.GRUCell`, and `nn.OptimizedLSTMCell`, the faster of its two LSTMs."""
+    """Builds Flax's pass: `nn.GRUCell`, or `nn.OptimizedLSTMCell`, the faster of its two LSTMs."""
     rnn = ScannedRNN(nn.GRUCell if case.cell == "gru" else nn.OptimizedLSTMCell)
     return with_flax_params(case, inputs, lambda variables, carry, *ins: rnn.apply(variables, carry, ins)[1])
 
 
 def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
-    """This project's `RNN` with the parameters of Flax's cell, which it puts together for the kernels."""
+    """Builds the pass of this project's `RNN`, which concatenates the parameters of Flax's cell for the kernels."""
     cell = linen.GRUCell if case.cell == "gru" else linen.OptimizedLSTMCell
     rnn = linen.RNN(cell(case.H), time_major=True, **options)
     return with_flax_params(
@@ -271,7 +275,7 @@ def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
 
 
 def hoisted_scan(weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
-    """What an expert writes by hand: the input projection before the loop, and eight steps to an iteration."""
+    """Runs a scan as an expert writes it: the input projection before the loop, and eight steps per iteration."""
 
     def gru(h: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         xp, reset = inputs
@@ -295,7 +299,7 @@ def hoisted_scan(weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
 
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
-    """`hoisted_scan` on the case."""
+    """Builds the pass of `hoisted_scan`."""
     arrays = inputs.jax("f32", True)
     return jax_pass(
         case, hoisted_scan, _weights(case, arrays), arrays["xs"], _rest(arrays), arrays["ct_ys"],
@@ -304,7 +308,7 @@ def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
 
 
 def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
-    """The LSTM of cuDNN in JAX. It takes the batch first and all weights in one array."""
+    """Builds the pass of cuDNN's LSTM in JAX, which takes the batch axis first and all weights in one array."""
     from jax.experimental import rnn
 
     arrays, H = inputs.jax("f32", False), case.H
@@ -334,7 +338,7 @@ def jax_cudnn_pass(case: Case, inputs: Inputs) -> JaxPass:
 
 
 def configure_torch() -> None:
-    """TF32 for everyone, as JAX has it by default."""
+    """Enables TF32 for PyTorch, which is the default of JAX."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = True
@@ -342,7 +346,7 @@ def configure_torch() -> None:
 
 
 def torch_weights(case: Case, tensors: Tensors) -> Tensors:
-    """PyTorch's weights `[3H, D]` and biases `[3H]` (4H for an LSTM), as leaves of the gradient."""
+    """Returns PyTorch's weights `[3H, D]` and biases `[3H]` (4H for an LSTM), as leaves of the gradient."""
     import torch
 
     if case.cell == "gru":
@@ -355,7 +359,7 @@ def torch_weights(case: Case, tensors: Tensors) -> Tensors:
 
 
 def from_torch(case: Case, ys: Any, dxs: Any, gradients: Any, *, batch_first: bool = False) -> Tensors:
-    """A result of PyTorch by the names of the oracle; `gradients` are those of `torch_weights`."""
+    """Converts a result of PyTorch to the names of the oracle; `gradients` are those of `torch_weights`."""
     dw_ih, dw_hh, db_ih, db_hh = gradients
     if batch_first:
         ys, dxs = ys.transpose(0, 1), dxs.transpose(0, 1)
@@ -364,7 +368,7 @@ def from_torch(case: Case, ys: Any, dxs: Any, gradients: Any, *, batch_first: bo
 
 
 def torch_module(case: Case, tensors: Tensors, kind: Any = None) -> Any:
-    """`torch.nn.GRU` or `LSTM`, or a `kind` with parameters of those names, with the weights of the case."""
+    """Returns `torch.nn.GRU` or `LSTM`, or a `kind` with the same parameter names, with the weights of the case."""
     import torch
 
     configure_torch()
@@ -381,7 +385,7 @@ def autograd_pass(
     case: Case, forward: Callable[[], Any], xs: Any, parameters: Sequence[Any], ct_ys: Any, *,
     batch_first: bool = False, own_graphs: bool = False,
 ) -> TorchPass:  # fmt: skip
-    """The pass of `forward() -> ys`, of which `xs` and `parameters`, those of `torch_weights`, are leaves."""
+    """Returns the pass of `forward() -> ys`, whose leaves are `xs` and `parameters`, ordered as in `torch_weights`."""
     import torch
 
     def run() -> Any:
@@ -395,14 +399,17 @@ def autograd_pass(
 
 
 def torch_state(case: Case, tensors: Tensors) -> Any:
-    """What a module of one layer starts from."""
+    """Returns the initial state of a module with one layer."""
     return (tensors["h0"][None], tensors["c0"][None]) if case.cell == "lstm" else tensors["h0"][None]
 
 
 def torch_bridge_pass(
     case: Case, inputs: Inputs, *, compiler: Mapping[str, Any] | None = None, own_graphs: bool = False
 ) -> TorchPass:
-    """This project's modules for PyTorch, given no resets where a case has none; `compiler` is for `torch.compile`."""
+    """Builds the pass of this project's modules for PyTorch, which get no resets in a case without resets.
+
+    `compiler` has the options of `torch.compile`; None means eager.
+    """
     import torch
 
     from torch_bridge import nn as ours
@@ -413,7 +420,7 @@ def torch_bridge_pass(
     state, resets = torch_state(case, tensors), tensors["resets"] if case.reset_rate else None
     call = rnn
     if compiler is not None:
-        torch.compiler.reset()  # other shapes, compiled before, would make those of this case dynamic
+        torch.compiler.reset()  # else, shapes compiled before would make those of this case dynamic
         call = torch.compile(rnn, fullgraph=True, **compiler)
 
     def forward() -> Any:
@@ -425,14 +432,14 @@ def torch_bridge_pass(
 
 
 def torch_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
-    """What cuDNN does for `torch.nn`, without resets: its fastest kernels take no other input."""
+    """Builds cuDNN's pass in `torch.nn`, without resets, because its fastest kernels take only such input."""
     tensors = inputs.torch(dtype, False)
     rnn, xs, state = torch_module(case, tensors), tensors["xs"].detach().requires_grad_(), torch_state(case, tensors)
     return autograd_pass(case, lambda: rnn(xs, state)[0], xs, list(rnn.parameters()), tensors["ct_ys"])
 
 
 def torch_cell_pass(case: Case, inputs: Inputs) -> TorchPass:
-    """`torch.nn.GRUCell` or `LSTMCell` in a loop of Python, with the state masked at resets, as actors have it."""
+    """Builds the pass of `torch.nn.GRUCell` or `LSTMCell` in a Python loop; resets mask the state, as in actors."""
     import torch
 
     tensors = inputs.torch("f32", True)
@@ -462,8 +469,8 @@ def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDA
       resets: `[T, B]`, true at the first step of an episode.
 
     Returns:
-      `(sequence, start, length, first)`, each `[E]`: which sequence an episode is of, its first step, its steps, and
-      whether it goes on from the carry.
+      `(sequence, start, length, first)`, each `[E]`: the sequence of an episode, its first step, its number of steps,
+      and whether it continues from the carry.
     """
     T = resets.shape[0]
     starts = resets.copy()
@@ -477,7 +484,10 @@ def episodes(resets: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any], NDA
 
 
 def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> TorchPass:
-    """What cuDNN does with resets: episodes are a packed batch. Gathering and scattering are timed, sorting is not."""
+    """Builds cuDNN's pass in `torch.nn` with resets, where episodes are a packed batch.
+
+    Gathering and scattering are timed, sorting is not.
+    """
     import torch
     from torch.nn.utils.rnn import PackedSequence
 
@@ -506,7 +516,10 @@ def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> To
 
 
 def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass:
-    """TorchRL's Triton kernels. Batch first; reset values for every step, of which the first is the carry."""
+    """Builds the pass of TorchRL's Triton kernels, which take the batch axis first.
+
+    They take a reset value for every step; that of the first step is the carry.
+    """
     import torch
 
     kernels = importlib.import_module("torchrl.modules.tensordict_module._rnn_triton")
@@ -530,7 +543,10 @@ def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass
 
 
 def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
-    """FlashRNN's fused CUDA kernels (for a GRU it has alternating ones), one head, and a projection by PyTorch."""
+    """Builds the pass of FlashRNN's fused CUDA kernels (for a GRU, its alternating kernels), with one head.
+
+    PyTorch computes the input projection.
+    """
     import torch
 
     flashrnn = importlib.import_module("flashrnn").flashrnn
@@ -542,12 +558,12 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
     w_ih, w_hh, b_ih, b_hh = weights.values()
     states = torch.stack([tensors[name] for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]])[:, :, None, None]
 
-    def gates(w: Any) -> Any:  # [GH, ...] -> [G, 1, H, ...]; a GRU's recurrent product has n first
+    def gates(w: Any) -> Any:  # [GH, ...] -> [G, 1, H, ...]; a GRU's recurrent product starts with n
         w = w.reshape(cases.GATES[case.cell], 1, H, *w.shape[1:])
         return torch.cat([w[2:], w[:2]]) if case.cell == "gru" else w
 
     def forward() -> Any:
-        if case.cell == "gru":  # the biases: n's recurrent one, r's and z's, n's of the input
+        if case.cell == "gru":  # biases: of n (recurrent), r, z, n (input)
             xp = torch.nn.functional.linear(xs, w_ih)
             b_r_z = (b_ih + b_hh)[: 2 * H].reshape(2, 1, H)
             b = torch.cat([b_hh[2 * H :].reshape(1, 1, H), b_r_z, b_ih[2 * H :].reshape(1, 1, H)])
@@ -565,7 +581,7 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
 
 ALL = (
     Provider(
-        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, gates saved",
+        "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, residuals stored",
         needs=("torch", "triton"),
     ),
     Provider(
@@ -577,18 +593,18 @@ ALL = (
         "this project, all arrays in bfloat16", dtype="bf16", precision="bf16", needs=("torch", "triton"),
     ),
     Provider(
-        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, what is faster",
+        "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, implementation=None",
     ),
     Provider(
         "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"),
-        "the same, all arrays in bfloat16", dtype="bf16", precision="bf16",
+        "this project, implementation=None, all arrays in bfloat16", dtype="bf16", precision="bf16",
     ),
     Provider(
-        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's module for Flax",
+        "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's Flax module",
         needs=("torch", "triton"),
     ),
     Provider("jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan"),
-    Provider("flax", flax_pass, "Flax's cell in nn.scan, as JAX RL agents have it"),
+    Provider("flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents"),
     Provider("hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8"),
     Provider(
         "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,
@@ -600,12 +616,12 @@ ALL = (
     ),
     Provider(
         "torch_bridge-compiled", functools.partial(torch_bridge_pass, compiler={}),
-        "the same under torch.compile", vmap=False, needs=("torch", "triton"),
+        "this project's modules for PyTorch, torch.compile", vmap=False, needs=("torch", "triton"),
     ),
     Provider(
         "torch_bridge-cudagraphs",
         functools.partial(torch_bridge_pass, compiler={"mode": "reduce-overhead"}, own_graphs=True),
-        'the same under torch.compile(mode="reduce-overhead")', vmap=False, needs=("torch", "triton"),
+        'this project, torch.compile(mode="reduce-overhead")', vmap=False, needs=("torch", "triton"),
     ),
     Provider("torch-cudnn", torch_pass, "torch.nn, without resets", resets=False, vmap=False, needs=("torch",)),
     Provider(

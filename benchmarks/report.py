@@ -1,4 +1,4 @@
-"""Tables for people: in the terminal, and in Markdown for the README."""
+"""Formats results as tables for the terminal, and as Markdown for the README."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from benchmarks.results import Report
 
-# Columns of the README's table: its heading, the provider in TF32, and the one in bfloat16.
+# The columns of the README's table: heading, provider in TF32, provider in bfloat16.
 COLUMNS = (
     ("jaxrnn", "jaxrnn", "jaxrnn-bf16"),
     ("Flax `ScannedRNN`", "flax", None),
@@ -28,31 +28,34 @@ COLUMNS = (
 
 
 def measured_on(report: Report) -> str:
-    """Machine, versions and commit; where rows are of several commits, the cases that are."""
+    """Returns the machine, the versions and the commit in one line.
+
+    If rows are of several commits, it lists the cases of every commit except the one with the most cases.
+    """
     commits = sorted(report.commits().items(), key=lambda item: len(item[1]))
     if len(commits) < 2:
         return machine.line(report.machine)
     parts = [f"{commit} ({'; '.join(cases)})" for commit, cases in commits[:-1]]
     mixed = set(commits[-1][1]).intersection(*(cases for _, cases in commits[:-1]))
-    rest = f"{commits[-1][0]} (all others{', and rows of these that say so' if mixed else ''})"
+    rest = f"{commits[-1][0]} (all others{', and some rows of these cases' if mixed else ''})"
     return machine.line({**report.machine, "commit": f"{', '.join(parts)} and {rest}"})
 
 
 def console() -> Console:
-    """The terminal; where there is none, a page that is wide enough."""
+    """Returns a console of the terminal's width, or a wide one if the output is not a terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=170)
 
 
 def number(x: float) -> str:
-    """Three digits that count, and no exponent."""
+    """Formats a number with three significant digits, or more before the decimal point, and no exponent."""
     if x == 0 or not math.isfinite(x):
         return f"{x:g}"
     return f"{x:,.{max(2 - math.floor(math.log10(abs(x))), 0)}f}"
 
 
 def advantage(row: Row, rows: Sequence[Row]) -> float | None:
-    """How many times as good our provider is in the same case: below 1, `row` is better."""
+    """Returns how many times as good our provider is in the same case: below 1, `row` is better."""
     ours = next((r for r in rows if r.case == row.case and r.provider == row.ours), None)
     if ours is None or not ours.value or not row.value:
         return None
@@ -60,7 +63,7 @@ def advantage(row: Row, rows: Sequence[Row]) -> float | None:
 
 
 def table(report: Report) -> Table:
-    """All rows of a suite."""
+    """Returns the table of all rows of a suite."""
     if report.suite == "accuracy":
         return accuracy_table(report)
     rows = [row for row in report.rows if isinstance(row, Row)]
@@ -95,14 +98,17 @@ def table(report: Report) -> Table:
 
 
 def met(row: Row) -> bool | None:
-    """Whether a row reaches its target; None if it has none, or no figure."""
+    """Returns whether a row reaches its target; None if it has no target or no figure."""
     if row.target is None or row.value is None:
         return None
     return row.value >= row.target if row.unit in LARGER_IS_BETTER else row.value <= row.target
 
 
 def broken(row: Row | AccuracyRow) -> bool:
-    """Whether a row says that something of this project does not work, or is not accurate."""
+    """Whether a row shows a defect of this project.
+
+    A defect is an error, an inaccurate result, or a default that misses its target.
+    """
     if isinstance(row, AccuracyRow):
         return not row.good
     if row.provider == choice.DEFAULT and met(row) is False:
@@ -129,7 +135,7 @@ def _error(row: Row) -> str:
 
 
 def accuracy_table(report: Report) -> Table:
-    """Errors beside XLA's; what exceeds twice XLA's is flagged."""
+    """Returns the table of errors beside XLA's, which flags errors of more than twice XLA's."""
     result = Table(title="accuracy: error against float64", caption=measured_on(report))
     for name in ("case", "precision", "array", "rms", "XLA's", "ratio", "max", "XLA's", "verdict"):
         left = name in ("case", "precision", "array", "verdict")
@@ -149,7 +155,10 @@ def accuracy_table(report: Report) -> Table:
 
 
 def markdown(report: Report) -> str:
-    """The headline table for the README: milliseconds, TF32 (the fastest in bold) and, after the slash, bfloat16."""
+    """Returns the headline table of the README.
+
+    It gives milliseconds in TF32 (the fastest in bold) and, after the slash, in bfloat16.
+    """
     found = {(row.case, row.provider): row for row in report.rows if isinstance(row, Row)}
 
     def value(case: str, provider: str) -> str:
@@ -173,9 +182,9 @@ def markdown(report: Report) -> str:
         lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
     verdicts = [met(row) for row in found.values() if row.provider in COLUMNS[0][1:] and met(row) is not None]
     about = (
-        "Milliseconds of forward and backward with every gradient, in TF32 / bfloat16 (bold: fastest in TF32; target: "
-        f"what we set out to reach, which {verdicts.count(False)} of {len(verdicts)} figures miss); 1 % of steps begin "
-        "an episode, but for cuDNN without resets, its best case. Device time: passes under 2.5 ms run many to a "
-        "program."
+        "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. The fastest in "
+        "TF32 is bold. The target is what we set out to reach; "
+        f"{verdicts.count(False)} of {len(verdicts)} figures miss it. 1 % of steps begin an episode, except for cuDNN "
+        "without resets, its best case. The times are device times: passes under 2.5 ms are timed many to a program."
     )
     return "\n".join([*lines, "", about, f"Measured on {measured_on(report)}."])

@@ -1,4 +1,4 @@
-"""Rows of a suite, and the JSON they are kept in."""
+"""Defines the rows of a suite, and the JSON files that store them."""
 
 from __future__ import annotations
 
@@ -17,25 +17,26 @@ LARGER_IS_BETTER: tuple[Unit, ...] = ("steps/s", "of copy")
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one provider did in one case.
+    """The result of one provider in one case.
 
     Attributes:
-      case: the case, as printed.
-      provider: its name.
-      status: "measured"; or why there is no figure: "unavailable" (not installed), "unsupported", "unfinished" (its
-        first call took too long), "skipped" (another one did), "wrong" (failed the check), "failed" (raised).
-      reason: the same in words.
+      case: the label of the case.
+      provider: the name of the provider.
+      status: "measured", or why there is no figure: "unavailable" (not installed, or too few GPUs), "unsupported",
+        "unfinished" (its first call took too long), "skipped" (its first call took too long in another case), "wrong"
+        (failed the check), "failed" (raised an error).
+      reason: the reason of that status in words.
       ours: the provider of this project that it is compared with.
-      unit: of `value`, `low`, `high` and `target`.
-      value, low, high: median and quartiles; of a single measurement, three times the same.
-      calls: how many calls went into them.
+      unit: the unit of `value`, `low`, `high` and `target`.
+      value, low, high: median and quartiles; a single measurement is all three.
+      calls: the number of calls that were measured.
       wall: median time until the host has the result of one call, in `unit`.
       method: how it was measured.
-      error: its largest relative error against float64, of all outputs and gradients.
-      error_of: the output or gradient that has it.
-      target: of this project, where there is one.
-      note: anything a reader should know.
-      us: median microseconds of a call, where `value` is a share of a copy's bandwidth.
+      error: the largest relative error against float64 among all outputs and gradients.
+      error_of: the output or gradient with that error.
+      target: the target of this project, if there is one.
+      note: anything that a reader should know.
+      us: median microseconds of a call, if `value` is a share of a copy's bandwidth.
     """
 
     case: str
@@ -59,15 +60,16 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class AccuracyRow:
-    """How far one output or gradient of the kernels, and of XLA at the same precision, is from float64.
+    """The errors of one output or gradient against float64, of the kernels and of XLA at the same precision.
 
     Attributes:
-      case: the case, as printed.
-      precision: "default" (TF32), "high" (three products for one), or "bf16".
+      case: the label of the case.
+      precision: "default" (TF32), "high" (three TF32 products instead of one), or "bf16".
       array: `ys`, `dxs`, ...
       rms, xla_rms: `||got - want|| / ||want||`.
       max, xla_max: `max|got - want| / max|want|`.
-      allowance: what `rms` may exceed twice `xla_rms` by: the last bits of float32, and the luck of few elements.
+      allowance: how far `rms` may exceed twice `xla_rms`: the last bits of float32, and the random variation of an
+        error over few elements.
       reason: why there are no figures, if there are none.
     """
 
@@ -83,12 +85,12 @@ class AccuracyRow:
 
     @property
     def ratio(self) -> float | None:
-        """Our error over XLA's."""
+        """Our error divided by XLA's."""
         return None if self.rms is None or not self.xla_rms else self.rms / self.xla_rms
 
     @property
     def good(self) -> bool:
-        """Whether the error is within twice XLA's. NaN is not."""
+        """Whether the error is at most twice XLA's plus the allowance; false for NaN."""
         if self.rms is None or self.xla_rms is None:
             return False
         return self.rms <= 2 * self.xla_rms + self.allowance
@@ -96,13 +98,13 @@ class AccuracyRow:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A suite's results.
+    """The results of a suite.
 
     Attributes:
-      suite: its name.
-      machine: as `machine.describe` has it.
-      settings: the options it ran with.
-      rows: what came out so far.
+      suite: the name of the suite.
+      machine: the result of `machine.describe`.
+      settings: the options of the run.
+      rows: the rows so far.
     """
 
     suite: str
@@ -111,14 +113,17 @@ class Report:
     rows: list[Row | AccuracyRow]
 
     def save(self, folder: Path) -> Path:
-        """Writes `folder/SUITE.json`."""
+        """Writes `folder/SUITE.json` and returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.suite}.json"
         path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
         return path
 
     def commits(self) -> dict[str, list[str]]:
-        """Cases by the commit that rows of theirs are of: the report's, or the one that a note names ("at 2a7dca1")."""
+        """Returns the cases of each commit, counting only rows with a figure.
+
+        The commit of a row is that of the report, unless its note ends with another one ("at 2a7dca1").
+        """
         cases: dict[str, list[str]] = {}
         for row in self.rows:
             if isinstance(row, Row) and row.value is None:
@@ -130,17 +135,17 @@ class Report:
         return cases
 
     def others(self, folder: Path) -> list[Row | AccuracyRow]:
-        """Rows that `folder` has of this suite from the same machine and commit."""
+        """Returns the rows of this suite in `folder`, if they are of the same machine and commit."""
         path = folder / f"{self.suite}.json"
         before = self.load(path) if path.exists() else None
         return before.rows if before is not None and before.machine == self.machine else []
 
     @classmethod
     def load(cls, path: Path) -> Report:
-        """Reads what `save` wrote.
+        """Reads a file that `save` wrote.
 
         Raises:
-          SystemExit: it is damaged.
+          SystemExit: the file is damaged.
         """
         try:
             report = json.loads(path.read_text())

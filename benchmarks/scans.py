@@ -1,4 +1,4 @@
-"""Programs whose unit is one iteration of a jitted scan: a rollout's step, and a launch beside nothing."""
+"""Programs that are timed per iteration of a jitted scan: the step of a rollout, and launches against no launch."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ if TYPE_CHECKING:
 
 
 def trivial(x: jax.Array) -> jax.Array:
-    """One small fused op that XLA cannot merge with its neighbours."""
+    """Computes one small fused op that XLA cannot merge with its neighbours."""
     return jax.lax.optimization_barrier(jnp.tanh(1.01 * x))
 
 
-# A step of a rollout: `[B, H]` in, `[B, H]` out, and the carry.
+# The step of a rollout, which maps the carry and `[B, H]` to the next carry and `[B, H]`.
 
 
 def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
-    """Scans over `case.T` steps, one at a time, that return `ys [T, B, H]`; the first three are the recurrence."""
+    """Returns scans over `case.T` single steps with results `ys [T, B, H]`.
+
+    All of them are the recurrence, except the last one, which runs three trivial ops per step.
+    """
     weights = {name: arrays[name] for name in case.weights}
     inputs = (arrays["xs"], arrays["resets"])
     cell = ScannedRNN(nn.GRUCell)
@@ -79,9 +82,9 @@ NONE, MORE, NATIVE, OURS, NORM, ONE_STEP, TWO_STEPS = (
 
 
 def dispatch() -> dict[str, Program]:
-    """Scans over the same five ops: alone, and with one more op, a native call of the same kind, or our launches.
+    """Returns scans over the same five ops: alone, or with a sixth op, a native Triton call or one of our launches.
 
-    One of these launches what the native call does: beside that it shows what a launch takes.
+    One of our launches runs the same kernel as the native call; the difference of the two is the overhead of a launch.
     """
     B, H = DISPATCH_BATCH, DISPATCH_HIDDEN
     keys = jax.random.split(jax.random.key(0), 4)
@@ -113,7 +116,7 @@ def dispatch() -> dict[str, Program]:
 
 
 def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:
-    """Our forward kernel of a GRU without anything that XLA does around it; `h [B, H]`."""
+    """Launches our forward kernel of a GRU without the work that XLA does around it; `h` is `[B, H]`."""
     f32, H = jnp.dtype(jnp.float32), h.shape[-1]
     outputs = [_bridge.Output("hs", True, H, f32), _bridge.Output("h_last", False, H, f32)]
     arrays: dict[str, jax.Array | None] = {**fixed, "xp": fixed["xp"][:, :steps], "h0": h[None]}
@@ -124,7 +127,7 @@ def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:
 
 
 def native_call(h: jax.Array) -> jax.Array:
-    """A Triton kernel that jaxlib launches itself, doing next to nothing."""
+    """Calls a Triton kernel that jaxlib launches itself and that does almost nothing."""
     from jax.experimental import pallas
     from jax.experimental.pallas import triton
 
@@ -138,7 +141,7 @@ def native_call(h: jax.Array) -> jax.Array:
 
 
 class ScaleKind(LaunchKind):
-    """The launch of a kernel that does next to nothing: scales `x` to `y`."""
+    """The launch of a kernel that does almost nothing: it scales `x` to `y`."""
 
     name = "scale"
 
@@ -159,5 +162,5 @@ SCALE = ScaleKind()
 
 
 def our_call(h: jax.Array) -> jax.Array:
-    """Launches that kernel as all of ours are launched, on a GPU or in Triton's interpreter."""
+    """Launches the kernel of `ScaleKind` like every launch of ours, on a GPU or in Triton's interpreter."""
     return bind(SCALE, {"x": h}, [NamedOutput("y", h.dtype)])["y"]

@@ -1,4 +1,4 @@
-"""Options of a run."""
+"""Defines the options of a run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How long to measure, and what.
+    """The options of a run: how long to measure, and what.
 
     Attributes:
-      seconds: measured, about, of each provider in each case.
-      rounds: how often each takes its turn.
-      first_call_limit: seconds that a provider whose first call may take minutes is given for it.
-      only: names of providers to measure; empty for all.
-      skip: names not to measure.
+      seconds: the approximate time to measure each provider in each case.
+      rounds: the number of rounds, in each of which every provider is timed.
+      first_call_limit: the time limit, in seconds, of a first call that may take minutes.
+      only: the names of providers to measure; empty for all.
+      skip: the names of providers not to measure.
       rows: parts of the names of cases to measure; empty for all.
-      profile: GPU that kernels are chosen and compiled for, a key of `torch_bridge.tiling.PROFILES`; empty for the GPU
-        at hand.
+      profile: the GPU that kernels are chosen and compiled for, a key of `torch_bridge.tiling.PROFILES`; empty for the
+        GPU at hand.
     """
 
     seconds: float = 0.3
@@ -47,7 +47,7 @@ class Settings:
         return (not self.only or provider in self.only) and provider not in self.skip
 
     def chosen(self, providers: Sequence[Provider]) -> list[Provider]:
-        """Those of `providers` to measure."""
+        """Returns the providers to measure."""
         return [provider for provider in providers if self.wants(provider.name)]
 
     def wants_case(self, label: str) -> bool:

@@ -1,4 +1,4 @@
-"""The suites. Each is a generator of rows, so that what is done survives what is not."""
+"""Defines the suites. Each is a generator of rows, so that finished rows are kept when a run stops."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     Suite = Callable[[Settings, Progress], Iterator[Row] | Iterator[AccuracyRow]]
 
 
-# Who takes part in most suites only if named: this project's default, its module for Flax, its `lax.scan`, its modules
-# for PyTorch, and a loop.
+# Providers that most suites measure only if `--only` names them: this project's default, its module for Flax, its
+# `lax.scan`, its modules for PyTorch, and a Python loop over PyTorch's cells.
 IF_NAMED = (
     "jaxrnn-default", "jaxrnn-default-bf16", "jaxrnn-linen", "jaxrnn-xla", "torch_bridge", "torch_bridge-compiled",
     "torch_bridge-cudagraphs", "torch-cell",
@@ -41,7 +41,7 @@ IF_NAMED = (
 
 
 def compared(settings: Settings) -> list[Provider]:
-    """Who takes part: all that `settings` choose, some only if they are named."""
+    """Returns the providers that `settings` choose; those in `IF_NAMED` take part only if `--only` names them."""
     return [p for p in settings.chosen(ALL) if p.name not in IF_NAMED or p.name in settings.only]
 
 
@@ -52,7 +52,7 @@ def passes(
     chosen: Iterable[Case], targets: Callable[[Case], dict[str, float]], settings: Settings, progress: Progress,
     providers: Sequence[Provider] | None = None,
 ) -> Iterator[Row]:  # fmt: skip
-    """Times a pass of every provider in every case: of `providers`, or of all that are `compared`."""
+    """Times a pass of every provider in every case. The default of `providers` is the result of `compared`."""
     providers = compared(settings) if providers is None else providers
     first_calls = FirstCalls(settings.first_call_limit, settings.profile)
     for case in chosen:
@@ -63,32 +63,32 @@ def passes(
 
 
 def time_targets(case: Case) -> dict[str, float]:
-    """Of `cases.HEADLINE`, by provider."""
+    """Returns the targets of a case in `cases.HEADLINE`, keyed by provider."""
     target = cases.HEADLINE.get(case)
     return {} if target is None else {"jaxrnn": target.tf32, "jaxrnn-bf16": target.bf16}
 
 
 def headline(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """GRU and LSTM over shapes that are large in batch, width or time."""
+    """Times GRU and LSTM at shapes that are large in batch, width or time."""
     return passes(cases.HEADLINE, time_targets, settings, progress)
 
 
 def small(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Small batches, where the latency of a step is the price."""
+    """Times small batches, where the latency of a step is the bottleneck."""
     return passes(cases.SMALL, time_targets, settings, progress)
 
 
 def sweep(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """T, H and the rate of resets, one at a time."""
+    """Times a GRU while T, H and the rate of resets vary, one at a time."""
     return passes(cases.SWEEP, time_targets, settings, progress)
 
 
 def vmap(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Many models at once, as agents trained on several seeds are."""
+    """Times many models at once, like agents that are trained on several seeds."""
     return passes(cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}, settings, progress)
 
 
-# For those who use PyTorch.
+# For users of PyTorch.
 
 TORCH = (
     "torch_bridge", "torch_bridge-compiled", "torch_bridge-cudagraphs", "torch-cudnn", "torch-cudnn-packed", "torchrl",
@@ -100,14 +100,14 @@ TORCH_STEP = (
 
 
 def torch(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """This project's modules for PyTorch, eager and compiled, beside those there are, with resets and without."""
+    """Times this project's modules for PyTorch, eager and compiled, beside other ones, with and without resets."""
     providers = settings.chosen([PROVIDERS[name] for name in TORCH])
     for row in passes(cases.TORCH, lambda _: {}, settings, progress, providers):
         yield dataclasses.replace(row, ours="torch_bridge")
 
 
 def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """What a call of one step costs the host, without gradients, as an actor makes it; in the notes, the device."""
+    """Times a call of one step on the host, without gradients, as an actor makes it; notes give the device time."""
     case = cases.TORCH_STEP
     label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
     if settings.wants_case(label):
@@ -123,7 +123,7 @@ def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def compiled_scans(programs: dict[str, scans.Program], rows: dict[str, Row]) -> dict[str, Callable[[], Any]]:
-    """Compiles what can run, and puts a row for what cannot into `rows`."""
+    """Compiles the programs, and puts a failed row into `rows` for each program that does not compile."""
     run: dict[str, Callable[[], Any]] = {}
     for name, (program, args) in programs.items():
         try:
@@ -136,7 +136,7 @@ def compiled_scans(programs: dict[str, scans.Program], rows: dict[str, Row]) -> 
 def timed_scans(
     run: dict[str, Callable[[], Any]], rows: dict[str, Row], iterations: int, settings: Settings, progress: Progress
 ) -> None:
-    """Puts microseconds an iteration into `rows`."""
+    """Puts microseconds per iteration into `rows`."""
     clocks = {name: timing.jax_clock(program) for name, program in run.items()}
     spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
     for name, (device, wall) in spreads.items():
@@ -145,7 +145,7 @@ def timed_scans(
 
 
 def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """One step in the body of a jitted scan, as a rollout makes it."""
+    """Times one step in the body of a jitted scan, as in a rollout."""
     case = cases.ACTING
     label = f"a {case.cell.upper()} step, B={case.B}, H={case.H}"
     if not settings.wants_case(label):
@@ -154,7 +154,7 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     inputs = Inputs(cases.make_inputs(case))
     programs = scans.acting(case, inputs.jax("f32", True))
     programs = {name: program for name, program in programs.items() if settings.wants(name)}
-    notes = {"jaxrnn": "what users get: for one step, XLA", "three trivial ops": "no recurrence: what a scan costs"}
+    notes = {"jaxrnn": "the default: XLA for one step", "three trivial ops": "no recurrence: the cost of a scan"}
     rows = {
         name: Row(label, name, unit="us", note=notes.get(name, ""),
                   target=cases.ACTING_TARGET_US if name == "jaxrnn" else None)
@@ -173,7 +173,7 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """A launch in a jitted scan against none, and against a native call."""
+    """Times a launch in a jitted scan against no launch and against a native call."""
     case = f"an iteration, B={scans.DISPATCH_BATCH}, H={scans.DISPATCH_HIDDEN}"
     if not settings.wants_case(case):
         return
@@ -189,7 +189,7 @@ def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
     )  # fmt: skip
     ours, native = (rows[name].value for name in (scans.OURS, scans.NATIVE))
     if ours is None or native is None:
-        yield dataclasses.replace(launch, status="failed", reason="a row that it is made of has no figure")
+        yield dataclasses.replace(launch, status="failed", reason="one of the two rows that it compares has no figure")
     else:
         yield dataclasses.replace(launch, value=ours - native, method="from the medians above")
 
@@ -198,7 +198,7 @@ def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Device memory of a pass: arguments, results and all between."""
+    """Measures the device memory of a pass: arguments, results and temporaries."""
     case = cases.MEMORY
     if not settings.wants_case(str(case)):
         return
@@ -209,7 +209,7 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
         progress(provider.name)
         inputs = Inputs(numbers)
         ready, rows = harness.prepare([provider], case, inputs, first_calls)
-        del inputs  # so that PyTorch counts only what the pass holds on to
+        del inputs  # so that PyTorch counts only the memory that the pass keeps
         row = rows.get(provider.name, Row(str(case), provider.name, ours=provider.ours))
         target = cases.MEMORY_TARGETS_GB.get(provider.name)
         row = dataclasses.replace(row, unit="GB", target=target, note=harness.note(provider, case))
@@ -230,7 +230,7 @@ def memory(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """The first call at a new shape with cold caches, imports not counted."""
+    """Times the first call at a new shape with cold caches, without imports."""
     for case in cases.COMPILE:
         if not settings.wants_case(str(case)):
             continue
@@ -260,7 +260,7 @@ def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 # Accuracy.
 
-PRECISIONS: dict[str, tuple[cases.Dtype, str, float]] = {  # dtype of arrays, precision of matmuls, rounding
+PRECISIONS: dict[str, tuple[cases.Dtype, str, float]] = {  # dtype of arrays, precision of products, rounding error
     "default": ("f32", "default", 2.0**-11),
     "high": ("f32", "high", 2.0**-24),
     "bf16": ("bf16", "default", 2.0**-8),
@@ -268,7 +268,7 @@ PRECISIONS: dict[str, tuple[cases.Dtype, str, float]] = {  # dtype of arrays, pr
 
 
 def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
-    """Errors of the kernels and of XLA at the same precision, against float64."""
+    """Yields the errors of the kernels and of XLA at the same precision, against float64."""
     for case in cases.ACCURACY:
         if not settings.wants_case(str(case)):
             continue
@@ -291,7 +291,7 @@ def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
 
 
 def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Errors, oracle.Errors]:
-    """Errors of the kernels and of XLA, compiled side by side."""
+    """Returns the errors of the kernels and of XLA, which are compiled in parallel."""
     programs = []
     for name in ("triton", "xla"):
         run = functools.partial(oracle.with_gradients, implementation=name, precision=precision)
@@ -303,13 +303,13 @@ def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Er
 
 # A whole agent.
 
-# Ours is what users get: the kernels for sequences, XLA for the single steps of a rollout.
+# Ours is `implementation=None`, as users have it: the kernels for sequences, XLA for the single steps of a rollout.
 PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "auto", "no recurrence": "none"}
 PPO_NAMES_OF_SEVERAL = ("flax", "jaxrnn", "no recurrence")
 
 
 def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Env steps a second of recurrent PPO: rollouts, updates and all, as `examples/recurrent_ppo.py` makes them."""
+    """Measures env steps per second of `examples/recurrent_ppo.py`, with rollouts and updates."""
     example = load_example()
 
     def beside(label: str, names: Iterable[str], target: float | None, envs: int, **sizes: int) -> Iterator[Row]:
@@ -329,7 +329,7 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iterator[Row]:
-    """The same on 1, 2 and 4 GPUs: env steps a second of all of them."""
+    """Measures env steps per second of one agent on 1, 2 and 4 GPUs, summed over the GPUs."""
     here, alone = len(jax.devices()), None
     for split in cases.PPO_SPLITS:
         if not settings.wants_case(str(split)) or not settings.wants("jaxrnn"):
@@ -352,14 +352,14 @@ def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iter
 
 
 def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
-    """`row` with the speed of training runs."""
+    """Returns `row` with the speed of training runs."""
     try:
         if config.implementation == "auto":
             check_kernels_run(config)
         results = [example.train(config) for _ in range(runs)]
     except Exception as error:
         return harness.failed(row, error)
-    speed = timing.Spread.of([result.steps_per_second for result in results], runs)  # of all seeds together
+    speed = timing.Spread.of([result.steps_per_second for result in results], runs)  # all seeds together
     seeds = f"{config.num_seeds} x " if config.num_seeds > 1 else ""
     final_return = statistics.fmean(float(result.final_return.mean()) for result in results)
     return dataclasses.replace(
@@ -371,16 +371,16 @@ def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
 
 
 def check_kernels_run(config: Any) -> None:
-    """Raises NotImplementedError where the fastest implementation that works would not be the kernels."""
+    """Raises NotImplementedError if `implementation=None` would not choose the kernels."""
     reason = _bridge.unsupported([jnp.dtype(jnp.float32)], config.hidden)
     if reason is None and not _bridge.is_preferred(config.rollout_steps):
-        reason = "is not what is chosen here"
+        reason = "is not what implementation=None chooses here"
     if reason is not None:
         raise NotImplementedError(f"the Triton implementation {reason}")
 
 
 def load_example() -> Any:
-    """`examples/recurrent_ppo.py` as a module."""
+    """Imports `examples/recurrent_ppo.py` as a module."""
     path = Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
     spec = importlib.util.spec_from_file_location("recurrent_ppo", path)
     assert spec is not None and spec.loader is not None
@@ -389,7 +389,7 @@ def load_example() -> Any:
     return module
 
 
-# Names that `--only` and `--skip` take besides the providers'.
+# Names that `--only` and `--skip` accept besides those of the providers.
 OTHER_NAMES = ("jaxrnn-triton", "three trivial ops", "no recurrence", *(provider.name for provider in norms.ALL))
 
 SUITES: dict[str, Suite] = {

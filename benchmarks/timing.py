@@ -1,4 +1,4 @@
-"""Clocks. All take calls that only enqueue work, and none starts before the device is idle."""
+"""Clocks for calls that only enqueue work. No clock starts before the device is idle."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Median and quartiles of repeated measurements, in seconds, and how many calls went into them."""
+    """The median and quartiles of repeated measurements, in seconds, and the number of measured calls."""
 
     median: float
     low: float
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: list[float], calls: int) -> Spread:
-        """Of at least one measurement."""
+        """Summarizes at least one measurement."""
         if len(seconds) == 1:
             return cls(seconds[0], seconds[0], seconds[0], calls)
         low, median, high = statistics.quantiles(seconds, n=4, method="inclusive")
@@ -34,12 +34,12 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Clock:
-    """How one candidate is timed.
+    """The functions that time one candidate.
 
     Attributes:
       batch: runs a number of calls back to back and returns their seconds on the device.
       single: runs one call and returns the seconds until the host has its result.
-      method: what `batch` does, in words.
+      method: describes in words what `batch` does.
     """
 
     batch: Callable[[int], float]
@@ -48,12 +48,14 @@ class Clock:
 
 
 def jax_clock(run: Callable[[], Any], turns: Callable[[], Any] | None = None, count: int = 1) -> Clock:
-    """Calls enqueued back to back, one synchronisation: dispatch overlaps, unless it is what takes longest.
+    """Returns a clock that enqueues calls back to back and synchronizes once.
+
+    Dispatch overlaps with the work of the device, unless dispatch is the bottleneck.
 
     Args:
-      run: one pass.
-      turns: `count` passes in one program, for passes that are shorter than their dispatch; None: `run`.
-      count: how many passes a call of `turns` makes.
+      run: enqueues one pass.
+      turns: enqueues `count` passes in one program, for passes that are shorter than their dispatch; None means `run`.
+      count: the number of passes in a call of `turns`.
     """
     turns = turns or run
 
@@ -77,9 +79,10 @@ REPLAYS = "CUDA graph replays, CUDA events"
 
 
 def torch_clock(run: Callable[[], Any], *, own_graphs: bool = False) -> Clock:
-    """CUDA events around replays of a CUDA graph; around eager calls where the program cannot be captured.
+    """Returns a clock that records CUDA events around replays of a CUDA graph.
 
-    Nor is what replays CUDA graphs of its own.
+    The events are around eager calls instead if the program cannot be captured, or if it replays CUDA graphs of its
+    own.
     """
     import torch
 
@@ -104,7 +107,7 @@ def torch_clock(run: Callable[[], Any], *, own_graphs: bool = False) -> Clock:
 
 
 def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
-    """`run` as the replay of a CUDA graph, or itself where it cannot be captured, and which of them."""
+    """Captures `run` in a CUDA graph. Returns its replay, or `run` if capture fails, and a text that says which."""
     import torch
 
     stream = torch.cuda.Stream()
@@ -114,8 +117,9 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     torch.cuda.synchronize()
-    # What cuBLAS works in is to lie in memory of this graph. PyTorch keeps it by stream, and all captures have one: it
-    # would lie in memory of an earlier graph, which may be gone when this one is replayed (pytorch/pytorch#193402).
+    # The workspace of cuBLAS must be in memory of this graph. PyTorch keeps one workspace per stream, and all captures
+    # use the same stream. Without this call, the workspace would be in memory of an earlier graph, which may be gone
+    # when this graph is replayed (pytorch/pytorch#193402).
     torch._C._cuda_clearCublasWorkspaces()
     graph = torch.cuda.CUDAGraph()
     try:
@@ -124,18 +128,21 @@ def capture(run: Callable[[], Any]) -> tuple[Callable[[], Any], str]:
     except RuntimeError as error:
         torch.cuda.synchronize()
         return run, f"eager calls, CUDA events; not captured: {first_line(error)}"
-    kept = graph, run  # what the graph works on lives as long as `run` does
+    kept = graph, run  # `run` keeps the arrays of the graph alive
 
     return lambda: kept[0].replay(), REPLAYS
 
 
-# Calls that a host clock enqueues before it waits for the device: their launches fit into the queue, some 1000, so that
-# the host never waits for a place there.
+# The number of calls that a host clock enqueues before it waits for the device. Their launches fit into the device's
+# queue, which holds some 1000, so the host never waits for a free place in it.
 ENQUEUED = 50
 
 
 def host_clock(run: Callable[[], Any], wait: Callable[[], None]) -> Clock:
-    """The host's own time: what a call takes to return, whatever it leaves to the device; `wait` waits for that."""
+    """Returns a clock of host time: the time until a call returns, without the device work that it enqueues.
+
+    `wait` waits for that device work.
+    """
 
     def batch(calls: int) -> float:
         seconds = 0.0
@@ -163,7 +170,7 @@ def interleave(
     """Times all candidates in turn, `rounds` times over, each for about `seconds` in all.
 
     Returns:
-      By name, the spread over rounds of the time of one call, on the device and until the host has its result.
+      By name, the spreads over rounds of two times of a call: on the device, and until the host has its result.
     """
     device: dict[str, list[float]] = {name: [] for name in clocks}
     wall: dict[str, list[float]] = {name: [] for name in clocks}
@@ -174,7 +181,7 @@ def interleave(
         calls[name] = max(math.ceil(seconds / rounds / max(estimate, 1e-7)), 1)
     for _ in range(rounds):
         for name, clock in clocks.items():
-            clock.batch(1)  # after another's turn
+            clock.batch(1)  # warm up after another candidate's turn
             device[name].append(clock.batch(calls[name]) / calls[name])
             wall[name].append(clock.single())
             progress(name)
@@ -182,6 +189,6 @@ def interleave(
 
 
 def first_line(error: BaseException) -> str:
-    """The type of an exception and the first line of what it says, for a cell of a table."""
+    """Returns the type of an exception and the first line of its message, for a cell of a table."""
     text = str(error).strip().split("\n")[0]
     return f"{type(error).__name__}: {text}"[:200].rstrip(": ")

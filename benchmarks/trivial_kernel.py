@@ -1,4 +1,4 @@
-"""The kernel of the suite dispatch in Triton; see `benchmarks.scans.native_call`."""
+"""The Triton kernel of the suite `dispatch`; `benchmarks.scans.native_call` does the same."""
 
 import triton
 import triton.language as tl

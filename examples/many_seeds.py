@@ -1,16 +1,16 @@
-"""Train 16 recurrent networks at once, each from its own seed, with one `jax.vmap`; compare with training one.
+"""Trains 16 recurrent networks at once, each from its own seed, with one `jax.vmap`, and compares with training one.
 
     python examples/many_seeds.py
     python examples/many_seeds.py --seeds 64 --hidden 128 --batch 64 --implementation triton    # on a GPU
 
-The task is RepeatFirst (after POPGym, Morad et al. 2023): name, at every step, the symbol that the episode began with.
-Nothing in the inputs says where an episode begins: the state alone does, which a reset sets to zeros. Guessing gives a
+The task is RepeatFirst (after POPGym, Morad et al. 2023): at every step, name the symbol that the episode began with.
+The inputs do not show where an episode begins. Only the state does, because a reset sets it to zeros. Guessing gives a
 loss of log(symbols).
 
-Under `vmap` every network has its own weights. Flax's scan then does 16 small products at each step; the kernels of
-jaxrnn have an axis for models, so that one launch runs all networks over all steps.
+Under `vmap` every network has its own weights. Flax's scan then computes 16 small products per step. The kernels of
+jaxrnn have an axis for models, so one launch runs all networks over all steps.
 
-Needs `pip install '.[examples]'` in a checkout.
+The example needs `pip install '.[examples]'` in a checkout.
 """
 
 import argparse
@@ -45,10 +45,10 @@ class Config:
     updates: int = 200
     updates_per_call: int = 10
     symbols: int = 8
-    steps: int = 32  # T of an update
+    steps: int = 32  # T, per update
     batch: int = 16  # B
     hidden: int = 32  # H
-    mean_length: int = 16  # of episodes, in steps
+    mean_length: int = 16  # mean length of an episode, in steps
     lr: float = 5e-3
     seed: int = 0
     implementation: str | None = None
@@ -78,14 +78,14 @@ class Data(NamedTuple):
 
 
 class Episodes(NamedTuple):
-    """What one update leaves to the next."""
+    """The state of the episodes between two updates."""
 
-    first: Array  # [B]  the symbol that the episode under way began with
-    done: Array  # [B]   whether its last step was the last
+    first: Array  # [B]  the symbol that the current episode began with
+    done: Array  # [B]   whether the last step ended the episode
 
 
 def make_data(config: Config, key: Array, episodes: Episodes) -> tuple[Episodes, Data]:
-    """Symbols at random, and episodes that end at random."""
+    """Draws random symbols in episodes that end at random."""
     symbol_key, done_key = jax.random.split(key)
     shape = (config.steps, config.batch)
     symbols = jax.random.randint(symbol_key, shape, 0, config.symbols)
@@ -124,7 +124,7 @@ class Train(NamedTuple):
 
 
 def make_train(config: Config) -> Train:
-    """Written for one network: `vmap` makes it train as many as there are seeds."""
+    """Returns functions that train one network per seed: code for one network, mapped over the seeds."""
     network, optimizer = Network(config), optax.adam(config.lr)
 
     def init(seed: Array) -> State:
@@ -151,7 +151,8 @@ def make_train(config: Config) -> Train:
     def run(state: State) -> tuple[State, Array]:
         return jax.lax.scan(update, state, length=config.updates_per_call)
 
-    # Made one by one: orthogonal initial weights need a QR, and jaxlib 0.10.2's of a batch can deadlock on a CPU.
+    # Networks are initialized one by one: orthogonal initial weights need a QR decomposition, and that of a batch in
+    # jaxlib 0.10.2 can deadlock on a CPU.
     return Train(jax.jit(functools.partial(jax.lax.map, init)), jax.jit(jax.vmap(run), donate_argnums=0))
 
 
@@ -159,23 +160,23 @@ def make_train(config: Config) -> Train:
 class Result:
     config: Config
     compile_seconds: float
-    seconds: float  # for all calls but the first, which warms up
+    seconds: float  # total of all calls except the first, which warms up
     losses: np.ndarray  # [S, updates]
 
     @property
     def milliseconds_per_update(self) -> float:
-        """Of all seeds together."""
+        """Milliseconds of an update of all seeds together."""
         timed = self.losses.shape[1] - self.config.updates_per_call
         return 1e3 * self.seconds / max(timed, 1)
 
     @property
     def final_loss(self) -> np.ndarray:
-        """Mean of the last tenth of training `[S]`."""
+        """The mean loss of the last tenth of training `[S]`."""
         return self.losses[:, -math.ceil(self.losses.shape[1] / 10) :].mean(axis=1)
 
 
 def train(config: Config) -> Result:
-    """Trains `config.seeds` networks under a progress bar."""
+    """Trains `config.seeds` networks at once and shows a progress bar."""
     init, run = make_train(config)
     began = time.perf_counter()
     state = init(config.seed + jnp.arange(config.seeds))
@@ -196,7 +197,7 @@ def train(config: Config) -> Result:
     return Result(config, compile_seconds, seconds, np.concatenate(losses, axis=1))
 
 
-# Showing it.
+# Output.
 
 
 def machine() -> str:
@@ -207,13 +208,13 @@ def machine() -> str:
 
 def describe(config: Config) -> str:
     return (
-        f"RepeatFirst, {config.symbols} symbols, GRU-{config.hidden}, {config.batch} x {config.steps} steps an update"
+        f"RepeatFirst, {config.symbols} symbols, GRU-{config.hidden}, {config.batch} x {config.steps} steps per update"
     )
 
 
 def table_of(results: Sequence[Result]) -> Table:
     table = Table(title=describe(results[0].config), caption=machine())
-    for header in ("networks", "ms an update", "ms for each", "final loss", "guessing", "compile"):
+    for header in ("networks", "ms / update", "ms / network", "final loss", "guessing", "compile"):
         table.add_column(header, justify="right")
     for result in results:
         count, loss = result.config.seeds, result.final_loss
@@ -238,7 +239,7 @@ def plot(result: Result, single: Result, path: Path) -> None:
     axes.plot(updates, result.losses.mean(axis=0), color="#0072b2", linewidth=2, label=f"mean of {len(result.losses)}")
     axes.set(xlabel="updates", ylabel="cross entropy", ylim=(0, None), xmargin=0.01)
     together, alone = result.milliseconds_per_update, single.milliseconds_per_update
-    axes.set_title(f"{result.config.seeds} networks in {together:.1f} ms an update, one in {alone:.1f} ms")
+    axes.set_title(f"{result.config.seeds} networks in {together:.1f} ms per update, one in {alone:.1f} ms")
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")
@@ -249,22 +250,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--seeds", type=int, default=Config.seeds, help="networks trained at once (default: %(default)s)")
-    add("--updates", type=int, default=Config.updates, help="of each network (default: %(default)s)")
-    add("--updates-per-call", type=int, default=Config.updates_per_call, help="in one program (default: %(default)s)")
-    add("--symbols", type=int, default=Config.symbols, help="default: %(default)s")
-    add("--steps", type=int, default=Config.steps, help="T of an update (default: %(default)s)")
-    add("--batch", type=int, default=Config.batch, help="sequences of an update (default: %(default)s)")
+    add("--updates", type=int, default=Config.updates, help="updates of each network (default: %(default)s)")
+    add("--updates-per-call", type=int, default=Config.updates_per_call, help="updates per call (default: %(default)s)")
+    add("--symbols", type=int, default=Config.symbols, help="number of symbols (default: %(default)s)")
+    add("--steps", type=int, default=Config.steps, help="steps per update (default: %(default)s)")
+    add("--batch", type=int, default=Config.batch, help="sequences per update (default: %(default)s)")
     add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
-    add("--mean-length", type=int, default=Config.mean_length, help="of episodes (default: %(default)s)")
+    add("--mean-length", type=int, default=Config.mean_length, help="mean steps per episode (default: %(default)s)")
     add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
-    add("--seed", type=int, default=Config.seed, help="the first one's, the others count on (default: %(default)s)")
-    add("--implementation", choices=["triton", "xla"], help="of the GRU (default: the fastest that works here)")
+    add("--seed", type=int, default=Config.seed, help="first seed; the others count up from it (default: %(default)s)")
+    add("--implementation", choices=["triton", "xla"], help="GRU implementation (default: the fastest that works here)")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
     try:
         namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
         if namespace.implementation == "triton":
-            jax.eval_shape(make_train(namespace.config).init, jnp.arange(1))  # raises where the kernels cannot run
+            jax.eval_shape(make_train(namespace.config).init, jnp.arange(1))  # raises if the kernels cannot run
     except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     return namespace

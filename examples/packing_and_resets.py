@@ -1,19 +1,20 @@
-"""Three ways to run a GRU over a rollout in which episodes begin and end, what each computes and what it costs.
+"""Compares three ways to run a GRU over a rollout in which episodes begin and end: what each computes and costs.
 
     python examples/packing_and_resets.py
     python examples/packing_and_resets.py --steps 256 --envs 1024 --hidden 256 --implementation triton    # on a GPU
 
-A rollout is `xs [T, B, D]` with `resets [T, B]`, true where step t is the first of an episode.
+A rollout is `xs [T, B, D]` with `resets [T, B]`, which is true where step t is the first of an episode.
 
-1. pack: cut the rollout into its episodes, pad them to the longest, run `flax.linen.RNN` with `seq_lengths`, put the
-   outputs back. How many episodes there are and how long they get differs from rollout to rollout, and so do the
-   shapes: a program is compiled for each.
-2. scan: `jax.lax.scan` over Flax's cell, the state set to zeros where an episode begins. What most code bases do.
-3. jaxrnn: `jaxrnn.gru(..., resets=resets)`. One launch on an NVIDIA GPU, elsewhere jaxrnn's own scan.
+1. pack: cut the rollout into its episodes, pad them to the longest, run `flax.linen.RNN` with `seq_lengths`, and put
+   the outputs back. The number of episodes and the length of the longest one differ from rollout to rollout, and so do
+   the shapes: a program is compiled for each shape.
+2. scan: run `jax.lax.scan` over Flax's cell, and set the state to zeros where an episode begins. Most code bases do
+   this.
+3. jaxrnn: call `jaxrnn.gru(..., resets=resets)`. This is one launch on an NVIDIA GPU, and jaxrnn's own scan elsewhere.
 
-All have the same outputs, last state and gradients, which is checked before anything is timed.
+All three give the same outputs, last state and gradients, which is checked before anything is timed.
 
-Needs `pip install '.[examples]'` in a checkout.
+The example needs `pip install '.[examples]'` in a checkout.
 """
 
 import argparse
@@ -49,8 +50,8 @@ class Config:
     envs: int = 32  # B
     features: int = 32  # D
     hidden: int = 64  # H
-    mean_lengths: tuple[int, ...] = (4, 16, 64, 256)  # of episodes, in steps
-    rollouts: int = 20  # to count shapes over
+    mean_lengths: tuple[int, ...] = (4, 16, 64, 256)  # mean lengths of episodes, in steps
+    rollouts: int = 20  # rollouts to count shapes over
     repeats: int = 7
     seed: int = 0
     implementation: str | None = None
@@ -67,11 +68,11 @@ class Config:
 class Rollout(NamedTuple):
     xs: Array  # [T, B, D]
     resets: np.ndarray  # [T, B]  the previous step's done
-    carry: Array  # [B, H]        left by the rollout before
+    carry: Array  # [B, H]        the last state of the previous rollout
 
 
 def make_rollout(config: Config, mean_length: int, number: int) -> Rollout:
-    """Episodes end at random, after `mean_length` steps on average."""
+    """Draws a rollout whose episodes end at random, after `mean_length` steps on average."""
     rng = np.random.default_rng([config.seed, mean_length, number])
     resets = rng.random((config.steps, config.envs)) < 1 / mean_length
     xs = rng.normal(size=(config.steps, config.envs, config.features))
@@ -83,18 +84,21 @@ def make_rollout(config: Config, mean_length: int, number: int) -> Rollout:
 
 
 class Packing(NamedTuple):
-    """Where the steps of N episodes are in a rollout, and where those of the rollout are in the episodes."""
+    """The places of the steps of N episodes in a rollout, and the places of the rollout's steps in the episodes."""
 
-    step: np.ndarray  # [L, N]    of the rollout; padding repeats the last one
+    step: np.ndarray  # [L, N]    a step of the rollout; padding repeats the last step
     env: np.ndarray  # [N]
     length: np.ndarray  # [N]
-    continues: np.ndarray  # [N]  whether it began before the rollout, and so takes the carry
+    continues: np.ndarray  # [N]  whether the episode began before the rollout, and so takes the carry
     episode: np.ndarray  # [T, B]
-    offset: np.ndarray  # [T, B]  of a step in its episode
+    offset: np.ndarray  # [T, B]  position of a step in its episode
 
 
 def pack(resets: np.ndarray) -> Packing:
-    """Finds the episodes in `resets [T, B]`. On the host: how many there are, and their lengths, are shapes."""
+    """Finds the episodes in `resets [T, B]`.
+
+    It runs on the host, because the number and the lengths of the episodes are shapes.
+    """
     steps = len(resets)
     begins = resets.copy()
     begins[0] = True
@@ -124,7 +128,7 @@ def run_scan(params: Any, carry: Array, xs: Array, resets: Array) -> tuple[Array
 
     def step(h: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
         x, reset = inputs
-        h = jnp.where(reset[:, None], 0.0, h)  # a select: a product would let a NaN through
+        h = jnp.where(reset[:, None], 0.0, h)  # a select, because a product would propagate NaN
         return cell.apply({"params": params}, h, x)
 
     return jax.lax.scan(step, carry, (xs, resets))
@@ -141,7 +145,7 @@ def run_jaxrnn(implementation: str | None, params: Any, carry: Array, xs: Array,
 
 
 def try_jaxrnn(config: Config) -> None:
-    """Traces it. Raises NotImplementedError where the implementation that was asked for cannot run."""
+    """Traces `run_jaxrnn`. Raises NotImplementedError if the chosen implementation cannot run."""
     rollout = make_rollout(config, config.mean_lengths[0], 0)
     params = nn.GRUCell(config.hidden).init(jax.random.key(0), rollout.carry, rollout.xs[0])["params"]
     with jax.default_matmul_precision(config.precision):
@@ -149,26 +153,26 @@ def try_jaxrnn(config: Config) -> None:
         jax.eval_shape(run, params, rollout.carry, rollout.xs, rollout.resets)
 
 
-# What they cost.
+# Costs.
 
 
 class Cost(NamedTuple):
     milliseconds: float  # forward and backward, with every gradient
-    host_milliseconds: float  # before the device can begin
+    host_milliseconds: float  # host time before the device can begin
     compile_seconds: float
-    programs: int  # compiled for `rollouts` rollouts
-    sequential: int  # steps one after the other
+    programs: int  # programs needed for `rollouts` rollouts
+    sequential: int  # steps that run sequentially
     computed: int  # steps of all sequences, padding included
 
 
 class Measurement(NamedTuple):
     mean_length: int
-    steps: int  # those of the rollout
+    steps: int  # steps of the rollout, over all environments
     costs: dict[str, Cost]
 
 
 def with_gradients(run: Callable[..., tuple[Array, Array]]) -> Callable[..., Any]:
-    """`run`, compiled, with its outputs and the gradients for parameters, carry and inputs."""
+    """Returns a jitted function of `run`'s outputs and of the gradients for parameters, carry and inputs."""
 
     def loss(params: Any, carry: Array, xs: Array, layout: Any) -> tuple[Array, Any]:
         last, ys = run(params, carry, xs, layout)
@@ -178,7 +182,7 @@ def with_gradients(run: Callable[..., tuple[Array, Array]]) -> Callable[..., Any
 
 
 def milliseconds(repeats: int, run: Callable[[], Any]) -> float:
-    """The fastest of `repeats`: what else the machine does only adds."""
+    """Returns the milliseconds of the fastest of `repeats` calls; other work on the machine can only add time."""
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
@@ -188,9 +192,9 @@ def milliseconds(repeats: int, run: Callable[[], Any]) -> float:
 
 
 def measure(config: Config, mean_length: int, programs: dict[Any, tuple[Any, float]], bar: tqdm) -> Measurement:
-    """Runs one rollout in the three ways, compares what they give, then times them.
+    """Runs one rollout in the three ways, compares their results, then times them.
 
-    `programs` keeps what is compiled, and how long that took: scan and jaxrnn have one for all rollouts.
+    `programs` caches compiled programs and their compile times; scan and jaxrnn have one program for all rollouts.
     """
     rollout = make_rollout(config, mean_length, 0)
     cell = nn.GRUCell(config.hidden)
@@ -239,7 +243,7 @@ def check(config: Config, name: str, got: Any, want: Any) -> None:
             raise AssertionError(f"{name} is off by {error:.2g}, where {METHODS[0]} has values up to {scale:.2g}")
 
 
-# Showing it.
+# Output.
 
 
 def machine() -> str:
@@ -255,7 +259,7 @@ def describe(config: Config) -> str:
 def table_of(config: Config, measurements: Sequence[Measurement]) -> Table:
     table = Table(title=f"GRU forward and backward, {describe(config)}", caption=machine())
     headers = ("mean episode", "method", "ms", "host ms", "compile", f"programs in {config.rollouts} rollouts")
-    for header in (*headers, "steps in a row", "wasted steps"):
+    for header in (*headers, "sequential steps", "wasted steps"):
         table.add_column(header, justify="left" if header == "method" else "right")
     for mean_length, steps, costs in measurements:
         for name, cost in costs.items():
@@ -283,7 +287,7 @@ def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> Non
         computed = [c.computed / m.steps for c, m in zip(costs, measurements, strict=True)]
         right.plot(lengths, computed, "o--" if name == "jaxrnn" else "o-", color=color)
     left.set(ylabel="milliseconds for forward and backward", title="Time", ylim=(0, None))
-    right.set(ylabel="steps computed for one of the rollout", title="Work", ylim=(0, None))
+    right.set(ylabel="steps computed per step of the rollout", title="Work", ylim=(0, None))
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -299,16 +303,19 @@ def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> Non
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=Config.steps, help="of a rollout (default: %(default)s)")
-    add("--envs", type=int, default=Config.envs, help="environments of a rollout (default: %(default)s)")
+    add("--steps", type=int, default=Config.steps, help="steps per rollout (default: %(default)s)")
+    add("--envs", type=int, default=Config.envs, help="environments per rollout (default: %(default)s)")
     add("--features", type=int, default=Config.features, help="width of the inputs (default: %(default)s)")
     add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
-    add("--mean-lengths", type=int, nargs="+", default=Config.mean_lengths, help="of episodes (default: %(default)s)")
-    add("--rollouts", type=int, default=Config.rollouts, help="to count programs over (default: %(default)s)")
-    add("--repeats", type=int, default=Config.repeats, help="of a timing, the fastest counts (default: %(default)s)")
-    add("--seed", type=int, default=Config.seed, help="default: %(default)s")
-    add("--implementation", choices=["triton", "xla"], help="of jaxrnn (default: the fastest that works here)")
-    add("--precision", choices=["default", "highest"], default=Config.precision, help="of products, in all three")
+    add(
+        "--mean-lengths", type=int, nargs="+", default=Config.mean_lengths,
+        help="mean steps per episode, one or more (default: %(default)s)",
+    )  # fmt: skip
+    add("--rollouts", type=int, default=Config.rollouts, help="rollouts to count programs over (default: %(default)s)")
+    add("--repeats", type=int, default=Config.repeats, help="calls per timing, fastest counts (default: %(default)s)")
+    add("--seed", type=int, default=Config.seed, help="seed of all random numbers (default: %(default)s)")
+    add("--implementation", choices=["triton", "xla"], help="jaxrnn implementation (default: fastest that works here)")
+    add("--precision", choices=["default", "highest"], default=Config.precision, help="precision of all products")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
     fields = {field.name: getattr(namespace, field.name) for field in dataclasses.fields(Config)}

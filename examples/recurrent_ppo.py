@@ -1,15 +1,15 @@
-"""Recurrent PPO in one jitted program, on tasks that only an agent with a memory can solve.
+"""Trains recurrent PPO in one jitted program, on tasks that only an agent with a memory can solve.
 
     python examples/recurrent_ppo.py                         # a GRU and a memoryless control on StatelessCartPole
     python examples/recurrent_ppo.py --env repeat --k 4      # name the symbol seen four steps ago
     python examples/recurrent_ppo.py --compare               # Flax's GRU beside jaxrnn's, on the same seeds
-    python examples/recurrent_ppo.py --num-devices 4         # the environments split over four GPUs
+    python examples/recurrent_ppo.py --num-devices 4         # the environments sharded over four GPUs
 
-Environment, rollout and update are one XLA program, and `--num-seeds` trains several agents in it at once. Only the
-recurrence is exchangeable: `--implementation flax` is the scanned `GRUCell` that most JAX code bases carry, the others
-are `jaxrnn.linen.ScannedRNN`, which takes its place with the same parameters.
+Environment, rollout and update are one XLA program, in which `--num-seeds` trains several agents at once. Only the
+recurrence is exchangeable. `--implementation flax` is the scanned `GRUCell` of most JAX code bases. `auto`, `triton`
+and `xla` are `jaxrnn.linen.ScannedRNN`, which replaces that cell with the same parameters.
 
-Needs `pip install '.[examples]'` in a checkout.
+The example needs `pip install '.[examples]'` in a checkout.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from tqdm import tqdm
 
 from jaxrnn.linen import ScannedRNN
 
-# Environments. Both are deterministic once they are reset, so that a rollout draws all its random numbers beforehand.
+# Environments. Both are deterministic after a reset, so a rollout can draw all its random numbers beforehand.
 
 
 class CartPoleState(NamedTuple):
@@ -53,9 +53,9 @@ class CartPoleState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class StatelessCartPole:
-    """CartPole (Barto et al. 1983) that shows positions but no velocities: those must be remembered.
+    """CartPole (Barto et al. 1983) that shows positions but no velocities, which the agent must remember.
 
-    A return of 1 is a pole that stays up for all 200 steps.
+    The return is 1 if the pole stays up for all 200 steps.
     """
 
     name = "StatelessCartPole"
@@ -91,9 +91,9 @@ class RepeatPreviousState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class RepeatPrevious:
-    """Name the symbol that was shown `k` steps ago, one of four (after POPGym, Morad et al. 2023).
+    """A task that asks for the symbol, one of four, shown `k` steps ago (after POPGym, Morad et al. 2023).
 
-    A return of 1 is every symbol right, -1 every symbol wrong; guessing gives -0.5.
+    The return is 1 if every symbol is right and -1 if every symbol is wrong; guessing gives -0.5.
     """
 
     k: int = 4
@@ -126,7 +126,7 @@ Environment = StatelessCartPole | RepeatPrevious
 
 
 def step_and_reset(env: Environment, state: Any, action: Array, fresh: tuple[Any, Array]) -> tuple[Any, ...]:
-    """One step of one environment. Where the episode ends, `fresh` takes over: the `(state, obs)` of a new one."""
+    """Steps one environment. Where the episode ends, `fresh`, the `(state, obs)` of a new episode, takes over."""
     state, obs, reward, done = env.step(state, action)
     state, obs = jax.tree.map(functools.partial(jnp.where, done), fresh, (state, obs))
     return state, obs, reward, done
@@ -136,7 +136,7 @@ def step_and_reset(env: Environment, state: Any, action: Array, fresh: tuple[Any
 
 
 class FlaxScannedRNN(nn.Module):
-    """A GRU with resets as JAX code bases carry it today: Flax's cell in `nn.scan`."""
+    """A GRU with resets, as JAX code bases write it today: Flax's cell in `nn.scan`."""
 
     @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
     @nn.compact
@@ -151,7 +151,7 @@ class FlaxScannedRNN(nn.Module):
 
 
 class Memoryless(nn.Module):
-    """The control: a dense layer in the place of the GRU, so that an action depends on one observation only."""
+    """The control: a dense layer in place of the GRU, so that an action depends on one observation only."""
 
     @nn.compact
     def __call__(self, carry: Array, inputs: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -169,14 +169,14 @@ RECURRENCES: dict[str, Callable[..., nn.Module]] = {
 
 
 class ActorCritic(nn.Module):
-    """Dense, recurrence, and one hidden layer for each of policy and value."""
+    """A network of a dense layer, a recurrence, and one hidden layer each for policy and value."""
 
     num_actions: int
     implementation: str
 
     @nn.compact
     def __call__(self, carry: Array, obs: Array, resets: Array) -> tuple[Array, Array, Array]:
-        """Maps `obs [T, B, F]` to logits `[T, B, A]` and values `[T, B]`; `resets [T, B]`: the previous done."""
+        """Maps `obs [T, B, F]` and the previous dones, `resets [T, B]`, to logits `[T, B, A]` and values `[T, B]`."""
         width = carry.shape[-1]
         hidden_init, policy_init = nn.initializers.orthogonal(math.sqrt(2)), nn.initializers.orthogonal(0.01)
         x = nn.relu(nn.Dense(width, kernel_init=hidden_init)(obs))
@@ -232,7 +232,7 @@ class Config:
 
     @property
     def updates_per_call(self) -> int:
-        """How many updates one jitted call makes, for 20 to 50 calls with the least left over."""
+        """The number of updates per jitted call, chosen for 20 to 50 calls with the fewest extra updates."""
         updates = math.ceil(self.total_steps / self.steps_per_update)
         return min(range(math.ceil(updates / 50), max(updates // 20, 1) + 1), key=lambda size: -updates % size)
 
@@ -242,7 +242,7 @@ class Config:
 
     @property
     def updates(self) -> int:
-        """The updates that are made: `total_steps` rounded up to whole calls."""
+        """The number of updates: `total_steps` rounded up to whole calls."""
         return self.calls * self.updates_per_call
 
 
@@ -256,13 +256,13 @@ class TrainState(NamedTuple):
     key: Array
     env_state: Any
     obs: Array  # [B, F]
-    done: Array  # [B]     whether `obs` is the first of an episode
+    done: Array  # [B]     whether `obs` is the first observation of an episode
     carry: Array  # [B, H]
     episode_return: Array  # [B]
 
 
 class Trajectory(NamedTuple):
-    """What a rollout leaves, each `[T, B, ...]`."""
+    """The data of a rollout, each array `[T, B, ...]`."""
 
     obs: Array
     reset: Array  # the previous step's done
@@ -271,23 +271,28 @@ class Trajectory(NamedTuple):
     value: Array
     reward: Array
     done: Array
-    episode_return: Array  # so far, with this step's reward
+    episode_return: Array  # return of the episode so far, with this step's reward
 
 
 class Metrics(NamedTuple):
-    """Of the episodes that finished in an update. Sums, since there may be none."""
+    """Sums over the episodes that finished in an update. They are not means, because there may be no such episode."""
 
     episodes: Array
     total_return: Array
 
 
 def log_prob_of(logits: Array, action: Array) -> Array:
-    # A sum over one-hot, not a gather: the gradient of a gather is a scatter, slow on a GPU.
+    # This is a sum over one-hot instead of a gather, because the gradient of a gather is a scatter, which is slow on a
+    # GPU.
     return jnp.sum(jax.nn.log_softmax(logits) * jax.nn.one_hot(action, logits.shape[-1]), axis=-1)
 
 
 def advantages(config: Config, trajectory: Trajectory, last_value: Array) -> Array:
-    """Generalised advantage estimates: A_t = d_t + gamma lambda A_t+1, d_t = r_t + gamma V_t+1 - V_t, cut at dones."""
+    """Returns generalised advantage estimates, which are cut at dones.
+
+    They are A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t, without the terms of t+1 where t is
+    done.
+    """
     discount = config.gamma * (1.0 - trajectory.done)
     next_value = jnp.concatenate([trajectory.value[1:], last_value[None]])
     delta = trajectory.reward + discount * next_value - trajectory.value
@@ -304,8 +309,9 @@ def advantages(config: Config, trajectory: Trajectory, last_value: Array) -> Arr
 class PPO:
     """The pure functions of one agent's training: `init`, `rollout` and `update`.
 
-    With `axis`, the name of an axis of `shard_map` or `vmap`, `rollout` and `update` train on one part of the
-    environments beside other parts on that axis: they average what an update averages, and draw their own numbers.
+    `axis` is the name of an axis of `shard_map` or `vmap` over which the environments are sharded. `rollout` and
+    `update` then train on one shard: they average over the shards what an update averages over environments, and each
+    shard draws random numbers of its own.
     """
 
     def __init__(self, config: Config, axis: str | None = None):
@@ -318,19 +324,19 @@ class PPO:
         self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
 
     def mean(self, tree: Any) -> Any:
-        """Over the parts."""
+        """Averages over the shards."""
         return tree if self.axis is None else jax.lax.pmean(tree, self.axis)
 
     def total(self, tree: Any) -> Any:
-        """Over the parts."""
+        """Sums over the shards."""
         return tree if self.axis is None else jax.lax.psum(tree, self.axis)
 
     def own(self, key: Array) -> Array:
-        """A key for this part."""
+        """Returns a key for this shard."""
         return key if self.axis is None else jax.random.fold_in(key, jax.lax.axis_index(self.axis))
 
     def init(self, seed: Array) -> TrainState:
-        """With all environments, whatever the axis."""
+        """Returns the initial state of all environments, even if `axis` is given."""
         config = self.config
         key, params_key, env_key = jax.random.split(jax.random.key(seed), 3)
         env_state, obs = jax.vmap(self.env.reset)(jax.random.split(env_key, config.num_envs))
@@ -341,7 +347,7 @@ class PPO:
         return TrainState(params, self.optimizer.init(params), key, env_state, obs, done, carry, episode_return)
 
     def rollout(self, state: TrainState) -> tuple[TrainState, Trajectory]:
-        """Acts for `rollout_steps`."""
+        """Acts for `rollout_steps` steps."""
         config, env = self.config, self.env
         key, env_key, action_key = jax.random.split(state.key, 3)
         shape = (config.rollout_steps, len(state.done))
@@ -378,7 +384,7 @@ class PPO:
         return policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
-        """One rollout, then `epochs` passes over it in `minibatches` of whole sequences."""
+        """Makes one rollout, then `epochs` passes over it in `minibatches` minibatches of whole sequences."""
         config = self.config
         first_carry = state.carry
         state, seen = self.rollout(state)
@@ -402,32 +408,33 @@ class PPO:
         return state._replace(params=params, opt_state=opt_state, key=key), metrics
 
 
-# Running it.
+# Training.
 
 AXIS = "devices"
 
 
 class Train(NamedTuple):
-    """Training of `num_seeds` agents at once; every array has the agents as its first axis."""
+    """The functions that train `num_seeds` agents at once; the first axis of every array is that of the agents."""
 
     init: Callable[[Array], TrainState]  # seeds [S]
     run: Callable[[TrainState], tuple[TrainState, Metrics]]  # `updates_per_call` updates; metrics [S, updates]
 
 
 def make_train(config: Config, *, parts_on_one_device: bool = False) -> Train:
-    """The jitted functions that train, on `num_devices` devices.
+    """Returns the jitted functions that train on `num_devices` devices.
 
     Args:
-      config: what to train.
-      parts_on_one_device: computes on one device what `num_devices` of them compute, with `vmap` for `shard_map`. The
-        same numbers to rounding.
+      config: the options of the training.
+      parts_on_one_device: whether to compute on one device what `num_devices` devices compute, with `vmap` instead of
+        `shard_map`. The results are equal up to rounding.
     """
     ppo = PPO(config, AXIS if config.num_devices > 1 else None)
 
     def run(state: TrainState) -> tuple[TrainState, Metrics]:
         return jax.lax.scan(lambda state, _: ppo.update(state), state, length=config.updates_per_call)
 
-    # Made one by one: orthogonal initial weights need a QR, and jaxlib 0.10.2's of a batch can deadlock on a CPU.
+    # Agents are initialized one by one: orthogonal initial weights need a QR decomposition, and that of a batch in
+    # jaxlib 0.10.2 can deadlock on a CPU.
     init = jax.jit(functools.partial(jax.lax.map, ppo.init))
     agents = jax.vmap(run)
     if config.num_devices == 1:
@@ -435,22 +442,25 @@ def make_train(config: Config, *, parts_on_one_device: bool = False) -> Train:
     if parts_on_one_device:
         return Train(init, jax.jit(with_parts(agents, config.num_devices), donate_argnums=0))
     mesh, specs = make_mesh(config.num_devices), on_environments(P(), P(None, AXIS))
-    # With `check_vma`, gradients to what is the same everywhere would arrive summed, which `vmap` does not do.
+    # With `check_vma`, gradients of replicated arrays would arrive summed over the devices, which `vmap` does not do.
     spread = jax.shard_map(agents, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False)
     placement = on_environments(*(NamedSharding(mesh, spec) for spec in (P(), P(None, AXIS))))
-    place = jax.jit(lambda state: state, out_shardings=placement)  # of several hosts too, unlike device_put of a key
+    place = jax.jit(lambda state: state, out_shardings=placement)  # works on several hosts, unlike device_put of a key
     return Train(lambda seeds: place(init(seeds)), jax.jit(spread, donate_argnums=0))
 
 
 def on_environments(same: Any, split: Any) -> TrainState:
-    """`split` for what has an axis of environments, the second after the agents', and `same` for the rest."""
+    """Returns `split` for the fields with an axis of environments, and `same` for the other fields.
+
+    The axis of environments is the second one, after that of the agents.
+    """
     return TrainState(
         params=same, opt_state=same, key=same, env_state=split, obs=split, done=split, carry=split, episode_return=split
     )
 
 
 def with_parts(agents: Callable[..., Any], parts: int) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
-    """`agents`, written for one part of the environments, on all of them on one device."""
+    """Maps `agents`, which is written for one shard of the environments, over all shards on one device."""
     axes = on_environments(None, 1)
     mapped = jax.vmap(agents, in_axes=(axes,), out_axes=(axes, None), axis_size=parts, axis_name=AXIS)
 
@@ -468,16 +478,16 @@ def with_parts(agents: Callable[..., Any], parts: int) -> Callable[[TrainState],
 
 
 def make_mesh(num_devices: int) -> Mesh:
-    """The first `num_devices` of JAX's devices, of all hosts.
+    """Returns a mesh of the first `num_devices` of JAX's devices, which may be on several hosts.
 
     Raises:
-      ValueError: there are fewer.
+      ValueError: JAX has fewer devices.
     """
     devices = jax.devices()
     if len(devices) < num_devices:
         raise ValueError(
             f"num_devices is {num_devices}, but JAX has {len(devices)} here ({devices[0].device_kind}); on a CPU, "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices} makes as many"
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={num_devices} provides them"
         )
     return jax.make_mesh((num_devices,), (AXIS,), axis_types=(AxisType.Auto,), devices=devices[:num_devices])
 
@@ -486,8 +496,8 @@ def make_mesh(num_devices: int) -> Mesh:
 class Result:
     config: Config
     compile_seconds: float
-    seconds: float  # for all calls but the first, which warms up
-    steps_per_second: float  # env steps of all seeds, in `seconds`
+    seconds: float  # total of all calls except the first, which warms up
+    steps_per_second: float  # env steps of all seeds per second
     episodes: np.ndarray  # [S, updates]
     total_return: np.ndarray  # [S, updates]
 
@@ -499,17 +509,17 @@ class Result:
 
     @property
     def steps(self) -> np.ndarray:
-        """Env steps of one agent after each update."""
+        """The env steps of one agent after each update."""
         return (1 + np.arange(self.config.updates)) * self.config.steps_per_update
 
     @property
     def curve(self) -> np.ndarray:
-        """Mean return of the episodes that finished in each update `[S, updates]`; NaN where none did."""
+        """The mean return of the episodes that finished in each update `[S, updates]`; NaN where none did."""
         return mean_return(self.episodes, self.total_return)
 
     @property
     def final_return(self) -> np.ndarray:
-        """Mean return of the episodes that finished in the last tenth of training `[S]`."""
+        """The mean return of the episodes that finished in the last tenth of training `[S]`."""
         tail = slice(-math.ceil(self.config.updates / 10), None)
         return mean_return(self.episodes[:, tail].sum(axis=1), self.total_return[:, tail].sum(axis=1))
 
@@ -536,12 +546,12 @@ def mean_return(episodes: np.ndarray, total_return: np.ndarray) -> np.ndarray:
 
 
 def without_nan(values: np.ndarray) -> list[Any]:
-    """Nested lists with None for NaN, which JSON does not have."""
+    """Returns nested lists with None instead of NaN, which JSON does not have."""
     return np.where(np.isnan(values), None, values).tolist()
 
 
 def train(config: Config) -> Result:
-    """Trains `num_seeds` agents under a progress bar."""
+    """Trains `num_seeds` agents at once and shows a progress bar."""
     init, run = make_train(config)
     began = time.perf_counter()
     state = init(config.seed + jnp.arange(config.num_seeds))
@@ -566,7 +576,7 @@ def train(config: Config) -> Result:
             if call == 0 and config.calls > 1:
                 jax.block_until_ready(submitted)
                 started, calls_timed = time.perf_counter(), config.calls - 1
-            if call > 0:  # a call behind, so that the device has the next call while the host reads this one's metrics
+            if call > 0:  # one call behind, so that the device has work while the host reads metrics
                 wait_and_show(call - 1)
         wait_and_show(config.calls - 1)
         jax.block_until_ready(state)
@@ -576,7 +586,7 @@ def train(config: Config) -> Result:
 
 
 def machine() -> str:
-    """The versions and the device behind a figure, in one line."""
+    """Returns the device and the versions of the packages in one line."""
     device = jax.devices()[0]
     kind = f"CPU ({os.cpu_count()} cores)" if device.platform == "cpu" else device.device_kind
     packages = ["jax", "flax", *(name for name in ("torch", "triton") if name in sys.modules)]
@@ -607,7 +617,7 @@ def describe(config: Config) -> str:
 
 
 def smoothed(values: np.ndarray, width: int) -> np.ndarray:
-    """The mean of the last `width` values at each point, NaN left out."""
+    """Returns the mean of the last `width` values at each point, without NaN."""
     windows = [values[..., max(i - width + 1, 0) : i + 1] for i in range(values.shape[-1])]
     counts = [np.maximum((~np.isnan(window)).sum(axis=-1), 1) for window in windows]
     return np.stack([np.nansum(w, axis=-1) / n for w, n in zip(windows, counts, strict=True)], axis=-1)
@@ -617,7 +627,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     figure = Figure(figsize=(7, 4.2), layout="constrained")
     axes = figure.add_subplot()
     axes.axhline(1.0, color="0.6", linewidth=1, linestyle=":")
-    # Implementations agree until rounding parts them: dashes let the curve below show through.
+    # The curves of implementations coincide until rounding separates them. Dashes let the curve below show through.
     styles = (("#0072b2", "-"), ("#d55e00", (0, (4, 2))), ("#009e73", (0, (1, 1))))
     for result, (color, dashes) in zip(results, styles, strict=False):
         curves = smoothed(result.curve, max(len(result.steps) // 40, 1))
@@ -638,32 +648,32 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--env", choices=["cartpole", "repeat"], default=Config.env, help="default: %(default)s")
-    add("--k", type=int, default=Config.k, help="how far back `repeat` asks for (default: %(default)s)")
+    add("--k", type=int, default=Config.k, help="for repeat: steps since the symbol was shown (default: %(default)s)")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--implementation", choices=list(RECURRENCES), default=Config.implementation, help="none: only the control"
+        "--implementation", choices=list(RECURRENCES), default=Config.implementation, help="none means only the control"
     )
     which.add_argument(
         "--compare", action="store_true", help="train with flax, xla and, on a GPU, triton, one after the other"
     )
     add("--control", action=argparse.BooleanOptionalAction, default=True, help="train the memoryless control too")
-    add("--num-envs", type=int, default=Config.num_envs, help="environments of an agent (default: %(default)s)")
+    add("--num-envs", type=int, default=Config.num_envs, help="environments per agent (default: %(default)s)")
     add("--num-seeds", type=int, default=Config.num_seeds, help="agents trained at once (default: %(default)s)")
-    add("--num-devices", type=int, default=Config.num_devices, help="that share an agent's environments (default: 1)")
-    add("--seed", type=int, default=Config.seed, help="the first agent's; the others count on (default: %(default)s)")
-    steps = "env steps of an agent, rounded up to whole updates, and those to equal calls (default: %(default)s)"
+    add("--num-devices", type=int, default=Config.num_devices, help="devices that share the environments (default: 1)")
+    add("--seed", type=int, default=Config.seed, help="first seed; the others count up from it (default: %(default)s)")
+    steps = "env steps per agent, rounded up to whole updates and to equal calls (default: %(default)s)"
     add("--total-steps", type=int, default=Config.total_steps, help=steps)
-    add("--rollout-steps", type=int, default=Config.rollout_steps, help="T of an update (default: %(default)s)")
+    add("--rollout-steps", type=int, default=Config.rollout_steps, help="steps per rollout (default: %(default)s)")
     add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
     add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
-    add("--anneal-lr", action="store_true", help="lower it to zero over the run")
+    add("--anneal-lr", action="store_true", help="lower the learning rate to zero over the run")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
     if namespace.compare:
         namespace.implementations = ["flax", "xla", *(["triton"] if jax.default_backend() == "gpu" else [])]
     elif namespace.implementation == "none":
         if not namespace.control:
-            parser.error("--implementation none trains the control alone, which --no-control leaves out: give one")
+            parser.error("--implementation none trains the control alone, which --no-control excludes: give only one")
         namespace.implementations = ["none"]
     else:
         namespace.implementations = [namespace.implementation, *(["none"] if namespace.control else [])]
@@ -674,7 +684,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             make_mesh(namespace.config.num_devices)
         if "triton" in namespace.implementations:
             ppo = PPO(dataclasses.replace(namespace.config, implementation="triton"))
-            jax.eval_shape(ppo.init, 0)  # raises where the kernels cannot run
+            jax.eval_shape(ppo.init, 0)  # raises if the kernels cannot run
     except (NotImplementedError, ValueError) as error:
         parser.error(str(error))
     return namespace

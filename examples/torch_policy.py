@@ -1,17 +1,18 @@
-"""Train a recurrent policy in PyTorch by policy gradients, eager and compiled; count its FLOPs and time its updates.
+"""Trains a recurrent policy in PyTorch by policy gradients, eager and compiled; counts FLOPs and times updates.
 
-    python examples/torch_policy.py                      # eager, on a CPU under a minute
-    python examples/torch_policy.py --compile            # and compiled; needs a C++ compiler, or a GPU
+    python examples/torch_policy.py                      # eager; takes under a minute on a CPU
+    python examples/torch_policy.py --compile            # also compiled; needs a C++ compiler, or a GPU
     python examples/torch_policy.py --hidden 256 --batch 1024 --steps 128 --cell lstm --compile    # on a GPU
 
-The task is RepeatFirst (after POPGym, Morad et al. 2023): name, at every step, the symbol that the episode began with.
-Nothing in the inputs says where an episode begins: the state alone does, which a reset sets to zeros. A right answer is
-a reward of 1, and guessing gets 1 / symbols.
+The task is RepeatFirst (after POPGym, Morad et al. 2023): at every step, name the symbol that the episode began with.
+The inputs do not show where an episode begins. Only the state does, because a reset sets it to zeros. The reward of a
+right answer is 1, and guessing gets 1 / symbols.
 
-The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and the parameters of `torch.nn`'s, and take
-`resets`. Beside them runs the same policy over `torch.nn`, with its episodes packed, as it has no resets.
+The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and the parameters of those in `torch.nn`, and
+also take `resets`. The example compares it with the same policy over `torch.nn`, which has no resets and therefore
+packs the episodes.
 
-Needs `pip install '.[torch,examples]'` in a checkout.
+The example needs `pip install '.[torch,examples]'` in a checkout.
 """
 
 import argparse
@@ -41,10 +42,10 @@ class Config:
     cell: str = "gru"
     updates: int = 150
     symbols: int = 4
-    steps: int = 32  # T of an update
+    steps: int = 32  # T, per update
     batch: int = 32  # B
     hidden: int = 32  # H
-    mean_length: int = 8  # of episodes, in steps
+    mean_length: int = 8  # mean length of an episode, in steps
     lr: float = 1e-2
     entropy: float = 0.01
     seed: int = 0
@@ -71,12 +72,12 @@ class Data(NamedTuple):
 
 
 class Episodes:
-    """Symbols at random in episodes that end at random; one update goes on where the one before ended."""
+    """A source of random symbols in episodes that end at random; each update continues the previous one's episodes."""
 
     def __init__(self, config: Config):
         self.config = config
         self.generator = torch.Generator().manual_seed(config.seed)
-        self.first = torch.zeros(config.batch, dtype=torch.long)  # the symbol that the episode under way began with
+        self.first = torch.zeros(config.batch, dtype=torch.long)  # the symbol that the current episode began with
         self.done = torch.ones(config.batch, dtype=torch.bool)
 
     def draw(self) -> Data:
@@ -94,7 +95,7 @@ class Episodes:
 
 
 class Policy(torch.nn.Module):
-    """Logits of every step, and the state that the next call goes on from."""
+    """A policy that returns the logits of every step, and the state from which the next call continues."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -108,7 +109,7 @@ class Policy(torch.nn.Module):
 
 
 class PackedPolicy(torch.nn.Module):
-    """The same parameters over `torch.nn`: every episode is a sequence of its own."""
+    """A policy over `torch.nn` with the same parameters, for which every episode is a sequence of its own."""
 
     def __init__(self, config: Config):
         super().__init__()
@@ -120,14 +121,14 @@ class PackedPolicy(torch.nn.Module):
         steps, batch = resets.shape
         starts = resets.clone()
         starts[0] = True
-        env, step = starts.T.nonzero(as_tuple=True)  # where episodes begin, one environment after the other
+        env, step = starts.T.nonzero(as_tuple=True)  # where episodes begin, environment by environment
         ends = torch.cat([env[1:] * steps + step[1:], env.new_tensor([batch * steps])])
         lengths = (ends - (env * steps + step)).tolist()
         flat = inputs.transpose(0, 1).reshape(batch * steps, -1)
         packed = pack_sequence(flat.split(lengths), enforce_sorted=False)
         going_on = (step == 0) & ~resets[0, env]
         first = torch.utils._pytree.tree_map(
-            lambda x: x[:, env] * going_on[None, :, None],  # finite here: a product will do
+            lambda x: x[:, env] * going_on[None, :, None],  # a product suffices, because states are finite here
             state,
         )
         features, last = self.rnn(packed, first)
@@ -143,7 +144,7 @@ Step = Callable[[Data, Any], tuple[Tensor, Tensor, Any]]
 
 
 def make_loss(config: Config, policy: torch.nn.Module) -> Step:
-    """Returns `(data, state) -> (loss, mean reward, state)`: REINFORCE, the mean reward as its baseline."""
+    """Returns `(data, state) -> (loss, mean reward, state)`: REINFORCE with the mean reward as its baseline."""
 
     def loss(data: Data, state: Any) -> tuple[Tensor, Tensor, Any]:
         logits, state = policy(data.inputs, state, data.resets)
@@ -164,20 +165,20 @@ def first_state(config: Config) -> Any:
 
 
 def detach(state: Any) -> Any:
-    """A copy: of a CUDA graph the next replay would overwrite what it returned."""
+    """Returns a detached copy of a state, because the next replay of a CUDA graph would overwrite its outputs."""
     return torch.utils._pytree.tree_map(lambda x: x.detach().clone(), state)
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     name: str
-    rewards: list[float]  # of every update
-    first_seconds: float  # of the first update, compilation included
-    milliseconds: float  # of an update
+    rewards: list[float]  # mean reward of every update
+    first_seconds: float  # time of the first update, with compilation
+    milliseconds: float  # median time of an update
 
     @property
     def final_reward(self) -> float:
-        """Mean of the last tenth of training."""
+        """The mean reward of the last tenth of training."""
         last = self.rewards[-max(1, len(self.rewards) // 10) :]
         return sum(last) / len(last)
 
@@ -185,7 +186,7 @@ class Result:
 def train(
     config: Config, name: str, policy: torch.nn.Module, wrap: Callable[[Step], Step] = lambda step: step
 ) -> Result:
-    """Trains, then times updates on one draw of data; `wrap` may compile the loss."""
+    """Trains a policy, then times updates on one draw of data; `wrap` may compile the loss."""
     optimizer = torch.optim.Adam(policy.parameters(), config.lr)
     loss, episodes, state, rewards = wrap(make_loss(config, policy)), Episodes(config), first_state(config), []
 
@@ -213,7 +214,7 @@ def train(
 
 
 def count_flops(config: Config) -> dict[str, int]:
-    """Of one update, by operator; those of the time loop are counted in both directions."""
+    """Counts the FLOPs of one update, by operator; the time loop is counted forward and backward."""
     policy = Policy(config).to(config.device)
     with FlopCounterMode(display=False) as counter:
         make_loss(config, policy)(Episodes(config).draw(), first_state(config))[0].backward()
@@ -226,9 +227,9 @@ def machine(config: Config) -> str:
 
 
 def table_of(config: Config, results: Sequence[Result], flops: dict[str, int]) -> Table:
-    size = f"{config.cell.upper()}-{config.hidden}, {config.batch} x {config.steps} steps an update"
+    size = f"{config.cell.upper()}-{config.hidden}, {config.batch} x {config.steps} steps per update"
     table = Table(title=f"RepeatFirst, {config.symbols} symbols, {size}", caption=machine(config))
-    for header in ("policy", "final reward", "ms an update", "steps/s", "GFLOP/s", "first update"):
+    for header in ("policy", "final reward", "ms / update", "steps/s", "GFLOP/s", "first update"):
         table.add_column(header, justify="left" if header == "policy" else "right")
     for result in results:
         rate = 1e3 / result.milliseconds
@@ -250,7 +251,7 @@ def flops_table(flops: dict[str, int]) -> Table:
 
 
 def unusable(device: str) -> str | None:
-    """Why PyTorch cannot compute on `device`, in a sentence; None if it can."""
+    """Returns why PyTorch cannot compute on `device`, in a sentence, or None if it can."""
     try:
         torch.zeros(1, device=device).item()
     except (AssertionError, ImportError, RuntimeError) as error:
@@ -262,19 +263,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cell", choices=["gru", "lstm"], default=Config.cell, help="default: %(default)s")
-    add("--updates", type=int, default=Config.updates, help="of each policy (default: %(default)s)")
-    add("--symbols", type=int, default=Config.symbols, help="to tell apart (default: %(default)s)")
-    add("--steps", type=int, default=Config.steps, help="T of an update (default: %(default)s)")
-    add("--batch", type=int, default=Config.batch, help="environments of an update (default: %(default)s)")
+    add("--updates", type=int, default=Config.updates, help="updates of each policy (default: %(default)s)")
+    add("--symbols", type=int, default=Config.symbols, help="number of symbols (default: %(default)s)")
+    add("--steps", type=int, default=Config.steps, help="steps per update (default: %(default)s)")
+    add("--batch", type=int, default=Config.batch, help="environments per update (default: %(default)s)")
     add("--hidden", type=int, default=Config.hidden, help="width of the recurrence (default: %(default)s)")
-    add("--mean-length", type=int, default=Config.mean_length, help="of episodes, in steps (default: %(default)s)")
+    add("--mean-length", type=int, default=Config.mean_length, help="mean steps per episode (default: %(default)s)")
     add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
     add("--entropy", type=float, default=Config.entropy, help="weight of the entropy bonus (default: %(default)s)")
-    add("--seed", type=int, default=Config.seed, help="of weights, episodes and actions (default: %(default)s)")
+    add("--seed", type=int, default=Config.seed, help="seed of weights, episodes and actions (default: %(default)s)")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, help="that PyTorch computes on (default here: %(default)s)")
+    add("--device", default=device, help="device that PyTorch computes on (default here: %(default)s)")
     add("--compile", action="store_true", help="train a compiled policy too")
-    add("--backend", default="inductor", help="of torch.compile (default: %(default)s)")
+    add("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
     add("--out", type=Path, default=Path("outputs"), help="folder for the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
     try:

@@ -521,7 +521,7 @@ def test_a_ppo_run_that_breaks_is_a_row(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what is chosen")]
+    ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what implementation=None chooses")]
 )
 def test_ppo_does_not_pass_off_a_scan_as_the_kernels(monkeypatch, missing, reason):
     from benchmarks import suites
@@ -646,7 +646,7 @@ def test_the_markdown_table_has_a_row_for_every_case():
     lines = report.markdown(headline()).split("\n")
     assert len([line for line in lines if line.startswith(("| GRU", "| LSTM"))]) == len(cases.HEADLINE)
     assert lines[2] == "| GRU 2048,256,128 | **1.00 / 0.500** | 8.00 | - | - | - | - / 2.00 | 2 / 1.2 |"
-    assert "which 0 of 1 figures miss" in lines[-2]
+    assert "0 of 1 figures miss it" in lines[-2]
     assert lines[-1] == "Measured on NVIDIA H200, driver 580.1, jax 0.11.2, commit abc."
 
 
@@ -705,11 +705,11 @@ def test_options_stand_where_they_like(tmp_path):
         ("show no-such-suite", "no suite no-such-suite; there are headline"),
         ("plot small", "plot takes no suites"),
         ("table headline", "table takes no suites"),
-        ("show torch-step --rows zzz", "show has no use for --rows: of the options it takes --out"),
-        ("--rounds -3 show", "show has no use for --rounds"),
-        ("table --only flax --add", "table has no use for --only, --add"),
-        ("plot --commit abc", "plot has no use for --commit"),
-        ("table --skip flax --first-call-limit 9", "table has no use for --skip, --first-call-limit"),
+        ("show torch-step --rows zzz", "show does not take --rows; it takes only --out"),
+        ("--rounds -3 show", "show does not take --rounds"),
+        ("table --only flax --add", "table does not take --only, --add"),
+        ("plot --commit abc", "plot does not take --commit"),
+        ("table --skip flax --first-call-limit 9", "table does not take --skip, --first-call-limit"),
         ("--rounds 0", "rounds must be at least 1, got 0"),
         ("--seconds -1", "seconds must be above 0 and finite, got -1.0"),
         ("--first-call-limit nan", "first_call_limit must be above 0 and finite, got nan"),
