@@ -213,7 +213,7 @@ def prepare(problems: tuple[Problem, ...]) -> Iterator[Compiled]:
                         futures[name] = pool.submit(lowered.compile)
                 except Exception as error:
                     failures[name] = error
-            same = next((name for name in IMPLEMENTATIONS if texts.get(name) == texts.get(DEFAULT)), None)
+            same = next((name for name in IMPLEMENTATIONS if name in texts and texts[name] == texts.get(DEFAULT)), None)
             pending.append((problem, arrays, same, futures, failures))
     for problem, arrays, same, futures, failures in pending:
         programs = {}
@@ -253,7 +253,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
         rows[name] = harness.timed(rows[name], device, wall, scale=1e3, method=clocks[name].method)
     if one.same is not None:
         rows[DEFAULT] = dataclasses.replace(rows[one.same], provider=DEFAULT, note=f"runs {one.same}")
-    else:
+    elif DEFAULT in spreads:
         rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], note="mixes triton and xla")
     values = [value for name in IMPLEMENTATIONS if (value := rows[name].value) is not None]
     if values:

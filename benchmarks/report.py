@@ -113,8 +113,9 @@ def broken(row: Row | AccuracyRow) -> bool:
         return not row.good
     if row.provider == choice.DEFAULT and met(row) is False:
         return True
-    ours = ("jaxrnn", "torch_bridge", "and our launch", choice.DEFAULT, *choice.IMPLEMENTATIONS)
-    return row.provider.startswith(ours) and row.status in ("wrong", "failed")
+    ours = ("jaxrnn", "torch_bridge", "and our launch", choice.DEFAULT)
+    is_ours = row.provider.startswith(ours) or (row.ours == choice.DEFAULT and row.provider in choice.IMPLEMENTATIONS)
+    return is_ours and row.status in ("wrong", "failed")
 
 
 def _quartiles(row: Row) -> str:

@@ -72,6 +72,23 @@ def test_what_is_wrong_is_not_timed(measured):
     assert rows["default"].value == rows["xla"].value and report.broken(rows["triton"])
 
 
+def test_a_default_that_fails_has_no_time(monkeypatch):
+    def run(problem, implementation, arrays):
+        if implementation is None:
+            raise NotImplementedError("no such kernel")
+        return original(problem, "xla", arrays)
+
+    original = choice.run
+    monkeypatch.setattr(choice, "run", run)
+    monkeypatch.setattr(choice, "PROBLEMS", (choice.Problem("gru", 4, 5, 8, gradients=False),))
+    monkeypatch.setattr(choice, "MOST_PASSES", 2)
+    rows = {row.provider: row for row in choice.choice(Settings(seconds=0.01, rounds=1), lambda _: None)}
+    default = rows["default"]
+    assert (default.status, default.value, default.note) == ("failed", None, "")
+    assert "no such kernel" in default.reason and report.broken(default)
+    assert rows["triton"].value > 0 and not report.broken(rows["triton"])
+
+
 def test_a_problem_with_all_options_runs():
     problem = choice.Problem("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h")
     assert str(problem) == "LSTM 3,40,8 x2 bf16 highest reset state"
