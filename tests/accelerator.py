@@ -1,6 +1,6 @@
-"""Which accelerator this machine has, found without importing JAX or PyTorch. The Makefile and conftest.py ask here.
+"""Detects the accelerator of this machine without importing JAX or PyTorch, for the Makefile and conftest.py.
 
-Run as a script it prints the extra to install: `cuda13`, `cuda12` or `cpu`.
+Run as a script, it prints the extra to install: `cuda13`, `cuda12` or `cpu`.
 """
 
 import os
@@ -12,14 +12,14 @@ CUDA13_DRIVER = 580  # the first driver branch that runs CUDA 13
 
 
 def nvidia_driver() -> int | None:
-    """The major version of the NVIDIA driver, or None where no NVIDIA GPU can be used."""
+    """Returns the major version of the NVIDIA driver, or None if no NVIDIA GPU can be used."""
     if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         version = subprocess.run(query, capture_output=True, text=True, timeout=60, check=True).stdout
     except (OSError, subprocess.SubprocessError):
-        # Some containers get the device but not the tool.
+        # Some containers have the device but no nvidia-smi.
         proc = Path("/proc/driver/nvidia/version")
         version = proc.read_text() if proc.exists() and Path("/dev/nvidia0").exists() else ""
     match = re.search(r"\b(\d{3,})\.\d+", version)
@@ -27,7 +27,7 @@ def nvidia_driver() -> int | None:
 
 
 def nvidia_gpus() -> int:
-    """How many NVIDIA GPUs can be used."""
+    """Returns the number of NVIDIA GPUs that can be used."""
     if nvidia_driver() is None:
         return 0
     try:

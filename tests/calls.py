@@ -1,4 +1,4 @@
-"""Small calls of `gru` and `lstm`, of one form for both cells, that tests of properties and transformations share."""
+"""Makes small calls of `gru` and `lstm`, with the same signature for both cells, which several test files share."""
 
 import functools
 
@@ -13,17 +13,17 @@ import jaxrnn
 T, B, H, D, S, P = 4, 3, 5, 2, 2, 3
 CLOSE = 1e-5
 FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}
-PROJECTED = "lstm-projected"  # a cell too: an LSTM whose hidden state has P units
+PROJECTED = "lstm-projected"  # also a value of `cell`: an LSTM that projects its hidden state to P units
 
 KERNELS = [
     pytest.param("triton", marks=pytest.mark.interpret, id="triton-interpreted"),
     pytest.param("triton", marks=pytest.mark.gpu, id="triton-gpu"),
 ]
-# For what JAX itself holds of a `lax.scan`, and a custom rule might break.
+# For properties that JAX itself guarantees for a `lax.scan`, but that a custom rule might break.
 kernels_only = pytest.mark.parametrize("implementation", KERNELS)
 every_implementation = pytest.mark.parametrize("implementation", ["xla", *KERNELS])
 every_cell = pytest.mark.parametrize("cell", FUNCTIONS)
-# For what reaches the arrays around the kernels, and not only the kernels.
+# For properties that depend on the code around the kernels, which a projection changes, and not only on the kernels.
 projected_too = pytest.mark.parametrize("cell", [*FUNCTIONS, PROJECTED])
 
 
@@ -37,9 +37,9 @@ def random_like(tree, seed=0):
 
 
 def arguments(cell, batch=(B,), steps=T, hidden=H, lead=(), dtype=jnp.float32, time_major=True, stepped=False):
-    """Random `(params, carry, xs, resets, reset_state)`: float resets, `lead` axes before all.
+    """Returns random `(params, carry, xs, resets, reset_state)`, with float resets; `lead` axes come before all others.
 
-    The reset state is `[H]`, or one for every step if `stepped`.
+    The reset state is `[H]`, or has a value for every step and sequence if `stepped`.
     """
     zeros = functools.partial(np.zeros, dtype=dtype)
     case = cases.Case(cell_of(cell), steps, 0, hidden, D, proj=P if cell == PROJECTED else 0)
@@ -56,7 +56,7 @@ def arguments(cell, batch=(B,), steps=T, hidden=H, lead=(), dtype=jnp.float32, t
 
 
 def runner(cell, implementation, **options):
-    """`call(params, carry, xs, resets, reset_state) -> (carry, ys)` at the highest precision."""
+    """Returns `call(params, carry, xs, resets, reset_state) -> (carry, ys)`, by default at the highest precision."""
 
     def call(params, carry, xs, resets, reset_state):
         options_ = {"precision": "highest", "implementation": implementation} | options
@@ -66,7 +66,7 @@ def runner(cell, implementation, **options):
 
 
 def loss_of(call):
-    """A scalar that depends on every output of `call`."""
+    """Returns a function that computes a scalar from all outputs of `call`."""
 
     def loss(*args):
         outputs = call(*args)
@@ -78,7 +78,7 @@ def loss_of(call):
 
 
 def with_gradients(call):
-    """`(outputs, gradients to every argument)`."""
+    """Returns a function that computes `(outputs, gradients of loss_of(call) to every argument)`."""
 
     def both(*args):
         return call(*args), jax.grad(loss_of(call), argnums=(0, 1, 2, 3, 4))(*args)
@@ -88,7 +88,7 @@ def with_gradients(call):
 
 @functools.cache
 def reference(cell, **options):
-    """`with_gradients` of a plain call with `lax.scan`, compiled once a process and shape."""
+    """Returns `with_gradients` of a plain call with `lax.scan`, compiled once per process and shape."""
     return jax.jit(with_gradients(runner(cell, "xla", **options)))
 
 

@@ -1,4 +1,4 @@
-"""The table of cases that tests of all implementations share, and how to run one."""
+"""Defines the cases that tests of all implementations share, and runs them."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Case:
 
     Attributes:
       cell: "gru" or "lstm".
-      T, B, H, D: time, batch, hidden, input.
-      dtype: of inputs, weights and reset state, a key of `DTYPES`.
-      carry_dtype: of carry and outputs.
-      precision: as `jaxrnn.gru` takes it.
-      resets: "none" (no argument), "some" or "all".
-      reset_dtype: of `resets`.
-      reset_state: None, "h", "bh" or "tbh", after its shape.
-      models: length of a leading axis of everything that `jax.vmap` maps over; 0 for none.
+      T, B, H, D: number of steps, sequences, hidden units and input features.
+      dtype: the dtype of inputs, weights and reset state, a key of `DTYPES`.
+      carry_dtype: the dtype of carry and outputs, a key of `DTYPES`.
+      precision: as in `jaxrnn.gru`.
+      resets: "none" (the argument is None), "some" or "all".
+      reset_dtype: the dtype of `resets`.
+      reset_state: None, or "h", "bh" or "tbh", which name the axes of its shape.
+      models: length of the leading axis of all arrays, which `jax.vmap` maps over; 0 without that axis.
       cells: whether an LSTM also returns its cell states.
-      proj: P, the units that the hidden state of an LSTM is projected to; 0 for no projection.
+      proj: P, the number of units to which an LSTM projects its hidden state; 0 without a projection.
     """
 
     cell: str
@@ -63,7 +63,7 @@ class Case:
     proj: int = 0
 
     def __str__(self) -> str:
-        """Cell, sizes, dtype and resets; of the rest, what is not the default."""
+        """Returns cell, sizes, dtype and resets, followed by the other attributes that are not defaults."""
         rest = {
             f"D{self.D}": self.D != 20,
             f"carry={self.carry_dtype}": self.carry_dtype != "f32",
@@ -92,22 +92,22 @@ RESET_STATE = {"gru": ("reset_state",), "lstm": ("reset_c", "reset_h")}
 
 
 def weights(case: Case) -> dict[str, tuple[int, ...]]:
-    """The weights of `case`: shapes by name."""
+    """Returns the shapes of the weights of `case` by name."""
     return WEIGHTS[case.cell](case.H, case.D, *((case.proj,) if case.proj else ()))
 
 
 def width(case: Case, name: str) -> int:
-    """Of a state, a reset state, or an output of every step, that of the hidden or of the cell state."""
+    """Returns the width of a state, reset state or per-step output: H for cell states, P (or H) for hidden states."""
     return case.H if name in ("carry_c", "reset_c", "cs") else case.proj or case.H
 
 
 def sequences(case: Case) -> tuple[str, ...]:
-    """The outputs of `case` that hold a value for every step."""
+    """Returns the names of the outputs of `case` that have a value for every step."""
     return ("ys", "cs") if case.cells else ("ys",)
 
 
 def time_indexed(case: Case) -> set[str]:
-    """The arrays of `case` with a time axis, whose layout depends on `time_major`."""
+    """Returns the names of the arrays of `case` with a time axis, whose layout depends on `time_major`."""
     names = {"xs", "dxs", "resets", *sequences(case), *("ct_" + name for name in sequences(case))}
     if case.reset_state == "tbh":
         names |= {prefix + name for name in RESET_STATE[case.cell] for prefix in ("", "d")}
@@ -115,12 +115,12 @@ def time_indexed(case: Case) -> set[str]:
 
 
 def draws(case: Case) -> int:
-    """How many inputs of `case` to judge together: of few elements, one draw's rounding errors are a matter of luck."""
+    """Returns the number of draws to evaluate together: with few elements, the error of one draw is mostly chance."""
     return 8 if (case.models or 1) * case.B * min(case.H, case.proj or case.H) < 2048 else 1
 
 
 def make_inputs(case: Case, draw: int = 0) -> Inputs:
-    """Operands and cotangents of `case`, with the names that `oracle` gives them, drawn from the name of the case."""
+    """Returns operands and cotangents by their names in `oracle`; the seed is a hash of the case's name plus `draw`."""
     rng = np.random.default_rng(zlib.crc32(str(case).encode()) + draw)
     S, T, B, D = case.models or 1, case.T, case.B, case.D
     steps = (T, B) if case.time_major else (B, T)
@@ -138,7 +138,7 @@ def make_inputs(case: Case, draw: int = 0) -> Inputs:
     for name in sequences(case):
         inputs["ct_" + name] = normal((*steps, width(case, name)), carry)
     if case.resets != "none":
-        # "some" has one at the first step, one at the last and, from three steps on, a step without.
+        # "some" has a reset at the first step, one at the last step and, with three or more steps, a step without one.
         resets = rng.random((S, *steps)) < 0.2
         first_last = resets if case.time_major else np.swapaxes(resets, 1, 2)
         first_last[:, 0, 0] = first_last[:, -1, -1] = True
@@ -152,17 +152,17 @@ def make_inputs(case: Case, draw: int = 0) -> Inputs:
 
 
 def run(case: Case, inputs: Inputs, implementation: str | None) -> Outputs:
-    """Outputs and every gradient of `case`, from `jax.vjp` under `jax.jit`."""
+    """Returns outputs and every gradient of `case`, from `jax.vjp` under `jax.jit`."""
     return _call(_with_gradients, case, inputs, implementation)
 
 
 def run_forward(case: Case, inputs: Inputs, implementation: str | None) -> Outputs:
-    """Outputs of `case` where no gradient is asked for, under `jax.jit`."""
+    """Returns the outputs of `case`, computed without gradients under `jax.jit`."""
     return _call(_forward, case, inputs, implementation)
 
 
 def run_oracle(case: Case, inputs: Inputs) -> Outputs:
-    """Outputs and every gradient of `case` in float64, from the same numbers."""
+    """Returns outputs and every gradient of `case`, computed by the oracle in float64 from the same inputs."""
 
     def swap(arrays: Inputs) -> Inputs:
         swapped = () if case.time_major else time_indexed(case)
@@ -179,10 +179,10 @@ def run_oracle(case: Case, inputs: Inputs) -> Outputs:
 
 
 def run_float64(case: Case, inputs: Inputs) -> Outputs:
-    """Outputs and every gradient of `case` from the same numbers, by the reference in float64.
+    """Returns outputs and every gradient of `case`, computed by the reference in float64 from the same inputs.
 
-    Compiled, and on a GPU if there is one: for cases that keep the oracle's loop busy for many seconds. It is held to
-    the oracle in test_reference.py and test_kernels_gpu.py, so what is held to it is held to the oracle.
+    The reference is compiled, and runs on a GPU if there is one. It replaces the oracle in cases for which the oracle's
+    loop takes many seconds. test_reference.py and test_kernels_gpu.py compare the reference with the oracle.
     """
     wide = dataclasses.replace(case, dtype="f64", carry_dtype="f64", precision="highest", remat=False)
     with jax.enable_x64(True):
@@ -191,17 +191,17 @@ def run_float64(case: Case, inputs: Inputs) -> Outputs:
 
 
 def tiny(case: Case, want: NDArray) -> float:
-    """What an error may exceed twice XLA's by: the last bits of float32, and the luck of few elements.
+    """Returns by how much an error may exceed twice XLA's: the last bits of float32, and a margin for few elements.
 
-    The norm of n rounding errors strays from what is typical by about 1 / sqrt(n) of it, and the rounding of the
-    operands sets what is typical.
+    The norm of n rounding errors deviates from its typical value by about 1 / sqrt(n) of that value, and the rounding
+    of the operands determines the typical value.
     """
     rounding = {"bf16": 2.0**-8, "f16": 2.0**-11, "f32": 2.0**-11 if case.precision == "default" else 2.0**-24}
     return 4 * 2.0**-23 + rounding[case.dtype] / np.sqrt(max(want.size, 1))
 
 
 def _call(function: Callable, case: Case, inputs: Inputs, implementation: str | None) -> Outputs:
-    # "some" and "all" differ in values only and share a compilation.
+    # "some" and "all" differ only in values, so they share a compilation.
     same = dataclasses.replace(case, resets="none" if case.resets == "none" else "some")
     results = _compiled(function, same, implementation)({name: x for name, x in inputs.items() if x is not None})
     return {name: np.asarray(x) for name, x in results.items()}
@@ -251,17 +251,17 @@ def _with_gradients(case: Case, implementation: str | None, inputs: dict[str, ja
 
 
 def stack(results: Sequence[Outputs]) -> Outputs:
-    """The results of several draws as one, so that their errors are taken together."""
+    """Stacks the results of several draws, so that errors are computed over all draws together."""
     return {name: np.stack([result[name] for result in results]) for name in results[0]}
 
 
 def check(case: Case, got: Outputs, xla: Outputs, want: Outputs) -> None:
-    """Holds every output and gradient to twice the error that XLA makes at the same precision."""
+    """Asserts that each output and gradient has at most twice the error of XLA at the same precision, plus `tiny`."""
     compare(got, want, lambda name: 2 * oracle.error(xla[name], want[name]) + tiny(case, want[name]))
 
 
 def compare(got: Outputs, want: Outputs, bound: Callable[[str], float]) -> None:
-    """Fails, naming all of them, if any array is further from `want` than `bound` of its name."""
+    """Asserts that the relative error of each array is at most `bound(name)`; the message names all that exceed it."""
     assert got.keys() <= want.keys()
     errors = {name: (oracle.error(x, want[name]), bound(name)) for name, x in got.items()}
     bad = [f"{name}: {e:.2e} > {limit:.2e}" for name, (e, limit) in errors.items() if not e <= limit]
@@ -273,10 +273,10 @@ def _dedupe(cases: list[Case]) -> tuple[Case, ...]:
 
 
 def _interpreted() -> tuple[Case, ...]:
-    """Small and odd: every feature, and every way to share the work, at least once for each cell.
+    """Returns small cases of irregular sizes: every feature and every way to divide the work, for each cell.
 
-    At the highest precision, weights of more than 64 units are always shared among programs; at the default one, the
-    kernels round to TF32 above 32 units. No bfloat16: the interpreter cannot multiply it.
+    At the highest precision, programs always share the weights of more than 64 units. At the default precision, the
+    kernels round to TF32 above 32 units. No case has bfloat16, because the interpreter multiplies it wrongly.
     """
     cases = []
     for cell in ("gru", "lstm"):
@@ -315,7 +315,7 @@ def _interpreted() -> tuple[Case, ...]:
             vary(proj=5, resets="none", time_major=False, remat=True)
             vary(proj=5, resets="all", reset_state="h", reset_dtype="float32")
             vary(proj=5, reset_state="h", remat=True, reverse=True)
-            vary(proj=14, reset_state="bh", reverse=True, time_major=False, cells=True)  # wider than the cell state
+            vary(proj=14, reset_state="bh", reverse=True, time_major=False, cells=True)  # P is larger than H
             vary(proj=5, reset_state="tbh", models=2, remat=True)
             vary(proj=5, models=3, time_major=False, reverse=True)
             vary(T=1, B=1, H=2, D=1, proj=1, reset_state="tbh")
@@ -328,7 +328,7 @@ def _interpreted() -> tuple[Case, ...]:
 
 
 def _gpu() -> tuple[Case, ...]:
-    """Hidden sizes by batch sizes by resets in full for float32; other axes over the sizes that differ in kind."""
+    """Returns all combinations of hidden size, batch size and resets in float32; other options at selected sizes."""
     hidden, batch, resets = (1, 24, 64, 100, 128, 192, 256, 512, 1024), (1, 3, 16, 64, 2048), ("none", "some", "all")
     cases = []
     for cell in ("gru", "lstm"):
@@ -355,18 +355,18 @@ def _gpu() -> tuple[Case, ...]:
                 add(H, B, cells=True, resets="none")
                 add(H, B, cells=True, reset_state="tbh", reverse=True, time_major=False, remat=True)
                 add(H, B, cells=True, models=2, reset_state="bh", dtype="f16")
-        # every tiling for large batches, with all that a kernel can be given
+        # every tiling for large batches, with per-step reset states
         for (H, B), kind in itertools.product(
             ((128, 2048), (256, 2048), (512, 256)), ({}, {"dtype": "bf16"}, {"precision": "highest"})
         ):
             add(H, B, reset_state="tbh", **kind)
         add(128, 16, T=1, reset_state="h")
         add(100, 3, T=257, reset_state="bh")
-        add(48, 299)  # masked blocks of 64, and a part of a tile
+        add(48, 299)  # masked blocks of 64 units, and a partly filled tile
         add(64, 300, models=2, reverse=True)
         add(48, 19, models=2, time_major=False, reverse=True)
         add(256, 64, T=128, precision="highest", remat=True)
-        # a program a sequence: parts of a block, turns not all taken, many sequences of many models
+        # one program per sequence: partly filled blocks, remainders of unrolled loops, many sequences of many models
         for H, B, T in ((32, 64, 13), (16, 19, 14), (31, 300, 15), (32, 3, 257), (8, 2500, 2)):
             add(H, B, T=T)
             add(H, B, T=T, dtype="bf16", time_major=False, reverse=True)
@@ -377,7 +377,7 @@ def _gpu() -> tuple[Case, ...]:
             add(H, 3, precision="highest", models=5)
         add(100, 64, precision="highest")
         add(64, 19, precision="high", cells=cell == "lstm", T=6)
-        # programs that share units: parts of a block and of a tile, many steps, many tiles of many models
+        # programs that share units: partly filled blocks and tiles, many steps, many tiles of many models
         add(300, 19)
         add(300, 19, dtype="bf16", time_major=False, reverse=True)
         add(384, 3, T=257)
@@ -385,7 +385,7 @@ def _gpu() -> tuple[Case, ...]:
         add(448, 64)
         add(576, 19)
         add(256, 64, models=2, dtype="bf16", time_major=False, reverse=True)
-        # sequences as rows: parts of a block, of a tile and of a group of programs, many tiles of many models
+        # sequences as rows: partly filled blocks, tiles and groups of programs, many tiles of many models
         add(700, 100)
         add(650, 130, dtype="bf16", time_major=False, reverse=True)
         add(640, 3, T=257)
@@ -413,14 +413,14 @@ def _gpu() -> tuple[Case, ...]:
 
 INTERPRETED = _interpreted()
 GPU = _gpu()
-# Without gradients nothing is saved, and `remat` says nothing.
+# Without gradients there are no residuals, so `remat` has no effect.
 GPU_FORWARD = tuple(
     case
     for case in GPU
     if case.H in (24, 64, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
 )
 
-# Where operands are scaled to 16 bits on a Hopper GPU, and widths where they are not.
+# At some of these sizes, a Hopper GPU scales operands to 16 bits; at others, it does not.
 OF_EVERY_SIZE = tuple(
     Case(cell, T=9, B=B, H=H)
     for cell in WEIGHTS

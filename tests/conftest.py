@@ -3,13 +3,13 @@
 | run                      | kernels are                                      | tests left out           |
 | ------------------------ | ------------------------------------------------ | ------------------------ |
 | `pytest` with a GPU      | compiled                                         | `interpret`              |
-| `pytest` without         | interpreted                                      | `gpu`, `compile_only`    |
+| `pytest` without a GPU   | interpreted                                      | `gpu`, `compile_only`    |
 | `pytest -m interpret`    | interpreted, JAX on the CPU                      | all but `interpret`      |
-| `pytest -m compile_only` | compiled; without a GPU nothing can be run       | all but `compile_only`   |
+| `pytest -m compile_only` | compiled; without a GPU, they cannot run         | all but `compile_only`   |
 
-`TRITON_INTERPRET`, if set, overrules the table. Where `gpu` is left out, or there is but one, `several_gpus` is too.
-Where PyTorch or Triton is not installed, so is all that needs either: the marker `torch`, and those of kernels. What
-has none of these must pass without.
+`TRITON_INTERPRET`, if set, overrides the table. The marker `several_gpus` is also left out if `gpu` is, or if there is
+only one GPU. Without PyTorch or Triton, all tests that need either are left out: those with the marker `torch` or a
+marker of kernels. All other tests must pass without both.
 """
 
 import importlib.util
@@ -28,11 +28,11 @@ left_out: frozenset[str] = frozenset()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--as", dest="profile", choices=("a100", "rtx3090", "rtx4090"),
-        help="choose and compile kernels as for this GPU, and assemble them for the one at hand",
+        help="choose and compile kernels for this GPU, and assemble them for the GPU at hand",
     )  # fmt: skip
     parser.addoption(
         "--full", action="store_true",
-        help="compile_only: all configurations for every GPU, not a part of them for those that differ little",
+        help="compile_only: compile all configurations for every GPU, not only a part for GPUs that differ little",
     )  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def run_as_another_gpu(request: pytest.FixtureRequest) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Runs before any test module, and so before anything imports Triton or JAX."""
+    """Runs before any test module is imported, and therefore before Triton and JAX are."""
     global left_out
     gpus = nvidia_gpus()
     gpu = gpus > 0
@@ -55,16 +55,16 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreted = os.environ.setdefault("TRITON_INTERPRET", str(int(interpreted_by_default))) == "1"
     if interpreted or not gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        # Nearly all time goes into compiling small programs: a third less of it without LLVM's optimisations.
+        # Nearly all time is spent on compiling small programs, which takes a third less without LLVM's optimisations.
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        if version("jaxlib").startswith(("0.8.", "0.9.", "0.10.")):  # half of the rest; JAX 0.12 has no such flag
+        if version("jaxlib").startswith(("0.8.", "0.9.", "0.10.")):  # halves the rest; JAX 0.12 has no such flag
             quick += " --xla_cpu_use_fusion_emitters=false"
         devices = "--xla_force_host_platform_device_count=8"
         os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), quick, devices])
         left_out |= {"gpu", "several_gpus"}
     else:
         left_out |= {"several_gpus"} if gpus < 2 else set()
-        # XLA else times its matmuls and picks: two compilations of one program may round differently.
+        # Without this flag, XLA autotunes its matmuls, and two compilations of one program may round differently.
         os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_deterministic_ops=true"
     if config.option.profile and (interpreted or not gpu):
         raise pytest.UsageError(f"--as {config.option.profile} runs compiled kernels: it needs an NVIDIA GPU")
@@ -72,8 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
         left_out |= NEED_TORCH
 
-    # Workers share the machine: none takes the GPU's memory ahead, or every core. The latter must be said before they
-    # start: a pytest plugin may import NumPy, which asks only then, before this file is read.
+    # Workers share the machine, so none may preallocate the GPU's memory or use every core. OMP_NUM_THREADS must be set
+    # before they start: NumPy reads it only on import, and a pytest plugin may import NumPy before a worker reads this
+    # file.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -81,7 +82,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def triton_is_patched_once() -> None:
-    """Triton's interpreter patches its language anew in every call of a function: nearly half the time of a kernel."""
+    """Patches Triton's language once per module. Patching it per call takes nearly half of the time of a kernel."""
     if os.environ["TRITON_INTERPRET"] != "1" or "torch" in left_out:
         return
     from triton.runtime import interpreter
@@ -100,7 +101,7 @@ def triton_is_patched_once() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """By default, gives workers neighbouring tests: many of those share a compilation."""
+    """Assigns neighbouring tests to the same worker by default, because many of them share a compilation."""
     if config.option.dist != "load":
         return None
     from xdist.scheduler import WorkStealingScheduling
@@ -121,5 +122,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]
-    # The longest tests first, so that no worker is left alone with them in the end.
+    # The longest tests run first, so that no worker is left alone with them at the end.
     items.sort(key=lambda item: item.path.name != "test_recurrent_ppo.py")

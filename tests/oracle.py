@@ -1,7 +1,7 @@
-"""GRU, LSTM and norms, forward and backward, in float64 NumPy: what every other path is measured against.
+"""Computes GRU, LSTM and norms, forward and backward, in float64 NumPy, for comparison with all implementations.
 
-Written from the equations, with hand-derived gradients, and time first only. `ct_` names a cotangent that comes in, `d`
-a gradient that goes out.
+The code follows the equations, its gradients are derived by hand, and all arrays are time first. The prefix `ct_` marks
+a cotangent, which is an input; the prefix `d` marks a gradient, which is an output.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def error(got: NDArray, want: NDArray) -> float:
-    """`||got - want|| / ||want||`, or `||got||` where `want` is zero. NaN if anything is NaN."""
+    """Returns `||got - want|| / ||want||`, or `||got||` if `want` is zero. The result is NaN if anything is NaN."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     if got.shape != want.shape:
         raise ValueError(f"shapes differ: got {got.shape}, want {want.shape}")
@@ -29,17 +29,17 @@ def error(got: NDArray, want: NDArray) -> float:
 
 
 def gru(inputs: Arrays, *, reverse: bool = False) -> Results:
-    """Outputs and gradients of a GRU.
+    """Returns outputs and gradients of a GRU.
 
     Args:
       inputs: `w_ih [D, 3H]`, `w_hh [H, 3H]`, `b_ih [3H]`, `b_hn [H]`, `xs [T, B, D]`, `carry [B, H]`, optionally
         `resets [T, B]` and `reset_state` (`[H]`, `[B, H]` or `[T, B, H]`), and the cotangents `ct_ys [T, B, H]`,
         `ct_carry [B, H]`.
-      reverse: run from the last step to the first.
+      reverse: whether to run from the last step to the first.
 
     Returns:
       `ys`, `carry`, and the gradients `dw_ih`, `dw_hh`, `db_ih`, `db_hn`, `dxs`, `dcarry`, and `dreset_state` if there
-      is one.
+      is a reset state.
     """
     w_ih, w_hh, b_ih, b_hn, xs, h, ct_ys, ct_carry = _float64(
         inputs, "w_ih", "w_hh", "b_ih", "b_hn", "xs", "carry", "ct_ys", "ct_carry"
@@ -80,18 +80,18 @@ def gru(inputs: Arrays, *, reverse: bool = False) -> Results:
 
 
 def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
-    """Outputs and gradients of an LSTM.
+    """Returns outputs and gradients of an LSTM.
 
     Args:
       inputs: `w_ih [D, 4H]`, `w_hh [H, 4H]`, `b [4H]`, `xs [T, B, D]`, `carry_c` and `carry_h [B, H]`, optionally
         `resets [T, B]`, `reset_c` and `reset_h` (as `reset_state` of `gru`), and the cotangents `ct_ys [T, B, H]`,
         `ct_carry_c`, `ct_carry_h [B, H]` and optionally `ct_cs [T, B, H]`. With `w_hr [H, P]` the hidden state is
-        projected: then `w_hh` is `[P, 4H]`, and P the width of `carry_h`, `reset_h`, `ct_ys`, `ct_carry_h` and `ys`.
-      reverse: run from the last step to the first.
+        projected. Then `w_hh` is `[P, 4H]`, and P is the width of `carry_h`, `reset_h`, `ct_ys`, `ct_carry_h` and `ys`.
+      reverse: whether to run from the last step to the first.
 
     Returns:
       `ys`, `cs`, `carry_c`, `carry_h`, and the gradients `dw_ih`, `dw_hh`, `db`, `dxs`, `dcarry_c`, `dcarry_h`, and
-      `dw_hr`, `dreset_c`, `dreset_h` where there is one.
+      `dw_hr`, `dreset_c`, `dreset_h` if the corresponding input is given.
     """
     w_ih, w_hh, b, xs, c, h, ct_ys, ct_c, ct_h = _float64(
         inputs, "w_ih", "w_hh", "b", "xs", "carry_c", "carry_h", "ct_ys", "ct_carry_c", "ct_carry_h"
@@ -142,17 +142,18 @@ CELLS = {"gru": gru, "lstm": lstm}
 
 
 def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:
-    """Outputs and gradients of RMSNorm ("rms") or LayerNorm ("layer").
+    """Returns outputs and gradients of RMSNorm or LayerNorm.
 
     Args:
-      kind: which.
-      inputs: `x [..., N]`, optionally `weight` and `bias [N]` and `residual`, and the cotangents `ct_y`, and with a
-        residual `ct_total`.
-      total: what it is the norm of: x, or its sum with the residual as it was rounded.
-      epsilon: added to the mean of squares.
+      kind: "rms" (RMSNorm) or "layer" (LayerNorm).
+      inputs: `x [..., N]`, optionally `weight` and `bias [N]` and `residual`, and the cotangents `ct_y` and, with a
+        residual, `ct_total`.
+      total: the array to normalise: x, or the sum of x and the residual, rounded to their dtype.
+      epsilon: the number that is added to the mean of squares.
 
     Returns:
-      `y`, `total` with a residual, and the gradients `dx`, and `dresidual`, `dweight`, `dbias` where there is one.
+      `y`, with a residual also `total`, and the gradients `dx` and, for the inputs that are given, `dresidual`,
+      `dweight` and `dbias`.
     """
     names = [name for name in ("x", "weight", "bias", "residual") if inputs.get(name) is not None]
     x, dy = _float64({"x": total, "ct_y": inputs["ct_y"]}, "x", "ct_y")

@@ -1,4 +1,4 @@
-"""GPUs that this machine does not have, as far as the choice of an implementation and tracing can see."""
+"""Pretends that this process has other GPUs, for the choice of an implementation and for tracing."""
 
 import types
 
@@ -6,7 +6,7 @@ import jax
 
 
 def pretend_gpus(monkeypatch, *devices):
-    """Makes this process one that computes on such GPUs: until something is loaded onto one."""
+    """Makes this process see `devices` as its GPUs, which works as long as nothing is loaded onto one of them."""
     import torch
 
     from torch_bridge import compiler, gpu

@@ -1,4 +1,4 @@
-"""Problems of `torch_bridge.tiling`, the arrays that a launch of one takes, and launches on them."""
+"""Makes problems of `torch_bridge.tiling` and the arrays of their launches, and runs the launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from torch_bridge.tiling import Device, Direction, KernelConfig, Precision, ResetState
 
-# Dtype of operands, and precision of products.
+# The dtype of the operands and the precision of the products, by the name of the combination.
 KINDS: dict[str, tuple[str, Precision]] = {
     "tf32": ("float32", "tf32"),
     "tf32x3": ("float32", "tf32x3"),
@@ -35,11 +35,12 @@ def make_problem(
     in_place: bool = False,
     halves: bool = True,
 ) -> Problem:
-    """A problem with every array that a kernel can take with a reset state: the most that one has to hold.
+    """Returns a problem with every array that a kernel can take together with a reset state: the worst case.
 
-    With "zeros" it is the common one instead: no cell states of every step either, nor their gradients. With
-    `in_place` what a GRU saves in TF32 lies where its input projections were. Without `halves` what is saved is float32
-    in TF32 too, as JAX may have it: see `torch_bridge.tiling.with_residual_dtypes`.
+    With the reset state "zeros", the problem is common (`Problem.is_common`): it has no per-step cell states, and no
+    gradients of these, either. With `in_place`, the residuals of a GRU in TF32 overwrite its input projections. Without
+    `halves`, the residuals are float32 in TF32 too, as JAX may declare them: see
+    `torch_bridge.tiling.with_residual_dtypes`.
     """
     operand, precision = KINDS[kind]
     states = ("h",) if cell == "gru" else ("h", "c")
@@ -65,12 +66,12 @@ def make_problem(
 
 
 def _in_words(problem: Problem, name: str) -> bool:
-    """Whether an array has the words of `torch_bridge.kernels.common.split_words`."""
+    """Returns whether an array has the packed format of `torch_bridge.kernels.common.split_words`."""
     return name == "local_grads" and "carry_gate" not in dict(problem.dtypes)
 
 
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
-    """The shape of an array: `[S, ...]` of weights, `[G, T, B, width]` of sequences, `[G, B, H]` of states."""
+    """Returns the shape of an array: weights `[S, ...]`, sequences `[G, T, B, width]`, states `[G, B, H]`."""
     hidden, wide = problem.hidden, CELLS[problem.cell].gates * problem.hidden
     weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,)}
     if name in weights:
@@ -85,7 +86,7 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
 
 
 def outputs_of(problem: Problem) -> list[str]:
-    """Names of the arrays that the kernel writes."""
+    """Returns the names of the arrays that the kernel writes."""
     if problem.direction == "fwd":
         written = {"hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate"}
     else:
@@ -94,7 +95,7 @@ def outputs_of(problem: Problem) -> list[str]:
 
 
 def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int = 0) -> dict[str, torch.Tensor]:
-    """Arrays of a problem by name, on a device: inputs drawn so that nothing overflows, outputs filled with NaN."""
+    """Returns the arrays of a problem by name: random inputs that cause no overflow, and outputs filled with NaN."""
     import torch
 
     generator = torch.Generator(place).manual_seed(seed)
@@ -114,13 +115,13 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
             x = torch.randn(shape, generator=generator, device=place)
             x *= problem.hidden**-0.5 if name in ("w_hh", "w_hh_t") else 0.5
             if name in ("w_hh", "w_hh_t") and (dtype, problem.precision) == ("float32", "tf32"):
-                x = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)  # rounded to TF32, as callers do
+                x = ((x.view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)  # callers round to TF32
         arrays[name] = x.to(getattr(torch, dtype))
     return arrays
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """`[..., 3H]` of the GRU, as `torch_bridge.kernels.common.split_words` has it, of `[..., 5, H]` from 0 to 1."""
+    """Packs `[..., 5, H]`, from 0 to 1, into a GRU's `[..., 3H]`, like `torch_bridge.kernels.common.split_words`."""
     import torch
 
     d, a, b, c = ((x[..., :4, :] - 0.5) / 2).half().view(torch.int16).int().unbind(-2)
@@ -130,12 +131,12 @@ def _words(x: torch.Tensor) -> torch.Tensor:
 
 
 class Run:
-    """A launch of a problem with a tiling, on arrays: on a GPU compiled, on the CPU in Triton's interpreter."""
+    """A launch of a problem with a tiling on given arrays: compiled on a GPU, in Triton's interpreter on the CPU."""
 
     def __init__(
         self, problem: Problem, device: Device, config: KernelConfig, arrays: Mapping[str, torch.Tensor]
     ) -> None:
-        """Compiles and loads; makes the workspaces."""
+        """Allocates the workspaces and, on a GPU, compiles and loads the kernel."""
         import torch
 
         from torch_bridge.recurrences import Launch
@@ -154,7 +155,7 @@ class Run:
             self.launch.load(self._ordinal)
 
     def __call__(self) -> None:
-        """Launches on PyTorch's current stream, after zeroing the workspaces that have to be: as XLA does."""
+        """Zeroes the workspaces that must contain zeros, as XLA does, and launches on PyTorch's current stream."""
         for x in self._zeroed:
             x.zero_()
         if self._interpreted:

@@ -1,6 +1,6 @@
-"""Asks pip's resolver, from metadata alone, whether each CUDA extra gives one environment: `make resolve`.
+"""Checks by pip's resolver, from metadata alone, that each CUDA extra gives one environment; run by `make resolve`.
 
-JAX and PyTorch load CUDA's libraries from the same `nvidia-*` packages, so one version of each is what both will use.
+JAX and PyTorch load CUDA's libraries from the same `nvidia-*` packages, so both use the one version that pip installs.
 """
 
 import json
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-PYTHONS = ("3.11", "3.12")  # JAX 0.10 is the last for 3.11
+PYTHONS = ("3.11", "3.12")  # JAX 0.10 is the last version for Python 3.11
 SUFFIX = {
     "cuda12": re.compile(r"-cu12$"),
     "cuda13": re.compile(r"-cu13$|-(?!cu\d)[a-z]+$"),
@@ -18,11 +18,12 @@ SHOWN = ("jax", "flax", "torch", "triton", "cublas", "cudnn", "nccl", "cuda-runt
 
 
 def resolve(extra: str, python: str) -> dict[str, str]:
-    """The packages, and their versions, that pip would install on Linux x86-64."""
+    """Returns the versions of the packages that pip would install on Linux x86-64, by name."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in range(17, 36)]
     with tempfile.TemporaryDirectory() as scratch:
         report = f"{scratch}/report.json"
-        # isolated: a machine's own wheels, a CPU build of torch say, must not answer. fast-deps: metadata, not wheels.
+        # --isolated ignores the machine's pip configuration, which may name wheels of its own, such as a CPU build of
+        # torch. fast-deps downloads metadata instead of wheels.
         command = [sys.executable, "-m", "pip", "--isolated", "install", "--quiet", "--dry-run", "--ignore-installed"]
         command += ["--use-feature=fast-deps", "--only-binary=:all:", f"--python-version={python}", *platforms]
         command += ["--platform=manylinux2014_x86_64", f"--target={scratch}", f"--report={report}", f".[{extra}]"]
@@ -38,6 +39,6 @@ for python in PYTHONS:
         cuda = [name for name in found if name.startswith("nvidia-")]
         foreign = [name for name in cuda if not suffix.search(name)]
         if foreign or not cuda:
-            sys.exit(f"{extra} on Python {python} mixes CUDA majors: {foreign or 'no CUDA at all'}")
+            sys.exit(f"{extra} on Python {python} needs CUDA packages of one major version, got {foreign or 'no CUDA'}")
         shown = [f"{n} {v}" for n, v in found.items() if n in SHOWN or (n in cuda and any(s in n for s in SHOWN))]
         print(f"{extra}, Python {python}: {len(cuda)} CUDA libraries, one version each: {', '.join(shown)}")

@@ -1,4 +1,4 @@
-"""What `benchmarks` does without a GPU: cases, providers against the oracle, statistics, tables, figures, JSON."""
+"""Tests `benchmarks`, mostly without a GPU: cases, providers against the oracle, statistics, tables, figures, JSON."""
 
 import dataclasses
 import functools
@@ -24,7 +24,7 @@ from benchmarks.settings import Settings
 ROOT = Path(__file__).parents[1]
 MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
 
-# What the project promises: B, T, H and milliseconds in TF32 and bfloat16.
+# The targets of the project: milliseconds in TF32 and in bfloat16, by B, T, H.
 TARGETS = {
     "gru": {
         (2048, 256, 128): (2.0, 1.2),
@@ -40,7 +40,7 @@ TARGETS = {
 }
 
 
-def test_the_headline_has_every_row_that_has_a_target():
+def test_headline_has_exactly_the_rows_with_targets():
     promised = {Case(cell, *shape): target for cell, rows in TARGETS.items() for shape, target in rows.items()}
     assert promised == cases.HEADLINE
 
@@ -68,7 +68,7 @@ def _suites():
     return suites.SUITES
 
 
-def test_a_case_is_found_by_what_it_prints():
+def test_case_is_found_by_its_label():
     for case in (*cases.HEADLINE, *cases.SWEEP, *cases.VMAP, *cases.TORCH, cases.TORCH_STEP):
         assert cases.find(str(case)) == case
     with pytest.raises(ValueError, match="no case 'GRU 1,2,3'"):
@@ -99,7 +99,7 @@ def numbers_and_truth(case):
 
 @pytest.mark.parametrize("case", TINY, ids=str)
 @pytest.mark.parametrize("name", ON_CPU)
-def test_a_provider_passes_the_check(name, case):
+def test_provider_passes_the_check(name, case):
     provider = providers.PROVIDERS[name]
     assert provider.unavailable() is None
     inputs, truth = numbers_and_truth(case)
@@ -115,14 +115,14 @@ def ready(built):
 
 
 @pytest.mark.parametrize("name", ["jaxrnn-xla", "flax"])
-def test_a_provider_with_vmap_passes_the_check(name):
+def test_provider_with_vmap_passes_the_check(name):
     case = Case("gru", 3, 5, 8, reset_rate=0.2, models=2)
     inputs, truth = numbers_and_truth(case)
     checked = harness.check(providers.PROVIDERS[name], ready(providers.PROVIDERS[name].build(case, inputs)), truth)
     assert not isinstance(checked, Row), checked.reason
 
 
-def test_a_provider_that_is_wrong_is_not_timed():
+def test_wrong_provider_is_not_timed():
     inputs, truth = numbers_and_truth(TINY[0])
     flax = providers.PROVIDERS["flax"]
     built = flax.build(TINY[0], inputs)
@@ -138,7 +138,7 @@ def test_a_provider_that_is_wrong_is_not_timed():
 
 @pytest.fixture
 def torch_on_the_cpu(monkeypatch):
-    """PyTorch's passes are timed by the host's clock, and compiled without Inductor. Yields the modes asked for."""
+    """Times PyTorch's passes by the host's clock, and compiles them without Inductor; yields the requested modes."""
     import torch
 
     compile, modes = torch.compile, []
@@ -181,15 +181,15 @@ def test_modules_for_pytorch_are_checked_and_timed_beside_others(monkeypatch, to
 
 
 @INDUCTOR
-@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch's own first capture is of nothing
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # PyTorch's own first capture is empty
 @pytest.mark.gpu
 def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
-    """By replays of a CUDA graph, but for what replays its own."""
+    """The clock times replays of a CUDA graph, except for the provider that replays CUDA graphs of its own."""
     import torch
 
     from benchmarks import suites
 
-    torch.cuda.set_device(0)  # JAX leaves current what it used last
+    torch.cuda.set_device(0)  # JAX leaves the GPU current that it used last
     settings = Settings(seconds=0.02, rounds=2, skip=("torchrl",))
     monkeypatch.setattr(cases, "TORCH", (Case("gru", 64, 16, 64), Case("lstm", 64, 16, 64, reset_rate=0.0)))
     rows = list(suites.torch(settings, lambda _: None))
@@ -207,14 +207,14 @@ def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_captured_pass_outlives_those_captured_before():
-    """What cuBLAS works in is memory of the graph; in a process of its own, which a fault would take down."""
+def test_captured_pass_does_not_depend_on_earlier_captures():
+    """cuBLAS's workspace must be in memory of the graph. The test uses a separate process, which a fault would kill."""
     code = """
         import torch
 
         from benchmarks import timing
 
-        def product():  # so long a sum is cut into parts, which are added up in that memory
+        def product():  # cuBLAS splits so long a sum into parts, which it adds up in its workspace
             return a.T @ b
 
         a, b = torch.randn(2, 2**18, 64, device="cuda")
@@ -232,7 +232,7 @@ def test_a_captured_pass_outlives_those_captured_before():
 
 
 @pytest.mark.torch
-def test_modules_for_pytorch_have_no_resets_in_a_case_without(monkeypatch):
+def test_modules_for_pytorch_get_resets_only_if_the_case_has_them(monkeypatch):
     from torch_bridge import functional
 
     given, original = [], functional.run_layer
@@ -250,7 +250,7 @@ def test_modules_for_pytorch_have_no_resets_in_a_case_without(monkeypatch):
 
 @INDUCTOR
 @pytest.mark.torch
-def test_a_step_of_pytorch_has_the_hosts_time_and_the_devices(monkeypatch, torch_on_the_cpu):
+def test_step_of_pytorch_reports_host_time_and_device_time(monkeypatch, torch_on_the_cpu):
     import torch
 
     from benchmarks import suites
@@ -272,7 +272,7 @@ def test_a_step_of_pytorch_has_the_hosts_time_and_the_devices(monkeypatch, torch
 
 
 @pytest.mark.torch
-def test_a_step_that_is_wrong_is_not_timed(monkeypatch, torch_on_the_cpu):
+def test_wrong_step_is_not_timed(monkeypatch, torch_on_the_cpu):
     case, provider = Case("gru", 5, 1, 12, reset_rate=0.5), providers.PROVIDERS["torch_bridge"]
 
     def build(case, inputs):
@@ -282,13 +282,13 @@ def test_a_step_that_is_wrong_is_not_timed(monkeypatch, torch_on_the_cpu):
     assert row.status == "wrong" and row.value is None and row.reason.startswith("not timed: ys is off by")
 
 
-def test_what_replays_graphs_of_its_own_is_checked_as_it_is_timed():
+def test_provider_with_its_own_graphs_is_checked_on_the_third_call():
     inputs, truth = numbers_and_truth(TINY[0])
     flax = providers.PROVIDERS["flax"]
     built, calls = ready(flax.build(TINY[0], inputs)), []
 
     def run():
-        """Wrong from the third call on."""
+        """Returns wrong results from the third call on."""
         calls.append(None)
         return jax.tree.map(lambda x: x * (1.0 if len(calls) < 3 else 2.0), built.run())
 
@@ -302,8 +302,8 @@ DOT = r" dot\(| custom-call\(.*matmul"
 
 
 @pytest.mark.parametrize("name", ["jaxrnn-xla", "flax", "hoisted-scan"])
-def test_passes_in_a_loop_do_everything_every_time(name):
-    """Not what XLA could move out of it, as input projections are without a loop through the weights."""
+def test_looped_passes_compute_everything_in_every_iteration(name):
+    """XLA must hoist nothing out of the loop, as it hoists input projections if the loop does not carry the weights."""
     inputs, truth = numbers_and_truth(TINY[0])
     provider = providers.PROVIDERS[name]
     built = provider.build(TINY[0], inputs)
@@ -316,7 +316,7 @@ def test_passes_in_a_loop_do_everything_every_time(name):
     assert len(re.findall(DOT, before)) >= len(re.findall(DOT, once)) > 1
 
 
-def test_a_loop_that_is_wrong_is_not_timed(monkeypatch):
+def test_wrong_loop_is_not_timed(monkeypatch):
     monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
     monkeypatch.setattr(harness, "_MOST_PASSES", 3)
     inputs, truth = numbers_and_truth(TINY[0])
@@ -330,7 +330,7 @@ def test_a_loop_that_is_wrong_is_not_timed(monkeypatch):
     assert isinstance(row, Row) and row.status == "wrong"
 
 
-def test_a_clock_of_loops_counts_passes(monkeypatch):
+def test_clock_of_loops_counts_passes(monkeypatch):
     now = [0.0]
 
     def spend(seconds):
@@ -342,7 +342,7 @@ def test_a_clock_of_loops_counts_passes(monkeypatch):
     assert clock.batch(6) == 12.0 and clock.batch(8) == 16.0 and clock.batch(1) == 2.0 and clock.single() == 3.0
 
 
-def test_the_hosts_clock_leaves_out_what_it_waits_for(monkeypatch):
+def test_host_clock_excludes_waiting(monkeypatch):
     now, order = [0.0], []
 
     def spend(name, seconds):
@@ -359,7 +359,7 @@ def test_the_hosts_clock_leaves_out_what_it_waits_for(monkeypatch):
     assert clock.single() == 8.25
 
 
-def test_errors_tell_nan_and_names_apart():
+def test_errors_report_nan_and_reject_other_shapes_and_names():
     want = {"ys": jax.numpy.ones((2, 3))}
     assert errors({"ys": jax.numpy.full((2, 3), 1.5)}, want)["ys"] == pytest.approx((0.5, 0.5))
     assert np.isnan(errors({"ys": jax.numpy.full((2, 3), np.nan)}, want)["ys"][0])
@@ -369,8 +369,8 @@ def test_errors_tell_nan_and_names_apart():
         errors({"dxs": jax.numpy.ones((2, 3))}, want)
 
 
-def test_a_case_is_timed_and_every_provider_has_a_row():
-    """A jitted pass, one that is not installed, one that has no such cell, and one that raises."""
+def test_every_provider_of_a_timed_case_has_a_row():
+    """Two providers are measured; one has no such cell, one is not installed, and one raises."""
     fake = dataclasses.replace(providers.PROVIDERS["flax"], name="absent", needs=("no_such_module",))
 
     def raises(case, inputs):
@@ -387,7 +387,7 @@ def test_a_case_is_timed_and_every_provider_has_a_row():
     assert rows[3].reason == "no_such_module not installed" and rows[4].reason == "RuntimeError: out of order"
 
 
-def test_a_slow_starter_is_stopped_and_then_left_alone(monkeypatch):
+def test_unfinished_first_call_skips_the_provider_in_wider_cases(monkeypatch):
     calls = []
 
     def never(name, case, limit, cold=False, profile=""):
@@ -403,8 +403,8 @@ def test_a_slow_starter_is_stopped_and_then_left_alone(monkeypatch):
     assert calls == [wide]
 
 
-def test_ppo_on_several_devices_has_a_row_for_each_number_of_them(monkeypatch):
-    """Trained, on two devices if there are two; the last needs one more than there are, and is a row that says so."""
+def test_ppo_has_a_row_for_each_number_of_devices(monkeypatch):
+    """Trains on one device, and on two if there are two. The last row needs one more than there are, and says so."""
     from benchmarks import suites
 
     here = len(jax.devices())
@@ -436,7 +436,7 @@ def test_ppo_on_several_devices_has_a_row_for_each_number_of_them(monkeypatch):
 
 
 def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
-    """Trained, two at once; their steps are added up."""
+    """Trains two agents at once, and adds up their steps."""
     from benchmarks import suites
 
     results, example = [], suites.load_example()
@@ -470,8 +470,8 @@ def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
     assert list(suites.ppo(Settings(rows=("seeds",), only=("jaxrnn-xla",)), lambda _: None)) == []
 
 
-def test_rows_of_a_suite_are_added_to_those_there_are(monkeypatch, tmp_path):
-    """Of this commit; with another one, those that are there are no longer true."""
+def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
+    """Rows of another commit are dropped, because they no longer hold."""
     from benchmarks import suites
 
     example = suites.load_example()
@@ -503,7 +503,7 @@ def test_rows_of_a_suite_are_added_to_those_there_are(monkeypatch, tmp_path):
     assert Report.load(tmp_path / "ppo.json").rows == rows[1:]
 
 
-def test_a_ppo_run_that_breaks_is_a_row(monkeypatch):
+def test_failed_ppo_run_is_a_row(monkeypatch):
     from benchmarks import suites
 
     example = suites.load_example()
@@ -523,7 +523,7 @@ def test_a_ppo_run_that_breaks_is_a_row(monkeypatch):
 @pytest.mark.parametrize(
     ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what implementation=None chooses")]
 )
-def test_ppo_does_not_pass_off_a_scan_as_the_kernels(monkeypatch, missing, reason):
+def test_ppo_fails_where_a_scan_would_replace_the_kernels(monkeypatch, missing, reason):
     from benchmarks import suites
 
     monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: missing)
@@ -534,7 +534,7 @@ def test_ppo_does_not_pass_off_a_scan_as_the_kernels(monkeypatch, missing, reaso
     assert row.reason.startswith(f"NotImplementedError: the Triton implementation {reason}")
 
 
-def test_ppo_of_a_target_is_the_median_of_several_runs(monkeypatch):
+def test_ppo_row_with_a_target_is_the_median_of_several_runs(monkeypatch):
     from benchmarks import suites
 
     example = suites.load_example()
@@ -553,7 +553,7 @@ def test_ppo_of_a_target_is_the_median_of_several_runs(monkeypatch):
     assert rows[0].method.startswith("one training run of ") and rows[1].method.startswith("3 training runs of ")
 
 
-def test_clocks_take_turns():
+def test_clocks_are_interleaved():
     order = []
 
     def clock(name, seconds):
@@ -598,20 +598,20 @@ def printed(result):
     return console.export_text()
 
 
-def test_the_table_has_ratios_targets_and_reasons():
+def test_table_has_ratios_targets_and_reasons():
     lines = printed(headline()).split("\n")
     ours, flax, cudnn, torchrl = (
         next(line for line in lines if f" {name} " in line)
         for name in ("jaxrnn", "flax", "torch-cudnn-bf16", "torchrl")
     )
     assert "2.00 met" in ours and "1.0e-04 dw_hh" in ours
-    assert "8.00x" in flax and "4.00x" in cudnn  # the latter against jaxrnn-bf16
+    assert "8.00x" in flax and "4.00x" in cudnn  # torch-cudnn-bf16 is compared with jaxrnn-bf16
     assert "unavailable: torchrl not installed" in torchrl
     assert machine.line(MACHINE) == "NVIDIA H200, driver 580.1, jax 0.11.2, commit abc"
     assert any(machine.line(MACHINE) in line for line in lines)
 
 
-def test_more_steps_a_second_are_better():
+def test_more_steps_per_second_are_better():
     rows = [
         Row("PPO", "jaxrnn", unit="steps/s", value=500.0, target=400.0),
         Row("PPO", "flax", unit="steps/s", value=100.0),
@@ -620,7 +620,7 @@ def test_more_steps_a_second_are_better():
     assert report.met(rows[0]) and report.met(rows[1]) is None
 
 
-def test_the_accuracy_table_flags_what_exceeds_twice_xla():
+def test_accuracy_table_flags_errors_above_twice_those_of_xla():
     rows = [
         AccuracyRow("GRU", "default", "ys", rms=1.9e-4, xla_rms=1e-4, max=1e-3, xla_max=1e-3),
         AccuracyRow("GRU", "default", "dxs", rms=2.1e-4, xla_rms=1e-4, max=1e-3, xla_max=1e-3),
@@ -634,7 +634,7 @@ def test_the_accuracy_table_flags_what_exceeds_twice_xla():
     assert text.count("OVER 2x") == 2 and text.count("within 2x") == 2 and "RuntimeError: no" in text
 
 
-def test_results_survive_a_file(tmp_path):
+def test_results_are_the_same_after_saving_and_loading(tmp_path):
     result = headline()
     assert Report.load(result.save(tmp_path)) == result
     rows = [AccuracyRow("GRU", "high", "ys", 1e-7, 1e-7, 1e-7, 1e-7)]
@@ -642,7 +642,7 @@ def test_results_survive_a_file(tmp_path):
     assert Report.load(accuracy.save(tmp_path)) == accuracy
 
 
-def test_the_markdown_table_has_a_row_for_every_case():
+def test_markdown_table_has_a_row_for_every_case():
     lines = report.markdown(headline()).split("\n")
     assert len([line for line in lines if line.startswith(("| GRU", "| LSTM"))]) == len(cases.HEADLINE)
     assert lines[2] == "| GRU 2048,256,128 | **1.00 / 0.500** | 8.00 | - | - | - | - / 2.00 | 2 / 1.2 |"
@@ -650,7 +650,7 @@ def test_the_markdown_table_has_a_row_for_every_case():
     assert lines[-1] == "Measured on NVIDIA H200, driver 580.1, jax 0.11.2, commit abc."
 
 
-def test_it_says_which_cases_are_of_another_commit():
+def test_markdown_table_lists_the_cases_of_another_commit():
     rows = [
         dataclasses.replace(row, note="without resets; at 1234567" if "LSTM" in row.case else "it was at 7654321 once")
         for row in headline().rows
@@ -673,11 +673,11 @@ def test_figures_are_drawn(tmp_path):
 @pytest.mark.parametrize(
     ("x", "text"), [(0.0012345, "0.00123"), (0.35, "0.350"), (9.16, "9.16"), (37.1, "37.1"), (490_000, "490,000")]
 )
-def test_numbers_have_three_digits(x, text):
+def test_numbers_have_three_significant_digits(x, text):
     assert report.number(x) == text
 
 
-def test_the_command_line():
+def test_command_line_is_parsed():
     options = command.parse_arguments(
         ["small", "acting", "--only", "jaxrnn,flax", "--rows", "GRU 8,", "--seconds", "0.1"]
     )
@@ -690,7 +690,7 @@ def test_the_command_line():
     assert options.commit is None and command.parse_arguments(["small", "--commit", "abc"]).commit == "abc"
 
 
-def test_options_stand_where_they_like(tmp_path):
+def test_options_may_be_anywhere(tmp_path):
     for arguments in (["show", "--out", "x", "headline"], ["--out", "x", "show", "headline"]):
         options = command.parse_arguments(arguments)
         assert (options.view, options.suites, options.out) == ("show", ["headline"], Path("x"))
@@ -717,18 +717,18 @@ def test_options_stand_where_they_like(tmp_path):
         ("norm --skip nope", "no provider nope; there are jaxrnn"),
     ],
 )
-def test_a_command_line_that_cannot_be_meant_is_refused(arguments, message, capsys):
+def test_invalid_command_line_exits_with_a_message(arguments, message, capsys):
     with pytest.raises(SystemExit) as error:
         command.parse_arguments(arguments.split())
     assert error.value.code == 2 and message in capsys.readouterr().err
 
 
-def test_names_that_some_suites_alone_have_can_be_chosen():
+def test_only_option_accepts_names_of_single_suites():
     for name in (*providers.PROVIDERS, "jaxrnn-triton", "torch"):
         assert command.parse_arguments(["--only", name]).settings.only == (name,)
 
 
-def test_providers_are_named_together_or_one_by_one():
+def test_providers_may_be_named_in_one_option_or_several():
     together, apart = "--skip torchrl,torchrl-bf16,flax", "--skip torchrl --skip torchrl-bf16,flax"
     want = ("torchrl", "torchrl-bf16", "flax")
     assert [command.parse_arguments(given.split()).settings.skip for given in (together, apart)] == [want, want]
@@ -737,13 +737,13 @@ def test_providers_are_named_together_or_one_by_one():
 
 
 @pytest.mark.parametrize("name", [name for name in command.SUITES if name != "ppo"])
-def test_rows_choose_in_every_suite(name):
-    """Nothing is prepared for cases that are not wanted."""
+def test_rows_option_applies_to_every_suite(name):
+    """Suites prepare nothing for cases that `--rows` excludes."""
     assert list(_suites()[name](Settings(rows=("no such case",)), None)) == []
 
 
 @pytest.mark.parametrize("what", [["show", "small"], ["table"], ["plot"]])
-def test_results_that_are_not_there_are_asked_for(what, tmp_path):
+def test_missing_results_exit_with_a_message(what, tmp_path):
     with pytest.raises(SystemExit, match=r"no results of .*: measure first"):
         command.main([*what, "--out", str(tmp_path)])
     headline().save(tmp_path)
@@ -752,7 +752,7 @@ def test_results_that_are_not_there_are_asked_for(what, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["{", "{}", "[]", '{"suite": "headline", "rows": [1]}', "\xff"])
-def test_results_that_are_damaged_are_named(text, tmp_path):
+def test_damaged_results_exit_with_their_path(text, tmp_path):
     path = tmp_path / "headline.json"
     path.write_text(text, encoding="latin-1")
     for what in ("show", "table", "plot"):
@@ -763,7 +763,7 @@ def test_results_that_are_damaged_are_named(text, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["table", "show"])
-def test_nobody_need_read_to_the_end(what, tmp_path):
+def test_closed_output_pipe_exits_without_a_traceback(what, tmp_path):
     headline().save(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
@@ -777,7 +777,7 @@ def test_nobody_need_read_to_the_end(what, tmp_path):
 
 
 @pytest.mark.parametrize("what", ["headline", "norm"])
-def test_without_a_gpu_measuring_says_so(what):
+def test_measuring_without_a_gpu_exits_with_a_message(what):
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", what], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -786,8 +786,8 @@ def test_without_a_gpu_measuring_says_so(what):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Pallas's way to Triton, with newer versions of JAX
-def test_a_launch_in_a_scan_is_timed_on_the_gpu():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # newer JAX warns about Pallas's use of Triton
+def test_launch_in_a_scan_is_timed_on_the_gpu():
     from benchmarks import scans, suites
 
     *rows, launch = suites.dispatch(Settings(seconds=0.1, rounds=20), lambda _: None)
@@ -798,7 +798,7 @@ def test_a_launch_in_a_scan_is_timed_on_the_gpu():
 
 
 @pytest.mark.interpret
-def test_the_launch_that_is_timed_computes_what_the_native_call_does():
+def test_timed_launch_computes_the_same_as_the_native_call():
     from benchmarks import scans
 
     h = jax.random.normal(jax.random.key(0), (16, 64))
@@ -808,7 +808,7 @@ def test_the_launch_that_is_timed_computes_what_the_native_call_does():
 # Norms.
 
 
-def test_the_suite_norm_has_its_shapes():
+def test_norm_suite_has_all_shapes_and_targets():
     from benchmarks import norms
 
     shapes = [(8192, 8192), (16384, 4096), (32768, 2048), (32768, 512), (32768, 8192), (32768, 32768)]
@@ -850,7 +850,7 @@ def test_norms_are_checked_and_timed(kind, direction, dtype):
 
 
 @pytest.mark.torch
-def test_a_norm_that_is_wrong_or_missing_is_a_row():
+def test_wrong_or_missing_norm_is_a_row():
     import torch
 
     from benchmarks import norms
@@ -883,7 +883,7 @@ def test_a_norm_that_is_wrong_or_missing_is_a_row():
 
 
 @pytest.mark.torch
-def test_a_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
+def test_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
     from benchmarks import norms
 
     rows = []
@@ -901,7 +901,7 @@ def test_a_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
 
 
 @pytest.mark.compile_only
-def test_kernels_of_the_suite_norm_compile():
+def test_kernels_of_the_norm_suite_compile():
     from benchmarks import norms
     from torch_bridge.norms import Launch
     from torch_bridge.tiling import Device
@@ -917,8 +917,8 @@ def test_kernels_of_the_suite_norm_compile():
     [pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("cuda:0", marks=pytest.mark.several_gpus)],
 )
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
-def test_programs_of_the_suite_norm_take_arrays_of_pytorch(direction, place):
-    """With several devices too, of which these are on one."""
+def test_programs_of_the_norm_suite_accept_arrays_of_pytorch(direction, place):
+    """There are several devices, and the arrays are on one of them."""
     import torch
 
     from benchmarks import norms
@@ -935,8 +935,8 @@ def test_programs_of_the_suite_norm_take_arrays_of_pytorch(direction, place):
 
 
 @pytest.mark.gpu
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of Inductor, for whoever imports it first
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # Inductor would like them
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # Inductor warns on its first import
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores:UserWarning")  # Inductor recommends them
 def test_norms_on_the_gpu_are_checked_and_timed():
     from benchmarks import norms
 

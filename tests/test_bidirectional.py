@@ -1,4 +1,4 @@
-"""Both directions in one launch: each is what a call of its own gives."""
+"""Tests that each direction of a bidirectional call, which runs both in one launch, equals a separate call."""
 
 import dataclasses
 import functools
@@ -38,7 +38,7 @@ BOTH = {"gru": recurrent.bidirectional_gru, "lstm": recurrent.bidirectional_lstm
 
 
 def pairs(cell, **options):
-    """Arguments as `calls.arguments`, a pair of each but `xs`."""
+    """Returns arguments like those of `calls.arguments`: a pair of each, except for `xs`."""
     forward = arguments(cell, **options)
     backward = random_like(forward, 2)
     params, carry, xs, resets, state = zip(forward, (*backward[:3], forward[3][::-1], backward[4]), strict=True)
@@ -46,7 +46,10 @@ def pairs(cell, **options):
 
 
 def together(cell, implementation, **options):
-    """`call(params, carry, xs, resets, reset_state) -> ((carry, ys), (carry, ys))` at the highest precision."""
+    """Returns `call(params, carry, xs, resets, reset_state) -> ((carry, ys), (carry, ys))`.
+
+    The default precision is the highest.
+    """
 
     def call(params, carry, xs, resets, reset_state):
         options_ = {"precision": "highest", "implementation": implementation} | options
@@ -56,7 +59,7 @@ def together(cell, implementation, **options):
 
 
 def apart(cell, **options):
-    """The same, of two calls of the reference."""
+    """Returns a function like that of `together`, which calls the reference once for each direction."""
 
     def call(params, carry, xs, resets, reset_state):
         options_ = {"precision": "highest", "implementation": "xla"} | options
@@ -88,7 +91,7 @@ def reference(cell, **options):
     ],
     ids=["timemajor", "shared-units", "batchmajor-stepped", "remat", "remat-batchmajor-stepped"],
 )
-def test_each_direction_is_as_a_call_of_its_own(cell, implementation, make, options):
+def test_each_direction_equals_a_separate_call(cell, implementation, make, options):
     args = pairs(cell, **make)
     run = with_gradients(together(cell, implementation, **options))
     assert_close(jax.jit(run)(*args), reference(cell, **options)(*args))
@@ -98,7 +101,7 @@ def test_each_direction_is_as_a_call_of_its_own(cell, implementation, make, opti
 
 @every_implementation
 @pytest.mark.parametrize("given", ["nothing", "resets"])
-def test_without_resets_or_reset_state(implementation, given):
+def test_directions_without_resets_or_reset_state_equal_separate_calls(implementation, given):
     params, carry, xs, resets, _ = pairs("gru")
     rest = (None, None) if given == "nothing" else (resets, None)
 
@@ -110,7 +113,7 @@ def test_without_resets_or_reset_state(implementation, given):
 
 @every_implementation
 @pytest.mark.parametrize("remat", [False, True])
-def test_an_lstm_returns_cell_states_of_both(implementation, remat):
+def test_lstm_returns_cell_states_of_both_directions(implementation, remat):
     args, options = pairs("lstm"), {"return_cells": True}
     run = jax.jit(with_gradients(together("lstm", implementation, remat=remat, **options)))
     assert_close(run(*args), reference("lstm", **options)(*args))
@@ -118,7 +121,7 @@ def test_an_lstm_returns_cell_states_of_both(implementation, remat):
 
 @kernels_only
 @projected_too
-def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, monkeypatch):
+def test_remat_in_chunks_runs_each_direction_separately(cell, implementation, monkeypatch):
     monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation, remat=True)
@@ -128,7 +131,7 @@ def test_remat_in_chunks_takes_each_direction_by_itself(cell, implementation, mo
 
 @kernels_only
 @every_cell
-def test_many_sequences_take_each_direction_by_itself(cell, implementation, monkeypatch):
+def test_many_sequences_run_each_direction_separately(cell, implementation, monkeypatch):
     monkeypatch.setattr(canonical, "_STATES_THAT_FILL_A_GPU", B * H)
     monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
     monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
@@ -138,7 +141,7 @@ def test_many_sequences_take_each_direction_by_itself(cell, implementation, monk
 
 
 def mapped_arguments(cell, mapped, **options):
-    """Arguments of S calls of which those named in `mapped` have a first axis, and those of call s."""
+    """Returns arguments of S calls, with a leading axis if named in `mapped`, their `in_axes`, and a list by call."""
     names = ("params", "carry", "xs", "resets", "reset_state")
     one, many = pairs(cell, **options), [random_like(pairs(cell, **options), 10 + s) for s in range(S)]
     many = [(*x[:3], jax.tree.map(lambda r: (r > 0.5).astype(r.dtype), x[3]), x[4]) for x in many]
@@ -161,12 +164,12 @@ def test_vmap_keeps_the_directions(cell, implementation, mapped, make):
     options = {"time_major": make.get("time_major", True)}
     run = jax.vmap(with_gradients(together(cell, implementation, **options)), axes)
     assert_close(jax.jit(run)(*stacked), stack([reference(cell, **options)(*args) for args in each]))
-    assert launches(run, *stacked) == (2, 1)  # one of them for outputs, without gradients
+    assert launches(run, *stacked) == (2, 1)  # one forward launch computes the outputs without gradients
 
 
 @kernels_only
-def test_vmap_over_weights_of_vmap_over_data(implementation):
-    """Weights make models of what shared weights have made groups, and the other way round."""
+def test_nested_vmap_over_weights_and_data_keeps_the_directions(implementation):
+    """Nests in both orders: `vmap` over weights adds models, and `vmap` over data adds groups."""
     params, carry, xs, resets, state = pairs("gru")
     many = jax.tree.map(lambda *x: jnp.stack(x), *(random_like(params, s) for s in range(S)))
     data = jax.tree.map(lambda *x: jnp.stack(x), *(random_like((carry, xs), 5 + s) for s in range(3)))
@@ -184,7 +187,7 @@ def test_vmap_over_weights_of_vmap_over_data(implementation):
 
 @pytest.mark.interpret
 @projected_too
-def test_batches_of_an_explicit_mesh_stay_where_they_are(cell):
+def test_explicit_mesh_keeps_batches_sharded(cell):
     def value_and_gradients(call, *args):
         def loss(*args):
             results = call(*args)
@@ -208,7 +211,7 @@ def test_batches_of_an_explicit_mesh_stay_where_they_are(cell):
     assert "all-gather" not in run.lower(*args).compile().as_text()
 
 
-def test_two_that_do_not_pair_are_refused():
+def test_arguments_that_are_no_matching_pairs_raise():
     params, carry, xs, resets, state = pairs("gru")
     other = arguments("gru", hidden=H + 1)
     both = functools.partial(recurrent.bidirectional_gru, implementation="xla")
@@ -228,12 +231,12 @@ def test_two_that_do_not_pair_are_refused():
         recurrent.bidirectional_lstm(params, carry, xs)
 
 
-# Models, each of two groups: whole tiles and a part of one.
+# Each model has two groups, whose sequences fill whole tiles and a part of one.
 LAYOUT = {"models": 4, "groups": 8, "batch": 11, "steps": 9}
 
 
 def assert_each_model_as_by_itself(problem, device, tiling, place):
-    """Those of odd index as if all were in reverse, the others as if none were: the same bits."""
+    """Asserts that models of odd index give the bits of a reverse launch, and the others those of a forward launch."""
     got = outputs(dataclasses.replace(problem, reverse="bidirectional"), device, tiling, place)
     per_model = problem.groups // problem.models
     for reverse in (False, True):
@@ -272,19 +275,19 @@ def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
     device = gpu.device(0)
     widths, tiling, _ = COMPILED[variant]
     if tiling.variant in ("split", "rows") and not device.has_wgmma:
-        pytest.skip("multiplies by wgmma, which this GPU does not have")
+        pytest.skip("the kernel multiplies with wgmma, which this GPU does not have")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
         fitted = for_width(tiling, hidden)
         if fits(problem, device, fitted):
             assert_each_model_as_by_itself(problem, device, fitted, "cuda")
-            few = dataclasses.replace(device, multiprocessors=fitted.splits)  # models of both parities in turn
+            few = dataclasses.replace(device, multiprocessors=fitted.splits)  # one worker runs models of both parities
             if fitted.splits > 1:
                 assert_each_model_as_by_itself(problem, few, fitted, "cuda")
 
 
 def in_both(case, forward, backward, implementation):
-    """Outputs and gradients of both directions, over the inputs of `forward`: names end in 0 and 1."""
+    """Returns outputs and gradients of both directions on the `xs` of `forward`; names, except `dxs`, end in 0 or 1."""
     named = [f | {"xs": forward["xs"]} for f in (forward, backward)]
     fixed = [{k: x for k, x in each.items() if k == "resets" or k.startswith("ct_")} for each in named]
     differentiated = [
@@ -320,7 +323,7 @@ def in_both(case, forward, backward, implementation):
 
 
 def of_each(run, case, forward, backward):
-    """The same from a run of each direction."""
+    """Returns the results of `in_both`, computed by a separate run of each direction."""
     got = run(case, forward), run(dataclasses.replace(case, reverse=True), backward | {"xs": forward["xs"]})
     results = {f"{name}{k}": x for k, each in enumerate(got) for name, x in each.items()}
     return results | {"dxs": sum(results.pop(f"dxs{k}").astype(np.float64) for k in (0, 1))}
@@ -354,7 +357,7 @@ GPU += [
         *(pytest.param(case, marks=pytest.mark.gpu, id=f"{case}-gpu") for case in GPU),
     ],
 )
-def test_both_match_the_oracle(case):
+def test_both_directions_match_the_oracle(case):
     inputs = [tuple(cases.make_inputs(case, 2 * draw + k) for k in (0, 1)) for draw in range(cases.draws(case))]
     run = jax.jit(functools.partial(in_both, case, implementation="triton"))
     got = cases.stack([{k: np.asarray(x) for k, x in run(*pair).items()} for pair in inputs])

@@ -1,4 +1,4 @@
-"""Between JAX and the kernels: names of precisions, tilings, what makes a kernel another one, and addresses."""
+"""Tests the bridge from JAX to the kernels: precisions, the choice of tilings, keys of kernels, and addresses."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ from jaxrnn import _bridge, fused
 from jaxrnn._bridge import availability, recurrence
 from torch_bridge.tiling.devices import PROFILES, Device
 
-# (precision, of a hidden width up to 32, of a wider one)
+# (JAX's precision, the kernels' precision up to 32 hidden units, and above)
 PRECISIONS = [
     (None, "tf32x3", "tf32"),
     ("default", "tf32x3", "tf32"),
@@ -40,12 +40,12 @@ PRECISIONS = [
 
 
 @pytest.mark.parametrize(("precision", "narrow", "wide"), PRECISIONS, ids=lambda x: str(x).replace(" ", ""))
-def test_precision_of_the_kernels(precision, narrow, wide):
+def test_kernel_precision_follows_the_precision_of_jax(precision, narrow, wide):
     for hidden, want in ((1, narrow), (32, narrow), (33, wide), (1024, wide)):
         assert fused.kernel_precision(precision, hidden) == want
 
 
-def test_precision_left_out_is_the_default_of_jax():
+def test_kernel_precision_without_an_argument_follows_the_default_of_jax():
     with jax.default_matmul_precision("float32"):
         assert fused.kernel_precision(None, 64) == "tf32x3"
         assert fused.kernel_precision("default", 64) == "tf32"
@@ -55,7 +55,7 @@ def test_precision_left_out_is_the_default_of_jax():
 
 @functools.cache
 def traced(case):
-    """What the launches of `case` are to the heuristic: problems by direction. They are lowered, and none runs."""
+    """Returns the problems of the launches of `case` by direction. The launches are lowered, but do not run."""
     found, original = {}, recurrence._problem
 
     def problem(*args):
@@ -75,27 +75,27 @@ def shape_of(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-# One of each kind of product: the heuristic knows them by operands and precision.
+# One case for each kind of product, which the heuristic distinguishes by dtype of the operands and precision.
 KINDS = {"tf32": {}, "tf32x3": {"precision": "highest"}, "16-bit": {"dtype": "f16"}}
 
 
 @pytest.fixture(params=itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS), ids="-".join)
 def problem(request):
-    """A small problem, of each cell, direction and kind of product."""
+    """Returns a small problem for each cell, direction and kind of product."""
     cell, direction, kind = request.param
     return traced(Case(cell, T=3, B=2, H=40, reset_state="tbh", **KINDS[kind]))[direction]
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_the_default_precision_of_jax_reaches_the_kernels(cell):
+def test_default_precision_of_jax_reaches_the_kernels(cell):
     case = Case(cell, T=3, B=2, H=40, D=3, precision=None)
     assert {problem.precision for problem in traced(case).values()} == {"tf32"}
     with jax.default_matmul_precision("highest"):
         assert {problem.precision for problem in traced.__wrapped__(case).values()} == {"tf32x3"}
 
 
-# Two parts of an H200 besides, as MIG makes them.
+# The profiles, and two parts of an H200 as MIG makes them.
 DEVICES = PROFILES | {"part": Device(multiprocessors=26), "small-part": Device(multiprocessors=16)}
 every_profile = pytest.mark.parametrize("device", PROFILES.values(), ids=PROFILES)
 every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
@@ -104,7 +104,7 @@ HIDDEN = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 500, 51
 
 @pytest.mark.interpret
 @every_device
-def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
+def test_tiling_covers_all_units_and_fits_the_device(problem, device):
     from torch_bridge.tiling import heuristic, max_hidden
 
     widths = [hidden for hidden in HIDDEN if hidden <= max_hidden(device)]
@@ -112,21 +112,21 @@ def test_a_tiling_covers_all_units_and_fits_the_device(problem, device):
         p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models, steps=steps)
         config = heuristic(p, device)
         assert config == heuristic.__wrapped__(p, device)
-        width = 128 if config.variant == "rows" else config.block_h  # those programs come by four
+        width = 128 if config.variant == "rows" else config.block_h  # programs of "rows" kernels come in fours
         covered = config.block_h * config.splits
         assert covered % width == 0 and covered >= hidden > covered - width
         assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)
         assert 1 <= config.workers(p, device) <= models * config.tiles(p)
         assert config.shared_memory(p) <= device.shared_memory
-        if config.splits > 1:  # they wait for one another, so all of them must run at once
+        if config.splits > 1:  # the programs wait for one another, so all must run at once
             assert config.workers(p, device) * config.splits <= device.multiprocessors
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("multiprocessors", [82, 108, 128, 132])
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
-def test_the_number_of_sms_decides_tile_sizes(capability, multiprocessors):
-    """Tiles are as small as run at once, or of sixteen where that saves turns, on any chip."""
+def test_number_of_sms_determines_tile_sizes(capability, multiprocessors):
+    """On any chip, tiles are as small as possible while all run at once, or have 16 sequences if that saves rounds."""
     from problems import make_problem
 
     from torch_bridge.tiling import heuristic
@@ -148,8 +148,8 @@ def test_the_number_of_sms_decides_tile_sizes(capability, multiprocessors):
         assert [tile(direction="bwd"), tile("lstm"), tile(hidden=120)] == [min(want, 8)] * 3
 
 
-def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **changes):  # noqa: B008  # it is frozen
-    """Whether forward, and whether backward."""
+def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **changes):  # noqa: B008  # frozen class
+    """Returns whether one program per sequence is chosen for the forward pass, and whether for the backward pass."""
     from problems import make_problem
 
     from torch_bridge.tiling import heuristic
@@ -160,8 +160,8 @@ def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **ch
 
 @pytest.mark.interpret
 @every_profile
-def test_few_units_take_a_program_a_sequence(device):
-    """Float32 of up to 32 units, or 128 that are not of TF32, or 64 of few sequences; of 16 bits up to 32."""
+def test_few_units_use_one_program_per_sequence(device):
+    """The limit in float32 is 32 units, 128 without TF32, or 64 with few sequences; in 16 bits it is 32 units."""
     taken, n = functools.partial(_takes_a_program_a_sequence, device=device), device.multiprocessors
     both, backward, none = [True, True], [False, True], [False, False]
     for cell in ("gru", "lstm"):
@@ -180,7 +180,7 @@ def test_few_units_take_a_program_a_sequence(device):
 
 
 def _variants(device):
-    """The kernels that `device` offers for any of many problems."""
+    """Returns the variants of kernels that are candidates for at least one of many problems on `device`."""
     from problems import KINDS, make_problem
 
     from torch_bridge.tiling import candidates
@@ -191,21 +191,21 @@ def _variants(device):
 
 @pytest.mark.interpret
 @every_device
-def test_every_kernel_runs_from_capability_8_on_but_those_that_need_wgmma(device):
+def test_all_kernels_without_wgmma_run_from_capability_8_on(device):
     needs_wgmma = {"split", "rows"}
     assert _variants(device) == {"plain", "resident", "fma"} | (needs_wgmma if device.capability == 90 else set())
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", [Device(75), Device(interpreted=True)], ids=["sm_75", "interpreted"])
-def test_where_gluon_does_not_run_kernels_are_plain(device):
+def test_without_gluon_only_plain_kernels_run(device):
     assert _variants(device) == {"plain"}
 
 
 @pytest.mark.interpret
 @every_profile
-def test_the_gates_of_an_lstm_in_shared_memory_are_as_many_as_fit(device):
-    """An LSTM of 128 units keeps the weights of two gates there backward, of one where a program has 99 KB."""
+def test_lstm_keeps_as_many_gates_in_shared_memory_as_fit(device):
+    """Backward, an LSTM of 128 units keeps the weights of two gates there, or of one if a program has just 99 KB."""
     from problems import make_problem
 
     from torch_bridge.tiling import heuristic
@@ -220,8 +220,8 @@ def test_the_gates_of_an_lstm_in_shared_memory_are_as_many_as_fit(device):
 
 @pytest.mark.interpret
 @every_device
-def test_the_choice_does_not_depend_on_the_name_of_the_device(device):
-    """Without a table of measured tilings, which is found by the name."""
+def test_choice_does_not_depend_on_the_name_of_the_device(device):
+    """Tilings are computed from the other facts about the device, and none is looked up by its name."""
     from problems import KINDS, make_problem
 
     from torch_bridge import input_projections, norms, tiling, weight_grads
@@ -258,8 +258,8 @@ def test_the_choice_does_not_depend_on_the_name_of_the_device(device):
         ("lstm", 64, 4, 4, 4), ("lstm", 64, 5, 4, None), ("lstm", 64, 15, 4, None), ("lstm", 64, 16, None, None),
     ],
 )  # fmt: skip
-def test_few_steps_of_many_sequences_take_tiles(cell, hidden, steps, forward, backward):
-    """Of so many sequences on a multiprocessor, and fewer, a program for each; None: of any number."""
+def test_few_steps_of_many_sequences_use_tiles(cell, hidden, steps, forward, backward):
+    """`forward` and `backward` are the most sequences per SM with one program for each; None means any number."""
     for i, most in enumerate((forward, backward)):
         batches = (9999,) if most is None else (most * 132, most * 132 + 1)
         taken = [_takes_a_program_a_sequence(cell, hidden, "tf32x3", batch, steps=steps)[i] for batch in batches]
@@ -267,13 +267,13 @@ def test_few_steps_of_many_sequences_take_tiles(cell, hidden, steps, forward, ba
 
 
 @pytest.mark.interpret
-def test_few_steps_of_a_wide_gru_take_what_costs_less():
+def test_few_steps_of_a_wide_gru_use_the_cheaper_kernel():
     taken = functools.partial(_takes_a_program_a_sequence, "gru", 128, "tf32x3")
     assert taken(528, steps=2) == [False, False] and taken(528, steps=7) == taken(132, steps=2) == [True, True]
 
 
-def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # it is frozen
-    """The dtypes of what a kernel saves, or reads of that, of a program that has all of it in float32."""
+def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # frozen class
+    """Returns the dtypes of the residuals that a kernel stores or loads if the traced program declares float32."""
     from problems import make_problem
 
     from torch_bridge.tiling import heuristic, with_residual_dtypes
@@ -287,14 +287,14 @@ def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **ch
 
 @pytest.mark.interpret
 @every_profile
-def test_under_tf32_what_is_saved_is_as_fine_as_the_products(device, monkeypatch):
-    """In float32 where these are of float32 as it is: of 33 to 64 units of few sequences, without a reset state."""
+def test_residuals_are_as_precise_as_the_products(device, monkeypatch):
+    """Where TF32 is allowed, residuals are float32 for few sequences of 33 to 64 units without a reset state."""
     few = 2 * device.multiprocessors
     for cell, direction in itertools.product(("gru", "lstm"), ("fwd", "bwd")):
         held = functools.partial(_as_saved, cell, direction, device=device)
         assert held(33, few) == held(64, few) == held(48, 4, "tf32x3") == {"float32"}
         assert held(33, few + 1) == held(64, few + 1) == held(65, 4) == {"float16"}
-        assert _as_saved(cell, direction, 48, 4, device=Device(75)) == {"float16"}  # its kernels are plain
+        assert _as_saved(cell, direction, 48, 4, device=Device(75)) == {"float16"}  # only plain kernels run there
     assert _as_saved("gru", "fwd", 64, 9999, device=device, in_place=True) == {"float32"}
     assert _as_saved("lstm", "fwd", 48, 4, device=device, reset_state="stepped") == {"float16"}
     monkeypatch.setattr(availability, "chosen_device", lambda: device)
@@ -307,8 +307,8 @@ def test_under_tf32_what_is_saved_is_as_fine_as_the_products(device, monkeypatch
 @calls.kernels_only
 @pytest.mark.parametrize("mapped", ["sequences", "models"])
 @calls.every_cell
-def test_casts_of_what_is_saved_are_dropped(cell, mapped, implementation):
-    """Traced of few sequences in float32, it is narrowed of many: of a jitted gradient no cast is left."""
+def test_casts_of_residuals_are_dropped(cell, mapped, implementation):
+    """Residuals traced as float32 are float16 after `vmap` adds sequences; a jitted gradient has no casts left."""
     lead = (2,) if mapped == "models" else ()
     batch = (2, 150) if mapped == "sequences" else (150,)
     *arguments, _ = calls.arguments(cell, batch, steps=2, hidden=48, lead=lead)
@@ -320,11 +320,11 @@ def test_casts_of_what_is_saved_are_dropped(cell, mapped, implementation):
 
 
 @calls.kernels_only
-def test_beyond_float16_what_is_saved_is_its_largest(implementation):
-    """Whatever kernels have it: so too where more cotangents than sequences take another one backward.
+def test_residuals_beyond_float16_are_clamped(implementation):
+    """Residuals are clamped whichever kernels run, also if more cotangents than sequences use another backward kernel.
 
-    Some kernels on Hopper multiply gradients of gates in 16 bits, scaled for the largest gradient of the sequence, and
-    times a saved number beyond 32768 that may not fit. Here only small gradients are multiplied by such numbers.
+    Some kernels on Hopper multiply gate gradients in 16 bits, scaled for the largest gradient of the sequence. A
+    gradient times a residual above 32768 may not fit there. In this test, only small gradients meet such residuals.
     """
     params, (c, h), xs, *_ = calls.arguments("lstm", (3,), steps=2, hidden=48)
     beyond = jnp.arange(48) % 2 == 0
@@ -346,7 +346,7 @@ def test_beyond_float16_what_is_saved_is_its_largest(implementation):
 
 @pytest.mark.interpret
 @every_device
-def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
+def test_hidden_width_beyond_the_limit_of_the_device_raises(problem, device):
     from torch_bridge.tiling import UnsupportedError, heuristic
 
     widest = 64 * device.multiprocessors
@@ -358,8 +358,8 @@ def test_a_width_that_a_device_cannot_share_is_refused_by_name(problem, device):
 
 
 @pytest.mark.interpret
-@pytest.mark.parametrize(("hidden", "shortest"), [(24, 1), (300, 8)])  # of wide states few steps take another kernel
-def test_another_time_or_batch_takes_the_same_kernel(problem, hidden, shortest):
+@pytest.mark.parametrize(("hidden", "shortest"), [(24, 1), (300, 8)])  # wide states use another kernel for few steps
+def test_key_of_a_kernel_does_not_depend_on_steps_and_batch(problem, hidden, shortest):
     from torch_bridge.recurrences import Launch
 
     def compiled_for(**changes):
@@ -378,7 +378,7 @@ def test_another_time_or_batch_takes_the_same_kernel(problem, hidden, shortest):
 
 
 @pytest.mark.interpret
-def test_a_view_has_the_address_of_the_array():
+def test_view_has_the_address_of_the_array():
     import torch
 
     from torch_bridge import dlpack
@@ -391,11 +391,11 @@ def test_a_view_has_the_address_of_the_array():
         addresses.append((x, x.unsafe_buffer_pointer()))
     for x, address in addresses:
         assert dlpack.view(x) == dlpack.View(address, dlpack.CPU, 0)
-    assert len({address for _, address in addresses}) >= 11  # offsets are seen
+    assert len({address for _, address in addresses}) >= 11  # addresses include offsets
 
 
 @pytest.mark.interpret
-def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
+def test_launch_passes_all_arguments_in_the_order_of_the_kernel(problem):
     from torch_bridge.recurrences import Launch
 
     class Kernel:
@@ -418,8 +418,8 @@ def test_a_launch_hands_the_kernel_every_argument_in_its_order(problem):
 
 
 @pytest.mark.torch
-def test_gradients_of_weights_under_vmap_over_nothing():
-    lead = (0, 1, 1, 2, 3)  # mapped, then models, groups, steps and batch
+def test_weight_gradients_under_vmap_over_an_empty_axis():
+    lead = (0, 1, 1, 2, 3)  # the mapped axis, models, groups, steps and batch
     arrays = {"x": (*lead, 8), "hs": (*lead, 128), "h0": (0, 1, 1, 3, 128), "dxp": (*lead, 384), "dhn": (*lead, 128)}
     run = jax.vmap(functools.partial(_bridge.launch_weight_grads, reverse=False))
     got = jax.eval_shape(run, {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in arrays.items()})

@@ -1,4 +1,4 @@
-"""The suite that holds the default to the better implementation, and runs as another GPU."""
+"""Tests the suite that compares the default with the better implementation, and running as another GPU."""
 
 import dataclasses
 import os
@@ -18,8 +18,8 @@ from benchmarks.settings import Settings
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_problems_are_those_of_agents():
-    """At least 100: both cells, 1 to 4096 sequences, 8 to 1024 units, 16 to 1024 steps, models, and single steps."""
+def test_problems_cover_the_shapes_of_agents():
+    """There are at least 100: both cells, 1 to 4096 sequences, 8 to 1024 units, 1 and 16 to 1024 steps, and models."""
     problems = choice.PROBLEMS
     assert len(problems) >= 100 and len(set(map(str, problems))) == len(problems)
     assert {problem.cell for problem in problems} == {"gru", "lstm"}
@@ -31,7 +31,7 @@ def test_the_problems_are_those_of_agents():
     assert "highest" in {problem.precision for problem in problems}
 
 
-def test_short_passes_are_timed_many_at_a_time():
+def test_short_passes_are_timed_many_to_a_program():
     assert choice.passes(choice.Problem("gru", 1, 1024, 512)) == 1
     assert choice.passes(choice.Problem("gru", 64, 1, 128, gradients=False)) == choice.MOST_PASSES
     assert 2 < choice.passes(choice.Problem("gru", 64, 128, 128)) < 16
@@ -39,7 +39,7 @@ def test_short_passes_are_timed_many_at_a_time():
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Rows of one small problem, where "triton" is a slower or wrong twin of "xla"."""
+    """Returns a function that measures one small problem, in which "triton" is a slower or wrong copy of "xla"."""
 
     def measure(problem, *, default="xla", wrong=0.0):
         def run(problem, implementation, arrays):
@@ -58,7 +58,7 @@ def measured(monkeypatch):
 
 
 @pytest.mark.parametrize("default", ["xla", "triton"])
-def test_the_default_has_the_time_of_the_program_that_it_is(measured, default):
+def test_default_gets_the_time_of_the_implementation_that_it_runs(measured, default):
     rows = measured(choice.Problem("gru", 4, 5, 8, models=2), default=default)
     assert list(rows) == ["default", "triton", "xla"]
     assert rows["default"].note == f"runs {default}"
@@ -66,13 +66,13 @@ def test_the_default_has_the_time_of_the_program_that_it_is(measured, default):
     assert rows["default"].target == pytest.approx(1.03 * min(rows["triton"].value, rows["xla"].value))
 
 
-def test_what_is_wrong_is_not_timed(measured):
+def test_wrong_implementation_is_not_timed(measured):
     rows = measured(choice.Problem("lstm", 4, 5, 8, gradients=False), wrong=0.5)
     assert rows["triton"].status == "wrong" and rows["triton"].value is None and "from xla's" in rows["triton"].reason
     assert rows["default"].value == rows["xla"].value and report.broken(rows["triton"])
 
 
-def test_a_default_that_fails_has_no_time(monkeypatch):
+def test_default_that_fails_has_no_time(monkeypatch):
     def run(problem, implementation, arrays):
         if implementation is None:
             raise NotImplementedError("no such kernel")
@@ -89,7 +89,7 @@ def test_a_default_that_fails_has_no_time(monkeypatch):
     assert rows["triton"].value > 0 and not report.broken(rows["triton"])
 
 
-def test_a_problem_with_all_options_runs():
+def test_problem_with_all_options_runs():
     problem = choice.Problem("lstm", 3, 40, 8, models=2, dtype="bf16", precision="highest", reset_state="h")
     assert str(problem) == "LSTM 3,40,8 x2 bf16 highest reset state"
     results = choice.one_pass(problem, "xla")(choice.make_arrays(problem))
@@ -97,7 +97,7 @@ def test_a_problem_with_all_options_runs():
     assert results["dreset_h"].shape == (2, 8) and results["ys"].dtype == jnp.bfloat16
 
 
-def test_a_default_that_loses_is_broken():
+def test_default_slower_than_its_target_is_broken():
     row = Row("GRU 1,2,3", choice.DEFAULT, value=1.04, target=1.03)
     assert report.broken(row) and not report.broken(dataclasses.replace(row, value=1.02))
 
@@ -105,7 +105,7 @@ def test_a_default_that_loses_is_broken():
 # Running as another GPU.
 
 
-def test_results_of_another_gpu_have_a_folder_and_a_line_of_their_own(monkeypatch, tmp_path):
+def test_results_as_another_gpu_have_their_own_folder_and_machine_line(monkeypatch, tmp_path):
     here = {"gpu": "NVIDIA H200", "as": "a100", "driver": "580.1"}
     assert machine.slug(here) == "as-a100-on-nvidia-h200"
     assert machine.line(here) == "NVIDIA H200, kernels chosen and compiled for NVIDIA A100, driver 580.1"
@@ -118,7 +118,7 @@ def test_results_of_another_gpu_have_a_folder_and_a_line_of_their_own(monkeypatc
         command.results_folder(None, "rtx4090")
 
 
-def test_the_command_line_takes_a_profile():
+def test_command_line_accepts_a_profile():
     assert command.parse_arguments(["headline", "--as", "a100"]).settings.profile == "a100"
     assert command.parse_arguments(["show", "headline", "--as", "a100"]).profile == "a100"
     assert command.parse_arguments(["headline"]).settings.profile == ""
@@ -127,7 +127,7 @@ def test_the_command_line_takes_a_profile():
 
 
 @pytest.mark.torch
-def test_running_as_a_newer_gpu_is_refused(monkeypatch):
+def test_running_as_a_newer_gpu_raises(monkeypatch):
     from torch_bridge import gpu, tiling
 
     monkeypatch.setattr(gpu, "properties", lambda ordinal=0: tiling.PROFILES["a100"])
@@ -136,7 +136,7 @@ def test_running_as_a_newer_gpu_is_refused(monkeypatch):
 
 
 @pytest.mark.compile_only
-def test_running_as_another_gpu_assembles_its_ptx_for_the_one_at_hand(monkeypatch, tmp_path):
+def test_running_as_another_gpu_assembles_its_ptx_for_the_actual_gpu(monkeypatch, tmp_path):
     import triton
     from problems import make_problem
 
@@ -158,7 +158,7 @@ def test_running_as_another_gpu_assembles_its_ptx_for_the_one_at_hand(monkeypatc
 
 
 def machine_of(cubin, folder):
-    """The capability that a cubin is for."""
+    """Returns the compute capability that a cubin is for."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -168,7 +168,7 @@ def machine_of(cubin, folder):
     return int(re.search(r"code for sm_(\d+)", text)[1])
 
 
-def test_without_a_gpu_running_as_another_says_so():
+def test_running_as_another_gpu_without_a_gpu_exits_with_a_message():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
     for arguments in (["benchmarks", "choice", "--as", "a100"], ["pytest", "--as", "a100", "tests/test_choice.py"]):
         result = subprocess.run(

@@ -1,7 +1,8 @@
-"""What each code base calls, with the module it carries and with what `docs/codebases.md` puts in its place.
+"""Compares the recurrent module of each code base with its replacement in `docs/codebases.md`.
 
-A module here has the interface of that code base's. Both get the same keys and run under the transformations which that
-code base puts around them: initial values have to be identical, all that is computed equal to rounding.
+The modules here have the interfaces of those in the code bases. A module and its replacement get the same keys, and run
+under the transformations that the code base applies. Their initial values must be identical, and their results equal to
+rounding.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import jaxrnn
 import jaxrnn.nnx
 
 T, B, D, H = 3, 2, 5, 6
-OBS = 3  # as many as ActorCritic has logits
+OBS = 3  # equals the number of logits of ActorCritic
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "codebases.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", DOCS.read_text(), re.DOTALL | re.MULTILINE))
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
@@ -38,13 +39,13 @@ def full_precision():
 
 
 def snippet(section):
-    """The code that a section of the docs says to write."""
+    """Returns the compiled snippet of a section of the docs."""
     (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[section], re.DOTALL)
     return compile(code, f"{DOCS.name}: {section}", "exec", dont_inherit=True)
 
 
 def documented(section, name, default):
-    """The class `name` as a section defines or imports it, run by the implementation `default`."""
+    """Returns the class `name` that the snippet of a section defines or imports; `default` is its implementation."""
     names = {"__name__": DOCS.stem}
     exec(snippet(section), names)
 
@@ -59,9 +60,9 @@ RESULTS: dict[Any, Any] = {}
 
 
 def both(case, run, theirs, ours, *, tol=1e-5):
-    """Holds `run(module) -> (initial variables, results)` to be the same with both; returns the paths of parameters.
+    """Asserts that `run(module) -> (initial variables, results)` agrees for both; returns the paths of the parameters.
 
-    What `theirs` gives is computed once for all tests of the same `case`.
+    The results of `theirs` are computed once for all tests of the same `case`.
     """
     if case not in RESULTS:
         RESULTS[case] = run(theirs)
@@ -72,7 +73,7 @@ def both(case, run, theirs, ours, *, tol=1e-5):
 
 
 def with_default(init, implementation):
-    """The constructor `init`, with another default of `implementation`."""
+    """Returns the constructor `init` with another default of `implementation`."""
 
     @functools.wraps(init)
     def constructed(*args, **kwargs):
@@ -82,7 +83,7 @@ def with_default(init, implementation):
 
 
 def initial(init, keys):
-    """One set of variables for each key."""
+    """Returns one set of variables for each key, on a leading axis."""
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(init, keys))
 
 
@@ -91,28 +92,30 @@ def descend(variables, grads):
 
 
 def environment(obs, action_values, key):
-    """Observation and done of the next step: no done depends on the network, so that rounding does not tip one."""
+    """Returns observation and done of the next step. Rounding cannot flip a done, which depends only on the key."""
     obs_key, done_key = jax.random.split(key)
     obs = jnp.sin(obs + action_values + jax.random.normal(obs_key, obs.shape))
     return obs, jax.random.bernoulli(done_key, 0.4, obs.shape[:-1])
 
 
 def make_train(networks, initialize_carry, init_batch, batch, average: Callable[[Any], Any] = lambda grads: grads):
-    """Two updates of rollout (T = 1) and gradients through it, as purejaxrl has them and what descends from it.
+    """Returns the functions of a training with two updates, as in purejaxrl and in code bases derived from purejaxrl.
+
+    An update has a rollout (T = 1) and gradients through the rollout.
 
     Args:
       networks: `network.apply(variables, carry, (obs, resets)) -> (carry, logits, value)`, each with its own carry.
-      initialize_carry: batch axes -> carry.
+      initialize_carry: a function from batch axes to a carry.
       init_batch: the batch axes that the networks are initialised with.
-      batch: those they run with.
-      average: of gradients, over parallel axes.
+      batch: the batch axes that the networks run with.
+      average: a function that averages gradients over parallel axes.
 
     Returns:
       `init(key)` and `train(variables, key)`.
     """
 
     def init(key):
-        x = jnp.zeros((1, *init_batch, OBS)), jnp.zeros((1, *init_batch))  # float32 here, bool in the rollout
+        x = jnp.zeros((1, *init_batch, OBS)), jnp.zeros((1, *init_batch))  # float32 resets here, bool in the rollout
         keys = jax.random.split(key, len(networks))
         carry = initialize_carry(init_batch)
         return {f"network_{i}": network.init(keys[i], carry, x) for i, network in enumerate(networks)}
@@ -173,7 +176,7 @@ def purejaxrl_rnn(cell="GRUCell"):
 
 @IMPLEMENTATIONS
 def test_your_own_class(implementation):
-    """An LSTM, named as one that has no dummy beside it."""
+    """The class has an LSTM, under the name that it has if no dummy cell is created."""
 
     def run(rnn):
         init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,))
@@ -190,14 +193,14 @@ def test_your_own_class(implementation):
 def test_purejaxrl_and_popjaxrl(implementation, seeds):
     def run(rnn):
         init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,))
-        if seeds:  # popjaxrl makes the networks inside of it too
+        if seeds:  # popjaxrl creates the networks inside of `vmap` too
             keys = jax.random.split(jax.random.key(0), seeds)
             variables, trained = jax.jit(jax.vmap(lambda key: (made := init(key), train(made, key))))(keys)
         else:
             variables = init(jax.random.key(0))
             trained = jax.jit(train)(variables, jax.random.key(0))
         _, _, values, replayed = trained
-        # what the rollout stored, the update finds again: the resets are those that the rollout saw
+        # the update must reproduce the values that the rollout stored, so its resets are those that the rollout saw
         np.testing.assert_allclose(values, replayed, rtol=1e-5, atol=1e-5)
         return variables, trained
 
@@ -208,7 +211,10 @@ def test_purejaxrl_and_popjaxrl(implementation, seeds):
 
 @IMPLEMENTATIONS
 def test_jaxmarl_ppo_craftax_baselines_and_kinetix(implementation):
-    """An actor and a critic, as MAPPO; made for the environments, run for environments times agents; vmap of jit."""
+    """Like MAPPO, uses an actor and a critic, under `vmap` of `jit`.
+
+    Both are created for the environments and run for environments times agents.
+    """
 
     def run(rnn):
         networks = [ActorCritic(rnn), ActorCritic(rnn)]
@@ -259,7 +265,7 @@ def stoix_rnn():
     [("gru", None), ("optimised_lstm", None), pytest.param("gru", "triton", marks=pytest.mark.interpret)],
 )
 def test_stoix(cell, implementation):
-    """`vmap(axis_name="batch")` with a copy of the weights each, inside `pmap`; gradients averaged over both."""
+    """`vmap(axis_name="batch")` over copies of the weights runs inside `pmap`; gradients are averaged over both."""
     devices, copies = jax.local_device_count(), 2
 
     def run(rnn):
@@ -284,7 +290,7 @@ def test_stoix(cell, implementation):
 
 
 @pytest.mark.parametrize("cell", ["lstm", "mgu", "simple"])
-def test_stoix_has_other_cells_too(cell):
+def test_stoix_with_other_cells(cell):
     def run(rnn):
         rnn = functools.partial(rnn, H, cell)
         carry, x = rnn().initialize_carry(B), (normal(1, (T, B, OBS)), some_resets((T, B)))
@@ -348,7 +354,7 @@ def test_mava(implementation):
 
 @IMPLEMENTATIONS
 def test_jaxmarl_q_learning(implementation):
-    """vmap over agents with shared weights, forward only for the targets, inside a vmap over seeds."""
+    """`vmap` over agents, with shared weights, runs inside `vmap` over seeds; targets need the forward pass only."""
     num_agents, steps = 3, T + 1
 
     def run(rnn):
@@ -408,7 +414,7 @@ class RecurrentQ(nn.Module):
 
 @IMPLEMENTATIONS
 def test_purejaxql(implementation):
-    """LSTMs; the carries of every step of the rollout are stored, and the first of them begins the update."""
+    """The cells are LSTMs. The rollout stores the carries of all steps, and the update starts from the first one."""
 
     def run(rnn):
         network = RecurrentQ(rnn)
@@ -470,7 +476,7 @@ class ResetRNN(nn.Module):
 
 
 class LearnedStart(nn.Module):
-    """An agent as in jaxued's examples, or one that learns what its episodes start from."""
+    """An agent as in jaxued's examples; with `start`, a shape, it learns the state that its episodes start from."""
 
     rnn: Callable[..., nn.Module]
     cell: str
@@ -525,8 +531,8 @@ def test_jaxued(implementation, cell, start, with_carry):
     assert {path.split("/")[1] for path in paths} - {"start", "start_h"} == {"Dense_0", f"{cell}_0", "critic"}
 
 
-def test_an_episode_may_start_from_another_state_at_every_step():
-    """Which jaxued's cannot, and `jaxrnn.gru` can; the first of them is the carry, if none is given."""
+def test_reset_carry_may_differ_at_every_step():
+    """`jaxrnn.gru` supports this, jaxued's class does not. Without a carry, the first of these states is the carry."""
     rnn = documented("jaxued", "ResetRNN", None)(nn.GRUCell(H))
     xs, resets, starts = normal(1, (T, B, D)), jnp.zeros((T, B)).at[2].set(1), normal(2, (T, B, H))
     variables = rnn.init(jax.random.key(0), (xs, resets))
@@ -536,7 +542,7 @@ def test_an_episode_may_start_from_another_state_at_every_step():
         assert_close(ys[first:last], rnn.apply(variables, part, initial_carry=starts[first])[1])
 
 
-def test_reset_rnn_says_what_is_wrong():
+def test_reset_rnn_rejects_inputs_without_resets():
     rnn = documented("jaxued", "ResetRNN", None)(nn.GRUCell(H))
     with pytest.raises(ValueError, match=r"takes \(\(xs, resets\)\), got"):
         rnn.init(jax.random.key(0), jnp.zeros((T, B, D)))
@@ -652,13 +658,13 @@ def as_documented(Wi, Wh, bi, bn, init_state, xs):
         (None, None),
         (None, jnp.bfloat16),
         pytest.param("triton", None, marks=pytest.mark.interpret),
-        pytest.param("triton", jnp.float16, marks=pytest.mark.interpret),  # bfloat16 products are wrong there
+        pytest.param("triton", jnp.float16, marks=pytest.mark.interpret),  # interpreted bfloat16 products are wrong
         pytest.param("triton", jnp.bfloat16, marks=pytest.mark.gpu),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_xland_minigrid(implementation, dtype, monkeypatch):
-    """Batch first by a vmap with shared weights; no resets; in 16 bits the carry is so too."""
+    """`vmap` with shared weights puts the batch axis first. There are no resets. The carry is in `dtype` too."""
     monkeypatch.setattr(jaxrnn, "gru", functools.partial(jaxrnn.gru, implementation=implementation))
     xs, carry = normal(1, (B, T, D)), normal(2, (B, 2, H))
 
@@ -683,12 +689,12 @@ def test_xland_minigrid(implementation, dtype, monkeypatch):
             sum(float(jnp.sum((x - y) ** 2)) for x, y in zip(jax.tree.leaves(results), exact, strict=True))
             for results in (in_dtype(as_documented)[1], RESULTS["xland", dtype][1])
         ]
-        assert errors[0] < errors[1]  # rounding the carry at every step costs them accuracy
+        assert errors[0] < errors[1]  # theirs rounds the carry at every step, which costs accuracy
 
 
 @pytest.mark.torch
-def test_weights_of_a_torch_gru_are_gru_params():
-    """`[3H, F]` and `[3H, H]`, gates r, z, n, and two biases for all gates: the docs say what becomes of them."""
+def test_weights_of_a_torch_gru_convert_as_the_docs_say():
+    """The weights are `[3H, F]` and `[3H, H]`, gates r, z, n, with two biases per gate; the docs say how to convert."""
     import torch
 
     module = torch.nn.GRU(D, H)
@@ -807,7 +813,7 @@ def test_cleanrl():
 # --- the page --------------------------------------------------------------------------------------------------------
 
 
-def test_an_attribute_is_set_as_the_docs_say():
+def test_subclass_sets_an_attribute_as_the_docs_say():
     names: dict[str, Any] = {"__name__": "docs"}
     exec(snippet("Before you change anything: whose done is it?"), names)
     x = jnp.zeros((1, B, D)), jnp.zeros((1, B))
@@ -817,7 +823,7 @@ def test_an_attribute_is_set_as_the_docs_say():
     assert names["ScannedRNN"]().implementation == "xla"
 
 
-def test_every_code_base_of_the_table_has_its_section():
+def test_every_code_base_in_the_table_has_a_section():
     links = re.findall(r"\]\(#(.*?)\)", DOCS.read_text())
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
     assert len(links) == len(set(links)) == 12

@@ -1,4 +1,7 @@
-"""Every shipped configuration compiles for the GPUs of `tiling.PROFILES` without one, fits, and does not spill."""
+"""Tests that every shipped configuration compiles for the GPUs of `tiling.PROFILES`, fits, and does not spill.
+
+The tests need no GPU.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.compile_only
 
 
 def targets() -> dict[str, Device]:
-    """The GPUs of `PROFILES`, as `sm_86-rtx3090`. Of those that differ in nothing but the name, the first."""
+    """Returns the GPUs of `PROFILES` by names like `sm_86-rtx3090`; only the first of GPUs that differ only in name."""
     found: dict[Device, str] = {}
     for profile, device in PROFILES.items():
         found.setdefault(dataclasses.replace(device, name=""), f"sm_{device.capability}-{profile}")
@@ -30,16 +33,17 @@ def targets() -> dict[str, Device]:
 
 
 TARGETS = targets()
-# Kernels were tuned for these: all configurations are compiled. For the others it is a part, unless with `--full`.
+# Kernels were tuned for these GPUs, so all configurations are compiled for them. For other GPUs, a part is compiled, or
+# all with `--full`.
 HOPPER = [target for target, device in TARGETS.items() if device.has_wgmma]
 
 # With Triton 3.7, the PTX of a kernel for one capability equals the PTX for another one, except for the line that
-# names the target (`test_ptx_is_that_of_another_target` checks that). Making PTX takes four fifths of the time of a
-# compilation. The plain kernels have products of their own on 10.0.
+# names the target (`test_ptx_equals_that_of_another_target` checks that). Making PTX takes four fifths of the time of a
+# compilation. On 10.0, the plain kernels multiply with other instructions.
 SAME_PTX = {86: 80, 89: 80, 103: 100}
 SAME_GLUON_PTX = SAME_PTX | {120: 100}
 
-# First, so that tests side by side differ in the target: they share PTX, in Triton's cache.
+# The first decorator of a test, so that adjacent tests differ in the target and share PTX in Triton's cache.
 every_target = pytest.mark.parametrize("target", TARGETS)
 
 
@@ -47,11 +51,11 @@ HIDDEN = (
     1, 24, 33, 64, 65, 100, 127, 128, 134, 192, 256, 260, 300, 323, 384, 386, 448, 449, 512, 519, 576, 700, 771, 960,
     1024, 1025, 2048, 4096,
 )  # fmt: skip
-FURTHER_HIDDEN = (60, 63, 119, 120)  # with `--full`
+FURTHER_HIDDEN = (60, 63, 119, 120)  # only with `--full`
 BATCHES = (1, 16, 19, 32, 64, 100, 132, 256, 384, 512, 1024, 2048, 16384)
 
 
-# Of the GRU in TF32 what is saved lies in arrays of its own, or where input projections were.
+# A GRU in TF32 stores its residuals in separate arrays, or in place of the input projections.
 FORMS = [
     pytest.param(cell, kind, in_place, id=f"{cell}-{kind}{'-in_place' * in_place}")
     for cell, kind, in_place in [*itertools.product(("gru", "lstm"), KINDS, (False,)), ("gru", "tf32", True)]
@@ -64,14 +68,18 @@ every_fast_form = pytest.mark.parametrize(("cell", "kind", "in_place"), [x for x
 def shipped(
     cell: str, direction: str, kind: str, device: Device, in_place: bool = False, full: bool = False
 ) -> list[tuple[Problem, KernelConfig]]:
-    """The tilings that the heuristic picks on a device, each with a problem it is picked for.
+    """Returns the tilings that the heuristic picks on a device, each with a problem for which it is picked.
 
-    Of hidden sizes with the same tiling, one that the blocks divide, one that they do not and an odd one stand for all;
-    of numbers of programs that share the units the largest, of those that the blocks divide the smallest too; of reset
-    states the per-step ones, which take the most arrays, and none where a tiling is for the common problem. With `full`
-    there are more hidden sizes, and where one program in Gluon has all units the narrowest and the widest of each.
-    Without, on other devices than Hopper, only the tiles of the most sequences and the widest states, and where PTX is
-    that of another target, of which all are compiled, one of each kind.
+    A few problems represent all that have the same tiling:
+
+    - Of the hidden sizes, one is a multiple of the block, one is not, and one is not a multiple of four.
+    - The number of programs that share the units is the largest or, for multiples of the block, also the smallest.
+    - The reset states are per-step ones, which take the most arrays, or none if the tiling is only for common problems.
+
+    With `full`, there are more hidden sizes, and Gluon tilings in which one program has all units come with both the
+    narrowest and the widest state. Without `full`, GPUs other than Hopper have only the tiles with the most sequences
+    and the widest states. If the PTX is that of another target, for which all of these are compiled, there is only one
+    tiling of each kind.
     """
     picked: dict[Any, dict[int, list[tuple[Problem, KernelConfig]]]] = {}
     widths = sorted(HIDDEN + (FURTHER_HIDDEN if full else ()))
@@ -80,7 +88,7 @@ def shipped(
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         p = dataclasses.replace(p, models=models, groups=models)
         c = tiling.heuristic(p, device)
-        # programs in Gluon have all that the others share with them in their code
+        # the code of Gluon kernels depends on how many programs share the units
         splits = min(c.splits, 2) if c.variant == "plain" else c.splits
         divided = hidden % c.block_k == 0
         alike = picked.setdefault((dataclasses.replace(c, splits=1), divided, hidden % 4 == 0), {})
@@ -106,7 +114,7 @@ def shipped(
     return list(tallest.values())
 
 
-def test_targets_are_those_of_the_profiles():
+def test_targets_cover_the_profiles():
     assert {device.capability for device in TARGETS.values()} == {device.capability for device in PROFILES.values()}
     assert {80, 86, 89, 90, 100, 103, 120} <= {device.capability for device in TARGETS.values()}
     assert {TARGETS[target].capability for target in HOPPER} == {90}
@@ -114,13 +122,13 @@ def test_targets_are_those_of_the_profiles():
 
 @pytest.fixture
 def full(request):
-    """Whether every configuration is compiled for every target."""
+    """Returns whether every configuration is compiled for every target."""
     return request.config.option.full
 
 
 @pytest.fixture
 def whole(full, target):
-    """Whether all that a test knows is compiled for the target."""
+    """Returns whether a test compiles all of its problems for the target."""
     return full or target in HOPPER
 
 
@@ -133,8 +141,8 @@ def test_configurations_fit_and_do_not_spill(target, full, direction, cell, kind
     assert not bad, "\n".join(bad)
 
 
-# (hidden, batch, reset state): of each kernel the widest tilings, which leave the fewest registers. Elsewhere than on
-# Hopper fewer: there are fewer kinds of kernels.
+# (hidden, batch, reset state) for the widest tilings of each kernel, which leave the fewest registers. There are fewer
+# for GPUs other than Hopper, because these have fewer kinds of kernels.
 IN_BOTH = ((64, 300, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 64, "stepped"), (512, 300, "zeros"))
 IN_BOTH_ELSEWHERE = ((127, 300, "stepped"), (128, 16, "zeros"), (448, 64, "stepped"))
 
@@ -156,14 +164,14 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
 @every_target
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_programs_of_a_sequence_fit_and_do_not_spill(target, whole, cell, direction):
-    """In either direction and in both, with all that they can be given without a reset state."""
+def test_one_program_per_sequence_fits_and_does_not_spill(target, whole, cell, direction):
+    """The launches run in reverse or in both directions, with all arrays that they can take without a reset state."""
     device, problems = TARGETS[target], []
     widths = (31, 32, 64, 65, 100, 119, 123, 127, 128) if whole else (64, 127, 128)
     exact = [("tf32x3", hidden, True) for hidden in widths]
-    uses_tf32 = itertools.product(["tf32"], (33, 64) if whole else (64,), (False, True) if whole else (False,))
+    of_tf32 = itertools.product(["tf32"], (33, 64) if whole else (64,), (False, True) if whole else (False,))
     for (kind, hidden, halves), reverse in itertools.product(
-        [*exact, *uses_tf32], (True, "bidirectional") if whole else ("bidirectional",)
+        [*exact, *of_tf32], (True, "bidirectional") if whole else ("bidirectional",)
     ):
         p = make_problem(cell, direction, kind, hidden, 16, halves=halves)
         cells = {"fwd": ("cs", "float32"), "bwd": ("dcs", "float32")}[direction]
@@ -175,20 +183,22 @@ def test_programs_of_a_sequence_fit_and_do_not_spill(target, whole, cell, direct
     assert not bad, "\n".join(bad)
 
 
-# Bytes of local memory a thread may have where one program has all units and tiles are of sixteen sequences: faster all
-# the same than tiles of eight that take turns (H200: GRU 2048,256,128 in bfloat16 1.67 ms for 1.89).
+# Upper bounds of the bytes of local memory per thread if one program has all units and tiles have 16 sequences. Such
+# tiles are still faster than tiles of 8 that do not all run at once (H200: GRU 2048,256,128 in bfloat16 takes 1.67 ms
+# instead of 1.89 ms).
 LOCAL_BYTES_OF_SIXTEENS = {
     80: {"fwd": 48, "bwd": 112}, 86: {"fwd": 32, "bwd": 168}, 89: {"fwd": 32, "bwd": 168}, 90: {"fwd": 40, "bwd": 120},
     100: {"fwd": 48, "bwd": 160}, 103: {"fwd": 48, "bwd": 160}, 120: {"fwd": 40, "bwd": 104},
 }  # fmt: skip
 
-# The same where a program has a sequence of 65 to 128 units, faster than programs that share the units by more than
-# spilling costs: with Triton up to 3.7, and later. Most of widths that no four divide, from 119 on.
+# The same bounds for one program per sequence of 65 to 128 units, with Triton up to 3.7 and with later versions. Such
+# programs are faster than programs that share the units, by more than spilling costs. Widths from 119 on that are not
+# multiples of four spill most.
 LOCAL_BYTES_OF_FMA = {
     ("gru", "fwd"): (0, 264), ("gru", "bwd"): (24, 72), ("lstm", "fwd"): (72, 352), ("lstm", "bwd"): (16, 80)
 }  # fmt: skip
-# The same on other GPUs than Hopper, by capability, with Triton up to 3.7. Backward, an LSTM has more where shared
-# memory holds the weights of one gate.
+# The same bounds on GPUs other than Hopper, by capability, with Triton up to 3.7. Backward, an LSTM spills more where
+# shared memory holds the weights of only one gate.
 LOCAL_BYTES_OF_FMA_ELSEWHERE = {
     ("gru", "fwd"): {}, ("gru", "bwd"): {80: 16, 86: 24, 89: 24, 100: 48, 103: 48, 120: 24},
     ("lstm", "fwd"): {80: 56, 86: 72, 89: 72, 100: 32, 103: 32, 120: 16}, ("lstm", "bwd"): {86: 96, 89: 96, 120: 56},
@@ -203,17 +213,18 @@ LOCAL_BYTES_OF_SIXTEENS_LATER = {80: {"fwd": 56}}
 LOCAL_BYTES_OF_RESIDENT_LSTM_LATER = {100: 56, 103: 56}
 
 
-# Bytes of local memory a thread may have, by columns: tilings that leave room for other programs are faster than such
-# as have registers for all (H200: LayerNorm of 512 columns backward 0.76 of a copy's bandwidth for 0.63).
+# Upper bounds of the bytes of local memory per thread of norms, by columns. Tilings that leave room for other programs
+# are faster than tilings with enough registers (H200: LayerNorm of 512 columns, backward, reaches 0.76 of a copy's
+# bandwidth instead of 0.63).
 LOCAL_BYTES = {8192: 128, 16384: 224, 50257: 544}
-LOCAL_BYTES_BESIDE_FLOAT32 = {4096: 128, 16384: 224, 50257: 544}  # the weights, of 16-bit rows
+LOCAL_BYTES_BESIDE_FLOAT32 = {4096: 128, 16384: 224, 50257: 544}  # with 16-bit rows and float32 weights
 
 
 @every_target
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_norms_fit(target, whole, kind, direction, dtype):
+def test_norms_fit_and_spill_within_bounds(target, whole, kind, direction, dtype):
     from torch_bridge import norms
 
     arrays = {"fwd": ("x", "residual", "weight", "bias", "y", "total"), "bwd": ("dy", "x", "dtotal", "weight", "dx")}
@@ -224,9 +235,9 @@ def test_norms_fit(target, whole, kind, direction, dtype):
     wide = alone | {name: "float32" for name in ("weight", "bias", *sums) if name in alone}
     bad, device = [], TARGETS[target]
     columns = (1, 64, 100, 512, 1000, 1024, 2048, 4096, 8192, 16384, 20001, 32767, 32768, 50257)
-    if not whole:  # tilings are nearly the same everywhere, and so is the PTX of most targets
+    if not whole:  # tilings are nearly the same on all GPUs, and so is the PTX of most targets
         columns = (1, 100, 512, 1024, 4096, 16384, 32767, 50257) if device.capability in (80, 100) else (512, 16384)
-    limits = {tuple(wide.items()): LOCAL_BYTES_BESIDE_FLOAT32}  # of float32 rows the same as `alone`
+    limits = {tuple(wide.items()): LOCAL_BYTES_BESIDE_FLOAT32}  # equals `alone` if rows are float32
     limits |= dict.fromkeys((tuple(dtypes.items()), tuple(alone.items())), LOCAL_BYTES)
     for n, (given, by_columns) in itertools.product(columns, limits.items()):
         launch = norms.Launch(norms.Problem(kind, direction, 2, 4096, n, 1e-6, given), device)
@@ -237,8 +248,8 @@ def test_norms_fit(target, whole, kind, direction, dtype):
 
 @every_target
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_loops_that_read_projections_of_float16_fit_and_do_not_spill(target, full, cell):
-    """Of each tile one tiling: a thread has half as much to hold as of float32, with which all are tried."""
+def test_recurrences_with_float16_projections_fit_and_do_not_spill(target, full, cell):
+    """One tiling per tile is enough: a thread holds half as much as with float32, with which all tilings are tested."""
     device = TARGETS[target]
     problems = {}
     for p, c in shipped(cell, "fwd", "bf16", device, full=full):
@@ -295,7 +306,7 @@ def test_gradients_of_weights_fit_and_do_not_spill(target, whole, cell, dtype):
 
 
 def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int], Any]]]:
-    """A kernel of each kind that a device without wgmma has: its function, and what compiles it for a capability."""
+    """Returns a kernel of each kind that runs without wgmma: its function, and a function that compiles it."""
     from torch_bridge import input_projections, norms, weight_grads
     from torch_bridge.recurrences import Launch
 
@@ -339,10 +350,10 @@ def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int],
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if TARGETS[target].capability in SAME_GLUON_PTX])
-def test_ptx_is_that_of_another_target(target, whole):
-    """And as much shared memory: a sample of what the tests above assemble without compiling it for the target."""
+def test_ptx_equals_that_of_another_target(target, whole):
+    """Shared memory is equal too. The test samples kernels that the tests above do not compile for the target."""
     if support.triton_version() != (3, 7):
-        pytest.skip("other versions of Triton make different PTX for some targets, and nothing here relies on it")
+        pytest.skip("other versions of Triton make different PTX for some targets, so no test assumes equal PTX")
     device, bad, same = TARGETS[target], [], 0
     for name, (function, compile) in sampled(device, whole).items():
         source = ptx_source(function, device.capability)
@@ -362,14 +373,14 @@ def of_call(kernel: Any) -> Callable[[int], Any]:
 
 
 def retarget(ptx: str, capability: int) -> str:
-    """PTX for another target that Triton would write the same for."""
+    """Returns PTX with another target, for which Triton would generate the same code."""
     from triton.backends.nvidia.compiler import sm_arch_from_capability
 
     return re.sub(r"(?m)^\.target sm_\w+", f".target {sm_arch_from_capability(capability)}", ptx)
 
 
 def assemble(ptx: str, capability: int) -> bytes:
-    """The machine code of PTX for a target, by Triton's ptxas with Triton's options."""
+    """Returns the machine code of PTX for a target, assembled by Triton's ptxas with Triton's options."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
 
@@ -379,14 +390,14 @@ def assemble(ptx: str, capability: int) -> bytes:
 
 
 def ptx_source(function: Any, capability: int) -> int:
-    """The capability whose PTX of a kernel is that for another capability."""
+    """Returns the capability for which to compile a kernel to get its PTX for `capability`."""
     if support.triton_version() != (3, 7):
         return capability
     return (SAME_GLUON_PTX if function.is_gluon() else SAME_PTX).get(capability, capability)
 
 
 def bytes_taken(compile: Callable[[int], Any], function: Any, capability: int) -> tuple[int, int]:
-    """Bytes of shared memory of a program, and of local memory of a thread."""
+    """Returns the bytes of shared memory of a program, and of local memory of a thread."""
     source = ptx_source(function, capability)
     compiled = compile(source)
     cubin = compiled.asm["cubin"] if source == capability else assemble(compiled.asm["ptx"], capability)
@@ -394,7 +405,7 @@ def bytes_taken(compile: Callable[[int], Any], function: Any, capability: int) -
 
 
 def excesses(problem: Any, launch: Any, device: Device, limit: int = 0) -> list[str]:
-    """What takes more shared memory than there is, or of each thread's more bytes of local memory than `limit`."""
+    """Returns a line per kernel that exceeds the device's shared memory or `limit` bytes of local memory per thread."""
     bad = []
     assert launch.kernels
     for kernel in launch.kernels:
@@ -405,7 +416,7 @@ def excesses(problem: Any, launch: Any, device: Device, limit: int = 0) -> list[
 
 
 def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) -> list[str]:
-    """What does not keep within the shared memory that it is said to take, or spills."""
+    """Returns a line per tiling that spills too much, or whose shared memory exceeds its bound or the device's."""
     from torch_bridge.recurrences import Launch
 
     bad, problems = [], list(problems)
@@ -438,7 +449,7 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
 
 
 def local_bytes(cubin: bytes) -> int:
-    """Bytes of local memory a thread of the kernel has: what did not fit into its registers."""
+    """Returns the bytes of local memory per thread of the kernel, for values that do not fit into registers."""
     import triton
 
     cuobjdump = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

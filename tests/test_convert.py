@@ -1,4 +1,4 @@
-"""Every framework's own module and `jaxrnn.gru` or `lstm`, on converted weights, agree in both directions."""
+"""Tests that the modules of other frameworks agree with `jaxrnn.gru` and `lstm` on weights converted either way."""
 
 import functools
 import re
@@ -65,7 +65,7 @@ def make_params(cell, D=D, H=H, dtype=jnp.float32):
 
 
 def randomized(tree, seed=7):
-    """The same tree of float32 arrays with random values, biases too."""
+    """Returns the tree with random float32 values in all arrays, biases too."""
     leaves, structure = jax.tree.flatten(tree)
     return structure.unflatten(jnp.asarray(0.5 * draw(seed + i, *x.shape)) for i, x in enumerate(leaves))
 
@@ -74,7 +74,7 @@ XS = draw(100, T, B, D)
 
 
 def run(params, xs=XS, **options):
-    """Outputs `[T, B, H]` from zeros."""
+    """Returns the outputs `[T, B, H]`; the initial states are zeros."""
     zeros = jnp.zeros((xs.shape[1], params.w_hh.shape[0]), params.w_hh.dtype)
     if isinstance(params, GRUParams):
         return jaxrnn.gru(params, zeros, jnp.asarray(xs), implementation="xla", **options)[1]
@@ -84,13 +84,13 @@ def run(params, xs=XS, **options):
 def agree(got, want, atol=2e-6):
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     assert got.shape == want.shape
-    assert np.abs(want).max() > 0.1, "the outputs say nothing"
+    assert np.abs(want).max() > 0.1, "outputs near zero prove nothing"
     np.testing.assert_allclose(got, want, rtol=0, atol=atol)
 
 
 def same_bits(got, want):
     assert type(got) is type(want)
-    assert jax.tree.structure(got) == jax.tree.structure(want)  # an LSTM has a projection or not
+    assert jax.tree.structure(got) == jax.tree.structure(want)  # includes whether an LSTM has a projection
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
@@ -139,7 +139,7 @@ def test_to_torch(torch, cell):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("cell", KINDS)
-def test_torch_layers_and_directions(torch, cell):
+def test_torch_layers_and_directions_convert_separately(torch, cell):
     module = torch_module(torch, cell, D, H, num_layers=2, bidirectional=True)
     packed, xs = {}, XS
     for layer in (0, 1):
@@ -172,7 +172,7 @@ def test_torch_cells(torch, cell, name):
 
 
 @pytest.mark.torch
-def test_torch_prefix(torch):
+def test_torch_prefix_selects_a_submodule(torch):
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(H, 2), "rnn": torch.nn.GRU(D, H)})
     want = convert.from_torch(model["rnn"])
     same_bits(convert.from_torch(model.state_dict(), prefix="rnn."), want)
@@ -245,7 +245,7 @@ def test_torch_projection(torch):
 
 
 @pytest.mark.torch
-def test_torch_refuses(torch):
+def test_torch_rejects_what_it_cannot_convert(torch):
     both, deep = torch.nn.GRU(D, H, bidirectional=True), torch.nn.LSTM(D, H, num_layers=3)
     with pytest.raises(ValueError, match=r"bidirectional.*reverse=False or True"):
         convert.from_torch(both)
@@ -308,7 +308,7 @@ def test_linen_under_jit_grad_and_vmap():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-4), got, want)
 
 
-def test_linen_boxed_and_foreign():
+def test_linen_accepts_boxed_parameters_and_rejects_other_cells():
     tree = convert.to_linen(make_params("gru"))
     boxed = jax.tree.map(lambda x: linen.Partitioned(x, names=(None,) * x.ndim), tree)
     same_bits(convert.from_linen(boxed), convert.from_linen(tree))
@@ -339,7 +339,7 @@ def nnx_outputs(cell):
 
 
 class GRUCellWithBias(nnx.GRUCell):
-    """The cell as flax#5595 proposes it: b_hn is a parameter of its own."""
+    """Flax's cell as flax#5595 proposes it, with b_hn as a separate parameter."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -385,7 +385,7 @@ def test_nnx(make):
         assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(cell)))
 
 
-def test_nnx_bias_of_the_recurrent_layer():
+def test_nnx_supports_a_bias_of_the_recurrent_layer():
     cell = nnx.GRUCell(D, H, rngs=nnx.Rngs(0))
     cell.dense_h = nnx.Linear(H, 3 * H, rngs=nnx.Rngs(1))
     nnx.update(cell, randomized(nnx.state(cell)))
@@ -395,7 +395,7 @@ def test_nnx_bias_of_the_recurrent_layer():
     agree(nnx_outputs(cell), run(params))
 
 
-def test_nnx_refuses():
+def test_nnx_rejects_what_it_cannot_convert():
     rngs = nnx.Rngs(0)
     with pytest.raises(ValueError, match=r"gate_fn is 'hard_sigmoid', but jaxrnn's cells use sigmoid"):
         convert.from_nnx(nnx.GRUCell(D, H, gate_fn=jax.nn.hard_sigmoid, rngs=rngs))
@@ -447,7 +447,7 @@ def test_equinox(equinox, cell, name, use_bias):
         same_bits(convert.from_equinox(module), params)
 
 
-def test_equinox_refuses(equinox):
+def test_equinox_rejects_what_it_cannot_convert(equinox):
     with pytest.raises(ValueError, match=r"from_equinox: no weight_ih, weight_hh in a Linear"):
         convert.from_equinox(equinox.nn.Linear(D, H, key=jax.random.key(0)))
     arrays = convert.to_equinox(make_params("gru"))
@@ -480,10 +480,10 @@ def test_haiku(haiku):
     agree(net.apply(weights, XS), run(params))
     back = convert.from_haiku(weights)
     same_bits(back._replace(b=params.b), params)
-    np.testing.assert_allclose(back.b, params.b, rtol=0, atol=2e-7)  # 1 is subtracted, and added again
+    np.testing.assert_allclose(back.b, params.b, rtol=0, atol=2e-7)  # 1 is subtracted and added again, which rounds
 
 
-def test_haiku_refuses(haiku):
+def test_haiku_rejects_what_it_cannot_convert(haiku):
     with pytest.raises(ValueError, match=r"hk.GRU applies the reset gate before the matrix product"):
         convert.from_haiku(haiku_unrolled(haiku, haiku.GRU).init(jax.random.key(0), XS))
     with pytest.raises(ValueError, match=r"hk.GRU applies the reset gate before the matrix product"):
@@ -513,7 +513,7 @@ def keras_outputs(layer):
 
 
 def keras_weights(layer):
-    """`layer.get_weights()`; that itself meets a warning of NumPy's, which is an error here."""
+    """Returns what `layer.get_weights()` would; that call causes a NumPy warning, which pytest turns into an error."""
     return [np.asarray(variable.value) for variable in layer.weights if "seed" not in variable.path]
 
 
@@ -533,7 +533,7 @@ def test_keras(keras, cell, use_bias):
         same_bits(convert.from_keras(layer), params)
 
 
-def test_keras_refuses(keras):
+def test_keras_rejects_what_it_cannot_convert(keras):
     before = keras_layer(keras, "gru", reset_after=False)
     for source in (
         before,
@@ -571,7 +571,7 @@ def test_keras_refuses(keras):
 
 
 def aligned(x):
-    """A copy of `x` at an address where JAX may use the memory of NumPy as it is."""
+    """Returns a copy of `x` at an aligned address, where JAX may use NumPy's memory without a copy."""
     memory = np.empty(x.nbytes + 64, np.uint8)
     start = -memory.ctypes.data % 64
     copy = memory[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
@@ -579,7 +579,7 @@ def aligned(x):
     return copy
 
 
-def test_arrays_given_may_be_written_to_afterwards():
+def test_source_arrays_may_be_overwritten_after_a_conversion():
     arrays = [aligned(x) for x in convert.to_keras(make_params("lstm"))]
     params = convert.from_keras(arrays)
     for x in arrays:
@@ -588,7 +588,7 @@ def test_arrays_given_may_be_written_to_afterwards():
 
 
 @pytest.mark.torch
-def test_the_snippet_of_the_documentation_runs(torch):
+def test_snippet_of_the_documentation_runs(torch):
     page = Path(__file__).resolve().parents[1] / "docs" / "convert.md"
     (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names = {}
@@ -607,7 +607,7 @@ TO = {
 
 
 @pytest.mark.parametrize("name", TO)
-def test_what_goes_out_must_be_parameters(name):
+def test_conversion_of_invalid_parameters_raises(name):
     params = make_params("gru")
     with pytest.raises(ValueError, match=f"to_{name} takes GRUParams or LSTMParams, got tuple"):
         TO[name](tuple(params))

@@ -1,4 +1,4 @@
-"""The cases of `cases.py` through `torch_bridge.functional`, and small calls that tests of PyTorch share."""
+"""Runs the cases of `cases.py` by `torch_bridge.functional`, and defines helpers that tests of PyTorch share."""
 
 import cases
 import numpy as np
@@ -15,7 +15,7 @@ every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", ma
 
 
 def moved(arguments, device):
-    """`arguments` with copies of their tensors on a device, which take gradients where those do."""
+    """Returns `arguments` with their tensors detached and moved to a device; each keeps its `requires_grad`."""
 
     def move(x):
         return x.detach().to(device).requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
@@ -28,7 +28,7 @@ def tensor(x, dtype, device="cpu"):
 
 
 def run(case: Case, inputs, implementation=None, device="cpu", call=lambda function: function):
-    """Outputs and every gradient of `case`, with the names and layouts of `cases.run`.
+    """Returns outputs and every gradient of `case`, with the names and layouts of `cases.run`.
 
     `call` may transform the function, which takes a tensor for each input and returns a tuple.
     """
