@@ -735,9 +735,9 @@ def test_triton_rejects_too_many_columns(monkeypatch, implementation):
 
 @pytest.mark.torch
 def test_triton_rejects_other_backends(monkeypatch):
-    from torch_bridge import launch
+    from torch_bridge import compiler
 
-    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(compiler, "interpreting", lambda: False)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     with pytest.raises(NotImplementedError, match=r'needs an NVIDIA GPU, but JAX computes on "cpu" here'):
         jaxrnn.rms_norm(X, implementation="triton")
