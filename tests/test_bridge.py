@@ -272,7 +272,7 @@ def test_few_steps_of_a_wide_gru_use_the_cheaper_kernel():
     assert taken(528, steps=2) == [False, False] and taken(528, steps=7) == taken(132, steps=2) == [True, True]
 
 
-def _as_saved(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # frozen class
+def _residual_dtypes(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # frozen class
     """Returns the dtypes of the residuals that a kernel stores or loads if the traced program declares float32."""
     from problems import make_problem
 
@@ -291,12 +291,14 @@ def test_residuals_are_as_precise_as_the_products(device, monkeypatch):
     """Where TF32 is allowed, residuals are float32 for few sequences of 33 to 64 units without a reset state."""
     few = 2 * device.multiprocessors
     for cell, direction in itertools.product(("gru", "lstm"), ("fwd", "bwd")):
-        held = functools.partial(_as_saved, cell, direction, device=device)
+        held = functools.partial(_residual_dtypes, cell, direction, device=device)
         assert held(33, few) == held(64, few) == held(48, 4, "tf32x3") == {"float32"}
         assert held(33, few + 1) == held(64, few + 1) == held(65, 4) == {"float16"}
-        assert _as_saved(cell, direction, 48, 4, device=Device(75)) == {"float16"}  # only plain kernels run there
-    assert _as_saved("gru", "fwd", 64, 9999, device=device, in_place=True) == {"float32"}
-    assert _as_saved("lstm", "fwd", 48, 4, device=device, reset_state="stepped") == {"float16"}
+        assert _residual_dtypes(cell, direction, 48, 4, device=Device(75)) == {
+            "float16"
+        }  # only plain kernels run there
+    assert _residual_dtypes("gru", "fwd", 64, 9999, device=device, in_place=True) == {"float32"}
+    assert _residual_dtypes("lstm", "fwd", 48, 4, device=device, reset_state="stepped") == {"float16"}
     monkeypatch.setattr(availability, "chosen_device", lambda: device)
     for hidden, kind in itertools.product((33, 63, 64, 65, 96, 128), ("zeros", "fixed", "stepped")):
         for batch in (4, few, few + 1):

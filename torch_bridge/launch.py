@@ -7,6 +7,7 @@ waiting for it, so that kernels are compiled in parallel.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -92,15 +93,18 @@ class Launch:
       kernels: the kernels in launch order; `add` appends one.
       workspaces: `(name, length, dtype, zeroed)` of additional arrays that every call needs, and that no two calls may
         use at the same time.
-      early: whether a kernel can start before the previous one has ended (programmatic dependent launch).
     """
 
     def __init__(self, device: Device):
-        self.early = device.has_early_launch and gpu.can_capture_early_launches()
         self.kernels: list[KernelCall] = []
         self.workspaces: list[tuple[str, int, str, bool]] = []
-        self._capability = device.capability
+        self._device = device
         self._ready: dict[int, list[tuple[CompiledKernel, int, Arguments]]] = {}
+
+    @functools.cached_property
+    def early(self) -> bool:
+        """Whether a kernel can start before the previous one has ended (programmatic dependent launch)."""
+        return self._device.has_early_launch and gpu.can_capture_early_launches()
 
     def add(
         self, function: Any, grid: int, num_warps: int, dtypes: Mapping[str, str], constants: Mapping[str, Any],
@@ -114,7 +118,9 @@ class Launch:
         """
         names = [name for name in function.arg_names if name.endswith("_ptr")]
         given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
-        values = {"EARLY": self.early, **constants, **dict.fromkeys(set(names) - set(given))}
+        values = {**constants, **dict.fromkeys(set(names) - set(given))}
+        if "EARLY" in function.arg_names:
+            values.setdefault("EARLY", self.early)
         options |= {"num_warps": num_warps, "maxnreg": compiler.max_registers(num_warps, side_by_side)}
         options |= {"launch_pdl": True} if early and self.early else {}
         self.kernels.append(
@@ -131,20 +137,20 @@ class Launch:
     def begin_loading(self, ordinal: int) -> None:
         """Starts the work of `load` in the background."""
         for k in self.kernels:
-            compiler.begin_loading(ordinal, compile_call, k.key, self._capability)
+            compiler.begin_loading(ordinal, compile_call, k.key, self._device.capability)
 
     def load(self, ordinal: int) -> None:
         """Compiles the kernels and loads them onto a device. Must be called before a stream capture."""
         if len(self.kernels) > 1:
             self.begin_loading(ordinal)
         self._ready[ordinal] = [
-            (compiler.ensure_loaded(ordinal, compile_call, k.key, self._capability), k.grid, k.arguments())
+            (compiler.ensure_loaded(ordinal, compile_call, k.key, self._device.capability), k.grid, k.arguments())
             for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:
         """Compiles the kernels for the device that the constructor was given, without needing a GPU."""
-        return [k.compile(self._capability) for k in self.kernels]
+        return [k.compile(self._device.capability) for k in self.kernels]
 
     def __call__(self, stream: int, ordinal: int, addresses: Mapping[str, int]) -> None:
         """Launches the kernels on a device's stream, given the addresses of all arrays and workspaces by name."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge import tiling
+from torch_bridge import rules, tiling
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -37,7 +37,7 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | st
     if reason := gpu.driver_fails():
         return f"cannot be loaded here ({reason}): fix that, or leave implementation out"
     facts = gpu.device(ordinal(device))
-    if facts.capability < 80:
+    if facts.capability < rules.LOWEST_CAPABILITY:
         return (
             f"need compute capability 8.0 (Ampere) or newer, this GPU has {facts.capability / 10}: "
             "leave implementation out"
