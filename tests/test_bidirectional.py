@@ -274,7 +274,7 @@ def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
 
     device = gpu.device(0)
     widths, tiling, _ = COMPILED[variant]
-    if tiling.variant in ("split", "rows") and not device.has_wgmma:
+    if tiling.loop in ("split", "rows") and not device.has_wgmma:
         pytest.skip("the kernel multiplies with wgmma, which this GPU does not have")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)

@@ -112,7 +112,7 @@ def test_tiling_covers_all_units_and_fits_the_device(problem, device):
         p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models, steps=steps)
         config = heuristic(p, device)
         assert config == heuristic.__wrapped__(p, device)
-        width = 128 if config.variant == "rows" else config.block_h  # programs of "rows" kernels come in fours
+        width = 128 if config.loop == "rows" else config.block_h  # programs of "rows" kernels come in fours
         covered = config.block_h * config.splits
         assert covered % width == 0 and covered >= hidden > covered - width
         assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)
@@ -136,7 +136,7 @@ def test_number_of_sms_determines_tile_sizes(capability, multiprocessors):
     def chosen(batch, models, cell="gru", direction="fwd", kind="tf32", hidden=128):
         p = make_problem(cell, direction, kind, hidden, batch)
         config = heuristic(dataclasses.replace(p, models=models, groups=models), device)
-        return config.block_b if config.variant == "resident" else None
+        return config.block_b if config.loop == "resident" else None
 
     for batch, models, want in (
         (4, 1, 1), (n, 1, 1), (n + 1, 1, 2), (2 * n, 1, 2), (4 * n, 1, 4), (8 * n, 1, 8), (8 * n + 1, 1, 16),
@@ -155,7 +155,7 @@ def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **ch
     from torch_bridge.tiling import heuristic
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
-    return [heuristic(problem, device).variant == "fma" for problem in problems]
+    return [heuristic(problem, device).loop == "fma" for problem in problems]
 
 
 @pytest.mark.interpret
@@ -186,20 +186,20 @@ def _variants(device):
     from torch_bridge.tiling import candidates
 
     options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 32, 64, 128, 256, 512, 1000), (1, 64, 2048))
-    return {config.variant for option in options for config in candidates(make_problem(*option), device)}
+    return {config.loop for option in options for config in candidates(make_problem(*option), device)}
 
 
 @pytest.mark.interpret
 @every_device
 def test_all_kernels_without_wgmma_run_from_capability_8_on(device):
     needs_wgmma = {"split", "rows"}
-    assert _variants(device) == {"plain", "resident", "fma"} | (needs_wgmma if device.capability == 90 else set())
+    assert _variants(device) == {"streamed", "resident", "fma"} | (needs_wgmma if device.capability == 90 else set())
 
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("device", [Device(75), Device(interpreted=True)], ids=["sm_75", "interpreted"])
 def test_without_gluon_only_plain_kernels_run(device):
-    assert _variants(device) == {"plain"}
+    assert _variants(device) == {"streamed"}
 
 
 @pytest.mark.interpret
@@ -213,7 +213,7 @@ def test_lstm_keeps_as_many_gates_in_shared_memory_as_fit(device):
     forward, backward = (
         heuristic(make_problem("lstm", direction, "tf32x3", 128, 4), device) for direction in ("fwd", "bwd")
     )
-    assert forward.variant == backward.variant == "fma"
+    assert forward.loop == backward.loop == "fma"
     assert forward.shared_gates == 1
     assert backward.shared_gates == (1 if device.capability in (86, 89, 120) else 2)
 

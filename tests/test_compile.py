@@ -89,7 +89,7 @@ def shipped(
         p = dataclasses.replace(p, models=models, groups=models)
         c = tiling.heuristic(p, device)
         # the code of Gluon kernels depends on how many programs share the units
-        splits = min(c.splits, 2) if c.variant == "plain" else c.splits
+        splits = min(c.splits, 2) if c.loop == "streamed" else c.splits
         divided = hidden % c.block_k == 0
         alike = picked.setdefault((dataclasses.replace(c, splits=1), divided, hidden % 4 == 0), {})
         alike.setdefault(splits, []).append((p, c))
@@ -101,15 +101,15 @@ def shipped(
             widest = max(
                 (way for way in ways if way[0].reset_state == first.reset_state), key=lambda way: way[0].hidden
             )
-            both = full and c.variant in ("resident", "fma") and widest[0] != first
-            found += [ways[0], widest] if both else [widest if c.variant in ("resident", "fma") else ways[0]]
+            both = full and c.loop in ("resident", "fma") and widest[0] != first
+            found += [ways[0], widest] if both else [widest if c.loop in ("resident", "fma") else ways[0]]
     if full or device.has_wgmma:
         return found
     tallest: dict[Any, tuple[Problem, KernelConfig]] = {}
     for p, c in found:
         key: Any = dataclasses.replace(c, splits=1, block_b=1), p.hidden % c.block_k == 0, p.is_unaligned, p.reset_state
         if device.capability in SAME_GLUON_PTX:
-            key = c.variant, c.block_h, p.is_unaligned, p.reset_state if c.variant != "plain" else None
+            key = c.loop, c.block_h, p.is_unaligned, p.reset_state if c.loop != "streamed" else None
         tallest[key] = max(tallest.get(key, (p, c)), (p, c), key=lambda way: (way[1].block_b, way[0].hidden))
     return list(tallest.values())
 
@@ -178,7 +178,7 @@ def test_one_program_per_sequence_fits_and_does_not_spill(target, whole, cell, d
         p = dataclasses.replace(p, models=2, groups=2, reverse=reverse)
         p = dataclasses.replace(p, dtypes=(*p.dtypes, cells)) if cell == "lstm" else p
         problems.append((p, tiling.heuristic(p, device)))
-    assert {c.variant for _, c in problems} == {"fma"}
+    assert {c.loop for _, c in problems} == {"fma"}
     bad = misfits(problems, device)
     assert not bad, "\n".join(bad)
 
@@ -255,7 +255,7 @@ def test_recurrences_with_float16_projections_fit_and_do_not_spill(target, full,
     for p, c in shipped(cell, "fwd", "bf16", device, full=full):
         dtypes = dict(p.dtypes) | {"xp": "float16"}
         problem = dataclasses.replace(p, dtypes=tuple(dtypes.items()))
-        problems[c.variant, c.block_h, c.block_b, c.num_warps] = problem, c
+        problems[c.loop, c.block_h, c.block_b, c.num_warps] = problem, c
     bad = misfits(problems.values(), device)
     assert not bad, "\n".join(bad)
 
@@ -325,7 +325,7 @@ def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int],
     ):  # fmt: skip
         p = make_problem(cell, direction, kind, hidden, 300, reset_state=reset_state)
         launch = Launch(p, device, tiling.heuristic(p, device))
-        found[f"{launch.config.variant} {p}"] = launch.kernels[0].function, of_call(launch.kernels[0])
+        found[f"{launch.config.loop} {p}"] = launch.kernels[0].function, of_call(launch.kernels[0])
     statistics, names = {"mean": "float32", "rstd": "float32"}, ("dy", "x", "weight", "dx", "dweight", "dbias")
     calls: list[Any] = [
         norms.Launch(norms.Problem("layer", direction, 1, 4096, columns, 1e-6, tuple(dtypes.items())), device)
@@ -433,17 +433,17 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
 def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
     """Returns the bytes of local memory that a thread may have."""
     later, capability = support.triton_version() > (3, 7), device.capability
-    if (c.variant, c.block_b) == ("resident", 16):
+    if (c.loop, c.block_b) == ("resident", 16):
         bounds = LOCAL_BYTES_OF_SIXTEENS[capability] | (
             LOCAL_BYTES_OF_SIXTEENS_LATER.get(capability, {}) if later else {}
         )
         return bounds[p.direction]
-    if (c.variant, c.block_h) == ("fma", 128):
+    if (c.loop, c.block_h) == ("fma", 128):
         elsewhere = (LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER if later else LOCAL_BYTES_OF_FMA_ELSEWHERE)[p.cell, p.direction]
         if device.has_wgmma:
             return LOCAL_BYTES_OF_FMA[p.cell, p.direction][later]
         return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.cell, p.direction][1] if later else 0)
-    if later and (c.variant, c.block_h, p.cell, p.direction) == ("resident", 128, "lstm", "bwd"):
+    if later and (c.loop, c.block_h, p.cell, p.direction) == ("resident", 128, "lstm", "bwd"):
         return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
     return 0
 

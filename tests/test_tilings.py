@@ -45,7 +45,7 @@ def assert_same(problem, device, tiling, place, tiles):
 
 def with_tiles_of(block_b, tiling):
     """Returns the tiling with `block_b` sequences per tile; in rows kernels, each warp has 16 of them."""
-    warps = block_b // 16 if tiling.variant == "rows" else tiling.num_warps
+    warps = block_b // 16 if tiling.loop == "rows" else tiling.num_warps
     return dataclasses.replace(tiling, block_b=block_b, num_warps=warps)
 
 
@@ -104,7 +104,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
 
     device = gpu.device(0)
     widths, tiling, tiles = COMPILED[variant]
-    if tiling.variant in ("split", "rows") and not device.has_wgmma:
+    if tiling.loop in ("split", "rows") and not device.has_wgmma:
         pytest.skip("the kernel multiplies with wgmma, which this GPU does not have")
     for hidden in widths:
         problem = dataclasses.replace(make_problem(cell, direction, kind, hidden, 1), **LAYOUT)
@@ -116,7 +116,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
 
 def for_width(tiling, hidden):
     """Returns the tiling with as many programs as share `hidden` units, a multiple of four for rows kernels."""
-    rows = tiling.variant == "rows"
+    rows = tiling.loop == "rows"
     splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
     return dataclasses.replace(tiling, splits=splits)
 

@@ -20,8 +20,8 @@ class CellSpec:
       residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`.
       in_place_residuals: what the forward kernel stores instead where it may overwrite `xp`: `(name, width / H)`, as
         wide as `xp` and under one of the names in `residuals`. None if the cell has no such form.
-      hidden_grads: further outputs `[G, T, B, H]` of the backward kernel: gradients of products with `w_hh` that differ
-        from those of `xp`. Empty, or "dhn": the gradient of the last gate's hidden product, to which `b_hn` is added.
+      last_gate_separate: whether the last gate takes its input projection and its hidden product separately, instead of
+        their sum. The bias `b_hn` is then added to that hidden product.
     """
 
     name: str
@@ -29,7 +29,12 @@ class CellSpec:
     states: tuple[str, ...]
     residuals: tuple[tuple[str, int], ...]
     in_place_residuals: tuple[str, int] | None
-    hidden_grads: tuple[str, ...]
+    last_gate_separate: bool
+
+    @property
+    def hidden_grads(self) -> tuple[str, ...]:
+        """Further outputs `[G, T, B, H]` of the backward kernel: the gradient of the last gate's hidden product."""
+        return ("dhn",) if self.last_gate_separate else ()
 
     @property
     def forward_outputs(self) -> tuple[str, ...]:
@@ -44,7 +49,7 @@ GRU = CellSpec(
     states=("h",),
     residuals=(("local_grads", 4), ("carry_gate", 1)),
     in_place_residuals=("local_grads", 3),
-    hidden_grads=("dhn",),
+    last_gate_separate=True,
 )
 LSTM = CellSpec(
     name="lstm",
@@ -52,6 +57,6 @@ LSTM = CellSpec(
     states=("h", "c"),
     residuals=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
     in_place_residuals=None,
-    hidden_grads=(),
+    last_gate_separate=False,
 )
 CELLS = {cell.name: cell for cell in (GRU, LSTM)}

@@ -14,7 +14,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from torch_bridge import kernels
+from torch_bridge.kernels.loops import streamed
 
 POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16",
@@ -32,7 +32,7 @@ interpreter_lock = threading.Lock()
 
 def interpreting() -> bool:
     """Whether kernels run in Triton's interpreter, on the CPU, because `TRITON_INTERPRET` was 1 at their import."""
-    return not isinstance(kernels.CELLS["gru"].fwd, triton.runtime.JITFunction)
+    return not isinstance(streamed.forward_kernel, triton.runtime.JITFunction)
 
 
 # Held while a kernel is parsed: before Python 3.11.8, `ast.parse` fails if another thread parses at the same time

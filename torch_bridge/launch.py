@@ -69,7 +69,8 @@ class KernelCall(NamedTuple):
     @property
     def key(self) -> tuple[Any, ...]:
         """Everything but the compute capability that the compiled kernel depends on."""
-        return _Function(self.function), self.constants, self.dtypes, self.options
+        constants = tuple((name, _Function(x) if callable(x) else x) for name, x in self.constants)
+        return _Function(self.function), constants, self.dtypes, self.options
 
     def arguments(self) -> Arguments:
         """Returns the kernel's arguments, without the addresses of arrays."""
@@ -83,7 +84,8 @@ class KernelCall(NamedTuple):
 def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     """Compiles the kernel of a `KernelCall` with this key, without needing a GPU."""
     function, constants, dtypes, options = key
-    return compiler.compile_kernel(function.function, dict(constants), dict(dtypes), capability, **dict(options))
+    values = {name: x.function if isinstance(x, _Function) else x for name, x in constants}
+    return compiler.compile_kernel(function.function, values, dict(dtypes), capability, **dict(options))
 
 
 class Launch:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_bridge import compiler, kernels, launch, tiling
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling import Device, KernelConfig, Problem
 
 
@@ -30,12 +31,18 @@ class Launch(launch.Launch):
             "SHARED_GATES": self.config.shared_gates, "RESET_STATE": tiling.RESET_STATES.index(problem.reset_state),
             "REVERSE": problem.reverse, "PRECISION": problem.precision, "GATES_PHASE": True, "PRODUCT_PHASE": True,
         }  # fmt: skip
+        cell, functions = CELLS[problem.cell], kernels.CELLS[problem.cell]
+        constants |= {
+            "STEP": functions.step, "RESIDUALS": functions.residuals, "GRAD_STEP": functions.grad_step,
+            "GATES": cell.gates, "SEPARATE": cell.last_gate_separate, "FACTORS": len(cell.residuals) - 1,
+            "IN_PLACE": problem.in_place,
+        }  # fmt: skip
         scalars = {
             "T": problem.steps, "B": problem.batch, "Q": problem.sequences, "tiles": tiles,
             "items": problem.models * tiles, "t_begin": 0, "t_end": problem.steps,
         }  # fmt: skip
         self.add(
-            kernels.kernel(problem.cell, problem.direction, self.config.variant), workers * self.config.splits,
+            kernels.loop_kernel(self.config.loop, problem.cell, problem.direction), workers * self.config.splits,
             self.config.num_warps, dtypes, constants, scalars, num_stages=self.config.num_stages,
             launch_cooperative_grid=self.config.splits > 1 and not device.interpreted,
         )  # fmt: skip

@@ -164,7 +164,7 @@ def _run(
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
-    if launch.config.variant == "plain":  # Gluon kernels round weights on load, if at all
+    if launch.config.loop == "streamed":  # Gluon kernels round weights on load, if at all
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = _round_to_tf32(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)
@@ -172,7 +172,7 @@ def _run(
 
 
 def _round_to_tf32(w: Tensor, precision: str) -> Tensor:
-    """Returns weights for plain Triton, rounded to TF32: the tensor cores would truncate them, which adds a bias."""
+    """Returns weights for the streamed loop, rounded to TF32: tensor cores truncate them, which would add a bias."""
     if w.dtype != torch.float32 or precision != "tf32":
         return w
     rounded = (w.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)

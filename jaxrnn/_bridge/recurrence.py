@@ -141,7 +141,7 @@ class RecurrenceKind(LaunchKind):
         return [results[output.name] for output in params["outputs"]]
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        if launch.config.variant != "plain" or params["precision"] != "tf32":
+        if launch.config.loop != "streamed" or params["precision"] != "tf32":
             return arrays  # the kernels in Gluon round what they load
         return [
             round_to_tf32(x) if name in ("w_hh", "w_hh_t") and x.dtype == jnp.float32 else x

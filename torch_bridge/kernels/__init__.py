@@ -1,34 +1,31 @@
-"""The table of kernels by cell. `torch_bridge.tiling` contains their tilings."""
+"""The kernels. Of a recurrence, `loops` has the time loops by family, and `cells` the arithmetic of each cell."""
 
-import importlib
-from dataclasses import dataclass
+from __future__ import annotations
+
+from types import ModuleType
 from typing import Any
 
-from torch_bridge.kernels.gru import gru_bwd_kernel, gru_fwd_kernel
-from torch_bridge.kernels.lstm import lstm_bwd_kernel, lstm_fwd_kernel
+from torch_bridge.kernels.cells import gru, lstm
+from torch_bridge.kernels.loops import streamed
+
+# The arithmetic of each cell in `torch_bridge.cells.CELLS`.
+CELLS: dict[str, ModuleType] = {"gru": gru, "lstm": lstm}
 
 
-@dataclass(frozen=True)
-class CellKernels:
-    """The plain kernels of one cell.
+def loop_kernel(loop: str, cell: str, direction: str) -> Any:
+    """Returns the kernel of a family of time loops for a direction, "fwd" or "bwd"."""
+    if loop == "streamed":
+        module: ModuleType = streamed
+    elif loop == "resident":
+        from torch_bridge.kernels.loops import resident as module
+    elif loop == "fma":
+        from torch_bridge.kernels.loops import fma as module
+    elif loop == "split":
+        from torch_bridge.kernels.loops import gru_split, lstm_split
 
-    Attributes:
-      fwd: the forward kernel.
-      bwd: the backward kernel.
-    """
+        module = {"gru": gru_split, "lstm": lstm_split}[cell]
+    else:
+        from torch_bridge.kernels.loops import gru_rows, lstm_rows
 
-    fwd: Any
-    bwd: Any
-
-
-CELLS = {
-    "gru": CellKernels(fwd=gru_fwd_kernel, bwd=gru_bwd_kernel),
-    "lstm": CellKernels(fwd=lstm_fwd_kernel, bwd=lstm_bwd_kernel),
-}
-
-
-def kernel(cell: str, direction: str, variant: str) -> Any:
-    """Returns a cell's kernel for a direction: if in Gluon, `fwd_kernel` or `bwd_kernel` of `{cell}_{variant}`."""
-    if variant == "plain":
-        return getattr(CELLS[cell], direction)
-    return getattr(importlib.import_module(f"torch_bridge.kernels.{cell}_{variant}"), f"{direction}_kernel")
+        module = {"gru": gru_rows, "lstm": lstm_rows}[cell]
+    return module.forward_kernel if direction == "fwd" else module.backward_kernel

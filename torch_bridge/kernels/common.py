@@ -1,4 +1,4 @@
-"""Shared code of the recurrent kernels: activations, operand rounding, row addressing, the barrier between programs.
+"""Shared code of the recurrent kernels: operand rounding, row addressing, residuals, the barrier between programs.
 
 Every kernel sees its sequence arrays as `[G, T, B, W]`: G groups of B sequences, with time as the first axis of each
 group. A batch-major array `[N, T, W]` consists of G=N groups of one sequence, so the same addressing handles both. Each
@@ -15,22 +15,6 @@ RESET_FIXED = tl.constexpr(1)  # [G, B, H]
 RESET_STEPPED = tl.constexpr(2)  # [G, T, B, H]
 # The value of REVERSE if models of odd index run in reverse time and the others forward; True and False apply to all.
 BIDIRECTIONAL = tl.constexpr("bidirectional")
-
-
-@triton.jit
-def sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def tanh(x, PRECISE: tl.constexpr):
-    y = 2.0 / (1.0 + tl.exp(-2.0 * x)) - 1.0
-    if PRECISE:
-        # near zero the difference above cancels; an odd polynomial keeps the relative error at the level of float32
-        x2 = x * x
-        p = x2 * (x2 * (x2 * (x2 * (62.0 / 2835.0) - 17.0 / 315.0) + 2.0 / 15.0) - 1.0 / 3.0)
-        y = tl.where(x2 < 0.0225, x + x * p, y)
-    return y
 
 
 @triton.jit
@@ -138,30 +122,54 @@ def unpack_float16x4(bits):
 
 
 @triton.jit
-def store_local_grads(ptr, rows, cols, mask, a, b, c, d, H: tl.constexpr):
-    """Stores four numbers per unit to `[..., H, 4]`, in float16 (clamped, so that gradients stay finite) or float32."""
-    at = rows[None, :] * H + cols[:, None]
-    if ptr.dtype.element_ty == tl.float16:
-        tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_float16x4(a, b, c, d), mask=mask)
-    else:
-        tl.store(ptr + at * 4, a, mask=mask)
-        tl.store(ptr + at * 4 + 1, b, mask=mask)
-        tl.store(ptr + at * 4 + 2, c, mask=mask)
-        tl.store(ptr + at * 4 + 3, d, mask=mask)
+def _pack_float16x2(a, b):
+    """Packs two numbers as float16 into 32 bits, `a` in the lower half."""
+    return float16_bits(a, False) | (float16_bits(b, False) << 16)
 
 
 @triton.jit
-def load_local_grads(ptr, rows, cols, mask, H: tl.constexpr):
-    """Loads the four numbers that `store_local_grads` stored."""
+def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr):
+    """Stores the local gradients of each unit, a tuple, side by side: `[..., H, 1]`, `[..., H, 2]` or `[..., H, 4]`.
+
+    Three of them are followed by a zero. float16 is clamped to its range, so that gradients stay finite.
+    """
+    COUNT: tl.constexpr = len(values)
     at = rows[None, :] * H + cols[:, None]
     if ptr.dtype.element_ty == tl.float16:
-        return unpack_float16x4(tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=mask, other=0))
+        if COUNT == 1:
+            tl.store(ptr + at, clamp_to_float16(values[0]).to(tl.float16), mask=mask)
+        elif COUNT == 2:
+            tl.store(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, _pack_float16x2(*values), mask=mask)
+        else:
+            quad = values
+            if COUNT == 3:
+                quad = values + (tl.zeros_like(values[0]),)
+            tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_float16x4(*quad), mask=mask)
     else:
-        a = tl.load(ptr + at * 4, mask=mask, other=0.0)
-        b = tl.load(ptr + at * 4 + 1, mask=mask, other=0.0)
-        c = tl.load(ptr + at * 4 + 2, mask=mask, other=0.0)
-        d = tl.load(ptr + at * 4 + 3, mask=mask, other=0.0)
-        return a, b, c, d
+        WIDTH: tl.constexpr = 4 if COUNT > 2 else COUNT
+        for k in tl.static_range(COUNT):
+            tl.store(ptr + at * WIDTH + k, values[k], mask=mask)
+
+
+@triton.jit
+def load_local_grads(ptr, rows, cols, mask, H: tl.constexpr, COUNT: tl.constexpr):
+    """Loads the COUNT local gradients that `store_local_grads` stored; returns a tuple of float32."""
+    at = rows[None, :] * H + cols[:, None]
+    if ptr.dtype.element_ty == tl.float16:
+        if COUNT == 1:
+            return (tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32),)
+        elif COUNT == 2:
+            pair = tl.load(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, mask=mask, other=0)
+            return unpack_float16(pair), unpack_float16(pair >> 16)
+        else:
+            quad = unpack_float16x4(tl.load(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, mask=mask, other=0))
+            return quad[:COUNT]
+    else:
+        WIDTH: tl.constexpr = 4 if COUNT > 2 else COUNT
+        values = ()
+        for k in tl.static_range(COUNT):
+            values += (tl.load(ptr + at * WIDTH + k, mask=mask, other=0.0),)
+        return values
 
 
 @triton.jit

@@ -16,7 +16,15 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order
+from torch_bridge.kernels.common import (
+    join_words,
+    load_reset,
+    split_words,
+    step_time,
+    time_order,
+    unpack_float16,
+    unpack_float16x4,
+)
 
 # Triton 3.9 renamed this function
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
@@ -179,21 +187,6 @@ def weights_scale(
 
 
 @gluon.jit
-def fast_sigmoid(x):
-    """Returns the logistic function, with the hardware's exponential and reciprocal, each accurate to 1 or 2 ulp."""
-    return gl.inline_asm_elementwise(
-        """{
-        .reg .f32 e;
-        mul.f32 e, $1, 0fBFB8AA3B;
-        ex2.approx.ftz.f32 e, e;
-        add.f32 e, e, 0f3F800000;
-        rcp.approx.ftz.f32 $0, e;
-        }""",
-        "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def to_operand(x, DTYPE: gl.constexpr):
     """Converts `x` to an operand; a value beyond the range of float16 is clamped to it."""
     if DTYPE == gl.float16:
@@ -204,8 +197,16 @@ def to_operand(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def pack(a, b, c, d):
-    """Packs four numbers as `pack_float16x4` does, with one instruction per pair."""
+def _pack_pair(a, b):
+    """Packs two numbers as float16 into 32 bits, `a` in the lower half."""
+    return gl.inline_asm_elementwise(
+        "cvt.rn.satfinite.f16x2.f32 $0, $2, $1;", "=r,f,f", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _pack_quad(a, b, c, d):
+    """Packs four numbers as `common.pack_float16x4` does, with one instruction per pair."""
     return gl.inline_asm_elementwise(
         """{
         .reg .b32 low, high;
@@ -218,11 +219,162 @@ def pack(a, b, c, d):
 
 
 @gluon.jit
+def pack(values):
+    """Packs a tuple of one to four numbers as float16: into 16 or 32 bits or, if there are more than two, 64."""
+    COUNT: gl.constexpr = len(values)
+    if COUNT == 1:
+        packed = _pack_pair(values[0], values[0]).to(gl.int16)
+    elif COUNT == 2:
+        packed = _pack_pair(values[0], values[1])
+    elif COUNT == 3:
+        packed = _pack_quad(values[0], values[1], values[2], values[2] * 0.0)
+    else:
+        packed = _pack_quad(values[0], values[1], values[2], values[3])
+    return packed
+
+
+@gluon.jit
+def unpack(packed, COUNT: gl.constexpr):
+    """Inverts `pack`: returns a tuple of COUNT numbers as float32."""
+    if COUNT == 1:
+        values = (unpack_float16(packed),)
+    elif COUNT == 2:
+        values = (unpack_float16(packed), unpack_float16(packed >> 16))
+    else:
+        values = unpack_float16x4(packed)[:COUNT]
+    return values
+
+
+@gluon.constexpr_function
+def packed_type(count):
+    """Returns the integer type that holds `count` local gradients in float16."""
+    return gl.int16 if count == 1 else gl.int32 if count == 2 else gl.int64
+
+
+@gluon.jit
+def pack_residuals(local_grads, factors, dc_dh_ptr):
+    """Returns the residuals of a step as a tuple that takes the fewest registers until `store_residuals`."""
+    saved = (pack(local_grads),)
+    if dc_dh_ptr is not None:
+        saved += (factors[0].to(dc_dh_ptr.dtype.element_ty),)
+        saved += factors[1:]
+    else:
+        saved += factors
+    return saved
+
+
+@gluon.jit
+def no_residuals(like, dc_dh_ptr, COUNT: gl.constexpr, FACTORS: gl.constexpr):
+    """Returns zeros like the results of `pack_residuals`, with COUNT local gradients and FACTORS factors."""
+    saved = (gl.zeros(like.shape, packed_type(COUNT), like.type.layout),)
+    for k in gl.static_range(FACTORS):
+        if k == 0 and dc_dh_ptr is not None:
+            saved += (gl.zeros(like.shape, dc_dh_ptr.dtype.element_ty, like.type.layout),)
+        else:
+            saved += (gl.zeros(like.shape, gl.float32, like.type.layout),)
+    return saved
+
+
+@gluon.jit
+def store_residuals(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, saved, H: gl.constexpr, COUNT: gl.constexpr
+):  # fmt: skip
+    """Stores what `pack_residuals` returned: if there is no array for a carry gate, as words (`common.split_words`).
+
+    `rows` and `unit` broadcast to a tile, whose axes are sequences and units in either order. COUNT is the number of
+    local gradients.
+    """
+    if len(saved) > 1 and carry_gate_ptr is None:
+        at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
+        first, second, third = split_words(saved[0], saved[1])
+        gl.store(at, first, mask=mask)
+        gl.store(at + H, second, mask=mask)
+        gl.store(at + 2 * H, third, mask=mask)
+    else:
+        PACKED: gl.constexpr = packed_type(COUNT)
+        at = rows * H + unit
+        gl.store(local_grads_ptr.to(gl.pointer_type(PACKED), bitcast=True) + at, saved[0], mask=mask)
+        if dc_dh_ptr is not None:
+            gl.store(dc_dh_ptr + at, saved[1], mask=mask)
+        if carry_gate_ptr is not None:
+            gl.store(carry_gate_ptr + at, saved[-1], mask=mask)
+
+
+@gluon.jit
+def load_residuals(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H: gl.constexpr, COUNT: gl.constexpr,
+    IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Loads what `store_residuals` stored, without unpacking the data; returns a tuple."""
+    if IN_PLACE:
+        at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
+        saved = load_inputs(at, mask, H, 3)
+    else:
+        PACKED: gl.constexpr = packed_type(COUNT)
+        at = rows * H + unit
+        saved = (gl.load(local_grads_ptr.to(gl.pointer_type(PACKED), bitcast=True) + at, mask=mask, other=0),)
+        if dc_dh_ptr is not None:
+            saved += (gl.load(dc_dh_ptr + at, mask=mask, other=0.0),)
+        if carry_gate_ptr is not None:
+            saved += (gl.load(carry_gate_ptr + at, mask=mask, other=0.0),)
+    return saved
+
+
+@gluon.jit
+def unpack_residuals(saved, COUNT: gl.constexpr, IN_PLACE: gl.constexpr):
+    """Unpacks what `load_residuals` loaded; returns COUNT local gradients, and the factors, in float32."""
+    if IN_PLACE:
+        a, b, c, d, carry_gate = join_words(saved[0], saved[1], saved[2])
+        local_grads = (a, b, c, d)
+        factors = (carry_gate,)
+    else:
+        local_grads = unpack(saved[0], COUNT)
+        factors = ()
+        for k in gl.static_range(1, len(saved)):
+            factors += (saved[k].to(gl.float32),)
+    return local_grads, factors
+
+
+@gluon.constexpr_function
+def product_order(k, gates):
+    """Returns the gate whose product a forward step starts as its k-th one: first those that a tanh waits for.
+
+    The order is its own inverse.
+    """
+    return (0, 2, 1, 3)[k] if gates > 2 else k
+
+
+@gluon.jit
+def add_inputs(products, x, b_hn, SEPARATE: gl.constexpr):
+    """Returns the gates before their activations, a tuple, given products and input projections by gate.
+
+    If the last gate is SEPARATE, it is the product plus the bias `b_hn`.
+    """
+    GATES: gl.constexpr = len(products)
+    gates = ()
+    for gate in gl.static_range(GATES):
+        if SEPARATE and gate == GATES - 1:
+            gates += (products[gate] + b_hn,)
+        else:
+            gates += (products[gate] + x[gate].to(gl.float32),)
+    return gates
+
+
+@gluon.jit
+def operands_of(grads, GATES: gl.constexpr):
+    """Returns what is multiplied by each gate's weights in the backward pass, given the gradients from `grad_step`."""
+    if len(grads) > GATES:  # the last gate is separate
+        return grads[: GATES - 1] + grads[GATES:]
+    else:
+        return grads
+
+
+@gluon.jit
 def load_inputs(xp, mask, H: gl.constexpr, GATES: gl.constexpr):
     """Loads a step's input projections, where `xp` points to those of the first gate; returns a tuple by gate."""
     inputs = ()
     for gate in gl.static_range(GATES):
-        inputs += (gl.load(xp + gate * H, mask=mask, other=0.0),)  # type: ignore[assignment]
+        inputs += (gl.load(xp + gate * H, mask=mask, other=0.0),)
     return inputs
 
 

@@ -15,7 +15,7 @@ from torch_bridge.kernels.gluon_common import async_load
 
 @gluon.jit
 def _append(items, item):
-    return items + (item,)  # noqa: RUF005  # the compiler has no starred expressions
+    return items + (item,)
 
 
 @gluon.jit

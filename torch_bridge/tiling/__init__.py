@@ -1,14 +1,13 @@
 """The choice of a launch's tiling: a pure function of the problem and the device, without measurements at call time.
 
 `problem` and `devices` define what is to be run and where, and `config` defines a tiling. Each family of kernels has
-its tilings and their measured costs in a file of its own: `plain`, `resident`, `fma`, `split` and `rows`. `candidates`
-ranks them, and `scan` compares the first one with `lax.scan`. Nothing here imports torch or triton.
+its tilings and their measured costs in a file of its own: `streamed`, `resident`, `fma`, `split` and `rows`.
+`candidates` ranks them, and `scan` compares the first one with `lax.scan`. Nothing here imports torch or triton.
 """
 
 from torch_bridge.tiling.candidates import candidates, heuristic, may_have_float32_residuals, with_residual_dtypes
-from torch_bridge.tiling.config import KernelConfig, Variant
+from torch_bridge.tiling.config import KernelConfig, Loop
 from torch_bridge.tiling.devices import PROFILES, Device
-from torch_bridge.tiling.plain import max_hidden
 from torch_bridge.tiling.problem import (
     RESET_STATES,
     Direction,
@@ -20,6 +19,7 @@ from torch_bridge.tiling.problem import (
     UnsupportedError,
 )
 from torch_bridge.tiling.scan import prefers_scan
+from torch_bridge.tiling.streamed import max_hidden
 
 __all__ = [
     "PROFILES",
@@ -27,13 +27,13 @@ __all__ = [
     "Device",
     "Direction",
     "KernelConfig",
+    "Loop",
     "Precision",
     "Problem",
     "ResetState",
     "Reverse",
     "Sizes",
     "UnsupportedError",
-    "Variant",
     "candidates",
     "heuristic",
     "max_hidden",

@@ -9,11 +9,11 @@ from torch_bridge import rules
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, fma_configs
-from torch_bridge.tiling.plain import max_hidden, shared_configs, single_program_configs
 from torch_bridge.tiling.problem import Problem, ResetState, UnsupportedError, product_kind
 from torch_bridge.tiling.resident import resident_configs
 from torch_bridge.tiling.rows import rows_configs
 from torch_bridge.tiling.split import split_configs
+from torch_bridge.tiling.streamed import max_hidden, shared_configs, single_program_configs
 from torch_bridge.tiling.support import FLOAT32_WIDTH
 
 
@@ -64,7 +64,7 @@ def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     multiply in full float32 save float32.
     """
     dtypes = dict(problem.dtypes)  # without "carry_gate" if residuals are stored in place
-    if product_kind(problem) != "tf32" or "carry_gate" not in dtypes or heuristic(problem, device).variant == "fma":
+    if product_kind(problem) != "tf32" or "carry_gate" not in dtypes or heuristic(problem, device).loop == "fma":
         return problem
     dtypes |= {name: "float16" for name in ("local_grads", "dc_dh") if name in dtypes}
     return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))

@@ -10,10 +10,10 @@ from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
 
-# Which kernels of a cell: "plain" ones are written in Triton, the others in Gluon, in the module `{cell}_{variant}`.
+# The families of time loops in `torch_bridge.kernels.loops`. "streamed" is written in Triton, the others in Gluon.
 # "resident" and "fma" run on compute capability 8.0 and newer; "split" and "rows" use wgmma, which only capability 9.0
 # has.
-Variant = Literal["plain", "resident", "fma", "split", "rows"]
+Loop = Literal["streamed", "resident", "fma", "split", "rows"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class KernelConfig:
     splits: int
     num_warps: int
     num_stages: int
-    variant: Variant = "plain"
+    loop: Loop = "streamed"
     shared_gates: int = 0
 
     def tiles(self, problem: Problem) -> int:
@@ -54,12 +54,12 @@ class KernelConfig:
         if self.splits == 1:
             return []
         forward, gates, workers = problem.direction == "fwd", CELLS[problem.cell].gates, self.workers(problem, device)
-        if self.variant == "split":
+        if self.loop == "split":
             # two buffers; forward, each pair of sequences is a word and the word's number; backward, each program sends
             # a word per element to each program
             words = 2 * self.block_h * self.block_b * self.splits * workers
             return [("exchange", words if forward else words * self.splits, "int32", True)]
-        if self.variant == "rows":
+        if self.loop == "rows":
             width = self.splits * self.block_h * (1 if forward else gates)
             scaled = problem.operand_dtype == "float32"
             exchange = 2 * workers * self.block_b * width, "float16" if scaled else problem.operand_dtype, False
@@ -75,15 +75,15 @@ class KernelConfig:
         """Returns an upper bound, in bytes, on a program's shared memory: close to measured use, checked by a test."""
         gates, wide = CELLS[problem.cell].gates, problem.operand_dtype == "float32"
         size = 4 if wide else 2
-        if self.variant == "split":
+        if self.loop == "split":
             operands = self.splits if problem.direction == "fwd" else gates
             return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
-        if self.variant == "rows":
+        if self.loop == "rows":
             return 2 * gates * self.block_h * self.block_h * self.splits + 1024
-        if self.variant == "fma":
+        if self.loop == "fma":
             operands = 1 if problem.direction == "fwd" else gates
             return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2
-        if self.variant == "resident":
+        if self.loop == "resident":
             # weights on their way to registers, operands of two steps, upper bounds on the operands' magnitude
             operands = 1 if problem.direction == "fwd" else gates
             return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 1024

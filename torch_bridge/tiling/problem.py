@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from torch_bridge.cells import CELLS
 from torch_bridge.rules import Precision as Precision
 
 Direction = Literal["fwd", "bwd"]
@@ -67,6 +68,13 @@ class Problem:
     def operand_dtype(self) -> str:
         """The dtype of the matmul operands."""
         return dict(self.dtypes)["w_hh_t" if self.direction == "fwd" else "w_hh"]
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the residuals are in place of the input projections; see `CellSpec.in_place_residuals`."""
+        names = dict(self.dtypes).keys()
+        has_carry_gate = "carry_gate" in dict(CELLS[self.cell].residuals)
+        return has_carry_gate and "local_grads" in names and "carry_gate" not in names
 
     @property
     def is_common(self) -> bool:

@@ -27,7 +27,7 @@ def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
         return []
     block = 64 if problem.hidden <= 64 else 128
     tilings = [
-        KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, variant="resident")
+        KernelConfig(block, block_b, block, splits=1, num_warps=block // 16, num_stages=1, loop="resident")
         for block_b in (1, 2, 4, 8)
     ]
     if _spills_at_batch_tile_8(problem, device):

@@ -44,7 +44,7 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     for block_b, num_warps, fixed, per_split in COST[problem.cell, problem.direction]:
         if _spills(problem, block_b, splits):
             continue
-        config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, variant="rows")
+        config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, loop="rows")
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways

@@ -6,8 +6,8 @@ from torch_bridge.cells import CELLS
 from torch_bridge.tiling.candidates import heuristic
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
-from torch_bridge.tiling.plain import STEP_COST, tile_cost
 from torch_bridge.tiling.problem import Problem, product_kind
+from torch_bridge.tiling.streamed import STEP_COST, tile_cost
 
 # Microseconds per step with `jaxrnn.scan_launch`, by cell, kind of product and direction: fixed; per 1024 units and
 # sqrt(sequences / 256), where more than 256 sequences count as 256; per 1e5 elements of the state; per 1e8
@@ -28,13 +28,13 @@ SCAN_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (15.0, 14.0, 3.7, 16.0, 0.0),
     ("lstm", "tf32x3", "bwd"): (9.6, 12.0, 4.0, 15.0, 0.0),
 }
-# Microseconds per step of the plain kernels whose programs share the units, on GPUs without wgmma. Costs per tile:
+# Microseconds per step of the streamed loop whose programs share the units, on GPUs without wgmma. Costs per tile:
 # fixed; per 100 KB of exchanged state; per 100 KB of weights; per million multiply-adds; per 100 programs that share
 # the tile. The last figure is per 1e5 elements of the state of all tiles. Fitted to 448 timings of the tilings that are
 # chosen for an A100 and an RTX 3090, run on an H200 with the code for those GPUs (Triton 3.6). The fit is within 17 %,
 # except for the forward pass of the GRU in "tf32x3". `STEP_COST` ranks tilings, but does not give their time on these
 # GPUs.
-PLAIN_STEP_COST = {
+STREAMED_STEP_COST = {
     ("gru", "tf32", "fwd"): (2.8, 0.0, 2.4, 0.0, 14.0, 1.3),
     ("gru", "tf32", "bwd"): (2.1, 3.5, 0.56, 0.0, 17.0, 1.8),
     ("gru", "16-bit", "fwd"): (3.1, 0.0, 3.1, 0.0, 19.0, 0.53),
@@ -58,13 +58,13 @@ SCAN_MARGIN = 1.1
 def prefers_scan(problem: Problem, device: Device) -> bool:
     """Whether `lax.scan` is estimated to be faster than the kernel that `heuristic` chooses for a problem.
 
-    A scan can be faster only if the chosen kernel is a plain one whose programs share the units, because such a kernel
-    reads the weights at every step. The benchmark `choice` checks the decision against the faster of the two.
+    A scan can be faster only if the programs of the chosen kernel stream their weights from L2 at every step. The
+    benchmark `choice` checks the decision against the faster of the two.
     """
     config = heuristic(problem, device)
-    if config.variant != "plain" or config.splits == 1 or device.interpreted:
+    if config.loop != "streamed" or config.splits == 1 or device.interpreted:
         return False
-    return SCAN_MARGIN * _scan_us(problem) < _plain_us(problem, config, device)
+    return SCAN_MARGIN * _scan_us(problem) < _streamed_us(problem, config, device)
 
 
 def _scan_us(problem: Problem) -> float:
@@ -80,12 +80,12 @@ def _scan_us(problem: Problem) -> float:
     return step + (problem.models - 1) * CELLS[problem.cell].gates * hidden**2 * size / WEIGHT_BYTES_PER_US
 
 
-def _plain_us(problem: Problem, config: KernelConfig, device: Device) -> float:
-    """Estimates the microseconds per step of all sequences in the plain kernel whose programs share the units."""
+def _streamed_us(problem: Problem, config: KernelConfig, device: Device) -> float:
+    """Estimates the microseconds per step of all sequences in the streamed loop whose programs share the units."""
     rounds = config.rounds(problem, device)
     if device.has_wgmma:
         return rounds * tile_cost(problem, config, STEP_COST[product_kind(problem), problem.direction])
-    *per_tile, per_program, per_state = PLAIN_STEP_COST[_cost_key(problem)]
+    *per_tile, per_program, per_state = STREAMED_STEP_COST[_cost_key(problem)]
     tile = tile_cost(problem, config, tuple(per_tile)) + per_program * config.splits / 100
     return rounds * tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5
 

@@ -34,7 +34,7 @@ def split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
     if problem.cell == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
         tiles = tiles[:1]  # with these additional gradients, Triton 3.9 spills in the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
-        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, variant="split")
+        config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, loop="split")
         if config.shared_memory(problem) <= device.shared_memory:
             ways.append((config.rounds(problem, device) * (fixed + per_split * splits), config))
     return ways

@@ -293,7 +293,7 @@ def allocate_operands(COUNT: gl.constexpr, BATCH: gl.constexpr, DTYPE: gl.conste
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BATCH, 64], DTYPE)
     operands = ()
     for _ in gl.static_range(COUNT):
-        operands += (gl.allocate_shared_memory(DTYPE, [1, BATCH, 64], SHARED),)  # type: ignore[assignment]
+        operands += (gl.allocate_shared_memory(DTYPE, [1, BATCH, 64], SHARED),)
     return operands
 
 
@@ -313,13 +313,13 @@ def multiply_gates(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl
     barrier()
     products = ()
     for _ in gl.static_range(GATES):
-        products += (zeros,)  # type: ignore[assignment]
+        products += (zeros,)
     for part in gl.static_range(SPLITS):
         operand, sums = operands[part].index(first).permute([1, 0]), ()
         for gate in gl.static_range(GATES):
             weights = share.index(first + part * GATES + gate)
             product = warpgroup_mma(weights, operand, products[gate], use_acc=part > 0, is_async=True)
-            sums += (product,)  # type: ignore[assignment]
+            sums += (product,)
         products = sums
     return warpgroup_mma_wait(num_outstanding=0, deps=products)
 
@@ -340,5 +340,5 @@ def multiply_parts(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl
             operand = operands[gate].index(first).permute([1, 0])
             weights = share.index(first + part * GATES + gate)
             product = warpgroup_mma(weights, operand, product, use_acc=gate > 0, is_async=True)
-        parts += (product,)  # type: ignore[assignment]
+        parts += (product,)
     return warpgroup_mma_wait(num_outstanding=0, deps=parts)

@@ -1,28 +1,27 @@
 """GRU time loop for Hopper in Gluon, for wide states.
 
-The kernels compute what those of `gru.py` do, with weights on chip and sequences as rows of products.
+The kernels compute what those of `streamed.py` do with SPLITS > 1, with weights on chip and sequences as rows of products.
 """
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels.cells.gru import grad_step, residuals, step
 from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
+    add_inputs,
     backward_rows,
     forward_rows,
     inverse,
     load_inputs,
     load_resets,
-    scale_to_float16,
-)
-from torch_bridge.kernels.gru_resident import (
     load_residuals,
-    local_grads_of,
-    new_state,
+    pack_residuals,
+    scale_to_float16,
     store_residuals,
     unpack_residuals,
 )
-from torch_bridge.kernels.rows_common import (
+from torch_bridge.kernels.loops.rows_common import (
     allocate_weights,
     box,
     exchange_bounds,
@@ -43,17 +42,17 @@ from torch_bridge.kernels.rows_common import (
     store_operand_rows,
     wait_for_flags,
 )
-from torch_bridge.kernels.split_common import opaque_zero
+from torch_bridge.kernels.loops.split_common import opaque_zero
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def fwd_kernel(
+def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr,
     exchange_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `torch_bridge.kernels.gru.gru_fwd_kernel`, except for two.
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, except for two.
 
     `exchange` is `[2, workers, BLOCK_B, SPLITS * 32]` in the dtype of the products' operands, and `barrier` is int32
     zeros `[workers, warps, 32]`.
@@ -99,8 +98,10 @@ def fwd_kernel(
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
-            h_prev = h
-            h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
+            before = (h,)
+            gates = add_inputs((a_r, a_z, a_n), (x_r, x_z, x_n), b_hn, True)
+            states, activations = step(gates, x_n.to(gl.float32), before, "fast")
+            h = states[0]
             if i + 1 < T:
                 sent += 1
                 scale = send_state_rows(
@@ -108,20 +109,21 @@ def fwd_kernel(
                 )
             gl.store(hs_ptr + rows[:, None] * H + unit[None, :], h.to(hs_ptr.dtype.element_ty), mask=mask)
             if local_grads_ptr is not None:
-                local_grads = local_grads_of(h_n, r, z, n, h_prev)
-                store_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, local_grads, z, H)
+                local_grads, factors = residuals(activations, before)
+                saved = pack_residuals(local_grads, factors, None)
+                store_residuals(local_grads_ptr, None, carry_gate_ptr, rows[:, None], unit[None, :], mask, saved, H, 4)
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def bwd_kernel(
+def backward_kernel(
     w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
     T, B, Q, tiles, items,
-    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `torch_bridge.kernels.gru.gru_bwd_kernel`, except for four.
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, except for four.
 
     `exchange` is `[2, workers, BLOCK_B, 3, SPLITS * 32]` in the dtype of the products' operands. `bounds` is float32
     `[2, workers, BLOCK_B, 32]`, or None if that dtype is bfloat16. `products` is int32 zeros `[workers, SPLITS, PARTS,
@@ -150,7 +152,9 @@ def bwd_kernel(
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
-        saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H)
+        saved = load_residuals(
+            local_grads_ptr, None, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, 4, IN_PLACE
+        )
         reset = load_resets(reset_ptr, rows, mask_q)
         dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
         dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
@@ -166,8 +170,9 @@ def bwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
             dh += dy.to(gl.float32)
-            f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
-            dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
+            local_grads, factors = unpack_residuals(saved, 4, IN_PLACE)
+            grads, carried = grad_step((dh,), local_grads, factors)
+            dr, dz, dn, dhn = grads
             sent += 1
             scale = zeros
             if SCALED:
@@ -194,7 +199,7 @@ def bwd_kernel(
                 prefetch_rows(local_grads_ptr, next_rows, first, 3, H, 3 * H)
             later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
-            dh = dh * carry_gate
+            dh = carried[0]
 
             rows = backward_rows(row, i, T, stride, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (3 * H) + unit[None, :]
@@ -225,7 +230,9 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, stride, REVERSE)
-            saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H)
+            saved = load_residuals(
+                local_grads_ptr, None, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, 4, IN_PLACE
+            )
             reset = load_resets(reset_ptr, rows, mask_q)
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
         # located again, so that the location takes no registers during the loop

@@ -1,4 +1,4 @@
-"""GRU time loop for Hopper in Gluon, with units sharded over programs: as `gru.py` with SPLITS > 1, weights on chip.
+"""GRU time loop for Hopper in Gluon: as `streamed.py` with SPLITS > 1, but with weights on chip.
 
 A program keeps the weights of 64 units in shared memory, in 16 bits. In the forward pass, a program receives the hidden
 state of all units and sends that of its own units. In the backward pass, a program multiplies the gate gradients of its
@@ -9,24 +9,23 @@ gate gradients, and the scale of their float16 operands, are not exchanged.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels.cells.gru import grad_step, residuals, step
 from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
+    add_inputs,
     backward_rows,
     forward_rows,
     inverse,
     load_gradient,
     load_inputs,
     load_resets,
-    scale_to_float16,
-)
-from torch_bridge.kernels.gru_resident import (
     load_residuals,
-    local_grads_of,
-    new_state,
+    pack_residuals,
+    scale_to_float16,
     store_residuals,
     unpack_residuals,
 )
-from torch_bridge.kernels.split_common import (
+from torch_bridge.kernels.loops.split_common import (
     allocate_operands,
     allocate_weight_shard,
     first_state_scale,
@@ -44,12 +43,12 @@ from torch_bridge.kernels.split_common import (
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def fwd_kernel(
+def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `torch_bridge.kernels.gru.gru_fwd_kernel`, but for `exchange`.
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
     """
@@ -95,8 +94,10 @@ def fwd_kernel(
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_r, a_z, a_n = a_r * unscale, a_z * unscale, a_n * unscale
-            h_prev = h
-            h_n, r, z, n, h = new_state(a_r, a_z, a_n, x_r, x_z, x_n, b_hn, h)
+            before = (h,)
+            gates = add_inputs((a_r, a_z, a_n), (x_r, x_z, x_n), b_hn, True)
+            states, activations = step(gates, x_n.to(gl.float32), before, "fast")
+            h = states[0]
             more = (i + 1 < T).to(gl.int32)
             sent += more
             scale = send_state(
@@ -105,28 +106,34 @@ def fwd_kernel(
             this_rows = (row + step_time(now, T, REVERSE) * stride)[None, :]
             gl.store(hs_ptr + this_rows * H + unit[:, None], h.to(hs_ptr.dtype.element_ty), mask=mask)
             if local_grads_ptr is not None:
-                local_grads = local_grads_of(h_n, r, z, n, h_prev)
-                store_residuals(local_grads_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, local_grads, z, H)
+                local_grads, factors = residuals(activations, before)
+                saved = pack_residuals(local_grads, factors, None)
+                store_residuals(local_grads_ptr, None, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, 4)
             x_r, x_z, x_n = next_r, next_z, next_n
         gl.store(h_last_ptr + last, h, mask=mask)
 
 
 @gluon.jit
-def _load_saved(local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr):
+def _load_saved(
+    local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
+    IN_PLACE: gl.constexpr,
+):  # fmt: skip
     """Loads what a backward step reads, without unpacking or converting the data."""
-    saved = load_residuals(local_grads_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H)
+    saved = load_residuals(
+        local_grads_ptr, None, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, 4, IN_PLACE
+    )  # fmt: skip
     reset = load_resets(reset_ptr, rows, mask_q)
     return saved, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def bwd_kernel(
+def backward_kernel(
     w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     exchange_ptr,
     T, B, Q, tiles, items,
-    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `torch_bridge.kernels.gru.gru_bwd_kernel`, but for `exchange`.
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, by receiving program
     and then by sending program.
@@ -150,16 +157,19 @@ def bwd_kernel(
         row, stride = time_order(row, model, T, B, REVERSE)
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        saved, reset, dy = _load_saved(local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H)
+        saved, reset, dy = _load_saved(
+            local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, rows, unit, mask, mask_q, H, IN_PLACE
+        )
         for i in range(T):
             dh += dy.to(gl.float32)
-            f_r, f_z, f_n, f_hn, carry_gate = unpack_residuals(saved)
-            dr, dz, dhn, dn = dh * f_r, dh * f_z, dh * f_hn, dh * f_n
-            dh = dh * carry_gate
+            local_grads, factors = unpack_residuals(saved, 4, IN_PLACE)
+            grads, carried = grad_step((dh,), local_grads, factors)
+            dr, dz, dn, dhn = grads
+            dh = carried[0]
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             saved, reset, dy = _load_saved(
-                local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H
+                local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, next_rows, unit, mask, mask_q, H, IN_PLACE
             )
             scale, unscale = zeros, zeros
             if SCALED:

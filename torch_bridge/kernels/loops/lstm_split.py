@@ -1,4 +1,4 @@
-"""LSTM time loop for Hopper in Gluon, with units sharded over programs: as `lstm.py` with SPLITS > 1, weights on chip.
+"""LSTM time loop for Hopper in Gluon: as `streamed.py` with SPLITS > 1, but with weights on chip.
 
 Programs keep and send what they do in `gru_split.py`; each program also keeps the cell states of its own units.
 """
@@ -6,18 +6,23 @@ Programs keep and send what they do in `gru_split.py`; each program also keeps t
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_float16x4
+from torch_bridge.kernels.cells.lstm import grad_step, residuals, step
+from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
+    add_inputs,
     backward_rows,
     forward_rows,
     inverse,
     load_gradient,
     load_inputs,
     load_resets,
+    load_residuals,
+    pack_residuals,
     scale_to_float16,
+    store_residuals,
+    unpack_residuals,
 )
-from torch_bridge.kernels.lstm_resident import load_residuals, local_grads_of, new_state, store_residuals
-from torch_bridge.kernels.split_common import (
+from torch_bridge.kernels.loops.split_common import (
     allocate_operands,
     allocate_weight_shard,
     first_state_scale,
@@ -35,13 +40,13 @@ from torch_bridge.kernels.split_common import (
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def fwd_kernel(
+def forward_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, but for `exchange`.
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
     """
@@ -91,20 +96,26 @@ def fwd_kernel(
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
-            c_prev = c
-            g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
+            before = (h, c)
+            gates = add_inputs((a_i, a_f, a_g, a_o), (x_i, x_f, x_g, x_o), 0.0, False)
+            states, activations = step(gates, gates[3], before, "fast")
+            h, c = states
             more = (i + 1 < T).to(gl.int32)
             sent += more
             scale = send_state(
                 exchange_ptr, h, scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS
             )
-            at = (row + step_time(now, T, REVERSE) * stride)[None, :] * H + unit[:, None]
+            this_rows = (row + step_time(now, T, REVERSE) * stride)[None, :]
+            at = this_rows * H + unit[:, None]
             gl.store(hs_ptr + at, h.to(hs_ptr.dtype.element_ty), mask=mask)
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
             if local_grads_ptr is not None:
-                local_grads, dc_dh = local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr)
-                store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, mask, local_grads, dc_dh, g_f)
+                local_grads, factors = residuals(activations, before)
+                saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                store_residuals(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, 4
+                )  # fmt: skip
             if EARLY:
                 x_i, x_f, x_g, x_o = next_i, next_f, next_g, next_o
             else:
@@ -118,25 +129,25 @@ def _load_saved(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr
 ):  # fmt: skip
     """Loads what a backward step reads, without unpacking or converting the data."""
-    at = rows[None, :] * H + unit[:, None]
-    local_grads, dc_dh, carry_gate, reset = load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, at, rows, mask, mask_q
-    )
+    saved = load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, 4, False
+    )  # fmt: skip
+    reset = load_resets(reset_ptr, rows, mask_q)
     dy = load_gradient(dhs_ptr, rows, unit, mask, H)
     dcy = dy
     if dcs_ptr is not None:
         dcy = load_gradient(dcs_ptr, rows, unit, mask, H)
-    return local_grads, dc_dh, carry_gate, reset, dy, dcy
+    return saved, reset, dy, dcy
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def bwd_kernel(
+def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, but for `exchange`.
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, by receiving program
     and then by sending program.
@@ -161,20 +172,21 @@ def bwd_kernel(
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        local_grads, dc_dh, carry_gate, reset, dy, dcy = _load_saved(
+        saved, reset, dy, dcy = _load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H
         )
         for i in range(T):
             dh += dy.to(gl.float32)
-            dc += dh * dc_dh.to(gl.float32)
+            local_grads, factors = unpack_residuals(saved, 4, False)
+            dc += dh * factors[0]
             if dcs_ptr is not None:
                 dc += dcy.to(gl.float32)
-            f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
-            d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
-            dc = dc * carry_gate
+            grads, carried = grad_step((dh, dc), local_grads, factors)
+            d_i, d_f, d_g, d_o = grads
+            dc = carried[0]
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-            local_grads, dc_dh, carry_gate, reset, dy, dcy = _load_saved(
+            saved, reset, dy, dcy = _load_saved(
                 local_grads_ptr,
                 dc_dh_ptr,
                 carry_gate_ptr,

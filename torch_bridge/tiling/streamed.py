@@ -1,4 +1,4 @@
-"""Tilings of the "plain" kernels, which are written in Triton and run every problem."""
+"""Tilings of the "streamed" loop, which is written in Triton and runs every problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 
-# Warps of a plain program that keeps all weights on chip, by the width of its block: if the hidden size fills the
+# Warps of a streamed program that keeps all weights on chip, by the width of its block: if the hidden size fills the
 # block, and if not. Each number of warps is as fast as any that does not spill. An entry is missing if every number of
 # warps spills.
 WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
@@ -92,7 +92,7 @@ def max_hidden(device: Device) -> int:
 
 
 def single_program_configs(problem: Problem, device: Device) -> list[KernelConfig]:
-    """Returns the plain tilings with one program per tile, the fastest first, if a program can hold all weights.
+    """Returns the streamed tilings with one program per tile, the fastest first, if a program can hold all weights.
 
     The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200 with H=128,
     T=128 and B=64, a step takes 2.0 us with tiles of 8 sequences and 4.0 us with tiles of 16. With B=2048, all tiles
@@ -118,7 +118,7 @@ def single_program_configs(problem: Problem, device: Device) -> list[KernelConfi
 
 
 def shared_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
-    """Returns the plain tilings whose programs share the units, each with its cost.
+    """Returns the streamed tilings whose programs share the units, each with its cost.
 
     The programs read the weights from L2 at every step. The cost is in microseconds per step of all tiles.
     """

@@ -7,17 +7,22 @@ and exchange what they do in `gru_rows.py`; each program also keeps the cell sta
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import load_reset, step_time, time_order, unpack_float16x4
+from torch_bridge.kernels.cells.lstm import grad_step, residuals, step
+from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
+    add_inputs,
     backward_rows,
     forward_rows,
     inverse,
     load_inputs,
     load_resets,
+    load_residuals,
+    pack_residuals,
     scale_to_float16,
+    store_residuals,
+    unpack_residuals,
 )
-from torch_bridge.kernels.lstm_resident import load_residuals, local_grads_of, new_state, store_residuals
-from torch_bridge.kernels.rows_common import (
+from torch_bridge.kernels.loops.rows_common import (
     allocate_weights,
     box,
     exchange_bounds,
@@ -38,17 +43,17 @@ from torch_bridge.kernels.rows_common import (
     store_operand_rows,
     wait_for_flags,
 )
-from torch_bridge.kernels.split_common import opaque_zero
+from torch_bridge.kernels.loops.split_common import opaque_zero
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def fwd_kernel(
+def forward_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the forward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_fwd_kernel`, except for two.
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, except for two.
 
     `exchange` and `barrier` are as in `gru_rows.py`.
     """
@@ -93,8 +98,10 @@ def fwd_kernel(
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 a_i, a_f, a_g, a_o = a_i * unscale, a_f * unscale, a_g * unscale, a_o * unscale
-            c_prev = c
-            g_i, g_f, g_g, g_o, tanh_c, h, c = new_state(a_i, a_f, a_g, a_o, x_i, x_f, x_g, x_o, c)
+            before = (h, c)
+            gates = add_inputs((a_i, a_f, a_g, a_o), (x_i, x_f, x_g, x_o), 0.0, False)
+            states, activations = step(gates, gates[3], before, "fast")
+            h, c = states
             if i + 1 < T:
                 sent += 1
                 scale = send_state_rows(
@@ -105,21 +112,24 @@ def fwd_kernel(
             if cs_ptr is not None:
                 gl.store(cs_ptr + at, c.to(cs_ptr.dtype.element_ty), mask=mask)
             if local_grads_ptr is not None:
-                local_grads, dc_dh = local_grads_of(g_i, g_f, g_g, g_o, tanh_c, c_prev, dc_dh_ptr)
-                store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, at, mask, local_grads, dc_dh, g_f)
+                local_grads, factors = residuals(activations, before)
+                saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                store_residuals(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, saved, H, 4
+                )  # fmt: skip
             rows = next_rows
         gl.store(h_last_ptr + last, h, mask=mask)
         gl.store(c_last_ptr + last, c, mask=mask)
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
-def bwd_kernel(
+def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `torch_bridge.kernels.lstm.lstm_bwd_kernel`, except for four.
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, except for four.
 
     `exchange`, for four gates, `bounds`, `products` and `barrier` are as in `gru_rows.py`.
     """
@@ -147,9 +157,10 @@ def bwd_kernel(
         dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
-        local_grads, dc_dh, carry_gate, reset = load_residuals(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, rows[:, None] * H + unit[None, :], rows, mask, mask_q
-        )
+        saved = load_residuals(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, 4, False
+        )  # fmt: skip
+        reset = load_resets(reset_ptr, rows, mask_q)
         dcy = zeros
         if dcs_ptr is not None:
             dcy = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
@@ -173,9 +184,10 @@ def bwd_kernel(
         for i in range(T):
             here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
             dh += dy.to(gl.float32)
-            dc += dh * dc_dh.to(gl.float32)
-            f_i, f_f, f_g, f_o = unpack_float16x4(local_grads)
-            d_i, d_f, d_g, d_o = dc * f_i, dc * f_f, dc * f_g, dh * f_o
+            local_grads, factors = unpack_residuals(saved, 4, False)
+            dc += dh * factors[0]
+            grads, carried = grad_step((dh, dc), local_grads, factors)
+            d_i, d_f, d_g, d_o = grads
             sent += 1
             scale = zeros
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
@@ -205,7 +217,7 @@ def bwd_kernel(
             prefetch_rows(dc_dh_ptr, next_rows, first, 1, 0, H)
             later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
-            dc = dc * carry_gate
+            dc = carried[0]
             if reset_ptr is not None:
                 if dreset_c_ptr is not None:
                     at = backward_rows(row, i, T, stride, REVERSE)[:, None] * H + unit[None, :]
@@ -241,16 +253,10 @@ def bwd_kernel(
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, then + 1, T, stride, REVERSE)
-            local_grads, dc_dh, carry_gate, reset = load_residuals(
-                local_grads_ptr,
-                dc_dh_ptr,
-                carry_gate_ptr,
-                reset_ptr,
-                rows[:, None] * H + unit[None, :],
-                rows,
-                mask,
-                mask_q,
-            )
+            saved = load_residuals(
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, 4, False
+            )  # fmt: skip
+            reset = load_resets(reset_ptr, rows, mask_q)
             dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
         # located again, so that the location takes no registers during the loop
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)

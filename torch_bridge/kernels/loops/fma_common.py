@@ -17,8 +17,8 @@ flight is moved between registers.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import clamp_to_float16, load_weight, time_order, unpack_float16x4
-from torch_bridge.kernels.gluon_common import pack
+from torch_bridge.kernels.common import clamp_to_float16, load_weight, time_order
+from torch_bridge.kernels.gluon_common import pack, packed_type, unpack
 
 
 @gluon.constexpr_function
@@ -42,8 +42,8 @@ def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
     even = ()
     odd = ()
     for _ in gl.static_range(COUNT):
-        even += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),)  # type: ignore[assignment]
-        odd += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),)  # type: ignore[assignment]
+        even += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),)
+        odd += (gl.allocate_shared_memory(gl.float32, [BLOCK_H], PLAIN),)
     return even, odd
 
 
@@ -56,7 +56,7 @@ def no_loads():
 @gluon.jit
 def then(loads, last):
     """Appends a load to the tuple of loads in flight."""
-    return loads + (last,)  # noqa: RUF005  # Triton has no unpacking
+    return loads + (last,)
 
 
 @gluon.jit
@@ -83,7 +83,7 @@ def load_gate_weights(
         w = _load_weights(ptr + gate * NEXT, H, STRIDE, BLOCK_H)
         if gate >= GATES - SHARED:
             w = gl.allocate_shared_memory(gl.float32, [BLOCK_H, BLOCK_H], SWIZZLED, w)
-        gates += (w,)  # type: ignore[assignment]
+        gates += (w,)
     return gates
 
 
@@ -158,29 +158,50 @@ def _pair(a, b):
 
 
 @gluon.jit
-def store_quads(ptr, at, mask, a, b, c, d, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
-    """Stores four numbers per unit, as `common.store_local_grads` does, for the units at `at`.
+def store_local_grads(ptr, at, mask, values, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
+    """Stores local gradients, a tuple, as `common.store_local_grads` does, for the units at `at`.
 
     If TF32 is allowed, float32 numbers are clamped to the range of float16, too.
     """
-    words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+    COUNT: gl.constexpr = len(values)
     if ptr.dtype.element_ty == gl.float16:
-        gl.store(words + at, pack(a, b, c, d), mask=mask)
+        packed = pack(values)
+        gl.store(ptr.to(gl.pointer_type(packed.dtype), bitcast=True) + at, packed, mask=mask)
     else:
-        if DTYPE == gl.float32 and PRECISION == "tf32":
-            a, b = clamp_to_float16(a), clamp_to_float16(b)
-        gl.store(words + at * 2, _pair(a, b), mask=mask)
-        gl.store(words + at * 2 + 1, _pair(c, d), mask=mask)
+        bounded = values
+        if DTYPE == gl.float32 and PRECISION == "tf32":  # the others are at most one
+            bounded = (clamp_to_float16(values[0]),)
+            if COUNT > 1:
+                bounded += (clamp_to_float16(values[1]),)
+                bounded += values[2:]
+        if COUNT == 1:
+            gl.store(ptr + at, bounded[0], mask=mask)
+        else:
+            words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+            if COUNT == 2:
+                gl.store(words + at, _pair(bounded[0], bounded[1]), mask=mask)
+            else:
+                gl.store(words + at * 2, _pair(bounded[0], bounded[1]), mask=mask)
+                last = bounded[2] * 0.0 if COUNT == 3 else bounded[COUNT - 1]
+                gl.store(words + at * 2 + 1, _pair(bounded[2], last), mask=mask)
 
 
 @gluon.jit
-def load_quads(ptr, at, mask):
-    """Loads what `store_quads` stored, without unpacking the data; returns a tuple."""
-    words = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+def load_local_grads(ptr, at, mask, COUNT: gl.constexpr):
+    """Loads the COUNT local gradients that `store_local_grads` stored, without unpacking the data; returns a tuple."""
     if ptr.dtype.element_ty == gl.float16:
-        return (gl.load(words + at, mask=mask, other=0),)
+        PACKED: gl.constexpr = packed_type(COUNT)
+        words = (gl.load(ptr.to(gl.pointer_type(PACKED), bitcast=True) + at, mask=mask, other=0),)
+    elif COUNT == 1:
+        words = (gl.load(ptr + at, mask=mask, other=0.0),)
     else:
-        return gl.load(words + at * 2, mask=mask, other=0), gl.load(words + at * 2 + 1, mask=mask, other=0)
+        pairs = ptr.to(gl.pointer_type(gl.int64), bitcast=True)
+        if COUNT == 2:
+            words = (gl.load(pairs + at, mask=mask, other=0),)
+        else:
+            low = gl.load(pairs + at * 2, mask=mask, other=0)
+            words = (low, gl.load(pairs + at * 2 + 1, mask=mask, other=0))
+    return words
 
 
 @gluon.jit
@@ -189,9 +210,14 @@ def _number(bits):
 
 
 @gluon.jit
-def unpack_quads(words):
-    """Unpacks what `load_quads` loaded; returns the four numbers as float32."""
-    if len(words) == 1:
-        return unpack_float16x4(words[0])
+def unpack_local_grads(words, COUNT: gl.constexpr):
+    """Unpacks what `load_local_grads` loaded; returns a tuple of float32."""
+    if len(words) == 2:
+        values = (_number(words[0]), _number(words[0] >> 32), _number(words[1]), _number(words[1] >> 32))[:COUNT]
+    elif COUNT == 1 and words[0].dtype == gl.float32:
+        values = words
+    elif COUNT == 2 and words[0].dtype == gl.int64:
+        values = (_number(words[0]), _number(words[0] >> 32))
     else:
-        return _number(words[0]), _number(words[0] >> 32), _number(words[1]), _number(words[1] >> 32)
+        values = unpack(words[0], COUNT)
+    return values

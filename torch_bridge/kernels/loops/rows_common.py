@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from torch_bridge.kernels.gluon_common import barrier, inverse, scale_to_float16, to_operand
-from torch_bridge.kernels.split_common import load_rows, opaque_zero, repeat
+from torch_bridge.kernels.loops.split_common import load_rows, opaque_zero, repeat
 
 # Number of programs whose tiles together form one operand of wgmma.
 TOGETHER = gl.constexpr(4)
@@ -274,7 +274,7 @@ def multiply_states(weights, ptr, zeros, step, GATES: gl.constexpr):
     first = opaque_zero(step)
     sums = ()
     for _ in gl.static_range(GATES):
-        sums += (zeros,)  # type: ignore[assignment]
+        sums += (zeros,)
     operand = load_operand_rows(ptr, 0, TILES, OPERAND)
     for chunk in gl.static_range(CHUNKS):
         this = operand
@@ -284,7 +284,7 @@ def multiply_states(weights, ptr, zeros, step, GATES: gl.constexpr):
         for gate in gl.static_range(GATES):
             w = weights.index(first + chunk * GATES + gate).permute([1, 0])
             product = warpgroup_mma(this, w, sums[gate], use_acc=chunk > 0, is_async=True)
-            products += (product,)  # type: ignore[assignment]
+            products += (product,)
         sums = warpgroup_mma_wait(num_outstanding=0, deps=products)
     return sums
 

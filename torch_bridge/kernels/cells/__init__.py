@@ -1,0 +1,20 @@
+"""The pointwise part of each cell: what a time loop computes between its products.
+
+A cell is a module with three functions for Triton, which run in every time loop of `torch_bridge.kernels.loops`:
+
+- `step(gates, x_last, states, ACCURACY)` returns the new states, and activations for `residuals`. `gates` are the gates
+  before their activations: the sums of input projection and hidden product. For a cell whose last gate is separate
+  (`torch_bridge.cells.CellSpec.last_gate_separate`), the last one is the hidden product alone, and `x_last` is its
+  input projection.
+- `residuals(activations, states)` returns what the backward pass needs of a step, which started from `states`: local
+  gradients and factors.
+- `grad_step(dstates, local_grads, factors)` returns the gradients of the gates before their activations, and the
+  gradient that goes straight to the last of the previous states, as a tuple of one or no element. If the last gate is
+  separate, the gradient of its hidden product follows those of the gates.
+
+All of these are tuples, in the order of the cell's entry in `torch_bridge.cells`. The factors are the residuals after
+`local_grads`: with two states "dc_dh", by which the loop adds the gradient of the hidden state to that of the other
+one, then "carry_gate", by which `grad_step` multiplies the gradient that it passes on. Of the local gradients, which
+may be stored as float16, only the first two may exceed one. The functions are elementwise, so a loop may call them on
+tiles of any layout.
+"""

@@ -1,0 +1,259 @@
+"""Time loop in Gluon, for compute capability 8.0 and newer: one program per sequence, products in full float32.
+
+The kernels compute what those of `streamed.py` do with SPLITS == 1. The forward kernel supports no reset state but
+zeros. `fma_common` explains where weights and operands are kept.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels.gluon_common import (
+    add_inputs,
+    backward_rows,
+    barrier,
+    forward_rows,
+    load_inputs,
+    operands_of,
+    product_order,
+)
+from torch_bridge.kernels.loops.fma_common import (
+    allocate_operands,
+    load_gate_weights,
+    load_local_grads,
+    load_operand,
+    load_reset,
+    locate,
+    no_loads,
+    partial_row_sums,
+    store_local_grads,
+    store_operand,
+    sum_rows,
+    then,
+    to_registers,
+    unpack_local_grads,
+)
+
+
+@gluon.jit
+def _load_step(
+    i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, GATES: gl.constexpr, REVERSE: gl.constexpr
+):  # fmt: skip
+    """Loads what step min(i, T - 1) reads: input projections by gate, and whether it starts an episode."""
+    row = forward_rows(row, i, T, stride, REVERSE)
+    return load_inputs(xp_ptr + row * (GATES * H) + unit, mask, H, GATES), load_reset(reset_ptr, row)
+
+
+@gluon.jit
+def _row_sums(w, operand):
+    """Returns the product of a gate's weights and an operand, one sum per unit."""
+    w = to_registers(w)
+    return sum_rows(partial_row_sums(w * operand), w)
+
+
+@gluon.jit
+def _forward_step(
+    i, states, inputs, buffers, w, b_hn,
+    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+    seq, row, T, stride, unit, mask,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
+):  # fmt: skip
+    """Runs step i and prefetches what step i + DEPTH reads."""
+    ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
+    x, reset = inputs
+    before = states
+    if reset_ptr is not None:
+        before = ()
+        for k in gl.static_range(len(states)):
+            before += (gl.where(reset, 0.0, states[k]),)
+    store_operand(buffers[0], before[0], DTYPE)
+    barrier()
+    operand = load_operand(buffers[0], w[0])
+    started = ()
+    for k in gl.static_range(GATES):
+        started += (_row_sums(w[product_order(k, GATES)], operand),)
+    products = ()
+    for gate in gl.static_range(GATES):
+        products += (started[product_order(gate, GATES)],)
+    gates = add_inputs(products, x, b_hn, SEPARATE)
+    x_last = x[GATES - 1].to(gl.float32)
+    inputs = _load_step(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE)
+    states, activations = STEP(gates, x_last, before, ACCURACY)
+    live = mask & (i < T)  # nothing is stored for a step past the last
+    at = forward_rows(row, i, T, stride, REVERSE) * H + unit
+    gl.store(hs_ptr + at, states[0].to(hs_ptr.dtype.element_ty), mask=live)
+    if cs_ptr is not None:
+        gl.store(cs_ptr + at, states[1].to(cs_ptr.dtype.element_ty), mask=live)
+    if local_grads_ptr is not None:
+        local_grads, factors = RESIDUALS(activations, before)
+        store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION)
+        if dc_dh_ptr is not None:
+            gl.store(dc_dh_ptr + at, factors[0].to(dc_dh_ptr.dtype.element_ty), mask=live)
+        if carry_gate_ptr is not None:
+            gl.store(carry_gate_ptr + at, factors[-1], mask=live)
+    last = seq * H + unit
+    gl.store(h_last_ptr + last, states[0], mask=mask & (i == T - 1))
+    if c_last_ptr is not None:
+        gl.store(c_last_ptr + last, states[1], mask=mask & (i == T - 1))
+    return states, inputs
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q"])
+def forward_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+    T, B, Q,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr, SHARED_GATES: gl.constexpr,
+):  # fmt: skip
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`.
+
+    SHARED_GATES is the number of gates whose weights are in shared memory.
+    """
+    DTYPE: gl.constexpr = w_hh_t_ptr.dtype.element_ty
+    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    inputs = no_loads()
+    for k in gl.static_range(DEPTH):
+        inputs = then(inputs, _load_step(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE))
+    w = load_gate_weights(w_hh_t_ptr + model * (GATES * H * H), H * H, H, H, BLOCK_H, GATES, SHARED_GATES)
+    b_hn = 0.0
+    if SEPARATE:
+        b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
+    states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    if c0_ptr is not None:
+        states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    buffers = allocate_operands(1, BLOCK_H)
+    for i in range(0, T, DEPTH):
+        for k in gl.static_range(DEPTH):
+            states, next_inputs = _forward_step(
+                i + k, states, inputs[0], buffers[k % 2], w, b_hn,
+                xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+                seq, row, T, stride, unit, mask,
+                STEP, RESIDUALS, GATES, SEPARATE, H, DEPTH, DTYPE, REVERSE, PRECISION,
+            )  # fmt: skip
+            inputs = then(inputs[1:], next_inputs)
+
+
+@gluon.jit
+def _load_saved(
+    i, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
+    H: gl.constexpr, COUNT: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Loads what step min(i, T - 1) of the backward pass reads."""
+    row = backward_rows(row, i, T, stride, REVERSE)
+    at = row * H + unit
+    factors = ()
+    if dc_dh_ptr is not None:
+        factors += (gl.load(dc_dh_ptr + at, mask=mask, other=0.0),)
+    if carry_gate_ptr is not None:
+        factors += (gl.load(carry_gate_ptr + at, mask=mask, other=0.0),)
+    dys = (gl.load(dhs_ptr + at, mask=mask, other=0.0),)
+    if dcs_ptr is not None:
+        dys += (gl.load(dcs_ptr + at, mask=mask, other=0.0),)
+    return load_local_grads(local_grads_ptr, at, mask, COUNT), factors, dys, load_reset(reset_ptr, row)
+
+
+@gluon.jit
+def _backward_step(
+    i, dstates, saved, buffers, w,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr,
+    dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, COUNT: gl.constexpr, STATES: gl.constexpr,
+    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Runs step i and prefetches what step i + DEPTH reads."""
+    packed, stored_factors, dys, reset = saved
+    local_grads = unpack_local_grads(packed, COUNT)
+    factors = ()
+    for k in gl.static_range(len(stored_factors)):
+        factors += (stored_factors[k].to(gl.float32),)
+    dh = dstates[0] + dys[0].to(gl.float32)
+    if STATES == 1:
+        grads, carried = GRAD_STEP((dh,), local_grads, factors)
+    else:
+        dc = dstates[1] + dh * factors[0]
+        if dcs_ptr is not None:
+            dc += dys[1].to(gl.float32)
+        grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+    multiplied = operands_of(grads, GATES)
+    for gate in gl.static_range(GATES):
+        store_operand(buffers[gate], multiplied[gate], DTYPE)
+    barrier()
+    parts = partial_row_sums(to_registers(w[0]) * load_operand(buffers[0], w[0]))
+    for gate in gl.static_range(1, GATES):
+        w_gate = to_registers(w[gate])
+        parts += partial_row_sums(w_gate * load_operand(buffers[gate], w_gate))
+    saved = _load_saved(
+        i + DEPTH, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
+        H, COUNT, REVERSE,
+    )  # fmt: skip
+    live = mask & (i < T)  # nothing is stored for a step past the last
+    row = backward_rows(row, i, T, stride, REVERSE)
+    at = row * H + unit
+    dxp = dxp_ptr + row * (GATES * H) + unit
+    for gate in gl.static_range(GATES):
+        gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=live)
+    if SEPARATE:
+        gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
+    product = sum_rows(parts, w[0])
+    if STATES == 1 and len(carried) > 0:
+        product = carried[0] + product
+    dstates = (product,)
+    if STATES > 1:
+        dstates += carried
+    if reset_ptr is not None:
+        if dreset_h_ptr is not None:
+            gl.store(dreset_h_ptr + at, gl.where(reset, dstates[0], 0.0), mask=live)
+        if dreset_c_ptr is not None:
+            gl.store(dreset_c_ptr + at, gl.where(reset, dstates[1], 0.0), mask=live)
+        after = ()
+        for k in gl.static_range(STATES):
+            after += (gl.where(reset, 0.0, dstates[k]),)
+        dstates = after
+    first = seq * H + unit
+    gl.store(dh0_ptr + first, dstates[0], mask=mask & (i == T - 1))
+    if dc0_ptr is not None:
+        gl.store(dc0_ptr + first, dstates[1], mask=mask & (i == T - 1))
+    return dstates, saved
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q"])
+def backward_kernel(
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    T, B, Q,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
+):  # fmt: skip
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`.
+
+    SHARED_GATES is the number of gates whose weights are in shared memory.
+    """
+    DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    STATES: gl.constexpr = 1 if dc0_ptr is None else 2
+    model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
+    UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
+    DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 1
+    saved = no_loads()
+    for k in gl.static_range(DEPTH):
+        first = _load_saved(
+            k, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
+            H, COUNT, REVERSE,
+        )  # fmt: skip
+        saved = then(saved, first)
+    w = load_gate_weights(w_hh_ptr + model * (GATES * H * H), H, H, GATES * H, BLOCK_H, GATES, SHARED_GATES)
+    dstates = (gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    if STATES > 1:
+        dstates += (gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    buffers = allocate_operands(GATES, BLOCK_H)
+    for i in range(0, T, UNROLL):
+        for k in gl.static_range(UNROLL):
+            dstates, next_saved = _backward_step(
+                i + k, dstates, saved[0], buffers[k % 2], w,
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr,
+                dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
+                GRAD_STEP, GATES, SEPARATE, COUNT, STATES, H, DEPTH, DTYPE, REVERSE,
+            )  # fmt: skip
+            saved = then(saved[1:], next_saved)

@@ -1,0 +1,483 @@
+"""Time loop in Triton that runs every cell and every problem. `kernels.cells` has the arithmetic of a cell.
+
+A program owns BLOCK_B sequences and BLOCK_H hidden units. With SPLITS == 1 it owns all units: the weights and the
+carried states stay on chip. Otherwise SPLITS programs share the units of a tile, read ("stream") their weights from L2
+at every step, and meet at a barrier once per step. They exchange the operands of the next product, which are hidden
+states (forward) or gate gradients (backward), through two buffers in L2 that are written in turn. Such a launch must be
+cooperative, or cover only one step (in the backward pass, one phase of a step), so that the end of the launch is the
+barrier. A program keeps the further states of its own units.
+
+If a GRU's forward pass gets no array for the carry gate, it stores the residuals in place of the input projections, as
+words (`common.split_words`), and the backward pass stores the gradients of the gates in place of the words. Each word
+depends on the projection that it overwrites, and each gradient on the word that it overwrites, so every read comes
+before the write.
+"""
+
+import triton
+import triton.language as tl
+
+from torch_bridge.kernels.common import (
+    arrive,
+    first_row,
+    join_words,
+    load_exchanged,
+    load_local_grads,
+    load_reset,
+    load_tile,
+    load_weight,
+    operand,
+    pack_float16x4,
+    select_reset,
+    split_words,
+    step_time,
+    store_local_grads,
+    store_tile,
+    stream_weight,
+    time_order,
+    wait,
+)
+
+
+@triton.jit
+def _load_states(h_ptr, c_ptr, seq, unit, mask, H: tl.constexpr):
+    """Loads the states of one step, one or two."""
+    states = (load_tile(h_ptr, seq, unit, H, mask),)
+    if c_ptr is not None:
+        states += (load_tile(c_ptr, seq, unit, H, mask),)
+    return states
+
+
+@triton.jit
+def _store_states(h_ptr, c_ptr, seq, unit, mask, states, H: tl.constexpr):
+    store_tile(h_ptr, seq, unit, H, mask, states[0])
+    if c_ptr is not None:
+        store_tile(c_ptr, seq, unit, H, mask, states[1])
+
+
+@triton.jit
+def _load_gates(ptr, rows, unit, mask, H: tl.constexpr, GATES: tl.constexpr):
+    """Loads a step's input projections; returns a tuple by gate."""
+    gates = ()
+    for gate in tl.static_range(GATES):
+        gates += (load_tile(ptr, rows, gate * H + unit, GATES * H, mask),)
+    return gates
+
+
+@triton.jit
+def _store_gates(ptr, rows, unit, mask, values, H: tl.constexpr, GATES: tl.constexpr):
+    """Stores a value per gate, `values[:GATES]`."""
+    for gate in tl.static_range(GATES):
+        store_tile(ptr, rows, gate * H + unit, GATES * H, mask, values[gate])
+
+
+@triton.jit
+def _resident_weights(ptr, unit, STRIDE: tl.constexpr, NEXT: tl.constexpr, H: tl.constexpr, GATES: tl.constexpr):
+    """Loads the weights of each gate; the matrices of adjacent gates are NEXT elements apart."""
+    weights = ()
+    for gate in tl.static_range(GATES):
+        weights += (load_weight(ptr + gate * NEXT, unit, unit, H, STRIDE),)
+    return weights
+
+
+@triton.jit
+def _operands(values, SEPARATE: tl.constexpr, GATES: tl.constexpr):
+    """Returns what is multiplied by each gate's weights in the backward pass, given the results of `grad_step`."""
+    if SEPARATE:
+        return values[: GATES - 1] + values[GATES:]
+    else:
+        return values
+
+
+@triton.jit
+def _store_residuals(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, local_grads, factors, H: tl.constexpr
+):  # fmt: skip
+    """Stores a step's residuals: if there is no array for a carry gate, as words that may overwrite the projections."""
+    if len(factors) > 0 and carry_gate_ptr is None:
+        words_ptr = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        first, second, third = split_words(pack_float16x4(*local_grads), factors[0])
+        store_tile(words_ptr, rows, unit, 3 * H, mask, first)
+        store_tile(words_ptr, rows, H + unit, 3 * H, mask, second)
+        store_tile(words_ptr, rows, 2 * H + unit, 3 * H, mask, third)
+    else:
+        store_local_grads(local_grads_ptr, rows, unit, mask, local_grads, H)
+        if dc_dh_ptr is not None:
+            store_tile(dc_dh_ptr, rows, unit, H, mask, factors[0])
+        if carry_gate_ptr is not None:
+            store_tile(carry_gate_ptr, rows, unit, H, mask, factors[-1])
+
+
+@triton.jit
+def _load_residuals(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H: tl.constexpr, COUNT: tl.constexpr,
+    IN_PLACE: tl.constexpr,
+):  # fmt: skip
+    """Loads what `_store_residuals` stored: COUNT local gradients, and the factors."""
+    if IN_PLACE:
+        at = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (rows[None, :] * (3 * H) + unit[:, None])
+        first = tl.load(at, mask=mask, other=0)
+        second = tl.load(at + H, mask=mask, other=0)
+        third = tl.load(at + 2 * H, mask=mask, other=0)
+        a, b, c, d, carry_gate = join_words(first, second, third)
+        return (a, b, c, d), (carry_gate,)
+    else:
+        local_grads = load_local_grads(local_grads_ptr, rows, unit, mask, H, COUNT)
+        factors = ()
+        if dc_dh_ptr is not None:
+            factors += (load_tile(dc_dh_ptr, rows, unit, H, mask),)
+        if carry_gate_ptr is not None:
+            factors += (load_tile(carry_gate_ptr, rows, unit, H, mask),)
+        return local_grads, factors
+
+
+@triton.jit
+def _select_resets(
+    states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H: tl.constexpr, RESET_STATE: tl.constexpr
+):  # fmt: skip
+    """Returns the states that a step sees: reset states where an episode starts."""
+    new = (select_reset(states[0], reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE),)
+    if len(states) > 1:
+        new += (select_reset(states[1], reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE),)
+    return new
+
+
+@triton.jit
+def _forward_tile(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
+    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = w_hh_t_ptr.dtype.element_ty
+    ACCURACY: tl.constexpr = "precise" if DTYPE == tl.float32 and PRECISION != "tf32" else "plain"
+    HAS_RESETS: tl.constexpr = reset_ptr is not None
+    EVEN: tl.constexpr = H % BLOCK_K == 0
+    unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_b = tl.arange(0, BLOCK_B)
+    q = tile * BLOCK_B + offs_b
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model.to(tl.int64) * Q + q
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+    w_ptr = w_hh_t_ptr + model.to(tl.int64) * (GATES * H * H)
+
+    if SPLITS == 1:
+        w = _resident_weights(w_ptr, unit, H, H * H, H, GATES)
+    else:
+        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
+        buffer = models * Q * H
+        # indices past the end are clamped; the results of such units and sequences are not stored
+        row = tl.minimum(unit, H - 1)
+        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
+    if SEPARATE:
+        b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
+
+    if t_begin == 0:
+        states = _load_states(h0_ptr, c0_ptr, seq, unit, mask, H)
+    else:
+        states = _load_states(h_last_ptr, c_last_ptr, seq, unit, mask, H)
+    rows = row0 + step_time(t_begin, T, REVERSE) * stride
+    x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
+    if HAS_RESETS:
+        reset = load_reset(reset_ptr, rows, mask_q)
+
+    if SPLITS > 1 and t_begin == 0:
+        start = states[0]
+        if HAS_RESETS:
+            start = select_reset(start, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+        store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+        if barrier_ptr is not None:
+            arrivals += SPLITS
+            arrive(barrier_ptr)
+            wait(barrier_ptr, arrivals)
+
+    for i in range(t_begin, t_end):
+        if HAS_RESETS:
+            # the reset comes before the step, as in jaxrnn.reference
+            states = _select_resets(
+                states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE
+            )  # fmt: skip
+        x_last = x[GATES - 1]
+        start_of = x  # what the products are added to
+        if SEPARATE:
+            start_of = x[: GATES - 1] + (tl.zeros((BLOCK_H, BLOCK_B), tl.float32),)
+        gates = ()
+        if SPLITS == 1:
+            h_op = operand(states[0], DTYPE, PRECISION)
+            for gate in tl.static_range(GATES):
+                gates += (tl.dot(w[gate], h_op, start_of[gate], input_precision=PRECISION),)
+        else:
+            gates = start_of
+            h_ptr = exchange_ptr + (i % 2) * buffer
+            for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
+                k = k0 + tl.arange(0, BLOCK_K)
+                h_op = load_exchanged(h_ptr, col, k, H, EVEN)
+                sums = ()
+                for gate in tl.static_range(GATES):
+                    w_gate = stream_weight(w_ptr + gate * H * H, row, k, H, EVEN)
+                    sums += (tl.dot(w_gate, h_op, gates[gate], input_precision=PRECISION),)
+                gates = sums
+
+        # prefetch the next step's inputs while this step computes, or while programs wait for one another
+        this_rows = rows
+        rows = row0 + step_time(tl.minimum(i + 1, T - 1), T, REVERSE) * stride
+        if SPLITS == 1:
+            x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
+        if HAS_RESETS:
+            reset = load_reset(reset_ptr, rows, mask_q)
+
+        if SEPARATE:
+            gates = gates[: GATES - 1] + (gates[GATES - 1] + b_hn[:, None],)
+        before = states
+        states, activations = STEP(gates, x_last, before, ACCURACY)
+        if SPLITS > 1:
+            start = states[0]
+            if HAS_RESETS:
+                start = select_reset(start, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
+            store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            if barrier_ptr is not None:
+                arrive(barrier_ptr)
+        _store_states(hs_ptr, cs_ptr, this_rows, unit, mask, states, H)
+        if local_grads_ptr is not None:
+            local_grads, factors = RESIDUALS(activations, before)
+            _store_residuals(
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit, mask, local_grads, factors, H
+            )  # fmt: skip
+        if SPLITS > 1:
+            x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
+            if barrier_ptr is not None:
+                arrivals += SPLITS
+                wait(barrier_ptr, arrivals)
+    _store_states(h_last_ptr, c_last_ptr, seq, unit, mask, states, H)
+    return arrivals
+
+
+@triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
+def forward_kernel(
+    w_hh_t_ptr,  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
+    b_hn_ptr,  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate
+    xp_ptr,  # [G, T, B, GATES * H] input projections
+    h0_ptr,  # [G, B, H]
+    c0_ptr,  # [G, B, H] the second state, or None if there is one state
+    reset_ptr,  # [G, T, B] nonzero where an episode starts at step t, or None
+    reset_h_ptr,  # [G, B, H] or [G, T, B, H] by RESET_STATE, or None
+    reset_c_ptr,  # like reset_h
+    hs_ptr,  # [G, T, B, H] out, dtype of h0
+    cs_ptr,  # [G, T, B, H] out, dtype of c0, or None
+    h_last_ptr,  # [G, B, H] out, float32: the carry between launches that each run some of the steps
+    c_last_ptr,  # like h_last
+    local_grads_ptr,  # [G, T, B, H, 1, 2 or 4] out, or None if no residuals are saved
+    dc_dh_ptr,  # [G, T, B, H] out, or None
+    carry_gate_ptr,  # [G, T, B, H] out, float32; if None for a cell that has one, local_grads is words, and may be xp
+    exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
+    barrier_ptr,  # [workers] int32 zeros, or None if no program waits for another
+    T, B, Q, tiles, items, t_begin, t_end,  # Q sequences per model in `tiles` tiles; items = S * tiles
+    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Runs the forward pass of a cell, whose arithmetic is STEP and RESIDUALS."""
+    worker = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    if SPLITS == 1:
+        _forward_tile(
+            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, STEP, RESIDUALS, GATES, SEPARATE,
+            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+        )  # fmt: skip
+    else:
+        if barrier_ptr is not None:
+            barrier_ptr += worker
+        arrivals = 0
+        for item in range(worker, items, tl.num_programs(0) // SPLITS):
+            arrivals = _forward_tile(
+                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+                exchange_ptr, barrier_ptr,
+                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                STEP, RESIDUALS, GATES, SEPARATE,
+                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
+            )  # fmt: skip
+
+
+@triton.jit
+def _load_step(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr,
+    COUNT: tl.constexpr, IN_PLACE: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """Loads what a step of the backward pass reads: gradients of its outputs, and its residuals."""
+    gradients = (load_tile(dhs_ptr, rows, unit, H, mask),)
+    if STATES > 1:
+        if dcs_ptr is not None:
+            gradients += (load_tile(dcs_ptr, rows, unit, H, mask),)
+        else:
+            gradients += (tl.zeros_like(gradients[0]),)
+    local_grads, factors = _load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H, COUNT, IN_PLACE
+    )
+    return gradients, local_grads, factors
+
+
+@triton.jit
+def _backward_tile(
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
+    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, IN_PLACE: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
+    WIDTH: tl.constexpr = GATES * H
+    EVEN: tl.constexpr = WIDTH % BLOCK_K == 0
+    COUNT: tl.constexpr = GATES + 1 if SEPARATE else GATES
+    STATES: tl.constexpr = 1 if dc0_ptr is None else 2
+    unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_b = tl.arange(0, BLOCK_B)
+    q = tile * BLOCK_B + offs_b
+    mask_q = q < Q
+    mask = (unit < H)[:, None] & mask_q[None, :]
+    seq = model.to(tl.int64) * Q + q
+    row0, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
+    w_ptr = w_hh_ptr + model.to(tl.int64) * (WIDTH * H)
+
+    if SPLITS == 1:
+        w = _resident_weights(w_ptr, unit, WIDTH, H, H, GATES)
+    else:
+        exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * WIDTH
+        buffer = models * Q * WIDTH
+        # indices past the end are clamped; the results of such units and sequences are not stored
+        row = tl.minimum(unit, H - 1)
+        col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
+
+    # dh0 and dc0 hold the carry between launches that each do part of the work
+    if t_begin == 0 and GATES_PHASE:
+        dstates = _load_states(dh_last_ptr, dc_last_ptr, seq, unit, mask, H)
+    else:
+        dstates = _load_states(dh0_ptr, dc0_ptr, seq, unit, mask, H)
+    if SPLITS == 1:
+        rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
+        gradients, local_grads, factors = _load_step(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, IN_PLACE, STATES
+        )
+
+    for i in range(t_begin, t_end):
+        rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
+        if reset_ptr is not None:
+            reset = load_reset(reset_ptr, rows, mask_q)
+        if GATES_PHASE:
+            if SPLITS > 1:
+                gradients, local_grads, factors = _load_step(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, IN_PLACE,
+                    STATES,
+                )  # fmt: skip
+            dh = dstates[0] + gradients[0]
+            if STATES == 1:
+                dgates, carried = GRAD_STEP((dh,), local_grads, factors)
+            else:
+                dc = dstates[1] + (gradients[1] + dh * factors[0])
+                dgates, carried = GRAD_STEP((dh, dc), local_grads, factors)
+            if STATES == 1 and len(carried) > 0:
+                dstates = carried
+            else:
+                # a zero that is not a constant: with a constant, ptxas 12.8 unrolls the product and then uses the
+                # constant as the product's result
+                dstates = (tl.where(mask, 0.0, dh),) + carried
+            d_ops = _operands(dgates, SEPARATE, GATES)
+            if SPLITS == 1:
+                # prefetch the next step's inputs while this step's product runs
+                next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
+                gradients, local_grads, factors = _load_step(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H, COUNT,
+                    IN_PLACE, STATES,
+                )  # fmt: skip
+            else:
+                d_ptr = exchange_ptr + (i % 2) * buffer
+                for gate in tl.static_range(GATES):
+                    sent = operand(d_ops[gate], DTYPE, PRECISION)
+                    store_tile(d_ptr, offs_b, gate * H + unit, WIDTH, mask, sent)
+                if barrier_ptr is not None:
+                    arrive(barrier_ptr)
+            _store_gates(dxp_ptr, rows, unit, mask, dgates, H, GATES)
+            if SEPARATE:
+                store_tile(dhn_ptr, rows, unit, H, mask, dgates[GATES])
+        if PRODUCT_PHASE:
+            dh = dstates[0]
+            if SPLITS == 1:
+                for gate in tl.static_range(GATES):
+                    dh = tl.dot(w[gate], operand(d_ops[gate], DTYPE, PRECISION), dh, input_precision=PRECISION)
+            else:
+                if barrier_ptr is not None:
+                    arrivals += SPLITS
+                    wait(barrier_ptr, arrivals)
+                d_ptr = exchange_ptr + (i % 2) * buffer
+                for k0 in tl.range(0, WIDTH, BLOCK_K, num_stages=STAGES):
+                    k = k0 + tl.arange(0, BLOCK_K)
+                    d_op = load_exchanged(d_ptr, col, k, WIDTH, EVEN)
+                    dh = tl.dot(stream_weight(w_ptr, row, k, WIDTH, EVEN), d_op, dh, input_precision=PRECISION)
+            dstates = (dh,) + dstates[1:]
+            if reset_ptr is not None:
+                if dreset_h_ptr is not None:
+                    store_tile(dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
+                    if STATES > 1:
+                        store_tile(dreset_c_ptr, rows, unit, H, mask, tl.where(reset[None, :], dstates[1], 0.0))
+                kept = (tl.where(reset[None, :], 0.0, dh),)
+                if STATES > 1:
+                    kept += (tl.where(reset[None, :], 0.0, dstates[1]),)
+                dstates = kept
+    _store_states(dh0_ptr, dc0_ptr, seq, unit, mask, dstates, H)
+    return arrivals
+
+
+@triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
+def backward_kernel(
+    w_hh_ptr,  # [S, H, GATES * H] recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
+    local_grads_ptr,  # [G, T, B, H, 1, 2 or 4], or words if IN_PLACE, which dxp may overwrite
+    dc_dh_ptr,  # [G, T, B, H], or None if there is one state
+    carry_gate_ptr,  # [G, T, B, H], or None
+    reset_ptr,  # [G, T, B] or None
+    dhs_ptr,  # [G, T, B, H]
+    dcs_ptr,  # [G, T, B, H], or None if the second states of the steps have no gradient
+    dh_last_ptr,  # [G, B, H]
+    dc_last_ptr,  # [G, B, H] or None
+    dxp_ptr,  # [G, T, B, GATES * H] out: gradients of the gates before their activations
+    dhn_ptr,  # [G, T, B, H] out: gradient of the last gate's hidden product, or None if that gate is not separate
+    dh0_ptr,  # [G, B, H] out, float32
+    dc0_ptr,  # [G, B, H] out, float32, or None if there is one state
+    dreset_h_ptr,  # [G, T, B, H] out, float32: gradient of each step's reset state, or None
+    dreset_c_ptr,  # like dreset_h
+    exchange_ptr,  # [2, G, B, GATES * H] of the weights' dtype, workspace, or None if SPLITS == 1
+    barrier_ptr,  # [workers] int32 zeros, or None
+    T, B, Q, tiles, items, t_begin, t_end,
+    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, IN_PLACE: tl.constexpr,
+    H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
+    STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
+    GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
+):  # fmt: skip
+    """Runs the backward pass of a cell, whose arithmetic is GRAD_STEP."""
+    worker = tl.program_id(0) // SPLITS
+    split = tl.program_id(0) % SPLITS
+    if SPLITS == 1:
+        _backward_tile(
+            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+            dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None, None,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, GRAD_STEP, GATES, SEPARATE, IN_PLACE,
+            H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
+        )  # fmt: skip
+    else:
+        if barrier_ptr is not None:
+            barrier_ptr += worker
+        arrivals = 0
+        for item in range(worker, items, tl.num_programs(0) // SPLITS):
+            arrivals = _backward_tile(
+                w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+                dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+                exchange_ptr, barrier_ptr,
+                T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
+                GRAD_STEP, GATES, SEPARATE, IN_PLACE,
+                H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, GATES_PHASE, PRODUCT_PHASE,
+            )  # fmt: skip
