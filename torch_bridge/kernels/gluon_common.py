@@ -266,12 +266,14 @@ def pack_residuals(local_grads, factors, dc_dh_ptr):
 @gluon.jit
 def no_residuals(like, dc_dh_ptr, COUNT: gl.constexpr, FACTORS: gl.constexpr):
     """Returns zeros like the results of `pack_residuals`, with COUNT local gradients and FACTORS factors."""
-    saved = (gl.zeros(like.shape, packed_type(COUNT), like.type.layout),)
+    PACKED: gl.constexpr = packed_type(COUNT)
+    LAYOUT: gl.constexpr = like.type.layout
+    saved = (gl.zeros(like.shape, PACKED, LAYOUT),)
     for k in gl.static_range(FACTORS):
         if k == 0 and dc_dh_ptr is not None:
-            saved += (gl.zeros(like.shape, dc_dh_ptr.dtype.element_ty, like.type.layout),)
+            saved += (gl.zeros(like.shape, dc_dh_ptr.dtype.element_ty, LAYOUT),)
         else:
-            saved += (gl.zeros(like.shape, gl.float32, like.type.layout),)
+            saved += (gl.zeros(like.shape, gl.float32, LAYOUT),)
     return saved
 
 
