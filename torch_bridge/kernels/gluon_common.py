@@ -264,17 +264,18 @@ def pack_residuals(local_grads, factors, dc_dh_ptr):
 
 
 @gluon.jit
-def no_residuals(like, dc_dh_ptr, COUNT: gl.constexpr, FACTORS: gl.constexpr):
-    """Returns zeros like the results of `pack_residuals`, with COUNT local gradients and FACTORS factors."""
-    PACKED: gl.constexpr = packed_type(COUNT)
-    LAYOUT: gl.constexpr = like.type.layout
-    saved = (gl.zeros(like.shape, PACKED, LAYOUT),)
-    for k in gl.static_range(FACTORS):
-        if k == 0 and dc_dh_ptr is not None:
-            saved += (gl.zeros(like.shape, dc_dh_ptr.dtype.element_ty, LAYOUT),)
-        else:
-            saved += (gl.zeros(like.shape, gl.float32, LAYOUT),)
-    return saved
+def no_residuals(state, dc_dh_ptr, COUNT: gl.constexpr, FACTORS: gl.constexpr):
+    """Returns a placeholder in the format of `pack_residuals`, for COUNT local gradients and FACTORS factors.
+
+    It depends on `state`: with constants, LLVM computes the addresses of a step's stores before its barrier.
+    """
+    local_grads = ()
+    for _ in gl.static_range(COUNT):
+        local_grads += (state,)
+    factors = ()
+    for _ in gl.static_range(FACTORS):
+        factors += (state,)
+    return pack_residuals(local_grads, factors, dc_dh_ptr)
 
 
 @gluon.jit

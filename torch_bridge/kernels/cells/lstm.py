@@ -17,8 +17,8 @@ from torch_bridge.kernels.cells.activations import sigmoid, tanh
 def step(gates, x_last, states, ACCURACY: tl.constexpr):
     a_i, a_f, a_g, a_o = gates
     i = sigmoid(a_i, ACCURACY)
-    f = sigmoid(a_f, ACCURACY)
     g = tanh(a_g, ACCURACY)
+    f = sigmoid(a_f, ACCURACY)
     o = sigmoid(a_o, ACCURACY)
     c = f * states[1] + i * g
     tanh_c = tanh(c, ACCURACY)

@@ -1,6 +1,7 @@
 """GRU time loop for Hopper in Gluon, for wide states.
 
-The kernels compute what those of `streamed.py` do with SPLITS > 1, with weights on chip and sequences as rows of products.
+The kernels compute what those of `streamed.py` do with SPLITS > 1, but with weights on chip, and with sequences as rows
+of products.
 """
 
 import triton.experimental.gluon.language as gl

@@ -305,6 +305,15 @@ def _multiply(w, operands, zeros, GATES: gl.constexpr):
 
 
 @gluon.jit
+def _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H: gl.constexpr):
+    """Stores the gradients of the initial states."""
+    at = seq[None, :] * H + unit[:, None]
+    gl.store(dh0_ptr + at, dstates[0], mask=mask)
+    if dc0_ptr is not None:
+        gl.store(dc0_ptr + at, dstates[1], mask=mask)
+
+
+@gluon.jit
 def _backward_step(
     i, dstates, dys, next_dys, saved, reset, bound, operands, slot, w, w_bound, w_unscale, zeros,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr,
@@ -329,13 +338,13 @@ def _backward_step(
     this_reset = reset
     this_dys = dys
     dys = next_dys
-    next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-    later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
     if ROOMY:
+        next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
         saved, reset = _load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, COUNT, IN_PLACE
         )
-        next_dys = _load_outputs(dhs_ptr, dcs_ptr, later_rows, unit, mask, H)
+        next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
+        next_dys = _load_outputs(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
 
     dh = dstates[0] + this_dys[0].to(gl.float32)
     if STATES == 1:
@@ -382,10 +391,12 @@ def _backward_step(
     else:
         barrier()
         product = _multiply(w, operands, zeros, GATES)
+        next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
         saved, reset = _load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, COUNT, IN_PLACE
         )
-        next_dys = _load_outputs(dhs_ptr, dcs_ptr, later_rows, unit, mask, H)
+        next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
+        next_dys = _load_outputs(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
     if SEPARATE:
         gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
@@ -410,10 +421,10 @@ def _backward_step(
         for k in gl.static_range(STATES):
             after += (gl.where(this_reset[None, :], 0.0, dstates[k]),)
         dstates = after
-    first = seq[None, :] * H + unit[:, None]
-    gl.store(dh0_ptr + first, dstates[0], mask=mask & (i == T - 1))
-    if dc0_ptr is not None:
-        gl.store(dc0_ptr + first, dstates[1], mask=mask & (i == T - 1))
+    if ROOMY:
+        _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask & (i == T - 1), H)
+    elif i == T - 1:  # the branch keeps the addresses of the next step from taking registers before this one ends
+        _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H)
     return dstates, dys, next_dys, saved, reset, bound
 
 
