@@ -19,7 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks import cases, oracle
-from jaxrnn import linen, reference
+from jaxrnn import cells, linen
+from jaxrnn.cells import base
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -274,35 +275,26 @@ def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
     )
 
 
-def hoisted_scan(weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
+def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
     """Runs a scan as an expert writes it: the input projection before the loop, and eight steps per iteration."""
 
-    def gru(h: jax.Array, inputs: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def step(states: tuple[jax.Array, ...], inputs: tuple[jax.Array, jax.Array]) -> Any:
         xp, reset = inputs
-        h = jnp.where(reset[:, None], 0.0, h)
-        (x_r, x_z, x_n), (h_r, h_z, h_n) = jnp.split(xp, 3, axis=-1), jnp.split(h @ weights["w_hh"], 3, axis=-1)
-        h = reference.gru_cell(x_r + h_r, x_z + h_z, x_n, h_n + weights["b_hn"], h)
-        return h, h
+        states = tuple(jnp.where(reset[:, None], 0.0, x) for x in states)
+        gates, x_last = base.add_gates(cell, xp, states[0] @ weights["w_hh"], weights.get("b_hn"))
+        states, _ = cell.step(gates, x_last, states)
+        return states, states[0]
 
-    def lstm(carry: tuple[jax.Array, jax.Array], inputs: tuple[jax.Array, jax.Array]) -> Any:
-        xp, reset = inputs
-        c, h = (jnp.where(reset[:, None], 0.0, x) for x in carry)
-        i, f, g, o = jnp.split(xp + h @ weights["w_hh"], 4, axis=-1)
-        c, h = reference.lstm_cell(i, f, g, o, c)
-        return (c, h), h
-
-    if "c0" in rest:
-        inputs = (xs @ weights["w_ih"] + weights["b"], rest["resets"])
-        return jax.lax.scan(lstm, (rest["c0"], rest["h0"]), inputs, unroll=8)[1]
-    inputs = (xs @ weights["w_ih"] + weights["b_ih"], rest["resets"])
-    return jax.lax.scan(gru, rest["h0"], inputs, unroll=8)[1]
+    initial = tuple(rest[f"{s}0"] for s in cell.states)
+    return jax.lax.scan(step, initial, (xs @ weights["w_ih"] + weights[cell.bias], rest["resets"]), unroll=8)[1]
 
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
     """Builds the pass of `hoisted_scan`."""
     arrays = inputs.jax("f32", True)
     return jax_pass(
-        case, hoisted_scan, _weights(case, arrays), arrays["xs"], _rest(arrays), arrays["ct_ys"],
+        case, functools.partial(hoisted_scan, cells.CELLS[case.cell]), _weights(case, arrays), arrays["xs"],
+        _rest(arrays), arrays["ct_ys"],
         lambda gradients: {"d" + name: x for name, x in gradients.items()},
     )  # fmt: skip
 

@@ -3,9 +3,10 @@
 `rms_norm` and `layer_norm` are norms for the layers around a recurrence.
 """
 
+from jaxrnn.cells import GRUParams, LSTMParams
+from jaxrnn.functions.gru import gru
+from jaxrnn.functions.lstm import lstm
 from jaxrnn.norms import layer_norm, rms_norm
-from jaxrnn.recurrent import gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams
 
 __version__ = "0.1.0"
 

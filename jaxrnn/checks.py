@@ -1,4 +1,4 @@
-"""Checks of the arguments of `gru`, `lstm` and their bidirectional forms; errors are raised while tracing."""
+"""Checks of the arguments of recurrences; errors are raised while tracing."""
 
 from __future__ import annotations
 
@@ -8,42 +8,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrnn.reference import GRUParams, LSTMParams
-
 if TYPE_CHECKING:
     from jax import Array
+
+    from jaxrnn.cells import Cell
 
 Implementation = Literal["triton", "xla"] | None
 
 
-def check_gru(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
-    """Raises ValueError unless the arguments are valid for `gru`."""
-    check_kind(params, GRUParams, "gru")
-    hidden = check_carry("carry", carry)
-    check_sequence(xs, carry, time_major)
-    wide = 3 * hidden
-    check_params(params, {"w_ih": (xs.shape[-1], wide), "w_hh": (hidden, wide), "b_ih": (wide,), "b_hn": (hidden,)})
-    check_resets(resets, xs.shape[:-1], time_major, f"xs {xs.shape}")
-    check_reset_state("reset_state", reset_state, resets, carry, xs, time_major)
-
-
-def check_lstm(params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool) -> None:
-    """Raises ValueError unless the arguments are valid for `lstm`."""
-    check_kind(params, LSTMParams, "lstm")
-    c0, h0 = check_pair("carry", carry)
-    width = check_carry("carry[1]", h0)
-    hidden = check_carry("carry[0]", c0)
-    if c0.shape != h0.shape and (params.w_hr is None or c0.shape[:-1] != h0.shape[:-1]):
-        widths = "both [*batch, H]" if params.w_hr is None else "[*batch, H] and [*batch, P]"
-        raise ValueError(f"carry must be (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
-    check_sequence(xs, h0, time_major)
-    shapes: dict[str, tuple[int, ...]] = {"w_ih": (xs.shape[-1], 4 * hidden), "w_hh": (width, 4 * hidden)}
-    shapes |= {"b": (4 * hidden,)} | ({} if params.w_hr is None else {"w_hr": (hidden, width)})
+def check_arguments(
+    cell: Cell, params: Any, carry: Any, xs: Array, resets: Any, reset_state: Any, time_major: bool
+) -> None:
+    """Raises ValueError unless the arguments are valid for the function of a cell."""
+    check_kind(params, cell)
+    states = split_carry(cell, "carry", carry)
+    names = ["carry"] if len(states) == 1 else [f"carry[{i}]" for i in reversed(range(len(states)))]
+    for name, state in zip(names, states, strict=True):
+        check_carry(name, state)
+    width, hidden = states[0].shape[-1], states[-1].shape[-1]
+    projection = getattr(params, "w_hr", None)
+    if len(states) > 1:
+        h0, c0 = states
+        if c0.shape != h0.shape and (projection is None or c0.shape[:-1] != h0.shape[:-1]):
+            widths = "both [*batch, H]" if projection is None else "[*batch, H] and [*batch, P]"
+            raise ValueError(f"carry must be (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
+    check_sequence(xs, states[0], time_major)
+    shapes = cell.shapes(xs.shape[-1], hidden)
+    if projection is not None:
+        shapes |= {"w_hh": (width, cell.gates * hidden), "w_hr": (hidden, width)}
     check_params(params, shapes)
     check_resets(resets, xs.shape[:-1], time_major, f"xs {xs.shape}")
-    new_c, new_h = (None, None) if reset_state is None else check_pair("reset_state", reset_state)
-    for i, (state, old) in enumerate(((new_c, c0), (new_h, h0))):
-        check_reset_state(f"reset_state[{i}]", state, resets, old, xs, time_major)
+    new = (None,) * len(states) if reset_state is None else split_carry(cell, "reset_state", reset_state)
+    for name, one, state in reversed(list(zip(names, new, states, strict=True))):  # in the order of the argument
+        check_reset_state(name.replace("carry", "reset_state"), one, resets, state, xs, time_major)
+
+
+def split_carry(cell: Cell, name: str, carry: Any) -> tuple[Any, ...]:
+    """Returns a carry as the tuple of its states in the order of `cell.states`, the hidden state first.
+
+    The carry of a cell with one state is that state; the carry of a cell with two states is the pair `(c, h)`.
+
+    Raises:
+      ValueError: the carry of a cell with two states is no pair.
+    """
+    if len(cell.states) == 1:
+        return (carry,)
+    if not isinstance(carry, (tuple, list)) or len(carry) != 2:
+        raise ValueError(f"{name} of {cell.title} is a pair (c, h), got {type(carry).__name__}")
+    return (carry[1], carry[0])
+
+
+def join_carry(states: tuple[Any, ...]) -> Any:
+    """Inverts `split_carry`."""
+    return states[0] if len(states) == 1 else (states[1], states[0])
 
 
 def split_directions(params: Any, carry: Any, resets: Any, reset_state: Any) -> tuple[Any, Any]:
@@ -113,17 +130,11 @@ def check_array(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be an array of numbers, got dtype {x.dtype}")
 
 
-def check_kind(params: Any, kind: type[GRUParams] | type[LSTMParams], function: str) -> None:
-    """Raises ValueError unless `params` is an instance of `kind`."""
+def check_kind(params: Any, cell: Cell) -> None:
+    """Raises ValueError unless `params` are the weights of a cell."""
+    kind = cell.params
     if not isinstance(params, kind):
-        raise ValueError(f"{function} takes {kind.__name__}({', '.join(kind._fields)}), got {type(params).__name__}")
-
-
-def check_pair(name: str, pair: Any) -> tuple[Array, Array]:
-    """Returns `pair` as the tuple `(c, h)`; raises ValueError unless it is a pair."""
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(f"{name} of an LSTM is a pair (c, h), got {type(pair).__name__}")
-    return tuple(pair)
+        raise ValueError(f"{cell.name} takes {kind.__name__}({', '.join(kind._fields)}), got {type(params).__name__}")
 
 
 def check_floating(name: str, x: Array) -> None:
@@ -157,7 +168,7 @@ def check_sequence(xs: Array, carry: Array, time_major: bool) -> None:
         )
 
 
-def check_params(params: GRUParams | LSTMParams, shapes: dict[str, tuple[int, ...]]) -> None:
+def check_params(params: Any, shapes: dict[str, tuple[int, ...]]) -> None:
     """Raises ValueError unless the weights are floating point and have `shapes`, which follow from xs and carry."""
     for name, shape in shapes.items():
         got = getattr(params, name)

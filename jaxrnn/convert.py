@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrnn.reference import GRUParams, LSTMParams
+from jaxrnn.cells import GRUParams, LSTMParams
 
 if TYPE_CHECKING:
     from jax import Array

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrnn import norms
-from jaxrnn.checks import check_array, check_reset_state, check_resets
-from jaxrnn.recurrent import bidirectional_gru, bidirectional_lstm, gru, lstm
-from jaxrnn.reference import GRUParams, LSTMParams, accumulation_dtype, expand_resets, is_reset
+from jaxrnn import norms, recurrent
+from jaxrnn.cells import CELLS, Cell, GRUParams, LSTMParams
+from jaxrnn.checks import check_array, check_reset_state, check_resets, join_carry
+from jaxrnn.numerics import accumulation_dtype, expand_resets, is_reset
 
 if TYPE_CHECKING:
     from jax import Array
@@ -32,12 +32,14 @@ def cast(params: Any, dtype: DTypeLike) -> Any:
 def run(
     params: Params, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any
 ) -> tuple[Carry, Array, Carry | None]:
-    """Calls `jaxrnn.gru` or `jaxrnn.lstm`; returns `(carry, ys, carries of all steps or None)`."""
-    if isinstance(params, GRUParams):
-        carry, ys = gru(params, carry, xs, **options)
-        return carry, ys, ys if return_carries else None
-    carry, outputs = lstm(params, carry, xs, return_cells=return_carries, **options)
-    return carry, *hidden_and_carries(outputs)
+    """Runs the recurrence of these weights; returns `(carry, ys, carries of all steps or None)`."""
+    carry, sequences = recurrent.run(cell_of(params), params, carry, xs, return_states=return_carries, **options)
+    return carry, sequences[0], join_carry(sequences) if return_carries else None
+
+
+def cell_of(params: Params) -> Cell:
+    """Returns the cell whose weights these are."""
+    return next(cell for cell in CELLS.values() if isinstance(params, cell.params))
 
 
 _SIGMOIDS = (jax.nn.sigmoid, jax.lax.logistic)
@@ -72,12 +74,6 @@ def _scalar_jaxpr(function: Callable[..., Array]) -> str | None:
     while len(jaxpr.eqns) == 1 and jaxpr.eqns[0].primitive.name in ("jit", "pjit"):
         jaxpr = jaxpr.eqns[0].params["jaxpr"].jaxpr
     return str(jaxpr)
-
-
-def hidden_and_carries(outputs: Any) -> tuple[Array, Carry | None]:
-    """Splits the outputs of `jaxrnn.lstm` into the hidden states and, if they include cell states, the carries."""
-    hs, cs = outputs if isinstance(outputs, tuple) else (outputs, None)
-    return hs, None if cs is None else (cs, hs)
 
 
 def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
@@ -418,11 +414,8 @@ def run_bidirectional(
         given = [new if one is None else one for one, new in zip(reset_carries, zeros, strict=True)]
         pairs = jax.tree.map(functools.partial(broadcast_reset_states, time_axis=time_axis), *given)
         options["reset_state"] = jax.tree.transpose(jax.tree.structure(given[0]), None, pairs)
-    if isinstance(params[0], GRUParams):
-        both = bidirectional_gru(params, carry, xs, **options)
-        return [(last, ys, ys if return_carries else None) for last, ys in both]
-    both = bidirectional_lstm(params, carry, xs, return_cells=return_carries, **options)
-    return [(last, *hidden_and_carries(outputs)) for last, outputs in both]
+    both = recurrent.run_bidirectional(cell_of(params[0]), params, carry, xs, return_states=return_carries, **options)
+    return [(last, ys[0], join_carry(ys) if return_carries else None) for last, ys in both]
 
 
 def broadcast_reset_states(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:

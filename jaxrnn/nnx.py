@@ -27,8 +27,8 @@ from flax.typing import Dtype, Initializer
 from jax import Array
 
 from jaxrnn import modules
+from jaxrnn.cells import GRUParams, LSTMParams
 from jaxrnn.checks import Implementation, must_scan
-from jaxrnn.reference import GRUParams, LSTMParams
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
 Rngs = nnx.Rngs | nnx.RngStream | None

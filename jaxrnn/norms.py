@@ -20,7 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.checks import Implementation, check_floating, check_implementation
-from jaxrnn.reference import broadcast_to_rank
+from jaxrnn.numerics import broadcast_to_rank
 
 Kind = Literal["rms", "layer"]
 

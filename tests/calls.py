@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jaxrnn
+from jaxrnn import cells, recurrent
 
 T, B, H, D, S, P = 4, 3, 5, 2, 2, 3
 CLOSE = 1e-5
@@ -63,6 +64,12 @@ def runner(cell, implementation, **options):
         return FUNCTIONS[cell_of(cell)](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
 
     return call
+
+
+def run_bidirectional(cell, params, carry, xs, *, return_cells=False, **options):
+    """Runs both directions; returns for each what `jaxrnn.gru` or `jaxrnn.lstm` returns."""
+    both = recurrent.run_bidirectional(cells.CELLS[cell], params, carry, xs, return_states=return_cells, **options)
+    return tuple((last, ys if return_cells else ys[0]) for last, ys in both)
 
 
 def loss_of(call):

@@ -22,6 +22,7 @@ from calls import (
     loss_of,
     projected_too,
     random_like,
+    run_bidirectional,
     stack,
     with_gradients,
 )
@@ -31,10 +32,9 @@ from test_tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 from test_transformations import launches
 
 import jaxrnn
-from jaxrnn import canonical, fused, recurrent
+from jaxrnn.kernel_vjp import chunks
+from jaxrnn.kernel_vjp import run as kernel_run
 from torch_bridge.tiling import Device, KernelConfig
-
-BOTH = {"gru": recurrent.bidirectional_gru, "lstm": recurrent.bidirectional_lstm}
 
 
 def pairs(cell, **options):
@@ -53,7 +53,7 @@ def together(cell, implementation, **options):
 
     def call(params, carry, xs, resets, reset_state):
         options_ = {"precision": "highest", "implementation": implementation} | options
-        return BOTH[cell_of(cell)](params, carry, xs, resets=resets, reset_state=reset_state, **options_)
+        return run_bidirectional(cell_of(cell), params, carry, xs, resets=resets, reset_state=reset_state, **options_)
 
     return call
 
@@ -122,8 +122,8 @@ def test_lstm_returns_cell_states_of_both_directions(implementation, remat):
 @kernels_only
 @projected_too
 def test_remat_in_chunks_runs_each_direction_separately(cell, implementation, monkeypatch):
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation, remat=True)
     assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
     assert min(launches(jax.grad(loss_of(call)), *args)) >= 2
@@ -132,9 +132,9 @@ def test_remat_in_chunks_runs_each_direction_separately(cell, implementation, mo
 @kernels_only
 @every_cell
 def test_many_sequences_run_each_direction_separately(cell, implementation, monkeypatch):
-    monkeypatch.setattr(canonical, "_STATES_THAT_FILL_A_GPU", B * H)
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
+    monkeypatch.setattr(kernel_run, "_STATES_THAT_FILL_A_GPU", B * H)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 3)
     args, call = pairs(cell), together(cell, implementation)
     assert_close(jax.jit(with_gradients(call))(*args), reference(cell)(*args))
     assert launches(jax.grad(loss_of(call)), *args) == (2, 2)
@@ -214,7 +214,7 @@ def test_explicit_mesh_keeps_batches_sharded(cell):
 def test_arguments_that_are_no_matching_pairs_raise():
     params, carry, xs, resets, state = pairs("gru")
     other = arguments("gru", hidden=H + 1)
-    both = functools.partial(recurrent.bidirectional_gru, implementation="xla")
+    both = functools.partial(run_bidirectional, "gru", implementation="xla")
     with pytest.raises(ValueError, match=r"params of both directions must be a pair .*, got GRUParams"):
         both(params[0], carry, xs)
     with pytest.raises(ValueError, match=r"carry of both directions must be a pair .*, got ArrayImpl"):
@@ -228,7 +228,7 @@ def test_arguments_that_are_no_matching_pairs_raise():
     with pytest.raises(ValueError, match="resets is None"):
         both(params, carry, xs, reset_state=state)
     with pytest.raises(ValueError, match=r"lstm takes LSTMParams"):
-        recurrent.bidirectional_lstm(params, carry, xs)
+        run_bidirectional("lstm", params, carry, xs)
 
 
 # Each model has two groups, whose sequences fill whole tiles and a part of one.
@@ -307,7 +307,8 @@ def in_both(case, forward, backward, implementation):
         }
         if case.reset_state:
             pair["reset_state"] = tuple(tree_of(cases.RESET_STATE[case.cell], one) for one in each)
-        results = BOTH[case.cell](
+        results = run_bidirectional(
+            case.cell,
             **pair, xs=xs, resets=None if case.resets == "none" else tuple(one["resets"] for one in fixed),
             precision=case.precision, implementation=implementation,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from cases import Case
 from jax.lax import Precision
 
 import jaxrnn
-from jaxrnn import _bridge, fused
+from jaxrnn import _bridge, kernel_vjp
 from jaxrnn._bridge import availability, recurrence
 from torch_bridge.tiling.devices import PROFILES, Device
 
@@ -42,15 +42,15 @@ PRECISIONS = [
 @pytest.mark.parametrize(("precision", "narrow", "wide"), PRECISIONS, ids=lambda x: str(x).replace(" ", ""))
 def test_kernel_precision_follows_the_precision_of_jax(precision, narrow, wide):
     for hidden, want in ((1, narrow), (32, narrow), (33, wide), (1024, wide)):
-        assert fused.kernel_precision(precision, hidden) == want
+        assert kernel_vjp.kernel_precision(precision, hidden) == want
 
 
 def test_kernel_precision_without_an_argument_follows_the_default_of_jax():
     with jax.default_matmul_precision("float32"):
-        assert fused.kernel_precision(None, 64) == "tf32x3"
-        assert fused.kernel_precision("default", 64) == "tf32"
+        assert kernel_vjp.kernel_precision(None, 64) == "tf32x3"
+        assert kernel_vjp.kernel_precision("default", 64) == "tf32"
     with jax.default_matmul_precision("BF16_BF16_F32"):
-        assert fused.kernel_precision(None, 64) is None
+        assert kernel_vjp.kernel_precision(None, 64) is None
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from problems import KINDS, make_problem
 
-from jaxrnn import fused
+from jaxrnn.kernel_vjp import spec
 from torch_bridge import tiling
 from torch_bridge.tiling import Device, KernelConfig, Problem, support
 from torch_bridge.tiling.devices import PROFILES
@@ -83,7 +83,7 @@ def shipped(
     """
     picked: dict[Any, dict[int, list[tuple[Problem, KernelConfig]]]] = {}
     widths = sorted(HIDDEN + (FURTHER_HIDDEN if full else ()))
-    widths = [hidden for hidden in widths if not in_place or hidden % fused._IN_PLACE_UNITS == 0]
+    widths = [hidden for hidden in widths if not in_place or hidden % spec._IN_PLACE_UNITS == 0]
     for reset_state, models, hidden, batch in itertools.product(("stepped", "zeros"), (1, 16), widths, BATCHES):
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         p = dataclasses.replace(p, models=models, groups=models)
@@ -153,7 +153,7 @@ IN_BOTH_ELSEWHERE = ((127, 300, "stepped"), (128, 16, "zeros"), (448, 64, "stepp
 def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, cell, kind, in_place):
     device, problems = TARGETS[target], []
     for hidden, batch, reset_state in IN_BOTH if target in HOPPER else IN_BOTH_ELSEWHERE:
-        if in_place and hidden % fused._IN_PLACE_UNITS != 0:
+        if in_place and hidden % spec._IN_PLACE_UNITS != 0:
             continue
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         problems.append(dataclasses.replace(p, models=2, groups=2, reverse="bidirectional"))

@@ -17,7 +17,7 @@ NOT_DEPENDENCIES = (
     *CONVERTED,
 )
 
-PARAMS = {"jaxrnn.reference.GRUParams", "jaxrnn.reference.LSTMParams"}
+PARAMS = {"jaxrnn.cells.GRUParams", "jaxrnn.cells.LSTMParams"}
 
 
 def modules(package: str) -> list[str]:
@@ -126,23 +126,21 @@ SHARED = ("torch_bridge.cells", "torch_bridge.rules")
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
 # `linen` and `nnx` may import Flax.
 ARROWS = {
-    "": ("norms", "recurrent", "reference"),
-    "reference": (),
-    "checks": ("reference",),
-    "convert": ("reference",),
-    "cells": ("reference",),
-    "layouts": (),
-    "lstm_projection": ("reference",),
+    "": ("cells", "functions", "norms"),
+    "numerics": (),
+    "cells": ("numerics",),
+    "checks": ("cells",),
+    "convert": ("cells",),
     "sharding": (),
-    "_bridge": ("cells", "scan_launch", "sharding"),
-    "scan_launch": ("cells", "reference"),
-    "norms": ("_bridge", "checks", "reference", "sharding"),
-    "fused": ("_bridge", "cells", "layouts", "reference", "sharding"),
-    "canonical": ("_bridge", "cells", "fused", "lstm_projection", "reference", "sharding"),
-    "recurrent": ("_bridge", "canonical", "cells", "checks", "fused", "reference", "sharding"),
-    "modules": ("checks", "norms", "recurrent", "reference"),
-    "linen": ("checks", "modules", "reference"),
-    "nnx": ("checks", "modules", "reference"),
+    "scan": ("cells", "numerics"),
+    "_bridge": ("cells", "numerics", "sharding"),
+    "norms": ("_bridge", "checks", "numerics", "sharding"),
+    "kernel_vjp": ("_bridge", "cells", "numerics", "sharding"),
+    "recurrent": ("_bridge", "cells", "checks", "kernel_vjp", "scan", "sharding"),
+    "functions": ("cells", "checks", "recurrent"),
+    "modules": ("cells", "checks", "norms", "numerics", "recurrent"),
+    "linen": ("cells", "checks", "modules"),
+    "nnx": ("cells", "checks", "modules"),
 }
 
 
@@ -153,7 +151,7 @@ def test_modules_of_jaxrnn_import_only_what_they_may(module):
     forbidden = [*NOT_DEPENDENCIES, *(() if name == "_bridge" else (*TORCH_SIDE, "torch_bridge"))]
     forbidden += () if name in ("linen", "nnx") else ("flax",)
     assert not [one for one in imported if within(one, *forbidden) and not within(one, *SHARED)]
-    allowed = [f"jaxrnn.{one}" for one in (*ARROWS[name], *((name,) if name == "_bridge" else ()))]
+    allowed = [f"jaxrnn.{one}" for one in (*ARROWS[name], name)]
     assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]
     if name == "convert":
         assert {one for one in imported if within(one, "jaxrnn")} <= PARAMS, "convert may import only the parameters"

@@ -15,7 +15,8 @@ import pytest
 from cases import Case
 
 import jaxrnn
-from jaxrnn import fused
+from jaxrnn import _bridge
+from jaxrnn.kernel_vjp import spec
 
 in_turn = pytest.mark.parametrize(
     "implementation",
@@ -26,14 +27,14 @@ in_turn = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
     """Makes launches overwrite small arrays too."""
-    monkeypatch.setattr(fused, "_IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(spec, "_IN_PLACE_BYTES", 0)
     jax.clear_caches()
     yield
     jax.clear_caches()
 
 
 def apart(monkeypatch):
-    monkeypatch.setattr(fused, "_IN_PLACE_BYTES", math.inf)
+    monkeypatch.setattr(spec, "_IN_PLACE_BYTES", math.inf)
     jax.clear_caches()
 
 
@@ -117,13 +118,13 @@ def test_overwritten_operands_are_not_copied(implementation, models):
 def test_only_large_arrays_are_overwritten(monkeypatch, hidden, batch, over):
     """With 2048 units, float32 input projections `[32, B, 3H]` first reach 2^29 bytes at B=683."""
     monkeypatch.undo()
-    launched, launch = [], fused._bridge.launch
+    launched, launch = [], _bridge.launch
 
     def spied(cell, direction, arrays, outputs, **options):
         launched.append({output.name: output.over for output in outputs})
         return launch(cell, direction, arrays, outputs, **options)
 
-    monkeypatch.setattr(fused._bridge, "launch", spied)
+    monkeypatch.setattr(_bridge, "launch", spied)
     sizes = [(2, 3 * hidden), (hidden, 3 * hidden), (3 * hidden,), (hidden,), (batch, hidden), (32, batch, 2)]
     *weights, carry, xs = (jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes)
     loss = lambda params, carry, xs: jaxrnn.gru(params, carry, xs, implementation="triton")[1].sum()  # noqa: E731

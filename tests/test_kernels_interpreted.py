@@ -9,7 +9,8 @@ import oracle
 import pytest
 from cases import Case
 
-from jaxrnn import cells, fused
+from jaxrnn import cells
+from jaxrnn.kernel_vjp import chunks, recurrence
 from torch_bridge import tiling
 
 pytestmark = pytest.mark.interpret
@@ -81,13 +82,13 @@ def test_remat_in_chunks_equals_remat_in_one_chunk(case, monkeypatch):
         return {name: np.asarray(x) for name, x in jax.jit(jax.vmap(one) if case.models else one)(given).items()}
 
     whole = run(case)
-    chunks = []
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", 3)
-    in_chunks = fused._in_chunks
-    monkeypatch.setattr(fused, "_in_chunks", lambda *args, **kw: chunks.append(args[3]) or in_chunks(*args, **kw))
+    sizes = []
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 3)
+    in_chunks = chunks.in_chunks
+    monkeypatch.setattr(recurrence, "in_chunks", lambda *args, **kw: sizes.append(args[3]) or in_chunks(*args, **kw))
     got = run(case)
-    assert chunks == [3, 3]
+    assert sizes == [3, 3]
     for name, x in whole.items():
         assert oracle.error(got[name], x) <= (2.0**-10 if case.dtype == "f16" else 2.0**-20), name
     check(case, got, cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
@@ -97,7 +98,7 @@ def test_remat_in_chunks_equals_remat_in_one_chunk(case, monkeypatch):
     ("steps", "most", "size"), [(16, 16, 16), (17, 16, 16), (24, 16, 12), (256, 23, 16), (31, 4, 4)]
 )
 def test_chunks_are_equal_where_possible(steps, most, size, monkeypatch):
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", most)
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", most)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)
     xs = jax.ShapeDtypeStruct((1, steps, 4, 8), np.float32)
-    assert fused.chunk_steps(cells.GRU, xs, 8) == size
+    assert chunks.chunk_steps(cells.GRU, xs, 8) == size

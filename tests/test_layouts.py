@@ -11,7 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from meshes import make_mesh
 
 from jaxrnn import _bridge
-from jaxrnn.layouts import features_first
+from jaxrnn.kernel_vjp.memory_layout import features_first
 
 CONSTRAINT = "LayoutConstraint"
 

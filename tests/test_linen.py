@@ -15,7 +15,7 @@ import pytest
 from flax import serialization, traverse_util
 
 import jaxrnn
-from jaxrnn import linen, modules
+from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 4, 5, 6
 CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
@@ -753,11 +753,11 @@ def test_precision_reaches_every_matmul(name):
 
 
 @pytest.mark.parametrize("name", ["cell", "rnn", "rnn-of_cell", "scanned"])
-def test_implementation_reaches_jaxrnn_gru(name, monkeypatch):
+def test_implementation_reaches_the_function(name, monkeypatch):
     seen = []
-    real = modules.gru
+    real = recurrent.run
     monkeypatch.setattr(
-        modules, "gru", lambda *args, implementation, **kw: seen.append(implementation) or real(*args, **kw)
+        recurrent, "run", lambda *args, implementation, **kw: seen.append(implementation) or real(*args, **kw)
     )
     module, apply = modules_with(implementation="triton")[name]
     apply(module, variables_of(name), normal(1, (T, B, D)))

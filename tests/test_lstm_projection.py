@@ -28,7 +28,8 @@ from calls import (
 from test_transformations import launches
 
 import jaxrnn
-from jaxrnn import fused, lstm_projection
+from jaxrnn import kernel_vjp
+from jaxrnn.kernel_vjp import projected_state
 
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
@@ -173,9 +174,9 @@ def test_recurrent_weights_are_multiplied_in_full_precision():
     w_hr, w_hh = (x.astype(np.float32) for x in (w_hr, w_hh))
     params = jaxrnn.LSTMParams(jnp.zeros((D, 4 * hidden)), jnp.asarray(w_hh), jnp.zeros(4 * hidden), jnp.asarray(w_hr))
     plain = functools.partial(
-        lstm_projection.without_projection, in_reverse=False, time_major=True, precision="default"
+        projected_state.without_projection, in_reverse=False, time_major=True, precision="default"
     )
     got = jax.jit(lambda *x: plain(*x, None, None).params.w_hh)(params, jnp.zeros((B, width)), jnp.zeros((T, B, D)))
     want = w_hr.astype(np.float64) @ w_hh
     assert np.linalg.norm(got - want) <= 2.0**-20 * np.linalg.norm(want)
-    assert fused.kernel_precision("default", hidden) == "tf32"
+    assert kernel_vjp.kernel_precision("default", hidden) == "tf32"

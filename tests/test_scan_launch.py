@@ -11,7 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrnn import _bridge, recurrent, scan_launch
+from jaxrnn import _bridge
+from jaxrnn._bridge import scan_launch
 
 
 @pytest.fixture
@@ -108,13 +109,13 @@ def test_packed_words_have_the_format_of_the_kernels():
 
 @pytest.mark.interpret
 def test_residuals_in_place_give_the_same_gradients(scans, monkeypatch):
-    from jaxrnn import fused
+    from jaxrnn.kernel_vjp import spec
 
     # with more than 64 units, residuals that are not in place are float16 too
     case = cases.Case("gru", T=5, B=3, H=128, precision="default")
     inputs = cases.make_inputs(case)
     apart = run(case, inputs)
-    monkeypatch.setattr(fused, "_IN_PLACE_BYTES", 0)
+    monkeypatch.setattr(spec, "_IN_PLACE_BYTES", 0)
     in_place = run(case, inputs)
     for name, x in apart.items():
         np.testing.assert_allclose(in_place[name], x, rtol=1e-6, atol=1e-6, err_msg=name)
@@ -140,7 +141,7 @@ def test_forward_scan_works_with_backward_kernel_and_vice_versa(monkeypatch, sca
 def test_both_directions_of_a_layer_run_as_scans(scans, cell):
     """Checks that scans run the models of odd index in reverse."""
     params, carry, xs, resets, _ = calls.arguments(cell, batch=(3,), steps=5, hidden=12)
-    both = getattr(recurrent, f"bidirectional_{cell}")
+    both = functools.partial(calls.run_bidirectional, cell)
     pair = jax.tree.map(lambda x: x + 0.1, params), carry
 
     def run(implementation):

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 import jaxrnn
-from jaxrnn import _bridge, fused, recurrent
+from jaxrnn import _bridge
+from jaxrnn.kernel_vjp import chunks
 
 
 @pytest.fixture(
@@ -84,8 +85,8 @@ def compiled(function, arguments):
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
 def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat):
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 2)
     arguments = make_arguments(cell)
     want = jax.jit(with_gradients(cell, "xla"))(*arguments)
     state, sequence = P("data"), P(None, "data")
@@ -296,8 +297,8 @@ def total(cell, implementation, in_axes, **options):
 )  # fmt: skip
 def test_vmap_over_a_sharded_axis_of_an_explicit_mesh(monkeypatch, cell, mapped, options):
     """Shards the mapped arguments, so that each device has its examples and their weights."""
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 2)
     in_axes = MAPPED[mapped]
     mesh = make_mesh(AxisType.Explicit)
     arguments = make_mapped(cell, in_axes, (len(jax.devices()),))
@@ -375,8 +376,8 @@ def test_vmap_of_both_directions_over_a_sharded_axis_of_an_explicit_mesh():
 
     def both(implementation, params, carry, xs, resets):
         other = jax.tree.map(lambda x: 0.5 - x, params)
-        pair = recurrent.bidirectional_gru(
-            (params, other), (carry, -carry), xs, resets=(resets, resets[::-1]), precision="highest",
+        pair = calls.run_bidirectional(
+            "gru", (params, other), (carry, -carry), xs, resets=(resets, resets[::-1]), precision="highest",
             implementation=implementation,
         )  # fmt: skip
         return jnp.sum(jnp.sin(pair[0][1]) * pair[1][1]), pair
@@ -432,8 +433,8 @@ def test_triton_rejects_time_sharded_inputs_of_an_explicit_mesh():
     ids=["gru", "lstm-batch-major", "gru-remat"],
 )  # fmt: skip
 def test_auto_mesh_keeps_batches_sharded(monkeypatch, cell, options):
-    monkeypatch.setattr(fused, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
-    monkeypatch.setattr(fused, "_CHUNK_STEPS", 2)
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 2)
     params, carry, xs, reset_state, resets = make_arguments(cell)
     sequence = P(None, "data")
     if not options.get("time_major", True):
@@ -494,7 +495,7 @@ def test_auto_mesh_drops_casts_of_residuals(platform):
 def test_auto_mesh_runs_both_directions():
     """Checks that devices do not shard the two models of a launch: each would run its model as the first, forward."""
     params, carry, xs, _, resets = make_arguments("gru")
-    run = functools.partial(recurrent.bidirectional_gru, precision="highest")
+    run = functools.partial(calls.run_bidirectional, "gru", precision="highest")
 
     def both(implementation, params, carry, xs, resets):
         other = jax.tree.map(lambda x: 0.5 - x, params)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import jaxrnn
-from jaxrnn import linen, modules
+from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 3, 5, 6
 STACKS = ["GRU", "LSTM"]
@@ -416,18 +416,18 @@ def test_a_random_carry_has_a_key_for_each_layer():
 
 @pytest.mark.parametrize(
     ("function_name", "shape", "expected"),
-    [("gru", {"reverse": True}, {"reverse": True}), ("bidirectional_gru", {"bidirectional": True}, {})],
+    [("run", {"reverse": True}, {"reverse": True}), ("run_bidirectional", {"bidirectional": True}, {})],
 )
 def test_options_reach_the_function(function_name, shape, expected, monkeypatch):
     seen = []
 
-    def function(params, carry, xs, **options):
+    def function(*args, **options):
         seen.append({name: options[name] for name in names if name in options})
-        return real(params, carry, xs, **(options | {"implementation": None}))
+        return real(*args, **(options | {"implementation": None}))
 
     names = "precision", "implementation", "remat", "reverse"
-    real = getattr(modules, function_name)
-    monkeypatch.setattr(modules, function_name, function)
+    real = getattr(recurrent, function_name)
+    monkeypatch.setattr(recurrent, function_name, function)
     options = {"precision": jax.lax.Precision.HIGHEST, "implementation": "triton", "remat": True}
     stack, variables, _ = make("GRU", **shape, **options)
     seen.clear()

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import calls
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
-from jaxrnn import _bridge, recurrent
+from jaxrnn import _bridge
 
 pytestmark = pytest.mark.gpu
 
@@ -240,7 +241,7 @@ def test_both_directions_in_one_launch_use_xla():
     params, carry, xs, resets = make_layer("gru", "float32")
 
     def both(params):
-        run = functools.partial(recurrent.bidirectional_gru, implementation="triton")
+        run = functools.partial(calls.run_bidirectional, "gru", implementation="triton")
         (_, forward), (_, backward) = run((params, params), (carry, carry), xs, resets=(resets, resets))
         return jnp.sum(forward + backward)
 

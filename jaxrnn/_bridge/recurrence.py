@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrnn import cells, scan_launch
-from jaxrnn._bridge import availability
+from jaxrnn import cells
+from jaxrnn._bridge import availability, scan_launch
 from jaxrnn._bridge.launch_kind import LaunchKind, axes_of_sequences, dtypes_of
 from jaxrnn._bridge.primitive import bind, launch_p, launch_shard_p
 

@@ -195,7 +195,7 @@ def _forward_tile(
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
-            # the reset comes before the step, as in jaxrnn.reference
+            # the reset comes before the step, as in jaxrnn.scan
             states = _select_resets(
                 states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE
             )  # fmt: skip

@@ -9,16 +9,16 @@ sums over all steps in either case.
 from __future__ import annotations
 
 import functools
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxrnn import reference
+from jaxrnn.cells import base
+from jaxrnn.numerics import is_reset, matmul
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from jax import Array
 
@@ -97,7 +97,7 @@ class _Steps:
 
 def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
     """Returns `x @ w` in float32, with `x` cast to the dtype of the weights."""
-    return reference.matmul(x.astype(w.dtype), w, precision, jnp.float32)
+    return matmul(x.astype(w.dtype), w, precision, jnp.float32)
 
 
 def _cast(x: Array, dtype: Any) -> Array:
@@ -111,74 +111,89 @@ def _forward(
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the forward launch of one model."""
     steps = _Steps(arrays["xp"], in_reverse)
-    params, w = SimpleNamespace(b_hn=weights.get("b_hn")), weights["w_hh_t"].T
-    fixed = {s: steps.state(arrays[f"reset_{s}"]) for s in cell.states if reset_state == "fixed"}
-    residuals_packed = "local_grads" in dtypes and "carry_gate" not in dtypes
+    b_hn, w = weights.get("b_hn"), weights["w_hh_t"].T
+    fixed = [steps.state(arrays[f"reset_{s}"]) if reset_state == "fixed" else None for s in cell.states]
+    residuals_packed = _is_packed(cell, dtypes)
     saved = [name for name, _ in cell.residuals if name in dtypes] if not residuals_packed else []
 
-    def step(states: dict[str, Array], inputs: Any) -> Any:
-        xp, reset, new = inputs
+    def step(states: tuple[Array, ...], inputs: Any) -> Any:
+        xp, reset, stepped = inputs
         if reset is not None:
-            for s in cell.states:
-                state = (new or fixed).get(s, jnp.zeros_like(states[s]))
-                states = states | {s: jnp.where(reset[:, None], state.astype(jnp.float32), states[s])}
-        xp, hp = xp.astype(jnp.float32), _product(states["h"], w, precision)
-        after = cell.step(params, xp, hp, states)
-        results = {f"{s}s": after[s].astype(dtypes[f"{s}s"]) for s in cell.states if f"{s}s" in dtypes}
+            new = [one if always is None else always for one, always in zip(stepped, fixed, strict=True)]
+            states = tuple(
+                jnp.where(reset[:, None], jnp.zeros_like(h) if x is None else x.astype(jnp.float32), h)
+                for x, h in zip(new, states, strict=True)
+            )
+        xp, hp = xp.astype(jnp.float32), _product(states[0], w, precision)
+        after, activations = cell.step(*base.add_gates(cell, xp, hp, b_hn), states)
+        results = {
+            f"{s}s": x.astype(dtypes[f"{s}s"]) for s, x in zip(cell.states, after, strict=True) if f"{s}s" in dtypes
+        }
         if saved or residuals_packed:
-            residuals = cell.compute_residuals(params, xp, hp, states)
+            residuals = base.residuals_of(cell, activations, states)
             results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
             if residuals_packed:
                 results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
         return after, results
 
-    carry = {s: steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states}
+    carry = tuple(steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states)
     reset = arrays.get("reset")
-    new = {s: steps.split(arrays[f"reset_{s}"]) for s in cell.states} if reset_state == "stepped" else None
-    resets = None if reset is None else steps.split(reference.is_reset(reset))
+    new = [steps.split(arrays[f"reset_{s}"]) if reset_state == "stepped" else None for s in cell.states]
+    resets = None if reset is None else steps.split(is_reset(reset))
     last, results = steps.scan(step, carry, (steps.split(arrays["xp"]), resets, new))
     joined = {name: steps.join(x) for name, x in results.items()}
-    return joined | {f"{s}_last": steps.groups_of(last[s]).astype(dtypes[f"{s}_last"]) for s in cell.states}
+    return joined | {
+        f"{s}_last": steps.groups_of(x).astype(dtypes[f"{s}_last"]) for s, x in zip(cell.states, last, strict=True)
+    }
+
+
+def _is_packed(cell: Cell, names: Collection[str]) -> bool:
+    """Whether the residuals are words; see `torch_bridge.cells.CellSpec.in_place_residuals`."""
+    return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
 
 
 def _backward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
     arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
-    """Computes the backward launch of one model."""
-    del reset_state  # no gradient crosses a reset, whatever the reset state is
+    """Computes the backward launch of one model; no gradient crosses a reset, whatever the reset state is."""
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T
-    residuals_packed = "carry_gate" not in arrays
+    residuals_packed = _is_packed(cell, arrays)
 
-    def step(dstates: dict[str, Array], inputs: Any) -> Any:
+    def step(dstates: tuple[Array, ...], inputs: Any) -> Any:
         saved, d_each, reset = inputs
         if residuals_packed:
             saved = dict(zip(("local_grads", "carry_gate"), unpack_words(saved["local_grads"]), strict=True))
         saved = {name: x.astype(jnp.float32) for name, x in saved.items()}
-        dstates = {s: d + d_each[s].astype(jnp.float32) if s in d_each else d for s, d in dstates.items()}
-        dxp, dhp, direct = cell.grad_step(saved, dstates)
-        results = {"dxp": dxp.astype(dtypes["dxp"])}
-        hidden = direct["h"].shape[-1]
-        results |= {name: dhp[:, -hidden:].astype(dtypes[name]) for name in cell.hidden_grads}
-        dstates = direct | {"h": direct["h"] + _product(dhp, w_t, precision)}
+        each = zip(dstates, d_each, strict=True)
+        grads, carried = base.gradients_of(
+            cell, saved, tuple(d if one is None else d + one.astype(jnp.float32) for d, one in each)
+        )
+        results = {"dxp": jnp.concatenate(grads[: cell.gates], -1).astype(dtypes["dxp"])}
+        results |= {
+            name: x.astype(dtypes[name]) for name, x in zip(cell.hidden_grads, grads[cell.gates :], strict=True)
+        }
+        dhp = _product(jnp.concatenate(base.hidden_gradients(cell, grads), -1), w_t, precision)
+        after = [dhp if carried[0] is None else carried[0] + dhp, *carried[1:]]
+        dstates = tuple(d for d in after if d is not None)
         if reset is not None:
             start = reset[:, None]
-            for s in cell.states:
+            for s, d in zip(cell.states, dstates, strict=True):
                 if f"dreset_{s}" in dtypes:
-                    results[f"dreset_{s}"] = jnp.where(start, dstates[s], 0.0).astype(dtypes[f"dreset_{s}"])
-            dstates = {s: jnp.where(start, 0.0, d) for s, d in dstates.items()}
+                    results[f"dreset_{s}"] = jnp.where(start, d, 0.0).astype(dtypes[f"dreset_{s}"])
+            dstates = tuple(jnp.where(start, 0.0, d) for d in dstates)
         return dstates, results
 
-    carry = {s: steps.state(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states}
+    carry = tuple(steps.state(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states)
     saved = {name: steps.split(arrays[name]) for name, _ in cell.residuals if name in arrays}
-    d_each = {s: steps.split(arrays[f"d{s}s"]) for s in cell.states if f"d{s}s" in arrays}
+    d_each = [steps.split(arrays[f"d{s}s"]) if f"d{s}s" in arrays else None for s in cell.states]
     reset = arrays.get("reset")
-    resets = None if reset is None else steps.split(reference.is_reset(reset))
+    resets = None if reset is None else steps.split(is_reset(reset))
     first, results = steps.scan(step, carry, (saved, d_each, resets), last_first=True)
     results = {name: steps.join(x) for name, x in results.items()}
-    for s in cell.states:
-        results[f"d{s}0"] = steps.groups_of(first[s]).astype(dtypes[f"d{s}0"])
+    for s, d in zip(cell.states, first, strict=True):
+        results[f"d{s}0"] = steps.groups_of(d).astype(dtypes[f"d{s}0"])
         if f"dreset_{s}" in dtypes and reset is None:  # without resets the gradient is zero
             results[f"dreset_{s}"] = jnp.zeros(arrays["dhs"].shape, dtypes[f"dreset_{s}"])
     return results

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.reference import LSTMParams, expand_resets, matmul
+from jaxrnn.cells import LSTMParams
+from jaxrnn.numerics import expand_resets, matmul
 
 if TYPE_CHECKING:
     from jax import Array

@@ -1,0 +1,9 @@
+"""The cells in JAX: a file for each cell, with its weights and its arithmetic, and the table of all cells."""
+
+from jaxrnn.cells.base import Cell
+from jaxrnn.cells.gru import GRU, GRUParams
+from jaxrnn.cells.lstm import LSTM, LSTMParams
+
+CELLS = {cell.name: cell for cell in (GRU, LSTM)}
+
+__all__ = ["CELLS", "GRU", "LSTM", "Cell", "GRUParams", "LSTMParams"]

@@ -1,0 +1,60 @@
+"""GRU (Cho et al. 2014, in the variant of cuDNN, PyTorch and Flax). Gates are ordered r, z, n; n is separate.
+
+r = s(a_r), z = s(a_z), n = tanh(x_n + r h_n), h' = (1 - z) n + z h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrnn.cells.base import Cell
+from torch_bridge import cells as specs
+
+if TYPE_CHECKING:
+    from jaxrnn.cells.base import States
+
+
+class GRUParams(NamedTuple):
+    """Weights of a GRU; gates ordered r, z, n.
+
+    Attributes:
+      w_ih: `[D, 3H]` input weights.
+      w_hh: `[H, 3H]` recurrent weights.
+      b_ih: `[3H]` bias of the three gates; it includes the recurrent biases of r and z.
+      b_hn: `[H]` recurrent bias of n, inside the product with r.
+    """
+
+    w_ih: Array
+    w_hh: Array
+    b_ih: Array
+    b_hn: Array
+
+
+def _step(gates: Sequence[Array], x_last: Array, states: States) -> tuple[States, tuple[Array, ...]]:
+    a_r, a_z, h_n = gates
+    r, z = jax.nn.sigmoid(a_r), jax.nn.sigmoid(a_z)
+    n = jnp.tanh(x_last + r * h_n)
+    return ((1 - z) * n + z * states[0],), (h_n, r, z, n)
+
+
+def _compute_residuals(activations: tuple[Array, ...], states: States) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    h_n, r, z, n = activations
+    f_n = (1 - z) * (1 - n * n)
+    return (f_n * h_n * r * (1 - r), (states[0] - n) * z * (1 - z), f_n, f_n * r), (z,)
+
+
+def _grad_step(
+    dstates: States, local_grads: tuple[Array, ...], factors: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    return tuple(dstates[0] * f for f in local_grads), (dstates[0] * factors[0],)
+
+
+GRU = Cell(
+    **vars(specs.GRU), title="a GRU", params=GRUParams, bias="b_ih", step=_step, compute_residuals=_compute_residuals,
+    grad_step=_grad_step,
+)  # fmt: skip

@@ -1,0 +1,62 @@
+"""LSTM (Hochreiter & Schmidhuber 1997, with forget gates). Gates are ordered i, f, g, o.
+
+c' = s(f) c + s(i) tanh(g), h' = s(o) tanh(c').
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrnn.cells.base import Cell
+from torch_bridge import cells as specs
+
+if TYPE_CHECKING:
+    from jaxrnn.cells.base import States
+
+
+class LSTMParams(NamedTuple):
+    """Weights of an LSTM; gates ordered i, f, g, o.
+
+    Attributes:
+      w_ih: `[D, 4H]` input weights.
+      w_hh: `[H, 4H]` recurrent weights, `[P, 4H]` with a projection.
+      b: `[4H]` bias; no constant is added for the forget gate.
+      w_hr: `[H, P]` projection of the hidden state, or None if there is none.
+    """
+
+    w_ih: Array
+    w_hh: Array
+    b: Array
+    w_hr: Array | None = None
+
+
+def _step(gates: Sequence[Array], x_last: None, states: States) -> tuple[States, tuple[Array, ...]]:
+    a_i, a_f, a_g, a_o = gates
+    i, f, g, o = jax.nn.sigmoid(a_i), jax.nn.sigmoid(a_f), jnp.tanh(a_g), jax.nn.sigmoid(a_o)
+    c = f * states[1] + i * g
+    tanh_c = jnp.tanh(c)
+    return (o * tanh_c, c), (i, f, g, o, tanh_c)
+
+
+def _compute_residuals(activations: tuple[Array, ...], states: States) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    i, f, g, o, tanh_c = activations
+    local_grads = g * i * (1 - i), states[1] * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)
+    return local_grads, (o * (1 - tanh_c * tanh_c), f)
+
+
+def _grad_step(
+    dstates: States, local_grads: tuple[Array, ...], factors: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    (dh, dc), (f_i, f_f, f_g, f_o) = dstates, local_grads
+    return (dc * f_i, dc * f_f, dc * f_g, dh * f_o), (dc * factors[1],)
+
+
+LSTM = Cell(
+    **vars(specs.LSTM), title="an LSTM", params=LSTMParams, bias="b", step=_step, compute_residuals=_compute_residuals,
+    grad_step=_grad_step,
+)  # fmt: skip

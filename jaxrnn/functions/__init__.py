@@ -1,0 +1,1 @@
+"""The public functions, a file for each cell."""

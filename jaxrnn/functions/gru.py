@@ -1,0 +1,72 @@
+"""`jaxrnn.gru`."""
+
+from __future__ import annotations
+
+import jax
+from jax import Array
+
+from jaxrnn import recurrent
+from jaxrnn.cells import GRU, GRUParams
+from jaxrnn.checks import Implementation
+
+
+def gru(
+    params: GRUParams,
+    carry: Array,
+    xs: Array,
+    *,
+    resets: Array | None = None,
+    reset_state: Array | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[Array, Array]:
+    """Runs a GRU over time, starting afresh wherever `resets` is nonzero.
+
+    s is the logistic function, and gates are ordered r, z, n (the variant of cuDNN, PyTorch and Flax):
+
+        h = reset_state if resets[t] else h
+        r = s(W_ir x + W_hr h + b_r),  z = s(W_iz x + W_hz h + b_z)
+        n = tanh(W_in x + b_in + r * (W_hn h + b_hn))
+        h' = (1 - z) * n + z * h
+
+    Args:
+      params: `GRUParams(w_ih [D, 3H], w_hh [H, 3H], b_ih [3H], b_hn [H])`.
+      carry: `[*batch, H]` the hidden state before the first step.
+      xs: `[T, *batch, D]` inputs, time first; `[*batch, T, D]` if not `time_major`. Any number of batch axes.
+      resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
+        step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
+      reset_state: the state from which an episode starts: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a
+        value for every step, `[T, *batch, H]` (`[*batch, T, H]`). It is differentiable.
+      reverse: whether to run from the last step to the first; outputs stay in the order of the inputs.
+      time_major: whether time is the first axis of `xs`, `resets` and the outputs, or the last before features.
+      precision: precision of every matmul, as in `jax.lax.dot_general`; None means `jax_default_matmul_precision`.
+      remat: whether to recompute the gates in the backward pass, in matmuls over many steps at a time, instead of
+        saving them.
+      implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
+        fastest that can run the input. If you name one that cannot run it, a `NotImplementedError` says why.
+
+    On an explicit mesh `xs` may be sharded over its batch axes: every device runs its shard, and the other arguments
+    are resharded to match `xs`. If JAX manages the mesh (`AxisType.Auto`), the same holds for the first batch axis.
+
+    Forward mode (`jax.jvp`, `jax.jacfwd`, `jax.hessian`) and derivatives of gradients need `implementation="xla"`: the
+    kernels support first-order reverse mode only, and raise for other derivatives even if None picked them.
+
+    Returns:
+      `(carry, ys)`, as from `lax.scan`: the last hidden state `[*batch, H]` and the hidden states of all steps
+      `[T, *batch, H]` (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32, or
+      float64 if `carry`, `xs` or any of `params` is. Matrices are multiplied in the dtype that `xs`, `w_ih` and `w_hh`
+      promote to.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
+        the kernels is requested; the message says which limit was hit.
+    """
+    carry, (ys,) = recurrent.run(
+        GRU, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
+        precision=precision, remat=remat, implementation=implementation,
+    )  # fmt: skip
+    return carry, ys

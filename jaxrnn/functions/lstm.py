@@ -1,0 +1,65 @@
+"""`jaxrnn.lstm`."""
+
+from __future__ import annotations
+
+import jax
+from jax import Array
+
+from jaxrnn import recurrent
+from jaxrnn.cells import LSTM, LSTMParams
+from jaxrnn.checks import Implementation
+
+
+def lstm(
+    params: LSTMParams,
+    carry: tuple[Array, Array],
+    xs: Array,
+    *,
+    resets: Array | None = None,
+    reset_state: tuple[Array, Array] | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    return_cells: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[tuple[Array, Array], Array | tuple[Array, Array]]:
+    """Runs an LSTM over time, starting afresh wherever `resets` is nonzero.
+
+    s is the logistic function, and gates are ordered i, f, g, o (no constant is added to the forget gate):
+
+        c, h = reset_state if resets[t] else c, h
+        i, f, o = s(W_i x + W_h h + b),  g = tanh(W_ig x + W_hg h + b_g)
+        c' = f * c + i * g,  h' = o * tanh(c')
+
+    With `params.w_hr` the hidden state is projected to P units, as with `proj_size` of `torch.nn.LSTM` (Sak et al.
+    2014): `h' = W_hr (o * tanh(c'))`, and the width of h is P instead of H. The loop of the kernels multiplies by
+    W_h W_hr. It takes 4 H^2 products per step instead of 5 H P, at a cost that is small compared with its latency.
+
+    Args:
+      params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`; with a projection `w_hh [P, 4H]` and `w_hr [H, P]`.
+      carry: `(c, h)`, each `[*batch, H]`: the cell and hidden state before the first step, in Flax's order.
+      xs: as in `gru`.
+      resets: as in `gru`.
+      reset_state: None (zeros) or `(c, h)`, each None or of a shape that `gru` accepts.
+      reverse: as in `gru`.
+      time_major: as in `gru`.
+      return_cells: whether to return the cell state of every step too.
+      precision: as in `gru`.
+      remat: as in `gru`.
+      implementation: as in `gru`.
+
+    Returns:
+      `((c, h), hs)`, or `((c, h), (hs, cs))` if `return_cells`: the last carry and the hidden (and cell) states of all
+      steps, each in the dtype of its carry.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
+        the kernels is requested; the message says which limit was hit.
+    """
+    carry, sequences = recurrent.run(
+        LSTM, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
+        return_states=return_cells, precision=precision, remat=remat, implementation=implementation,
+    )  # fmt: skip
+    return carry, (sequences[0], sequences[1]) if len(sequences) > 1 else sequences[0]

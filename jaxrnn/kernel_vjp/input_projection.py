@@ -1,0 +1,53 @@
+"""The product of the inputs and their weights, before the loop."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn import _bridge
+from jaxrnn.cells import base
+from jaxrnn.kernel_vjp.spec import RecurrenceSpec
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def possible_first_steps(
+    static: RecurrenceSpec, in_reverse: Array | None, start: Any, size: int, steps: int
+) -> list[tuple[int, Any]]:
+    """Returns where in a chunk the loop may begin, as `(index in the chunk, whether the loop begins there)`.
+
+    The chunk has `size` of all `steps` and begins at step `start`.
+    """
+    if in_reverse is not None:
+        return [(0, ~in_reverse), (size - 1, in_reverse)]
+    return [(size - 1, start + size == steps) if static.reverse else (0, start == 0)]
+
+
+def input_projection(
+    static: RecurrenceSpec, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
+) -> Array:
+    """Returns the input projection `[G, T, B, gates * H]`, with `first` added at the step where the loop begins.
+
+    Its dtype is float32, or float16 where that makes kernels with bfloat16 operands faster.
+    """
+    cell, dtype = static.cell, static.operand_dtype
+    inputs, gates = params.w_ih.shape
+    by_kernel = (static.uses_tf32 or dtype == jnp.bfloat16) and first is None and not static.remat
+    if by_kernel and _bridge.is_projection_profitable(math.prod(xs.shape[:-1]), inputs, gates, dtype):
+        w_ih = params.w_ih.astype(dtype)
+        if static.uses_tf32:
+            w_ih = _bridge.round_to_tf32(w_ih)
+        bias = getattr(params, cell.bias).astype(jnp.float32)
+        out = jnp.float32 if static.uses_tf32 else jnp.float16
+        return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out)
+    xp = base.project(cell, params, xs, static.precision)
+    if first is not None:
+        for at, begins in beginnings:  # XLA updates xp in place
+            step = xp[:, at : at + 1] + jnp.where(begins, first, jnp.zeros_like(first))[:, None]
+            xp = jax.lax.dynamic_update_slice_in_dim(xp, step, at, axis=1)
+    return xp

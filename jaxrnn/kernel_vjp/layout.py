@@ -1,0 +1,101 @@
+"""Conversion of the arguments of a recurrence to canonical form `[G, T, B, W]`, and of its results back.
+
+Time-major input is one group of sequences; batch-major input is one group per sequence. Neither needs a transpose.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxrnn import sharding
+from jaxrnn.cells import Cell
+from jaxrnn.kernel_vjp.recurrence import recurrence
+from jaxrnn.kernel_vjp.spec import RecurrenceSpec, kernel_precision
+from jaxrnn.numerics import is_reset
+from torch_bridge import rules
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from torch_bridge.tiling import Reverse
+
+
+def _merge_axes(x: Array, start: int, count: int) -> Array:
+    """Merges `count` axes of `x`, from `start` on, into one; inserts an axis of size 1 if `count` is 0."""
+    if count == 0:
+        return jnp.expand_dims(x, start)
+    return x.reshape(*x.shape[:start], math.prod(x.shape[start : start + count]), *x.shape[start + count :])
+
+
+def _split_axis(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
+    """Splits an axis of `x` into axes of `sizes`; removes it if there are none."""
+    return x.reshape(*x.shape[:axis], *sizes, *x.shape[axis + 1 :]) if sizes else x.squeeze(axis)
+
+
+def run_canonical(
+    cell: Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
+    resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
+    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], may_scan: bool,
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
+    """Converts the arguments of `_run_on_device` to canonical form, runs the kernels, and converts the results back.
+
+    `first [*batch, gates * H]`, if it is not None, is added to the input projection of the step that is computed first.
+    """
+    hidden, rank = states[0].shape[-1], states[0].ndim
+    batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
+    # the axis of the one group, or of the one sequence per group, is expanded and squeezed: a reshape would lose the
+    # sharding of a size-1 axis that `vmap` maps over
+    one, one_stepped = (0, 0) if time_major else (1, 2)
+
+    def sequence(x: Array) -> Array:
+        return jnp.expand_dims(_merge_axes(x, int(time_major), len(batch)), one_stepped)
+
+    def state(x: Array) -> Array:
+        x = jnp.broadcast_to(x, (*batch, x.shape[-1]))
+        return jnp.expand_dims(_merge_axes(x, 0, len(batch)), one)
+
+    def stepped(x: Array) -> Array:
+        if x.ndim <= rank:
+            x = jnp.expand_dims(jnp.broadcast_to(x, (*batch, hidden)), 0 if time_major else -2)
+        return sequence(jnp.broadcast_to(x, (*xs.shape[:-1], hidden)))
+
+    if resets is not None and resets.dtype.name not in rules.RESET_DTYPES:
+        resets = is_reset(resets)
+    # the kernels carry float32; they read and write a state in bfloat16 if it and the operands are, else in float32
+    dtypes = [x.dtype if x.dtype == operand_dtype == jnp.bfloat16 else jnp.dtype(jnp.float32) for x in states]
+    kind, canonical_reset_states = "zeros", None
+    if any(x is not None for x in reset_states):
+        # cast to the kernel's dtype before broadcasting, so that the gradient is summed in that dtype
+        given = [
+            sharding.unify_varying_axes(jnp.zeros((hidden,), dtype), states) if x is None else x.astype(dtype)
+            for x, dtype in zip(reset_states, dtypes, strict=True)
+        ]
+        kind = "stepped" if any(x.ndim > rank for x in given) else "fixed"
+        canonical_reset_states = tuple(map(stepped if kind == "stepped" else state, given))
+    static = RecurrenceSpec(
+        cell=cell,
+        operand_dtype=operand_dtype,
+        reset_state=kind,
+        reverse=reverse,
+        precision=precision,
+        kernel_precision=str(kernel_precision(precision, hidden)),
+        remat=remat,
+        returned=returned,
+        may_scan=may_scan,
+    )
+    last, sequences = recurrence(
+        static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),
+        sequence(xs), None if resets is None else sequence(resets), canonical_reset_states,
+        None if first is None else state(first), in_reverse,
+    )  # fmt: skip
+    return (
+        tuple(_split_axis(x.squeeze(one), 0, batch).astype(given.dtype) for x, given in zip(last, states, strict=True)),
+        tuple(
+            _split_axis(sequences[name].squeeze(one_stepped), int(time_major), batch).astype(given.dtype)
+            for name, given in zip(cell.states, states, strict=True)
+            if name in returned
+        ),
+    )

@@ -1,0 +1,214 @@
+"""The recurrence with the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
+
+Canonical arrays are `[G, T, B, W]`: G groups of B sequences, time first inside a group. `jax.vmap` adds groups, or
+models if weights are batched. With `remat` the forward and the backward pass process time in chunks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrnn import _bridge, sharding
+from jaxrnn.cells import base
+from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
+from jaxrnn.kernel_vjp.history import state_before, states_before
+from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
+from jaxrnn.kernel_vjp.spec import (
+    RecurrenceSpec,
+    has_residuals_in_place,
+    residual_fits_float16,
+    residual_outputs,
+)
+from jaxrnn.kernel_vjp.weight_grads import has_weight_grads_launch, launch_weight_grads, weight_grads
+from jaxrnn.numerics import matmul
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.jit, static_argnums=(0,), inline=True)
+def recurrence(
+    static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
+    """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step."""
+    last, sequences, _ = _forward(
+        static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=False
+    )
+    return last, sequences
+
+
+def _forward(
+    static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, save_residuals: bool,
+) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """Computes `recurrence`, and returns all per-step outputs by name too; `save_residuals` adds the residuals."""
+    run = functools.partial(_forward_on_device, static, save_residuals)
+    return sharding.shard_over_vmapped_axes(run, params, states, xs, resets, reset_states, first, in_reverse)
+
+
+def _forward_on_device(
+    static: RecurrenceSpec, save_residuals: bool, params: Any, states: tuple[Array, ...], xs: Array,
+    resets: Array | None, reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
+    """Computes `_forward` where `vmap` maps no sharded axis."""
+    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
+    f32 = jnp.dtype(jnp.float32)
+    w_hh = params.w_hh.astype(operand_dtype)
+    weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
+    if cell.last_gate_separate:
+        weights["b_hn"] = params.b_hn.astype(f32)[None]
+    outputs = [
+        _bridge.Output(f"{s}s", True, hidden, x.dtype)
+        for s, x in zip(cell.states, states, strict=True)
+        if s == "h" or s in static.returned or (save_residuals and static.remat)
+    ]
+    outputs += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
+    if save_residuals and not static.remat:
+        in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
+        outputs += residual_outputs(static, hidden, xs, in_place)
+
+    stepped = reset_states if static.reset_state == "stepped" else None
+
+    def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
+        x, reset, new = sequences
+        beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
+        xp = input_projection(static, params, x, first, beginnings)
+        arrays: dict[str, Array | None] = weights | {"xp": xp}
+        arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
+        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
+        results = _bridge.launch(
+            cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
+            precision=static.kernel_precision, may_scan=static.may_scan,
+        )  # fmt: skip
+        return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
+
+    size = chunk_steps(cell, xs, hidden) if save_residuals and static.remat else steps
+    if size < steps:
+        states = tuple(x.astype(f32) for x in states)  # the dtype in which a chunk passes them to the next
+    last, _, results = in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
+    return last, {s: results[f"{s}s"] for s in static.returned}, results
+
+
+def _recurrence_fwd(
+    static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
+    reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
+) -> tuple[Any, Any]:  # fmt: skip
+    last, sequences, results = _forward(
+        static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=True
+    )
+    needed = [f"{s}s" for s in static.cell.states] if static.remat else [*dict(static.cell.residuals), "hs"]
+    saved = {name: results[name] for name in needed if name in results}
+    return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
+
+
+def _recurrence_bwd(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    run = functools.partial(_backward_on_device, static)
+    dparams, dstates, dxs, dreset_states, dfirst = sharding.shard_over_vmapped_axes(run, residuals, cotangents)
+    _, _, _, resets, _, _, in_reverse, _ = residuals
+    return dparams, dstates, dxs, _zero_cotangent(resets), dreset_states, dfirst, _zero_cotangent(in_reverse)
+
+
+def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Returns the gradients to the differentiable arguments of `recurrence` where `vmap` maps no sharded axis."""
+    params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
+    d_last, d_sequences = cotangents
+    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
+    f32 = jnp.dtype(jnp.float32)
+    w_hh = params.w_hh.astype(operand_dtype)
+    stored = residual_outputs(
+        static, hidden, xs, in_place=not static.remat and not dict(cell.residuals).keys() <= saved.keys()
+    )
+    over = next((array.name for array in stored if array.over), None)
+    outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
+    outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
+    outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
+    if reset_states:
+        outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
+
+    stepped = reset_states if static.reset_state == "stepped" else None
+    one_launch = has_weight_grads_launch(static, xs, hidden)
+
+    def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
+        x, reset, new, residuals, d_each = sequences
+        new = new or reset_states
+        beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
+        previous = {}
+        for k, s in enumerate(cell.states):
+            if f"{s}s" in saved and not one_launch:
+                before = state_before(static, saved[f"{s}s"], states[k], start, x.shape[1])
+                previous[s] = states_before(
+                    static, residuals[f"{s}s"], before, reset, new[k] if new else None, in_reverse
+                )
+        if static.remat:
+            h_prev = previous["h"].astype(operand_dtype)
+            xp = input_projection(static, params, x, first, beginnings)
+            hp = matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
+            all_before = tuple(previous[s].astype(f32) for s in cell.states)
+            _, activations = cell.step(*base.add_gates(cell, xp, hp, getattr(params, "b_hn", None)), all_before)
+            residuals = base.residuals_of(cell, activations, all_before)
+            for array in stored:
+                if residual_fits_float16(array.name, static):  # clamped as in the kernel
+                    residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
+
+        arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
+        arrays |= {array.name: residuals[array.name] for array in stored}
+        arrays |= {f"d{s}s": d for s, d in d_each.items()}
+        arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
+        results = _bridge.launch(
+            cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
+            precision=static.kernel_precision, may_scan=static.may_scan,
+        )  # fmt: skip
+
+        dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}
+        dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
+                        preferred_element_type=f32)  # fmt: skip
+        if one_launch:
+            sums = launch_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
+        else:
+            sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
+        parts = {}
+        if first is not None:
+            at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
+            sums["first"] = functools.reduce(jnp.add, at_each)
+        parts["xs"] = dx.astype(xs.dtype)
+        for s, value in zip(cell.states, reset_states or (), strict=False):
+            d = results[f"dreset_{s}"]
+            if static.reset_state == "stepped":
+                parts[f"reset_{s}"] = d.astype(value.dtype)
+            else:  # the kernel writes one gradient per step, mostly zeros: a sum in the kernel would cost registers
+                sums[f"reset_{s}"] = d.sum(axis=1)
+        return tuple(results[f"d{s}0"] for s in cell.states), sums, parts
+
+    size = chunk_steps(cell, xs, hidden) if static.remat else steps
+    sequences = (xs, resets, stepped, saved, d_sequences)
+    d_first, sums, parts = in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
+    weights = {name: w for name, w in params._asdict().items() if w is not None}
+    dparams = type(params)(**{name: sums[name].astype(w.dtype) for name, w in weights.items()})
+    dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
+    dreset_states = None
+    if reset_states:
+        found = sums | parts
+        dreset_states = tuple(
+            found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
+        )
+    dfirst = None if first is None else sums["first"]
+    return dparams, dstates, parts["xs"], dreset_states, dfirst
+
+
+def _zero_cotangent(resets: Array | None) -> Any:
+    if resets is None:
+        return None
+    if jnp.issubdtype(resets.dtype, jnp.floating):
+        return jnp.zeros_like(resets)
+    return np.zeros(resets.shape, jax.dtypes.float0)
+
+
+recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)

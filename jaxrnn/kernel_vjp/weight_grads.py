@@ -1,0 +1,70 @@
+"""The gradients of weights and biases: products over all steps, by XLA or in one launch."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn import _bridge
+from jaxrnn.cells import base
+from jaxrnn.kernel_vjp import memory_layout
+from jaxrnn.kernel_vjp.spec import RecurrenceSpec
+from torch_bridge import rules
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def weight_grads(
+    static: RecurrenceSpec, xs: Array, h_prev: Array, dxp: Array, hidden_grads: dict[str, Array]
+) -> dict[str, Array]:
+    """Returns the gradients of weights and biases by params field, from the states before each step, `h_prev`."""
+    cell, spec = static.cell, "gtbx,gtby->xy"
+    xs, h_prev = xs.astype(static.operand_dtype), h_prev.astype(static.operand_dtype)
+
+    def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
+        """Returns `x^T @ y`, summed over groups, steps and batch."""
+        return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
+
+    recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= rules.FULL_PRECISION_WIDTH else static.precision
+    if static.uses_tf32 and _bridge.is_features_first_profitable(math.prod(xs.shape[:-1]), dxp.shape[-1]):
+        xs, h_prev, spec = memory_layout.features_first(xs), memory_layout.features_first(h_prev), "xgtb,gtby->xy"
+    contract_states = functools.partial(contract, h_prev, precision=recurrent)
+    return {
+        "w_ih": contract(xs, dxp), cell.bias: base.bias_grad(dxp),
+        **base.recurrent_grads(cell, contract_states, dxp, hidden_grads),
+    }  # fmt: skip
+
+
+def has_weight_grads_launch(static: RecurrenceSpec, xs: Array, hidden: int) -> bool:
+    """Whether one launch computes the gradients of weights and biases, which needs all steps in one direction."""
+    if static.remat or static.reset_state != "zeros" or static.reverse == "bidirectional":
+        return False
+    if static.operand_dtype == jnp.float32 and not static.uses_tf32:
+        return False
+    cell = static.cell
+    return _bridge.is_weight_grads_launch_profitable(
+        xs.shape, hidden, cell.gates * hidden, static.operand_dtype, cell.last_gate_separate
+    )
+
+
+def launch_weight_grads(
+    static: RecurrenceSpec,
+    xs: Array,
+    hs: Array,
+    h0: Array,
+    resets: Array | None,
+    dxp: Array,
+    hidden_grads: dict[str, Array],
+) -> dict[str, Array]:
+    """Returns the gradients of `weight_grads` by one launch, from the states after each step, `hs`."""
+    cell, dtype = static.cell, static.operand_dtype
+    arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
+    arrays |= {"reset": resets, "dxp": dxp} | hidden_grads
+    models = {name: None if x is None else x[None] for name, x in arrays.items()}
+    grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True)
+    return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}
