@@ -1,4 +1,4 @@
-"""Makes small calls of `gru` and `lstm`, with the same signature for both cells, which several test files share."""
+"""Makes small calls of the cells' functions, with the same signature for all cells, which several test files share."""
 
 import functools
 
@@ -8,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxrnn
 from jaxrnn import cells, recurrent
 
 T, B, H, D, S, P = 4, 3, 5, 2, 2, 3
 CLOSE = 1e-5
-FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}
+FUNCTIONS = cases.FUNCTIONS
 PROJECTED = "lstm-projected"  # also a value of `cell`: an LSTM that projects its hidden state to P units
 
 KERNELS = [
@@ -45,12 +44,12 @@ def arguments(cell, batch=(B,), steps=T, hidden=H, lead=(), dtype=jnp.float32, t
     zeros = functools.partial(np.zeros, dtype=dtype)
     case = cases.Case(cell_of(cell), steps, 0, hidden, D, proj=P if cell == PROJECTED else 0)
     weights = {name: zeros((*lead, *shape)) for name, shape in cases.weights(case).items()}
-    params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
+    params = cells.CELLS[case.cell].params(**weights)
     sequence = (*lead, steps, *batch) if time_major else (*lead, *batch, steps)
     before = (*lead, *batch), sequence if stepped else lead
-    carry, state = (tuple(zeros((*x, cases.width(case, k))) for k in cases.CARRY[case.cell]) for x in before)
-    if cell == "gru":
-        (carry,), (state,) = carry, state
+    carry, state = (
+        cases.unwrap(tuple(zeros((*x, cases.width(case, k))) for k in cases.CARRY[case.cell])) for x in before
+    )
     params, carry, xs, state = random_like((params, carry, zeros((*sequence, D)), state))
     resets = jnp.asarray(np.random.default_rng(0).random(sequence) < 0.3, dtype)
     return params, carry, xs, resets, state

@@ -14,6 +14,7 @@ import numpy as np
 import oracle
 
 import jaxrnn
+from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -28,10 +29,10 @@ DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16, "f64": j
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of `jaxrnn.gru` or `jaxrnn.lstm`.
+    """One call of a cell's function.
 
     Attributes:
-      cell: "gru" or "lstm".
+      cell: a key of `FUNCTIONS`.
       T, B, H, D: number of steps, sequences, hidden units and input features.
       dtype: the dtype of inputs, weights and reset state, a key of `DTYPES`.
       carry_dtype: the dtype of carry and outputs, a key of `DTYPES`.
@@ -81,19 +82,22 @@ class Case:
         return "-".join(names + [name for name, told in rest.items() if told])
 
 
-WEIGHTS = {
-    "gru": lambda H, D: {"w_ih": (D, 3 * H), "w_hh": (H, 3 * H), "b_ih": (3 * H,), "b_hn": (H,)},
-    "lstm": lambda H, D, P=0: (
-        {"w_ih": (D, 4 * H), "w_hh": (P or H, 4 * H), "b": (4 * H,)} | ({"w_hr": (H, P)} if P else {})
-    ),
-}
-CARRY = {"gru": ("carry",), "lstm": ("carry_c", "carry_h")}
-RESET_STATE = {"gru": ("reset_state",), "lstm": ("reset_c", "reset_h")}
+# Each cell's function, of which the first two are measured and tested most.
+FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu}
+OTHERS = tuple(name for name in FUNCTIONS if name not in ("gru", "lstm"))
+CARRY = {name: ("carry",) if len(CELLS[name].states) == 1 else ("carry_c", "carry_h") for name in FUNCTIONS}
+RESET_STATE = {name: ("reset_state",) if len(CELLS[name].states) == 1 else ("reset_c", "reset_h") for name in FUNCTIONS}
 
 
 def weights(case: Case) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of `case` by name."""
-    return WEIGHTS[case.cell](case.H, case.D, *((case.proj,) if case.proj else ()))
+    shapes = CELLS[case.cell].shapes(case.D, case.H)
+    return shapes | ({"w_hh": (case.proj, 4 * case.H), "w_hr": (case.H, case.proj)} if case.proj else {})
+
+
+def unwrap(states: tuple) -> object:
+    """Returns one state as it is and two as a tuple, as the functions take them."""
+    return states[0] if len(states) == 1 else states
 
 
 def width(case: Case, name: str) -> int:
@@ -215,31 +219,23 @@ def _compiled(function: Callable, case: Case, implementation: str | None) -> Cal
 
 def _forward(case: Case, implementation: str | None, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     carry_names, reset_names = CARRY[case.cell], RESET_STATE[case.cell]
-    params = {name: inputs[name] for name in weights(case)}
-    carry = tuple(inputs[name] for name in carry_names)
-    reset_state = None if case.reset_state is None else tuple(inputs[name] for name in reset_names)
-    options = {
-        "resets": inputs.get("resets"),
-        "reverse": case.reverse,
-        "time_major": case.time_major,
-        "precision": case.precision,
-        "remat": case.remat,
-        "implementation": implementation,
-    }
-    if case.cell == "gru":
-        reset_state = reset_state if reset_state is None else reset_state[0]
-        last, ys = jaxrnn.gru(jaxrnn.GRUParams(**params), *carry, inputs["xs"], reset_state=reset_state, **options)
-        return {"ys": ys, "carry": last}
-    last, ys = jaxrnn.lstm(
-        jaxrnn.LSTMParams(**params),
-        carry,
+    params = CELLS[case.cell].params(**{name: inputs[name] for name in weights(case)})
+    reset_state = None if case.reset_state is None else unwrap(tuple(inputs[name] for name in reset_names))
+    last, ys = FUNCTIONS[case.cell](
+        params,
+        unwrap(tuple(inputs[name] for name in carry_names)),
         inputs["xs"],
+        resets=inputs.get("resets"),
         reset_state=reset_state,
-        return_cells=case.cells,
-        **options,
+        reverse=case.reverse,
+        time_major=case.time_major,
+        precision=case.precision,
+        remat=case.remat,
+        implementation=implementation,
+        **({"return_cells": case.cells} if case.cell == "lstm" else {}),
     )
     ys = dict(zip(("ys", "cs"), ys, strict=True)) if case.cells else {"ys": ys}
-    return ys | dict(zip(carry_names, last, strict=True))
+    return ys | dict(zip(carry_names, last if len(carry_names) > 1 else (last,), strict=True))
 
 
 def _with_gradients(case: Case, implementation: str | None, inputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -324,6 +320,17 @@ def _interpreted() -> tuple[Case, ...]:
             vary(T=3, H=36, precision="default", reset_state="bh", proj=9)
             vary(precision="default", reset_state="h", proj=5)
             vary(T=3, H=70, reset_state="h", proj=18)
+    for cell in OTHERS:
+        base = Case(cell, T=4, B=5, H=12, D=7, precision="highest")
+        cases += [dataclasses.replace(base, **changes) for changes in (
+            {"resets": "none"}, {"resets": "all", "reset_state": "h", "remat": True},
+            {"reset_state": "tbh", "time_major": False, "reverse": True, "remat": True},
+            {"T": 1, "B": 1, "H": 1, "D": 1}, {"models": 2, "reset_state": "bh", "time_major": False},
+            {"T": 3, "H": 17, "dtype": "f16", "carry_dtype": "f16", "precision": "default"},
+            {"T": 3, "B": 19, "H": 36, "precision": "default", "reset_state": "bh"},
+            {"T": 3, "H": 70, "reset_state": "h", "reverse": True},
+            {"T": 2, "H": 136, "dtype": "f16", "precision": "default", "reset_state": "tbh"},
+        )]  # fmt: skip
     return _dedupe(cases)
 
 
@@ -408,6 +415,27 @@ def _gpu() -> tuple[Case, ...]:
                 add(H, 64, precision=precision, proj=H // 4, reset_state="h", cells=True)
             add(128, 64, dtype="f16", carry_dtype="f16", proj=64, reset_state="h")
             add(128, 2048, proj=32)
+    for cell in OTHERS:
+        sizes = (
+            (1, 1),
+            (24, 3),
+            (32, 2048),
+            (64, 64),
+            (100, 16),
+            (128, 64),
+            (128, 2048),
+            (256, 300),
+            (512, 16),
+            (1000, 64),
+        )
+        kinds = ({}, {"dtype": "bf16"}, {"precision": "highest"})
+        options = (
+            {"reset_state": "h", "remat": True}, {"reverse": True, "reset_state": "bh", "reset_dtype": "float32"},
+            {"resets": "none", "time_major": False}, {"models": 3, "reset_state": "tbh", "D": 8},
+        )  # fmt: skip
+        for i, ((H, B), kind) in enumerate(itertools.product(sizes, kinds)):
+            cases.append(Case(cell, T=13, B=B, H=H, **kind, **options[i % 4]))
+        cases += [Case(cell, T=257, B=3, H=H, dtype="f16", carry_dtype="f16") for H in (20, 64, 128, 300)]
     return _dedupe(cases)
 
 
@@ -423,6 +451,6 @@ GPU_FORWARD = tuple(
 # At some of these sizes, a Hopper GPU scales operands to 16 bits; at others, it does not.
 OF_EVERY_SIZE = tuple(
     Case(cell, T=9, B=B, H=H)
-    for cell in WEIGHTS
+    for cell in FUNCTIONS
     for H, B in ((32, 16), (64, 16), (64, 300), (100, 16), (128, 16), (256, 16), (700, 16))
 )

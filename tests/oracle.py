@@ -1,4 +1,4 @@
-"""Computes GRU, LSTM and norms, forward and backward, in float64 NumPy, for comparison with all implementations.
+"""Computes the cells and norms, forward and backward, in float64 NumPy, for comparison with all implementations.
 
 The code follows the equations, its gradients are derived by hand, and all arrays are time first. The prefix `ct_` marks
 a cotangent, which is an input; the prefix `d` marks a gradient, which is an output.
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from numpy.typing import NDArray
 
@@ -41,42 +41,65 @@ def gru(inputs: Arrays, *, reverse: bool = False) -> Results:
       `ys`, `carry`, and the gradients `dw_ih`, `dw_hh`, `db_ih`, `db_hn`, `dxs`, `dcarry`, and `dreset_state` if there
       is a reset state.
     """
-    w_ih, w_hh, b_ih, b_hn, xs, h, ct_ys, ct_carry = _float64(
-        inputs, "w_ih", "w_hh", "b_ih", "b_hn", "xs", "carry", "ct_ys", "ct_carry"
-    )
-    reset_state = inputs.get("reset_state")
-    T, B, H = *xs.shape[:2], w_hh.shape[0]
-    reset = _resets(inputs, T, B)
-    start = _per_step(reset_state, T, B, H)
-    order = range(T)[::-1] if reverse else range(T)
 
-    xp = xs @ w_ih + b_ih
-    h_in, r, z, n, u, ys = (np.empty((T, B, H)) for _ in range(6))
-    for t in order:
-        h_in[t] = np.where(reset[t], start[t], h)
-        x_r, x_z, x_n = np.split(xp[t], 3, axis=-1)
-        w_r, w_z, w_n = np.split(h_in[t] @ w_hh, 3, axis=-1)
-        r[t], z[t], u[t] = _sigmoid(x_r + w_r), _sigmoid(x_z + w_z), w_n + b_hn
-        n[t] = np.tanh(x_n + r[t] * u[t])
-        ys[t] = h = (1 - z[t]) * n[t] + z[t] * h_in[t]
+    def step(xp: NDArray, hp: NDArray, h: NDArray) -> tuple[NDArray, ...]:
+        (x_r, x_z, x_n), (h_r, h_z, h_n) = np.split(xp, 3, axis=-1), np.split(hp, 3, axis=-1)
+        r, z = _sigmoid(x_r + h_r), _sigmoid(x_z + h_z)
+        n = np.tanh(x_n + r * h_n)
+        return (1 - z) * n + z * h, r, z, n, h_n
 
-    d_xp, d_hp, d_start = np.empty((T, B, 3 * H)), np.empty((T, B, 3 * H)), np.zeros((T, B, H))
-    dh = ct_carry
-    for t in order[::-1]:
-        dh = dh + ct_ys[t]
-        d_n = dh * (1 - z[t]) * (1 - n[t] ** 2)
-        d_z = dh * (h_in[t] - n[t]) * z[t] * (1 - z[t])
-        d_r = d_n * u[t] * r[t] * (1 - r[t])
-        d_xp[t] = np.concatenate([d_r, d_z, d_n], axis=-1)
-        d_hp[t] = np.concatenate([d_r, d_z, d_n * r[t]], axis=-1)
-        d_in = dh * z[t] + d_hp[t] @ w_hh.T
-        d_start[t], dh = np.where(reset[t], d_in, 0), np.where(reset[t], 0, d_in)
+    def back(dh: NDArray, saved: tuple[NDArray, ...], h: NDArray) -> tuple[NDArray, ...]:
+        _, r, z, n, h_n = saved
+        d_n = dh * (1 - z) * (1 - n**2)
+        d_z = dh * (h - n) * z * (1 - z)
+        d_r = d_n * h_n * r * (1 - r)
+        return np.concatenate([d_r, d_z, d_n], axis=-1), np.concatenate([d_r, d_z, d_n * r], axis=-1), dh * z
 
-    results = {"ys": ys, "carry": h, "dcarry": dh, "db_hn": d_hp[..., 2 * H :].sum((0, 1))}
-    results |= _projection_gradients(w_ih, xs, d_xp, "db_ih") | {"dw_hh": _outer(h_in, d_hp)}
-    if reset_state is not None:
-        results["dreset_state"] = _sum_to(d_start, np.shape(reset_state))
-    return results
+    return _one_state(inputs, reverse, "b_ih", step, back)
+
+
+def mgu(inputs: Arrays, *, reverse: bool = False) -> Results:
+    """Returns outputs and gradients of an MGU, as `gru` does, with two gates instead of three."""
+
+    def step(xp: NDArray, hp: NDArray, h: NDArray) -> tuple[NDArray, ...]:
+        (x_f, x_n), (h_f, h_n) = np.split(xp, 2, axis=-1), np.split(hp, 2, axis=-1)
+        f = _sigmoid(x_f + h_f)
+        n = np.tanh(x_n + f * h_n)
+        return (1 - f) * n + f * h, f, n, h_n
+
+    def back(dh: NDArray, saved: tuple[NDArray, ...], h: NDArray) -> tuple[NDArray, ...]:
+        _, f, n, h_n = saved
+        d_n = dh * (1 - f) * (1 - n**2)
+        d_f = (dh * (h - n) + d_n * h_n) * f * (1 - f)
+        return np.concatenate([d_f, d_n], axis=-1), np.concatenate([d_f, d_n * f], axis=-1), dh * f
+
+    return _one_state(inputs, reverse, "b_ih", step, back)
+
+
+def simple_tanh(inputs: Arrays, *, reverse: bool = False) -> Results:
+    """Returns outputs and gradients of a simple cell with tanh, as `gru` does; the bias is `b [H]`."""
+
+    def step(xp: NDArray, hp: NDArray, h: NDArray) -> tuple[NDArray, ...]:
+        return (np.tanh(xp + hp),)
+
+    def back(dh: NDArray, saved: tuple[NDArray, ...], h: NDArray) -> tuple[NDArray, ...]:
+        d = dh * (1 - saved[0] ** 2)
+        return d, d, np.zeros_like(dh)
+
+    return _one_state(inputs, reverse, "b", step, back)
+
+
+def simple_relu(inputs: Arrays, *, reverse: bool = False) -> Results:
+    """Returns outputs and gradients of a simple cell with ReLU, as `gru` does; the bias is `b [H]`."""
+
+    def step(xp: NDArray, hp: NDArray, h: NDArray) -> tuple[NDArray, ...]:
+        return (np.maximum(xp + hp, 0),)
+
+    def back(dh: NDArray, saved: tuple[NDArray, ...], h: NDArray) -> tuple[NDArray, ...]:
+        d = np.where(saved[0] > 0, dh, 0)
+        return d, d, np.zeros_like(dh)
+
+    return _one_state(inputs, reverse, "b", step, back)
 
 
 def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
@@ -138,7 +161,7 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
     return results
 
 
-CELLS = {"gru": gru, "lstm": lstm}
+CELLS = {"gru": gru, "lstm": lstm, "mgu": mgu}
 
 
 def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:
@@ -173,6 +196,50 @@ def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:
     if "bias" in names:
         results["y"] = results["y"] + _float64(inputs, "bias")[0]
         results["dbias"] = _sum_to(dy, x.shape[-1:])
+    return results
+
+
+def _one_state(inputs: Arrays, reverse: bool, bias: str, step: Callable, back: Callable) -> Results:
+    """Runs a cell whose only state is the hidden state, forward and backward in time.
+
+    Args:
+      inputs: as for `gru`; `bias` names that of the gates, and `b_hn`, if present, is added to the last hidden product.
+      reverse: whether to run from the last step to the first.
+      bias: a name in `inputs`.
+      step: maps the input projection and the hidden product of a step, and the state before it, to a tuple whose first
+        element is the next state.
+      back: maps the gradient of that state, the tuple, and the state before the step to the gradients of the
+        projection, of the product, and of what does not pass through the gates.
+    """
+    w_ih, w_hh, b, xs, h, ct_ys, ct_carry = _float64(inputs, "w_ih", "w_hh", bias, "xs", "carry", "ct_ys", "ct_carry")
+    reset_state = inputs.get("reset_state")
+    T, B, H = *xs.shape[:2], w_hh.shape[0]
+    b_h = np.zeros(w_hh.shape[1])
+    if "b_hn" in inputs:
+        b_h[-H:] = inputs["b_hn"]
+    reset, start = _resets(inputs, T, B), _per_step(reset_state, T, B, H)
+    order = range(T)[::-1] if reverse else range(T)
+
+    xp = xs @ w_ih + b
+    h_in, ys, saved = np.empty((T, B, H)), np.empty((T, B, H)), {}
+    for t in order:
+        h_in[t] = np.where(reset[t], start[t], h)
+        saved[t] = step(xp[t], h_in[t] @ w_hh + b_h, h_in[t])
+        ys[t] = h = saved[t][0]
+
+    d_xp, d_hp, d_start = np.empty_like(xp), np.empty_like(xp), np.zeros((T, B, H))
+    dh = ct_carry
+    for t in order[::-1]:
+        d_xp[t], d_hp[t], straight = back(dh + ct_ys[t], saved[t], h_in[t])
+        d_in = straight + d_hp[t] @ w_hh.T
+        d_start[t], dh = np.where(reset[t], d_in, 0), np.where(reset[t], 0, d_in)
+
+    results = {"ys": ys, "carry": h, "dcarry": dh, "dw_hh": _outer(h_in, d_hp)}
+    results |= _projection_gradients(w_ih, xs, d_xp, "d" + bias)
+    if "b_hn" in inputs:
+        results["db_hn"] = d_hp[..., -H:].sum((0, 1))
+    if reset_state is not None:
+        results["dreset_state"] = _sum_to(d_start, np.shape(reset_state))
     return results
 
 

@@ -43,21 +43,22 @@ def make_problem(
     `torch_bridge.tiling.with_residual_dtypes`.
     """
     operand, precision = KINDS[kind]
-    states = ("h",) if cell == "gru" else ("h", "c")
+    spec = CELLS[cell]
+    states = spec.states
     saved = "float16" if precision == "tf32" and halves else "float32"
     if in_place:
         backward = {"local_grads": "float32"}
     else:
-        backward = {"local_grads": saved} | ({"dc_dh": saved} if cell == "lstm" else {}) | {"carry_gate": "float32"}
+        backward = {name: "float32" if name == "carry_gate" else saved for name, _ in spec.residuals}
     names = {"w_hh_t" if direction == "fwd" else "w_hh": operand, "reset": "bool"}
     if direction == "fwd":
         names |= {f"reset_{s}": "float32" for s in states if reset_state != "zeros"}
-        names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if cell == "gru" else {})
+        names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if spec.last_gate_separate else {})
         names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
         if reset_state == "zeros":
             names.pop("cs", None)
     else:
-        names |= {"dxp": operand} | backward | ({"dhn": operand} if cell == "gru" else {})
+        names |= {"dxp": operand} | backward | dict.fromkeys(spec.hidden_grads, operand)
         names |= {f"d{s}{suffix}": "float32" for s in states for suffix in ("s", "_last", "0")}
         names |= {f"dreset_{s}": "float32" for s in states if reset_state != "zeros"}
         if reset_state == "zeros":
@@ -67,7 +68,7 @@ def make_problem(
 
 def _in_words(problem: Problem, name: str) -> bool:
     """Returns whether an array has the packed format of `torch_bridge.kernels.common.split_words`."""
-    return name == "local_grads" and "carry_gate" not in dict(problem.dtypes)
+    return name == "local_grads" and problem.in_place
 
 
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
@@ -81,7 +82,8 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
-    width = {"xp": wide, "dxp": wide, "local_grads": wide if _in_words(problem, name) else 4 * hidden}.get(name, hidden)
+    saved = wide if problem.in_place else dict(CELLS[problem.cell].residuals)["local_grads"] * hidden
+    width = {"xp": wide, "dxp": wide, "local_grads": saved}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 
 

@@ -31,7 +31,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from test_tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 from test_transformations import launches
 
-import jaxrnn
+from jaxrnn import cells
 from jaxrnn.kernel_vjp import chunks
 from jaxrnn.kernel_vjp import run as kernel_run
 from torch_bridge.tiling import Device, KernelConfig
@@ -294,7 +294,7 @@ def in_both(case, forward, backward, implementation):
         {k: x for k, x in each.items() if x is not None and k not in (*kept, "xs")}
         for each, kept in zip(named, fixed, strict=True)
     ]
-    params_type = jaxrnn.GRUParams if case.cell == "gru" else jaxrnn.LSTMParams
+    params_type = cells.CELLS[case.cell].params
 
     def tree_of(names, each):
         trees = tuple(each[name] for name in names)

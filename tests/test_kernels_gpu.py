@@ -134,7 +134,7 @@ def test_no_gradient_crosses_a_reset(case):
     inputs["ct_ys"][:4] = 0
     got = cases.run(case, inputs, "triton")
     before = {name: x for name, x in got.items() if name.startswith("dcarry")} | {"dxs": got["dxs"][:4]}
-    assert len(before) == (2 if case.cell == "gru" else 3)
+    assert len(before) == 1 + len(cases.CARRY[case.cell])
     for name, x in before.items():
         np.testing.assert_array_equal(x, np.zeros_like(x), err_msg=name)
     assert got["dxs"][4:].any(axis=(0, 2)).all()

@@ -20,6 +20,12 @@ CELLS = {
         "reset": {"reset_c": H, "reset_h": H},
         "sequences": {"ys": H, "cs": H},
     },
+    "mgu": {
+        "weights": {"w_ih": (D, 2 * H), "w_hh": (H, 2 * H), "b_ih": (2 * H,), "b_hn": (H,)},
+        "carry": {"carry": H},
+        "reset": {"reset_state": H},
+        "sequences": {"ys": H},
+    },
     "lstm-projected": {
         "weights": {"w_ih": (D, 4 * H), "w_hh": (P, 4 * H), "b": (4 * H,), "w_hr": (H, P)},
         "carry": {"carry_c": H, "carry_h": P},

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import jaxrnn
-from jaxrnn import scan
+from jaxrnn import cells, scan
 
 T, B, H, D = 6, 3, 4, 3
 EXACT = 1e-12  # float64
@@ -47,8 +47,7 @@ def random_like(tree, seed=0):
 
 def arguments(cell, dtype=jnp.float32, steps=(T,), batch=(B,), seed=0):
     """Returns random `(params, carry, xs)`."""
-    weights = {name: jnp.zeros(shape, dtype) for name, shape in cases.WEIGHTS[cell](H, D).items()}
-    params = jaxrnn.GRUParams(**weights) if cell == "gru" else jaxrnn.LSTMParams(**weights)
+    params = cells.CELLS[cell].params(**{k: jnp.zeros(n, dtype) for k, n in cells.CELLS[cell].shapes(D, H).items()})
     carry = jnp.zeros((*batch, H), dtype)
     return random_like(
         (params, carry if cell == "gru" else (carry, carry), jnp.zeros((*steps, *batch, D), dtype)), seed
@@ -76,9 +75,9 @@ CASES = [
         reset_state=state,
         reverse=reverse,
         time_major=reverse == (state == "tbh"),
-        cells=reverse,
+        cells=cell == "lstm" and reverse,
     )
-    for cell, state, reverse in itertools.product(("gru", "lstm"), (None, "h", "bh", "tbh"), (False, True))
+    for cell, state, reverse in itertools.product(cases.FUNCTIONS, (None, "h", "bh", "tbh"), (False, True))
 ]
 CASES += [dataclasses.replace(case, proj=3) for case in CASES if case.cell == "lstm"]
 SMALL = [

@@ -37,6 +37,7 @@ from calls import (
 from jax.ad_checkpoint import checkpoint_name
 
 import jaxrnn
+from jaxrnn.cells import CELLS
 
 BATCH_MAJOR = {"time_major": False, "reverse": True}
 
@@ -51,9 +52,11 @@ either_layout = pytest.mark.parametrize("batch_major", [False, True], ids=["time
 
 def trees(cell):
     """Returns `in_axes` for `jax.vmap` as pytrees, with an axis for each array."""
-    if cell == "gru":
-        return jaxrnn.GRUParams(w_ih=1, w_hh=None, b_ih=0, b_hn=-1), 1, None, 2, 0
-    return jaxrnn.LSTMParams(w_ih=None, w_hh=2, b=0), (None, 1), -1, None, (0, None)
+    entry = CELLS[cell]
+    if len(entry.states) == 1:
+        axes = {"w_ih": 1, "w_hh": None, entry.bias: 0, "b_hn": -1}
+        return entry.params(**{name: axes[name] for name in entry.params._fields}), 1, None, 2, 0
+    return entry.params(w_ih=None, w_hh=2, b=0), (None, 1), -1, None, (0, None)
 
 
 def only_w_hh(cell):
@@ -429,7 +432,7 @@ def test_remat_saves_no_gates_and_recomputes_without_a_launch(cell, implementati
     """Checks that there are still two launches, because matmuls over all steps recompute the residuals."""
     args = arguments(cell)
     saved, remat = (runner(cell, implementation, remat=remat) for remat in (False, True))
-    gates = {"gru": 3, "lstm": 4}[cell_of(cell)] * T * B * H
+    gates = CELLS[cell_of(cell)].gates * T * B * H
     assert max(residual_sizes(saved, *args)) >= gates > max(residual_sizes(remat, *args))
     assert sum(residual_sizes(saved, *args)) - sum(residual_sizes(remat, *args)) >= gates
     for call in (saved, remat):

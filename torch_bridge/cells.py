@@ -22,6 +22,9 @@ class CellSpec:
         wide as `xp` and under one of the names in `residuals`. None if the cell has no such form.
       last_gate_separate: whether the last gate takes its input projection and its hidden product separately, instead of
         their sum. The bias `b_hn` is then added to that hidden product.
+      tilings: the cell whose tilings and measured costs the kernels of this one use: itself, or one that has at least
+        as many gates and states.
+      loops: the families of time loops that run the cell; `torch_bridge.tiling` chooses among them.
     """
 
     name: str
@@ -30,6 +33,8 @@ class CellSpec:
     residuals: tuple[tuple[str, int], ...]
     in_place_residuals: tuple[str, int] | None
     last_gate_separate: bool
+    tilings: str
+    loops: tuple[str, ...]
 
     @property
     def hidden_grads(self) -> tuple[str, ...]:
@@ -50,6 +55,8 @@ GRU = CellSpec(
     residuals=(("local_grads", 4), ("carry_gate", 1)),
     in_place_residuals=("local_grads", 3),
     last_gate_separate=True,
+    tilings="gru",
+    loops=("streamed", "resident", "fma", "split", "rows"),
 )
 LSTM = CellSpec(
     name="lstm",
@@ -58,5 +65,17 @@ LSTM = CellSpec(
     residuals=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
     in_place_residuals=None,
     last_gate_separate=False,
+    tilings="lstm",
+    loops=("streamed", "resident", "fma", "split", "rows"),
 )
-CELLS = {cell.name: cell for cell in (GRU, LSTM)}
+MGU = CellSpec(
+    name="mgu",
+    gates=2,
+    states=("h",),
+    residuals=(("local_grads", 4), ("carry_gate", 1)),
+    in_place_residuals=None,
+    last_gate_separate=True,
+    tilings="gru",
+    loops=("streamed", "resident", "fma"),
+)
+CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU)}

@@ -3,7 +3,8 @@
 from jaxrnn.cells.base import Cell
 from jaxrnn.cells.gru import GRU, GRUParams
 from jaxrnn.cells.lstm import LSTM, LSTMParams
+from jaxrnn.cells.mgu import MGU, MGUParams
 
-CELLS = {cell.name: cell for cell in (GRU, LSTM)}
+CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU)}
 
-__all__ = ["CELLS", "GRU", "LSTM", "Cell", "GRUParams", "LSTMParams"]
+__all__ = ["CELLS", "GRU", "LSTM", "MGU", "Cell", "GRUParams", "LSTMParams", "MGUParams"]

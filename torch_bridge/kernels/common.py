@@ -149,6 +149,8 @@ def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr):
         WIDTH: tl.constexpr = 4 if COUNT > 2 else COUNT
         for k in tl.static_range(COUNT):
             tl.store(ptr + at * WIDTH + k, values[k], mask=mask)
+        if COUNT == 3:
+            tl.store(ptr + at * WIDTH + COUNT, tl.zeros_like(values[0]), mask=mask)
 
 
 @triton.jit

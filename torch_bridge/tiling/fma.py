@@ -27,12 +27,12 @@ MIN_STEPS = {32: 12, 64: 16}
 def max_sequences_per_sm(problem: Problem, block: int) -> float:
     """Returns up to how many sequences per SM one program per sequence is faster than tiles on the tensor cores."""
     most = math.inf if problem.operand_dtype == "float32" else MAX_PER_SM_IN_16_BITS
-    if block == 64 and problem.cell == "gru" and problem.direction == "fwd":
+    if block == 64 and problem.tilings == "gru" and problem.direction == "fwd":
         most = MAX_PER_SM_OF_WIDE_GRU
     if block == 64 and problem.precision == "tf32":
         most = MAX_PER_SM_IN_TF32
     many = MIN_STEPS.get(block, 0)
-    if block == 64 and problem.cell == "lstm" and problem.direction == "bwd":
+    if block == 64 and problem.tilings == "lstm" and problem.direction == "bwd":
         many = 5  # tiles are slow in this case
     if problem.steps < many:
         most = min(most, 2 * problem.steps if block == 32 else min(problem.steps, 4))
@@ -63,7 +63,7 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     block = max(16, power_of_2(problem.hidden))
     warps = {64: 4, 128: 8}.get(block, 1)
     config = KernelConfig(block, 1, block, splits=1, num_warps=warps, num_stages=1, loop="fma")
-    if problem.cell == "lstm" and block == 128:
+    if problem.tilings == "lstm" and block == 128:
         # registers hold the weights of three gates of 128 units; backward, only two gates in registers are faster if
         # shared memory has room for the other two
         config = dataclasses.replace(config, shared_gates=1 if forward else 2)
@@ -71,6 +71,6 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
             config = dataclasses.replace(config, shared_gates=1)
     turns = problem.models * problem.sequences / device.multiprocessors
     if full:
-        step = STEP_US[problem.cell][problem.direction]
+        step = STEP_US[problem.tilings][problem.direction]
         return [(math.ceil(turns) * (step + START_US / problem.steps), config)]
     return [(0.0 if turns <= max_sequences_per_sm(problem, block) else math.inf, config)]

@@ -77,6 +77,11 @@ class Problem:
         return has_carry_gate and "local_grads" in names and "carry_gate" not in names
 
     @property
+    def tilings(self) -> str:
+        """The cell whose tilings and costs apply."""
+        return CELLS[self.cell].tilings
+
+    @property
     def is_common(self) -> bool:
         """Whether the problem has no reset state, no cell states of every step, and no gradients of either."""
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}

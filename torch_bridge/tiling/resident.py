@@ -44,7 +44,7 @@ def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
 
 def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
     """Whether the "resident" kernel has too few registers for tiles of eight sequences."""
-    if problem.cell != "lstm" or not 64 < problem.hidden <= 128:
+    if problem.tilings != "lstm" or not 64 < problem.hidden <= 128:
         return False
     old, new, halves = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
     forward, full = problem.direction == "fwd", problem.hidden == 128
@@ -60,5 +60,5 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
     """Whether the "resident" kernel has enough registers for tiles of 16 sequences, or spills only a few."""
-    gru = problem.cell == "gru" and problem.hidden == 128 and problem.is_common
+    gru = problem.tilings == "gru" and problem.hidden == 128 and problem.is_common
     return gru and (problem.direction == "fwd" or product_kind(problem) == "16-bit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
@@ -25,7 +26,9 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     These kernels are for states that are too wide for the "split" kernels, and for many sequences.
     """
     splits = 4 * cdiv(problem.hidden, 128)
-    if not (device.has_wgmma and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
+    if "rows" not in CELLS[problem.cell].loops or not (device.has_wgmma and has_16_bit_kernels(problem)):
+        return []
+    if problem.steps < MIN_STEPS_ON_CHIP:
         return []
     if not 4 < splits <= min(32, device.multiprocessors):
         return []
@@ -35,13 +38,13 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     if (
         scaled_backward
         and problem.reverse == "bidirectional"
-        and problem.cell == "lstm"
+        and problem.tilings == "lstm"
         and splits == 16
         and not problem.is_common
     ):
         return []  # the kernel spills
     ways: list[tuple[float, KernelConfig]] = []
-    for block_b, num_warps, fixed, per_split in COST[problem.cell, problem.direction]:
+    for block_b, num_warps, fixed, per_split in COST[problem.tilings, problem.direction]:
         if _spills(problem, block_b, splits):
             continue
         config = KernelConfig(32, block_b, 32, splits, num_warps, num_stages=1, loop="rows")
@@ -52,7 +55,7 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
 
 def _spills(problem: Problem, block_b: int, splits: int) -> bool:
     """Whether the "rows" kernel has too few registers."""
-    gru, of_float32 = problem.cell == "gru", problem.operand_dtype == "float32"
+    gru, of_float32 = problem.tilings == "gru", problem.operand_dtype == "float32"
     if problem.direction == "fwd":
         return not gru and of_float32 and problem.is_unaligned and splits == 8 and triton_version() > (3, 7)
     return (

@@ -91,4 +91,4 @@ def _streamed_us(problem: Problem, config: KernelConfig, device: Device) -> floa
 
 
 def _cost_key(problem: Problem) -> tuple[str, str, str]:
-    return problem.cell, product_kind(problem), problem.direction
+    return problem.tilings, product_kind(problem), problem.direction

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
@@ -24,14 +25,14 @@ def split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
 
     The programs share the units and keep all weights on chip. The cost is in microseconds per step of all tiles.
     """
-    if not (device.has_wgmma and has_16_bit_kernels(problem)):
+    if "split" not in CELLS[problem.cell].loops or not (device.has_wgmma and has_16_bit_kernels(problem)):
         return []
     splits = cdiv(problem.hidden, 64)
     if problem.steps < MIN_STEPS_ON_CHIP or not 1 < splits <= device.multiprocessors:
         return []
     ways: list[tuple[float, KernelConfig]] = []
-    tiles: tuple[tuple[int, int, float, float], ...] = COST[problem.cell, problem.direction]
-    if problem.cell == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
+    tiles: tuple[tuple[int, int, float, float], ...] = COST[problem.tilings, problem.direction]
+    if problem.tilings == "lstm" and dict(problem.dtypes).keys() & {"dcs", "dreset_h"}:
         tiles = tiles[:1]  # with these additional gradients, Triton 3.9 spills in the larger ones
     for block_b, num_warps, fixed, per_split in tiles:
         config = KernelConfig(64, block_b, 64, splits, num_warps, num_stages=1, loop="split")

@@ -100,7 +100,7 @@ def single_program_configs(problem: Problem, device: Device) -> list[KernelConfi
     """
     block = max(16, power_of_2(problem.hidden))
     even = problem.hidden == block
-    key = problem.cell, product_kind(problem), problem.direction
+    key = problem.tilings, product_kind(problem), problem.direction
     by_block = WARPS[key] | ({} if device.has_wgmma else NON_HOPPER_WARPS.get(key, {}))
     warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.is_unaligned):
@@ -124,7 +124,7 @@ def shared_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
     """
     kind = product_kind(problem)
     ways: list[tuple[float, KernelConfig]] = []
-    key = problem.cell, kind, problem.direction
+    key = problem.tilings, kind, problem.direction
     tilings = UNALIGNED_TILINGS[: UNALIGNED_COUNTS.get(key)] if problem.is_unaligned else TILINGS[key]
     partly_filled = PARTIAL_BLOCK_TILINGS.get(key, {})
     tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)

@@ -1,0 +1,60 @@
+"""MGU (minimal gated unit, Zhou et al. 2016, arXiv:1603.09420, as in Flax). Gates are ordered f, n; n is separate.
+
+f = s(a_f), n = tanh(x_n + f h_n), h' = (1 - f) n + f h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrnn.cells.base import Cell
+from torch_bridge import cells as specs
+
+if TYPE_CHECKING:
+    from jaxrnn.cells.base import States
+
+
+class MGUParams(NamedTuple):
+    """Weights of an MGU; gates ordered f, n.
+
+    Attributes:
+      w_ih: `[D, 2H]` input weights.
+      w_hh: `[H, 2H]` recurrent weights.
+      b_ih: `[2H]` bias of both gates.
+      b_hn: `[H]` recurrent bias of n, inside the product with f.
+    """
+
+    w_ih: Array
+    w_hh: Array
+    b_ih: Array
+    b_hn: Array
+
+
+def _step(gates: Sequence[Array], x_last: Array, states: States) -> tuple[States, tuple[Array, ...]]:
+    a_f, h_n = gates
+    f = jax.nn.sigmoid(a_f)
+    n = jnp.tanh(x_last + f * h_n)
+    return ((1 - f) * n + f * states[0],), (h_n, f, n)
+
+
+def _compute_residuals(activations: tuple[Array, ...], states: States) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    h_n, f, n = activations
+    f_n = (1 - f) * (1 - n * n)
+    return ((states[0] - n + f_n * h_n) * f * (1 - f), f_n, f_n * f), (f,)
+
+
+def _grad_step(
+    dstates: States, local_grads: tuple[Array, ...], factors: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    return tuple(dstates[0] * f for f in local_grads), (dstates[0] * factors[0],)
+
+
+MGU = Cell(
+    **vars(specs.MGU), title="an MGU", params=MGUParams, bias="b_ih", step=_step, compute_residuals=_compute_residuals,
+    grad_step=_grad_step,
+)  # fmt: skip
