@@ -34,13 +34,25 @@ def check_arguments(
             raise ValueError(f"carry must be (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
     check_sequence(xs, states[0], time_major)
     shapes = cell.shapes(xs.shape[-1], hidden)
-    if projection is not None:
+    if getattr(params.w_hh, "ndim", 2) == 3:
+        shapes |= {"w_hh": _block_shape(cell, params.w_hh, hidden, projection)}
+    elif projection is not None:
         shapes |= {"w_hh": (width, cell.gates * hidden), "w_hr": (hidden, width)}
-    check_params(params, shapes)
+    check_params(params, shapes, width)
     check_resets(resets, xs.shape[:-1], time_major, f"xs {xs.shape}")
     new = (None,) * len(states) if reset_state is None else split_carry(cell, "reset_state", reset_state)
     for name, one, state in reversed(list(zip(names, new, states, strict=True))):  # in the order of the argument
         check_reset_state(name.replace("carry", "reset_state"), one, resets, state, xs, time_major)
+
+
+def _block_shape(cell: Cell, w_hh: Any, hidden: int, projection: Any) -> tuple[int, ...]:
+    """Returns the shape of block-diagonal recurrent weights; raises ValueError if there can be none."""
+    blocks = jnp.shape(w_hh)[0]
+    if projection is not None:
+        raise ValueError("params.w_hh is block-diagonal, which a projection w_hr excludes: pass w_hh [P, 4H]")
+    if blocks == 0 or hidden % blocks != 0:
+        raise ValueError(f"params.w_hh has {blocks} blocks, which do not divide a carry of width {hidden}")
+    return blocks, hidden // blocks, cell.gates * hidden // blocks
 
 
 def split_carry(cell: Cell, name: str, carry: Any) -> tuple[Any, ...]:
@@ -168,15 +180,18 @@ def check_sequence(xs: Array, carry: Array, time_major: bool) -> None:
         )
 
 
-def check_params(params: Any, shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raises ValueError unless the weights are floating point and have `shapes`, which follow from xs and carry."""
+def check_params(params: Any, shapes: dict[str, tuple[int, ...]], width: int) -> None:
+    """Raises ValueError unless the weights are floating point and have `shapes`, which follow from xs and carry.
+
+    `width` is that of the carry.
+    """
     for name, shape in shapes.items():
         got = getattr(params, name)
         check_floating(f"params.{name}", got)
         if jnp.shape(got) != shape:
             raise ValueError(
                 f"params.{name} must be {shape} for inputs of width {shapes['w_ih'][0]} and a carry of width "
-                f"{shapes['w_hh'][0]}, got {jnp.shape(got)}"
+                f"{width}, got {jnp.shape(got)}"
             )
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrnn import _bridge, kernel_vjp, scan, sharding
+from jaxrnn.blocks import has_blocks, run_blocks
 from jaxrnn.cells import Cell
 from jaxrnn.checks import (
     Implementation,
@@ -45,7 +46,8 @@ def run(
 
     Args:
       cell: the cell.
-      params: its weights, an instance of `cell.params`.
+      params: its weights, an instance of `cell.params`. Recurrent weights `[N, H / N, gates * H / N]` are the blocks of
+        a block-diagonal matrix (`jaxrnn.blocks`).
       carry: the state before the first step or, for a cell with two states, the pair `(c, h)`.
       xs: the inputs.
       resets: which steps begin an episode.
@@ -64,6 +66,16 @@ def run(
         reverse=reverse, time_major=time_major, remat=remat, return_cells=return_states
     )
     check_arguments(cell, params, carry, xs, resets, reset_state, time_major)
+    if has_blocks(params):
+
+        def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
+            return run(
+                cell, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
+                return_states=return_states, precision=precision, remat=remat, implementation=implementation,
+            )  # fmt: skip
+
+        results: tuple[Any, tuple[Array, ...]] = run_blocks(cell, run_block, params, carry, reset_state)
+        return results
     states, reset_states = split_carry(cell, "carry", carry), _split_reset_state(cell, reset_state)
     params, states, xs, resets, reset_states = jax.tree.map(jnp.asarray, (params, states, xs, resets, reset_states))
     returned = cell.states if return_states else cell.states[:1]
@@ -129,6 +141,16 @@ def run_bidirectional(
     for params_, carry_, resets_, state in directions:
         check_arguments(cell, params_, carry_, xs, resets_, state, time_major)
     check_same_types(directions)
+    if has_blocks(params[0]):
+
+        def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
+            return run_bidirectional(
+                cell, params, carry, xs, resets=resets, reset_state=reset_state, time_major=time_major,
+                return_states=return_states, precision=precision, remat=remat, implementation=implementation,
+            )  # fmt: skip
+
+        results: tuple[Any, Any] = run_blocks(cell, run_block, params, carry, reset_state)
+        return results
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
     states = tuple(split_carry(cell, "carry", one) for one in carry)

@@ -24,7 +24,7 @@ class GRUParams(NamedTuple):
 
     Attributes:
       w_ih: `[D, 3H]` input weights.
-      w_hh: `[H, 3H]` recurrent weights.
+      w_hh: `[H, 3H]` recurrent weights, or `[N, H / N, 3H / N]` for N blocks of units.
       b_ih: `[3H]` bias of the three gates; it includes the recurrent biases of r and z.
       b_hn: `[H]` recurrent bias of n, inside the product with r.
     """

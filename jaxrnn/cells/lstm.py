@@ -24,7 +24,7 @@ class LSTMParams(NamedTuple):
 
     Attributes:
       w_ih: `[D, 4H]` input weights.
-      w_hh: `[H, 4H]` recurrent weights, `[P, 4H]` with a projection.
+      w_hh: `[H, 4H]` recurrent weights, or `[N, H / N, 4H / N]` for N blocks of units, `[P, 4H]` with a projection.
       b: `[4H]` bias; no constant is added for the forget gate.
       w_hr: `[H, P]` projection of the hidden state, or None if there is none.
     """

@@ -24,7 +24,7 @@ class MGUParams(NamedTuple):
 
     Attributes:
       w_ih: `[D, 2H]` input weights.
-      w_hh: `[H, 2H]` recurrent weights.
+      w_hh: `[H, 2H]` recurrent weights, or `[N, H / N, 2H / N]` for N blocks of units.
       b_ih: `[2H]` bias of both gates.
       b_hn: `[H]` recurrent bias of n, inside the product with f.
     """

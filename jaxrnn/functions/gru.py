@@ -33,7 +33,9 @@ def gru(
         h' = (1 - z) * n + z * h
 
     Args:
-      params: `GRUParams(w_ih [D, 3H], w_hh [H, 3H], b_ih [3H], b_hn [H])`.
+      params: `GRUParams(w_ih [D, 3H], w_hh [H, 3H], b_ih [3H], b_hn [H])`. With `w_hh [N, H / N, 3H / N]`, recurrent
+        weights are block-diagonal: there are N blocks (heads) of consecutive units, each of which multiplies the hidden
+        state of its own block alone. The blocks run as N models in one launch.
       carry: `[*batch, H]` the hidden state before the first step.
       xs: `[T, *batch, D]` inputs, time first; `[*batch, T, D]` if not `time_major`. Any number of batch axes.
       resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*

@@ -37,7 +37,8 @@ def lstm(
     W_h W_hr. It takes 4 H^2 products per step instead of 5 H P, at a cost that is small compared with its latency.
 
     Args:
-      params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`; with a projection `w_hh [P, 4H]` and `w_hr [H, P]`.
+      params: `LSTMParams(w_ih [D, 4H], w_hh [H, 4H], b [4H])`; with a projection `w_hh [P, 4H]` and `w_hr [H, P]`; with
+        N blocks of units, as in `gru`, `w_hh [N, H / N, 4H / N]`.
       carry: `(c, h)`, each `[*batch, H]`: the cell and hidden state before the first step, in Flax's order.
       xs: as in `gru`.
       resets: as in `gru`.

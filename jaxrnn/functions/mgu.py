@@ -33,7 +33,8 @@ def mgu(
         h' = (1 - f) * n + f * h
 
     Args:
-      params: `MGUParams(w_ih [D, 2H], w_hh [H, 2H], b_ih [2H], b_hn [H])`.
+      params: `MGUParams(w_ih [D, 2H], w_hh [H, 2H], b_ih [2H], b_hn [H])`; with N blocks of units, as in
+        `gru`, `w_hh [N, H / N, 2H / N]`.
       carry: as in `gru`.
       xs: as in `gru`.
       resets: as in `gru`.

@@ -1,0 +1,114 @@
+"""Block-diagonal recurrent weights give the results of the dense matrix with zeros outside its blocks."""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from calls import (
+    B,
+    D,
+    T,
+    arguments,
+    assert_close,
+    every_cell,
+    every_implementation,
+    kernels_only,
+    loss_of,
+    run_bidirectional,
+    runner,
+)
+from test_transformations import launches
+
+import jaxrnn
+from jaxrnn.cells import CELLS
+
+H, BLOCKS = 12, 3
+
+
+def block_arguments(cell, **options):
+    """Returns arguments like those of `arguments`, whose recurrent weights are three blocks of four units."""
+    params, *rest = arguments(cell, hidden=H, **options)
+    gates, size = CELLS[cell].gates, H // BLOCKS
+    return params._replace(w_hh=params.w_hh.reshape(H, gates, H)[:, :, :size].reshape(BLOCKS, size, -1)), *rest
+
+
+def dense(cell, params):
+    """Returns the same weights with the recurrent ones as a matrix `[H, gates * H]`."""
+    gates = CELLS[cell].gates
+    by_gate = params.w_hh.reshape(BLOCKS, H // BLOCKS, gates, H // BLOCKS)
+    matrices = [jax.scipy.linalg.block_diag(*by_gate[:, :, gate]) for gate in range(gates)]
+    return params._replace(w_hh=jnp.concatenate(matrices, axis=-1))
+
+
+def with_gradients(cell, run):
+    """Returns a function that computes outputs and the gradients to all arguments, the weights as blocks."""
+
+    def both(*args):
+        return run(*args), jax.grad(lambda *args: loss_of(run)(*args), argnums=(0, 1, 2, 4))(*args)
+
+    return jax.jit(both)
+
+
+@every_implementation
+@pytest.mark.parametrize(
+    "options", [{}, {"time_major": False, "reverse": True, "remat": True}], ids=["forward", "reverse"]
+)
+@every_cell
+def test_blocks_equal_a_matrix_with_zeros(cell, options, implementation):
+    args = block_arguments(cell, time_major=options.get("time_major", True), stepped=bool(options))
+    blocked = runner(cell, implementation, **options)
+    matrix = runner(cell, "xla", **options)
+    want = with_gradients(cell, lambda params, *rest: matrix(dense(cell, params), *rest))(*args)
+    assert_close(with_gradients(cell, blocked)(*args), want)
+
+
+@kernels_only
+@every_cell
+def test_all_blocks_run_in_one_launch(cell, implementation):
+    args = block_arguments(cell)
+    run = runner(cell, implementation)
+    assert launches(jax.grad(loss_of(run)), *args) == (1, 1)
+
+
+@every_cell
+def test_blocks_of_several_models(cell):
+    first = block_arguments(cell)
+    second = jax.tree.map(lambda x: x + 0.1, first)
+    run = runner(cell, None)
+    got = jax.vmap(run)(*jax.tree.map(lambda *xs: jnp.stack(xs), first, second))
+    assert_close(got, jax.tree.map(lambda *xs: jnp.stack(xs), run(*first), run(*second)))
+
+
+@every_cell
+def test_both_directions_have_blocks(cell):
+    params, carry, xs, resets, state = block_arguments(cell)
+    other = jax.tree.map(lambda x: x + 0.1, (params, carry, state))
+    pairs = {"params": (params, other[0]), "carry": (carry, other[1]), "reset_state": (state, other[2])}
+    run = functools.partial(run_bidirectional, cell, xs=xs, resets=(resets, resets[::-1]), precision="highest")
+    want = run(**pairs | {"params": tuple(dense(cell, one) for one in pairs["params"])})
+    assert_close(run(**pairs), want)
+
+
+@pytest.mark.parametrize(
+    ("cell", "w_hh", "message"),
+    [
+        ("gru", (5, 2, 6), "5 blocks, which do not divide a carry of width 12"),
+        ("gru", (0, 4, 12), "0 blocks"),
+        ("gru", (3, 4, 9), r"params.w_hh must be \(3, 4, 12\) for inputs of width 2 and a carry of width 12"),
+        ("lstm", (3, 4, 12), r"params.w_hh must be \(3, 4, 16\)"),
+    ],
+)
+def test_wrong_blocks_raise(cell, w_hh, message):
+    params, carry, xs, *_ = arguments(cell, hidden=H)
+    with pytest.raises(ValueError, match=message):
+        cases.FUNCTIONS[cell](params._replace(w_hh=jnp.zeros(w_hh)), carry, xs)
+
+
+def test_blocks_exclude_a_projection():
+    zeros = np.zeros
+    params = jaxrnn.LSTMParams(zeros((D, 4 * H)), zeros((3, 4, 16)), zeros(4 * H), zeros((H, 6)))
+    with pytest.raises(ValueError, match="block-diagonal, which a projection w_hr excludes"):
+        jaxrnn.lstm(params, (zeros((B, H)), zeros((B, 6))), zeros((T, B, D)))
