@@ -8,8 +8,8 @@
     python -m benchmarks table                               # print the README's table
     python -m benchmarks plot                                # draw the figures
 
-Suites: headline small sweep vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice. The default
-is all of them. Results go to benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
+Suites: headline small sweep cells vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice. The
+default is all of them. Results go to benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
 interrupted run keeps its finished rows. --as chooses kernels as for another GPU, compiles them to its PTX and assembles
 that for the GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU. Other implementations run unchanged.
 """
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from benchmarks.results import AccuracyRow, Row
 
 SUITES = (
-    "headline", "small", "sweep", "vmap", "torch", "torch-step", "acting", "dispatch", "memory", "compile", "accuracy",
-    "ppo", "norm", "choice",
+    "headline", "small", "sweep", "cells", "vmap", "torch", "torch-step", "acting", "dispatch", "memory", "compile",
+    "accuracy", "ppo", "norm", "choice",
 )  # fmt: skip
 VIEWS = ("show", "table", "plot")
 # The options that a view accepts; measuring accepts all options.

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from torch_bridge.cells import CELLS as SPECS
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Cell = Literal["gru", "lstm"]
 Dtype = Literal["f32", "bf16"]
 
-GATES: dict[Cell, int] = {"gru": 3, "lstm": 4}
+# The cells that every suite measures. `CELLS` below has rows of the others.
+MEASURED = ("gru", "lstm")
 NUMPY_DTYPES: dict[Dtype, Any] = {"f32": np.float32, "bf16": ml_dtypes.bfloat16}
 
 
@@ -24,14 +26,14 @@ class Case:
     """One shape of a recurrence, whose inputs have as many features as the state has units (D = H).
 
     Attributes:
-      cell: "gru" or "lstm".
+      cell: a name in `torch_bridge.cells.CELLS`.
       B, T, H: batch size, number of steps and number of hidden units, in the order of the labels.
       reset_rate: the fraction of steps that begin an episode.
       models: length of the leading axis of all arrays, weights included, that `jax.vmap` maps over; 0 without that
         axis.
     """
 
-    cell: Cell
+    cell: str
     B: int
     T: int
     H: int
@@ -46,10 +48,16 @@ class Case:
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights, keyed by their names in `jaxrnn.GRUParams` and `LSTMParams`."""
-        wide = GATES[self.cell] * self.H
-        biases = {"b_ih": (wide,), "b_hn": (self.H,)} if self.cell == "gru" else {"b": (wide,)}
+        """The shapes of the weights, keyed by their names in `jaxrnn.GRUParams` and those of the other cells."""
+        spec = SPECS[self.cell]
+        wide = spec.gates * self.H
+        biases = {"b_ih": (wide,), "b_hn": (self.H,)} if spec.last_gate_separate else {"b": (wide,)}
         return {"w_ih": (self.H, wide), "w_hh": (self.H, wide), **biases}
+
+
+def initial_states(case: Case) -> tuple[str, ...]:
+    """Returns the names of the initial states."""
+    return tuple(f"{state}0" for state in SPECS[case.cell].states)
 
 
 class Target(NamedTuple):
@@ -81,6 +89,12 @@ SWEEP = tuple(
         + [dataclasses.replace(_CENTRE, H=H) for H in (32, 64, 128, 256, 512, 1024)]
         + [dataclasses.replace(_CENTRE, reset_rate=rate) for rate in (0.0, 0.01, 0.1, 0.5)]
     )
+)
+# Every other cell beside the GRU, whose time is the measure.
+CELLS = tuple(
+    Case(cell, *shape)
+    for shape in ((64, 128, 128), (1024, 128, 256))
+    for cell in ("gru", *(name for name in SPECS if name not in MEASURED))
 )
 VMAP: dict[Case, float] = {Case("gru", 8, 128, 128, models=16): 0.5, Case("gru", 8, 128, 128, models=64): 0.8}
 
@@ -157,7 +171,9 @@ PPO_STEPS_AN_ENV = 8192
 
 def find(label: str) -> Case:
     """Returns the case with this label."""
-    cases = {str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)}
+    cases = {
+        str(case): case for case in (*HEADLINE, *SMALL, *SWEEP, *CELLS, *VMAP, *TORCH, TORCH_STEP, *COMPILE, *ACCURACY)
+    }
     if label not in cases:
         raise ValueError(f"no case {label!r}; there are {', '.join(cases)}")
     return cases[label]
@@ -178,7 +194,7 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
     inputs = {
         name: normal(*shape, scale=shape[0] ** -0.5 if len(shape) == 2 else 0.5) for name, shape in case.weights.items()
     }
-    for name in ("h0",) if case.cell == "gru" else ("h0", "c0"):
+    for name in initial_states(case):
         inputs[name] = 0.5 * normal(case.B, case.H)
     inputs["xs"] = normal(case.T, case.B, case.H)
     inputs["ct_ys"] = normal(case.T, case.B, case.H)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from benchmarks import cases, harness, oracle, timing
 from benchmarks.results import Row
+from torch_bridge.cells import CELLS as SPECS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +53,7 @@ class Problem(NamedTuple):
       reset_state: None, or "h" for a state `[H]` from which episodes start.
     """
 
-    cell: cases.Cell
+    cell: str
     B: int
     T: int
     H: int
@@ -79,7 +80,7 @@ class Problem(NamedTuple):
 def _grid() -> Iterator[Problem]:
     # T cycles through `lengths`, with fewer steps where B * H is large
     lengths, narrow, wide = itertools.cycle((16, 128, 64, 256, 32)), (1, 64, 1024), (1, 16, 64, 256, 1024, 4096)
-    for cell, H in itertools.product(cases.GATES, (8, 32, 64, 128, 256, 512, 1024)):
+    for cell, H in itertools.product(cases.MEASURED, (8, 32, 64, 128, 256, 512, 1024)):
         for B in wide if H >= 256 else narrow:
             T = next(lengths)
             while T > 16 and B * T * H > 2**25:
@@ -97,17 +98,17 @@ _CODE_BASES = (
 )  # fmt: skip
 _SEEDS = tuple(
     Problem(cell, B, T, H, models=models)
-    for cell in cases.GATES
+    for cell in cases.MEASURED
     for B, T, H, models in ((8, 128, 128, 16), (8, 64, 32, 8), (8, 128, 256, 8), (32, 64, 512, 4), (64, 16, 1024, 2))
 )
 _STEPS = tuple(
     Problem(cell, B, 1, H, gradients=False)
-    for cell in cases.GATES
+    for cell in cases.MEASURED
     for B, H in ((1, 64), (64, 128), (1024, 512), (64, 1024))
 )
 _FORWARD = tuple(
     Problem(cell, B, T, H, gradients=False)
-    for cell in cases.GATES
+    for cell in cases.MEASURED
     for B, T, H in ((64, 128, 128), (64, 120, 512), (1024, 16, 256))
 )
 _OTHERS = (
@@ -143,7 +144,7 @@ def run(problem: Problem, implementation: Any, arrays: Arrays) -> Arrays:
         options: dict[str, Any] = {"implementation": implementation, "precision": problem.precision}
         if states:
             options["reset_state"] = states[0] if problem.cell == "gru" else tuple(states)
-        return oracle.forward(given, fixed, **options)
+        return oracle.forward(problem.cell, given, fixed, **options)
 
     if not problem.gradients:
         return {"ys": forward(differentiated)}
@@ -161,7 +162,7 @@ def one_pass(problem: Problem, implementation: str | None) -> Callable[[Arrays],
 def passes(problem: Problem) -> int:
     """Returns the number of passes in a timed program."""
     models, backward = problem.models or 1, 3 if problem.gradients else 1
-    products = 4 * cases.GATES[problem.cell] * models * problem.B * problem.T * problem.H**2 * backward
+    products = 4 * SPECS[problem.cell].gates * models * problem.B * problem.T * problem.H**2 * backward
     return max(1, min(MOST_PASSES, int(LOOPED_SECONDS / (problem.T * STEP_SECONDS + products / FLOPS))))
 
 

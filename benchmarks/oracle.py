@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import jaxrnn
+from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,26 +27,24 @@ if TYPE_CHECKING:
 TOLERANCE = {"tf32": 1e-2, "bf16": 5e-2}
 
 
-def forward(weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
-    """Returns the outputs `[T, B, H]` of `jaxrnn.gru` or `lstm`.
+# The function of each cell.
+FUNCTIONS: dict[str, Callable[..., Any]] = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu}
 
-    `weights` also has `xs`; the names of the weights show which cell they belong to.
-    """
+
+def forward(cell: str, weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
+    """Returns the outputs `[T, B, H]` of a cell's function; `weights` also has `xs`."""
     weights = dict(weights)
-    xs, resets = weights.pop("xs"), rest["resets"]
-    if "b" in weights:
-        carry = (rest["c0"], rest["h0"])
-        ys = jaxrnn.lstm(jaxrnn.LSTMParams(**weights), carry, xs, resets=resets, **options)[1]
-        assert not isinstance(ys, tuple)  # a tuple only with `return_cells`
-        return ys
-    return jaxrnn.gru(jaxrnn.GRUParams(**weights), rest["h0"], xs, resets=resets, **options)[1]
+    xs = weights.pop("xs")
+    carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
+    ys: jax.Array = FUNCTIONS[cell](CELLS[cell].params(**weights), carry, xs, resets=rest["resets"], **options)[1]
+    return ys
 
 
-def with_gradients(inputs: Arrays, **options: Any) -> Arrays:
-    """Returns `ys` and the gradients `dxs`, `dw_ih`, ... of `jaxrnn.gru` or `lstm` for the cotangent `ct_ys`."""
+def with_gradients(cell: str, inputs: Arrays, **options: Any) -> Arrays:
+    """Returns `ys` and the gradients `dxs`, `dw_ih`, ... of a cell's function for the cotangent `ct_ys`."""
     rest: dict[str, jax.Array] = {name: inputs[name] for name in ("h0", "c0", "resets", "ct_ys") if name in inputs}
     differentiated = {name: x for name, x in inputs.items() if name not in rest}
-    ys, vjp = jax.vjp(lambda arrays: forward(arrays, rest, **options), differentiated)
+    ys, vjp = jax.vjp(lambda arrays: forward(cell, arrays, rest, **options), differentiated)
     (gradients,) = vjp(rest["ct_ys"])
     return {"ys": ys, **{"d" + name: x for name, x in gradients.items()}}
 
@@ -60,7 +59,7 @@ class Oracle:
 
         def run(arrays: Arrays) -> Arrays:
             wide = {name: x if x.dtype == bool else x.astype(jnp.float64) for name, x in arrays.items()}
-            return with_gradients(wide, implementation="xla", precision="highest")
+            return with_gradients(case.cell, wide, implementation="xla", precision="highest")
 
         self._run = jax.jit(jax.vmap(run) if case.models else run)
 

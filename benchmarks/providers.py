@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from benchmarks.cases import Case, Cell, Dtype
+    from benchmarks.cases import Case, Dtype
 
     Arrays = dict[str, jax.Array]
     Tensors = dict[str, Any]
@@ -120,7 +120,7 @@ class Provider:
     name: str
     build: Callable[[Case, Inputs], JaxPass | TorchPass]
     note: str
-    cells: tuple[Cell, ...] = ("gru", "lstm")
+    cells: tuple[str, ...] = cases.MEASURED
     dtype: Dtype = "f32"
     precision: Literal["tf32", "bf16"] = "tf32"
     resets: bool = True
@@ -188,7 +188,7 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
     arrays = inputs.jax(dtype, True)
     return jax_pass(
         case,
-        lambda weights, xs, rest: oracle.forward({**weights, "xs": xs}, rest, **options),
+        lambda weights, xs, rest: oracle.forward(case.cell, {**weights, "xs": xs}, rest, **options),
         _weights(case, arrays),
         arrays["xs"],
         _rest(arrays),
@@ -197,10 +197,33 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
     )
 
 
+class FlaxCell(NamedTuple):
+    """A cell of Flax.
+
+    Attributes:
+      linen: its class; of the two LSTMs, the faster one.
+      ours: the name of this project's class.
+      gates: a letter for each gate, which has kernels of its own.
+      bias: the kernels that have biases: those of the inputs ("i") or those of the hidden state ("h").
+    """
+
+    linen: Callable[..., nn.RNNCellBase]
+    ours: str
+    gates: tuple[str, ...]
+    bias: str
+
+
+FLAX: dict[str, FlaxCell] = {
+    "gru": FlaxCell(nn.GRUCell, "GRUCell", ("r", "z", "n"), "i"),
+    "lstm": FlaxCell(nn.OptimizedLSTMCell, "OptimizedLSTMCell", ("i", "f", "g", "o"), "h"),
+    "mgu": FlaxCell(nn.MGUCell, "MGUCell", ("f", "n"), "i"),
+}
+
+
 class ScannedRNN(nn.Module):
     """The recurrence of JAX code bases: Flax's cell in `nn.scan`, with the state replaced at resets."""
 
-    cell: type[nn.GRUCell | nn.OptimizedLSTMCell]
+    cell: Callable[..., nn.RNNCellBase]
 
     @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
     @nn.compact
@@ -212,38 +235,29 @@ class ScannedRNN(nn.Module):
         return self.cell(features=hidden, name="cell")(carry, ins)
 
 
-# The gates of Flax's cells, each of which has kernels of its own. Biases belong to the input kernels of a GRU (except
-# that of `hn`) and to the recurrent kernels of an LSTM.
-FLAX_GATES: dict[Cell, str] = {"gru": "rzn", "lstm": "ifgo"}
-
-
 def to_flax(case: Case, weights: Mapping[str, Any]) -> Any:
     """Returns the weights as the parameters of Flax's cell."""
-    gates = FLAX_GATES[case.cell]
-    split = {name: jnp.split(w, len(gates), axis=-1) for name, w in weights.items() if name != "b_hn"}
+    flax, bias = FLAX[case.cell], cells.CELLS[case.cell].bias
+    split = {name: jnp.split(w, len(flax.gates), axis=-1) for name, w in weights.items() if name != "b_hn"}
     params: dict[str, Any] = {}
-    for k, gate in enumerate(gates):
+    for k, gate in enumerate(flax.gates):
         params["i" + gate], params["h" + gate] = {"kernel": split["w_ih"][k]}, {"kernel": split["w_hh"][k]}
-        if case.cell == "gru":
-            params["i" + gate]["bias"] = split["b_ih"][k]
-        else:
-            params["h" + gate]["bias"] = split["b"][k]
-    if case.cell == "gru":
+        params[flax.bias + gate]["bias"] = split[bias][k]
+    if "b_hn" in weights:
         params["hn"]["bias"] = weights["b_hn"]
     return {"params": {"cell": params}}
 
 
 def from_flax(case: Case, variables: Any) -> Arrays:
     """Returns the gradients of Flax's parameters by the names of the oracle."""
-    params, gates = variables["params"]["cell"], FLAX_GATES[case.cell]
+    params, flax = variables["params"]["cell"], FLAX[case.cell]
 
     def join(side: str, leaf: str) -> jax.Array:
-        return jnp.concatenate([params[side + gate][leaf] for gate in gates], axis=-1)
+        return jnp.concatenate([params[side + gate][leaf] for gate in flax.gates], axis=-1)
 
     gradients = {"dw_ih": join("i", "kernel"), "dw_hh": join("h", "kernel")}
-    if case.cell == "gru":
-        return gradients | {"db_ih": join("i", "bias"), "db_hn": params["hn"]["bias"]}
-    return gradients | {"db": join("h", "bias")}
+    gradients["d" + cells.CELLS[case.cell].bias] = join(flax.bias, "bias")
+    return gradients | ({"db_hn": params["hn"]["bias"]} if "b_hn" in case.weights else {})
 
 
 def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.Array, jax.Array], Any]) -> JaxPass:
@@ -261,14 +275,14 @@ def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.
 
 
 def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
-    """Builds Flax's pass: `nn.GRUCell`, or `nn.OptimizedLSTMCell`, the faster of its two LSTMs."""
-    rnn = ScannedRNN(nn.GRUCell if case.cell == "gru" else nn.OptimizedLSTMCell)
+    """Builds the pass of Flax's cell under `nn.scan`."""
+    rnn = ScannedRNN(FLAX[case.cell].linen)
     return with_flax_params(case, inputs, lambda variables, carry, *ins: rnn.apply(variables, carry, ins)[1])
 
 
 def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
     """Builds the pass of this project's `RNN`, which concatenates the parameters of Flax's cell for the kernels."""
-    cell = linen.GRUCell if case.cell == "gru" else linen.OptimizedLSTMCell
+    cell = getattr(linen, FLAX[case.cell].ours)
     rnn = linen.RNN(cell(case.H), time_major=True, **options)
     return with_flax_params(
         case, inputs, lambda variables, carry, xs, resets: rnn.apply(variables, xs, initial_carry=carry, resets=resets)
@@ -495,7 +509,7 @@ def torch_packed_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32") -> To
     picked = torch.from_numpy(sequence).to(xs.device)
     states = [
         torch.where(goes_on, tensors[name][picked][None], torch.zeros((), dtype=xs.dtype, device=xs.device))
-        for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]
+        for name in cases.initial_states(case)
     ]
     state = tuple(states) if case.cell == "lstm" else states[0]
 
@@ -521,7 +535,7 @@ def torchrl_pass(case: Case, inputs: Inputs, *, bf16: bool = False) -> TorchPass
     xs, ct_ys, resets = (tensors[name].transpose(0, 1).contiguous() for name in ("xs", "ct_ys", "resets"))
     xs.requires_grad_()
     states = []
-    for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]:
+    for name in cases.initial_states(case):
         start = torch.zeros(case.B, case.T, case.H, device=xs.device)
         start[:, 0] = torch.where(resets[:, :1], 0.0, tensors[name])
         states.append(start)
@@ -548,10 +562,10 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
     xs.requires_grad_()
     weights = torch_weights(case, tensors)
     w_ih, w_hh, b_ih, b_hh = weights.values()
-    states = torch.stack([tensors[name] for name in ("h0", "c0")[: 1 if case.cell == "gru" else 2]])[:, :, None, None]
+    states = torch.stack([tensors[name] for name in cases.initial_states(case)])[:, :, None, None]
 
     def gates(w: Any) -> Any:  # [GH, ...] -> [G, 1, H, ...]; a GRU's recurrent product starts with n
-        w = w.reshape(cases.GATES[case.cell], 1, H, *w.shape[1:])
+        w = w.reshape(cells.CELLS[case.cell].gates, 1, H, *w.shape[1:])
         return torch.cat([w[2:], w[:2]]) if case.cell == "gru" else w
 
     def forward() -> Any:
@@ -571,33 +585,40 @@ def flashrnn_pass(case: Case, inputs: Inputs) -> TorchPass:
     return autograd_pass(case, forward, xs, list(weights.values()), ct_ys, batch_first=True)
 
 
+EVERY_CELL = tuple(cells.CELLS)
 ALL = (
     Provider(
         "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, residuals stored",
-        needs=("torch", "triton"),
+        cells=EVERY_CELL, needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True),
-        "this project, gates recomputed", needs=("torch", "triton"),
+        "this project, gates recomputed", cells=EVERY_CELL, needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"),
-        "this project, all arrays in bfloat16", dtype="bf16", precision="bf16", needs=("torch", "triton"),
+        "this project, all arrays in bfloat16", cells=EVERY_CELL, dtype="bf16", precision="bf16",
+        needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, implementation=None",
+        cells=EVERY_CELL,
     ),
     Provider(
         "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"),
-        "this project, implementation=None, all arrays in bfloat16", dtype="bf16", precision="bf16",
+        "this project, implementation=None, all arrays in bfloat16", cells=EVERY_CELL, dtype="bf16", precision="bf16",
     ),
     Provider(
         "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's Flax module",
-        needs=("torch", "triton"),
+        cells=EVERY_CELL, needs=("torch", "triton"),
     ),
-    Provider("jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan"),
-    Provider("flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents"),
-    Provider("hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8"),
+    Provider(
+        "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan", cells=EVERY_CELL,
+    ),
+    Provider("flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents", cells=EVERY_CELL),
+    Provider(
+        "hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8", cells=EVERY_CELL,
+    ),
     Provider(
         "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,
         vmap=False,

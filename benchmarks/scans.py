@@ -45,7 +45,7 @@ def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
 
     def ours(implementation: str | None, weights: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:
         rest = {"h0": h, "resets": reset[None]}
-        ys = oracle.forward({**weights, "xs": x[None]}, rest, implementation=implementation)
+        ys = oracle.forward(case.cell, {**weights, "xs": x[None]}, rest, implementation=implementation)
         return ys[0], ys[0]
 
     def flax(variables: Any, h: Any, x: jax.Array, reset: jax.Array) -> Any:

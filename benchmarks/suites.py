@@ -83,6 +83,11 @@ def sweep(settings: Settings, progress: Progress) -> Iterator[Row]:
     return passes(cases.SWEEP, time_targets, settings, progress)
 
 
+def cells(settings: Settings, progress: Progress) -> Iterator[Row]:
+    """Times the cells other than GRU and LSTM, beside a GRU of the same size."""
+    return passes(cases.CELLS, lambda _: {}, settings, progress)
+
+
 def vmap(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Times many models at once, like agents that are trained on several seeds."""
     return passes(cases.VMAP, lambda case: {"jaxrnn": cases.VMAP[case]}, settings, progress)
@@ -278,7 +283,7 @@ def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
             progress(f"{case} {precision}")
             want = truth.want(dtype, True)
             try:
-                ours, xla = compare_precision(inputs.jax(dtype, True), name, want)
+                ours, xla = compare_precision(case.cell, inputs.jax(dtype, True), name, want)
             except Exception as error:
                 yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
                 continue
@@ -290,11 +295,11 @@ def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
         harness.release()
 
 
-def compare_precision(arrays: Any, precision: str, want: Any) -> tuple[oracle.Errors, oracle.Errors]:
+def compare_precision(cell: str, arrays: Any, precision: str, want: Any) -> tuple[oracle.Errors, oracle.Errors]:
     """Returns the errors of the kernels and of XLA, which are compiled in parallel."""
     programs = []
     for name in ("triton", "xla"):
-        run = functools.partial(oracle.with_gradients, implementation=name, precision=precision)
+        run = functools.partial(oracle.with_gradients, cell, implementation=name, precision=precision)
         programs.append(jax.jit(run).lower(arrays))
     with concurrent.futures.ThreadPoolExecutor() as pool:
         ours, xla = pool.map(lambda program: program.compile(), programs)
@@ -396,6 +401,7 @@ SUITES: dict[str, Suite] = {
     "headline": headline,
     "small": small,
     "sweep": sweep,
+    "cells": cells,
     "vmap": vmap,
     "torch": torch,
     "torch-step": torch_step,

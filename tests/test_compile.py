@@ -18,6 +18,7 @@ from problems import KINDS, make_problem
 
 from jaxrnn.kernel_vjp import spec
 from torch_bridge import tiling
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling import Device, KernelConfig, Problem, support
 from torch_bridge.tiling.devices import PROFILES
 
@@ -158,6 +159,26 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state, in_place=in_place)
         problems.append(dataclasses.replace(p, models=2, groups=2, reverse="bidirectional"))
     bad = misfits([(p, tiling.heuristic(p, device)) for p in problems], device)
+    assert not bad, "\n".join(bad)
+
+
+# (hidden, batch, reset state) for each kind of kernel that the other cells have. They use the tilings of a cell with at
+# least as many gates, whose configurations are all compiled.
+OF_OTHER_CELLS = (
+    (24, 64, "zeros"), (64, 64, "stepped"), (127, 300, "stepped"), (128, 16, "zeros"), (128, 2048, "zeros"),
+    (448, 64, "stepped"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", [target for target, device in TARGETS.items() if device.capability not in SAME_PTX])
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in ("gru", "lstm")])
+def test_other_cells_fit_and_do_not_spill(target, cell):
+    device, problems = TARGETS[target], []
+    for direction, kind, (hidden, batch, reset_state) in itertools.product(("fwd", "bwd"), KINDS, OF_OTHER_CELLS):
+        p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
+        problems.append((p, tiling.heuristic(p, device)))
+    assert {c.loop for _, c in problems} == set(CELLS[cell].loops)
+    bad = misfits(problems, device)
     assert not bad, "\n".join(bad)
 
 
@@ -439,11 +460,13 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
         )
         return bounds[p.direction]
     if (c.loop, c.block_h) == ("fma", 128):
-        elsewhere = (LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER if later else LOCAL_BYTES_OF_FMA_ELSEWHERE)[p.cell, p.direction]
+        elsewhere = (LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER if later else LOCAL_BYTES_OF_FMA_ELSEWHERE)[
+            p.tilings, p.direction
+        ]
         if device.has_wgmma:
-            return LOCAL_BYTES_OF_FMA[p.cell, p.direction][later]
-        return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.cell, p.direction][1] if later else 0)
-    if later and (c.loop, c.block_h, p.cell, p.direction) == ("resident", 128, "lstm", "bwd"):
+            return LOCAL_BYTES_OF_FMA[p.tilings, p.direction][later]
+        return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.tilings, p.direction][1] if later else 0)
+    if later and (c.loop, c.block_h, p.tilings, p.direction) == ("resident", 128, "lstm", "bwd"):
         return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
     return 0
 
