@@ -9,6 +9,7 @@ from cases import Case
 from torch_calls import CELLS, every_cell, every_device, moved, run, torch
 
 from torch_bridge import cells, functional, loops, rnn_ops
+from torch_bridge.rnn_ops import kernels
 
 T, B, H, D, S = 4, 3, 5, 2, 3
 
@@ -71,12 +72,12 @@ def test_kernels_match_the_oracle(case):
 def test_weights_are_rounded_to_tf32():
     w = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-11 - 2**-20, -(1 + 3 * 2**-11), 3e38, torch.inf, -torch.inf, 2**-140])
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).to(torch.int32).view(torch.float32)
-    got = rnn_ops._round_to_tf32(torch.cat([w, nans]), "tf32")
+    got = kernels.round_to_tf32(torch.cat([w, nans]), "tf32")
     torch.testing.assert_close(got[:4], torch.tensor([1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]), rtol=0, atol=0)
     assert abs(got[4] / 3e38 - 1) < 2**-11
     assert got[5] == torch.inf and got[6] == -torch.inf and got[7] == 0
     assert (got.view(torch.int32) & -0x2000).view(torch.float32)[8:].isnan().all()  # tensor cores read NaN too
-    assert rnn_ops._round_to_tf32(w, "tf32x3") is w
+    assert kernels.round_to_tf32(w, "tf32x3") is w
 
 
 def arguments(cell, dtype=torch.float32, seed=0, **changes):
@@ -111,11 +112,11 @@ def backward_arguments(cell, device="cpu", **changes):
 
 
 def cell_of(cell):
-    return cells.GRU if cell == "gru" else cells.LSTM
+    return cells.CELLS[cell]
 
 
 def op_of(cell):
-    return rnn_ops.gru_op if cell == "gru" else rnn_ops.lstm_op
+    return rnn_ops.OPERATORS[cell].forward
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
@@ -123,8 +124,7 @@ def op_of(cell):
 @every_cell
 def test_opcheck(cell, device, order):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, order=order), device))
-    backward = rnn_ops.gru_backward_op if cell == "gru" else rnn_ops.lstm_backward_op
-    torch.library.opcheck(backward, backward_arguments(cell, device, order=order))
+    torch.library.opcheck(rnn_ops.OPERATORS[cell].backward, backward_arguments(cell, device, order=order))
 
 
 @every_cell
@@ -314,9 +314,8 @@ def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     inputs = leaves((plain[0], plain[1], plain[2], plain[4]))
     wanted = torch.autograd.grad(looped(*plain), inputs)
     calls = []
-    for name in ("gru", "lstm"):
-        original = getattr(loops, name)
-        monkeypatch.setattr(loops, name, lambda *a, original=original, name=name: calls.append(name) or original(*a))
+    original = loops.forward
+    monkeypatch.setattr(loops, "forward", lambda *a, **kw: calls.append(kw["cell"].name) or original(*a, **kw))
     if transform == "backward through vmap":
         inputs = leaves((args[0], args[1], args[2], args[4]))
         found = torch.autograd.grad(torch.vmap(one, in_dims)(*args).sum(), inputs)
@@ -612,7 +611,7 @@ def test_operators_reject_one_of_two_reset_states():
     args = list(arguments("lstm"))
     args[6] = None
     with pytest.raises(ValueError, match="reset_h and reset_c must be given together"):
-        rnn_ops.lstm_op(*args)
+        op_of("lstm")(*args)
 
 
 RESET_DTYPES = (

@@ -435,8 +435,21 @@ def _reset_states(layout: _Layout, layer: Sequence[Direction], states: Sequence[
 
 def _plain(cell: CellSpec, arguments: Sequence[Any], order: str, states: Sequence[Tensor]) -> dict[str, Tensor]:
     """Runs the loop in PyTorch operations that autograd differentiates, and returns its results by name."""
-    loop = op_common.without_autocast(loops.gru if cell is GRU else loops.lstm)
-    results = loop(*arguments, order, False)._asdict()
+    loop, count = op_common.without_autocast(loops.forward), len(states)
+    xp, w_hh, *others = arguments
+    b_hn = others.pop(0) if cell.last_gate_separate else None
+    results = loop(
+        xp,
+        w_hh,
+        b_hn,
+        others[:count],
+        others[count],
+        others[count + 1 :],
+        cell=cell,
+        order=order,
+        cells=True,
+        save=False,
+    )
     dtypes = {s: x.dtype for s, x in zip(cell.states, states, strict=True)}
     return {name: x.to(dtypes[name[0]]) for name, x in results.items() if x is not None}
 

@@ -1,23 +1,26 @@
-"""GRU and LSTM time loops in plain PyTorch operations, on any device and dtype, for use where the kernels cannot run.
+"""Time loops in plain PyTorch operations, on any device and dtype, for use where the kernels cannot run.
 
-The arguments are those of the kernels: sequences `[G, T, B, W]`, where each of the G groups holds B sequences, time
-first; states `[G, B, H]`; and weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` is
-the direction in which a model goes through time: "forward", "reverse", or "bidirectional" (models of even index
-forward, models of odd index in reverse).
+There is one loop forward and one backward for every cell, whose arithmetic is in `torch_bridge.steps`. The arguments
+are those of the kernels: sequences `[G, T, B, W]`, where each of the G groups holds B sequences, time first; states
+`[G, B, H]`; and weights `[S, ...]`, where each of the S models owns G / S consecutive groups. `order` is the direction
+in which a model goes through time: "forward", "reverse", or "bidirectional" (models of even index forward, models of
+odd index in reverse).
 
 Gates and states are float32, or float64 if the weights are, whatever the dtype of the operands. Nothing is written in
-place, so autograd can differentiate the forward loops to any order.
+place, so autograd can differentiate the forward loop to any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from torch_bridge import op_common
+from torch_bridge import op_common, steps
+from torch_bridge.cells import CellSpec
 
 
 class _TimeSteps:
@@ -32,11 +35,9 @@ class _TimeSteps:
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Returns the steps in the order in which the loop runs them."""
-        x = x.reshape(self.models, self.per_model, self.steps, self.batch, *x.shape[3:])
-        if self.batch == 1:
-            x = x.squeeze(3).transpose(1, 2)
-        else:
-            x = x.transpose(1, 2).reshape(self.models, self.steps, -1, *x.shape[4:])
+        if self.per_model != 1:
+            x = x.unflatten(0, (self.models, self.per_model)).transpose(1, 2)
+            x = x.squeeze(3) if self.batch == 1 else x.flatten(2, 3)
         if self.order == "bidirectional":
             x = self._flip_odd(x)
         steps = x.unbind(1)
@@ -47,11 +48,17 @@ class _TimeSteps:
         x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
         if self.order == "bidirectional":
             x = self._flip_odd(x)
-        x = x.reshape(self.models, self.steps, self.per_model, self.batch, *x.shape[3:]).transpose(1, 2)
-        return x.reshape(self.models * self.per_model, self.steps, self.batch, *x.shape[4:])
+        if self.per_model != 1:
+            x = x.unflatten(2, (self.per_model, self.batch)).transpose(1, 2).flatten(0, 1)
+        return x
 
     def _flip_odd(self, x: Tensor) -> Tensor:
         return torch.stack([one.flip(0) if s % 2 else one for s, one in enumerate(x)])
+
+    def together(self, sequences: Sequence[Tensor | None]) -> list[tuple[Any, ...]]:
+        """Returns a tuple for each step, with an element for each sequence, None if the sequence is None."""
+        each = [[None] * self.steps if x is None else self.split(x) for x in sequences]
+        return [*zip(*each, strict=True)] if each else [()] * self.steps
 
     def state(self, x: Tensor) -> Tensor:
         """Reshapes `[G, B, H]` to `[S, N, H]`."""
@@ -73,176 +80,134 @@ class _TimeSteps:
         return self.split(x) if x.ndim == 4 else [self.state(x)] * self.steps
 
 
-def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns `(x, y) -> x + y @ w`, batched over models, which rounds y to `operand`, the dtype of the weights."""
-    return lambda x, y: torch.baddbmm(x, y.to(operand).to(x.dtype), w)
+def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor | None, Tensor], Tensor]:
+    """Returns `(x, y) -> x + y @ w`, batched over models, which rounds y to `operand`, the dtype of the weights.
+
+    If `x` is None, the function returns `y @ w`.
+    """
+    rounds = operand != w.dtype
+
+    def product(x: Tensor | None, y: Tensor) -> Tensor:
+        if rounds:
+            y = y.to(operand).to(w.dtype)
+        return torch.bmm(y, w) if x is None else torch.baddbmm(x, y, w)
+
+    return product
 
 
-class GRUResults(NamedTuple):
-    """The results of the GRU's forward loop. The last two are None if no residuals are saved."""
+def forward(
+    xp: Tensor, w_hh: Tensor, b_hn: Tensor | None, states: Sequence[Tensor], resets: Tensor | None,
+    reset_states: Sequence[Tensor | None], *, cell: CellSpec, order: str, cells: bool, save: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Computes what `torch_bridge.kernels.loops.streamed.forward_kernel` does.
 
-    hs: Tensor  # [G, T, B, H]
-    h_last: Tensor  # [G, B, H]
-    local_grads: Tensor | None  # [G, T, B, 4H] dr/dh, dz/dh, dn/dh and dh_n/dh, adjacent for each unit
-    carry_gate: Tensor | None  # [G, T, B, H] z
+    Args:
+      xp: `[G, T, B, gates * H]`.
+      w_hh: `[S, gates * H, H]`.
+      b_hn: `[S, H]` if the last gate is separate, else None.
+      states: `[G, B, H]` for each state of the cell.
+      resets: `[G, T, B]` or None.
+      reset_states: for each state `[G, B, H]`, `[G, T, B, H]`, or None for zeros.
+      cell: an entry of the cell table.
+      order: the direction through time.
+      cells: whether to return every state of every step, instead of the hidden states only.
+      save: whether to return residuals.
 
-
-def gru(
-    xp: Tensor, w_hh: Tensor, b_hn: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
-    order: str, save: bool,
-) -> GRUResults:  # fmt: skip
-    """Computes what `torch_bridge.kernels.gru.gru_fwd_kernel` does. Returns states in the computation's dtype."""
+    Returns:
+      Results by their names in `CellSpec.forward_outputs`, in the dtype of the computation.
+    """
     time, dtype = _TimeSteps(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    hidden = h0.shape[-1]
-    product = _product(w_hh.to(dtype).mT, w_hh.dtype)
-    h = time.state(h0).to(dtype)
-    bias = torch.nn.functional.pad(b_hn.to(dtype), (2 * hidden, 0))[:, None].expand(-1, h.shape[1], -1)
-    hs, before, gates = [], [], []
-    for x, start, new in zip(time.split(xp.to(dtype)), time.starts(resets), time.new_states(reset_h, h), strict=True):
+    arithmetic, product = steps.CELLS[cell.name], _product(w_hh.to(dtype).mT, w_hh.dtype)
+    carry = tuple(time.state(x).to(dtype) for x in states)
+    new_states = zip(*(time.new_states(new, x) for new, x in zip(reset_states, carry, strict=True)), strict=True)
+    xp, bias = xp.to(dtype), None
+    x_lasts: Sequence[Tensor | None] = [None] * time.steps
+    if b_hn is not None:
+        xp, last_of_all = xp.split((xp.shape[-1] - b_hn.shape[-1], b_hn.shape[-1]), -1)
+        x_lasts = time.split(last_of_all)
+        bias = pad(b_hn.to(dtype), (xp.shape[-1], 0))[:, None].expand(-1, carry[0].shape[1], -1)
+    history, saved = [], []
+    for x, x_last, start, new in zip(time.split(xp), x_lasts, time.starts(resets), new_states, strict=True):
         if start is not None:
-            h = torch.where(start, new, h)
-        x_rz, x_n = x.split((2 * hidden, hidden), -1)
-        a_rz, a_n = product(bias, h).split((2 * hidden, hidden), -1)
-        rz = torch.sigmoid(x_rz + a_rz)
-        r, z = rz.chunk(2, -1)
-        n = torch.tanh(torch.addcmul(x_n, r, a_n))
+            carry = tuple([torch.where(start, *each) for each in zip(new, carry, strict=True)])
+        if x_last is None:
+            gates, last = product(x, carry[0]), None
+        else:
+            products, h_last = product(bias, carry[0]).split((x.shape[-1], x_last.shape[-1]), -1)
+            gates, last = x + products, (x_last, h_last)
+        carry, activations = arithmetic.step(gates, last, carry)
+        history.append(carry)
         if save:
-            before.append(h)
-            gates.append((rz, n, a_n))
-        h = torch.addcmul(n, z, h - n)
-        hs.append(h)
-    local_grads = carry_gate = None
+            saved.append(activations)
+    returned = cell.states if cells else cell.states[:1]
+    results = {f"{s}s": time.join(each) for s, each in zip(returned, zip(*history, strict=True), strict=False)}
+    results |= {f"{s}_last": time.groups(x) for s, x in zip(cell.states, carry, strict=True)}
     if save:
-        previous = time.join(before)
-        rz, n, a_n = (time.join(gate) for gate in zip(*gates, strict=True))
-        r, carry_gate = (gate.contiguous() for gate in rz.chunk(2, -1))
-        f_n = (1 - carry_gate) * (1 - n * n)
-        each = f_n * a_n * r * (1 - r), (previous - n) * carry_gate * (1 - carry_gate), f_n, f_n * r
-        local_grads = torch.stack(each, -1).flatten(-2)
-    return GRUResults(time.join(hs), time.groups(h), local_grads, carry_gate)
+        local_grads, factors = arithmetic.residuals([time.join(each) for each in zip(*saved, strict=True)])
+        (name, width), *others = cell.residuals
+        padding = [torch.zeros_like(local_grads[0])] * (width - len(local_grads))
+        results[name] = torch.stack([*local_grads, *padding], -1).flatten(-2)
+        results |= {name: x for (name, _), x in zip(others, factors, strict=True)}
+    return results
 
 
-class GRUGradients(NamedTuple):
-    """The results of the GRU's backward loop."""
+def backward(
+    w_hh: Tensor, residuals: Mapping[str, Tensor], resets: Tensor | None, dsequences: Sequence[Tensor | None],
+    dlast: Sequence[Tensor], *, cell: CellSpec, order: str, reset_gradients: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Computes what `torch_bridge.kernels.loops.streamed.backward_kernel` does.
 
-    dxp: Tensor  # [G, T, B, 3H]
-    dhn: Tensor  # [G, T, B, H] gradient of W_hn h + b_hn
-    dh0: Tensor  # [G, B, H]
-    dreset_h: Tensor | None  # [G, T, B, H] gradient of each step's reset state
+    Args:
+      w_hh: `[S, gates * H, H]`.
+      residuals: the residuals by name.
+      resets: `[G, T, B]` or None.
+      dsequences: the gradients of each state at every step, `[G, T, B, H]` or None for zeros.
+      dlast: the gradients of each state after the last step, `[G, B, H]`.
+      cell: an entry of the cell table.
+      order: the direction through time.
+      reset_gradients: whether to return the gradient of each step's reset states.
 
-
-def gru_backward(
-    w_hh: Tensor, local_grads: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor, dh_last: Tensor,
-    order: str, reset_gradients: bool,
-) -> GRUGradients:  # fmt: skip
-    """Computes what `torch_bridge.kernels.gru.gru_bwd_kernel` does."""
-    time, dtype = _TimeSteps(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    product = _product(w_hh.to(dtype), w_hh.dtype)
-    f_r, f_z, f_n, f_hn = local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1)
-    sequences = (torch.cat((f_r, f_z, f_hn), -1), carry_gate.to(dtype), dhs.to(dtype))
-    steps = [*zip(*map(time.split, sequences), time.starts(resets), strict=True)]
-    dh = time.state(dh_last).to(dtype)
-    zeros = torch.zeros_like(dh)
-    all_dh, recurrent, dreset_h = [], [], []
-    for f, z, dy, start in reversed(steps):
-        dh = dh + dy
-        d = f * dh.repeat(1, 1, 3)
-        all_dh.append(dh)
-        recurrent.append(d)
-        dh = product(dh * z, d)
+    Returns:
+      Results by name: "dxp" `[G, T, B, gates * H]`; if the last gate is separate, "dhn" `[G, T, B, H]`, the gradient of
+      its hidden product; and for the state "h", and others likewise, "dh0" `[G, B, H]` and "dreset_h" `[G, T, B, H]`.
+    """
+    (name, width), *others = cell.residuals
+    time, dtype = _TimeSteps(residuals[name], w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
+    product, grad_step = _product(w_hh.to(dtype), w_hh.dtype), steps.CELLS[cell.name].grad_step
+    by_gate = residuals[name].unflatten(-1, (-1, width)).to(dtype).unbind(-1)
+    if cell.last_gate_separate:  # the local gradient of the last gate's input projection comes first
+        by_gate = (by_gate[cell.gates - 1], *by_gate[: cell.gates - 1], by_gate[cell.gates])
+    else:
+        by_gate = by_gate[: cell.gates]
+    local_grads = time.split(torch.stack(by_gate, -2))
+    factors = time.together([residuals[name].to(dtype) for name, _ in others])
+    gradients = time.together([None if d is None else d.to(dtype) for d in dsequences])
+    dstates = tuple(time.state(d).to(dtype) for d in dlast)
+    zeros = torch.zeros_like(dstates[0])
+    dgates, dresets = [], []
+    for local, factor, dys, start in reversed(
+        [*zip(local_grads, factors, gradients, time.starts(resets), strict=True)]
+    ):
+        dstates = tuple([d if dy is None else d + dy for d, dy in zip(dstates, dys, strict=True)])
+        if len(dstates) > 1:
+            dstates = dstates[0], torch.addcmul(dstates[1], dstates[0], factor[0])
+        d, carried = grad_step(dstates, local, factor)
+        dgates.append(d)
+        operand = (d[..., 1:, :] if cell.last_gate_separate else d).flatten(-2)
+        if len(dstates) > 1:
+            dstates = product(None, operand), *carried
+        else:
+            dstates = (product(carried[0] if carried else None, operand),)
         if start is not None:
             if reset_gradients:
-                dreset_h.append(torch.where(start, dh, zeros))
-            dh = torch.where(start, zeros, dh)
-    hidden = carry_gate.shape[-1]
-    d = time.join(recurrent[::-1])
-    dxp = torch.cat((d[..., : 2 * hidden], time.join(all_dh[::-1]) * f_n), -1)
-    stepped = time.join(dreset_h[::-1]) if dreset_h else None
-    return GRUGradients(dxp, d[..., 2 * hidden :].contiguous(), time.groups(dh), stepped)
-
-
-class LSTMResults(NamedTuple):
-    """The results of the LSTM's forward loop. The last three are None if no residuals are saved."""
-
-    hs: Tensor  # [G, T, B, H]
-    cs: Tensor  # [G, T, B, H]
-    h_last: Tensor  # [G, B, H]
-    c_last: Tensor  # [G, B, H]
-    local_grads: Tensor | None  # [G, T, B, 4H] di/dc, df/dc, dg/dc and do/dh, adjacent for each unit
-    dc_dh: Tensor | None  # [G, T, B, H] dc/dh
-    carry_gate: Tensor | None  # [G, T, B, H] f
-
-
-def lstm(
-    xp: Tensor, w_hh: Tensor, h0: Tensor, c0: Tensor, resets: Tensor | None, reset_h: Tensor | None,
-    reset_c: Tensor | None, order: str, save: bool,
-) -> LSTMResults:  # fmt: skip
-    """Computes what `torch_bridge.kernels.lstm.lstm_fwd_kernel` does. Returns states in the computation's dtype."""
-    time, dtype = _TimeSteps(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    product = _product(w_hh.to(dtype).mT, w_hh.dtype)
-    h, c = time.state(h0).to(dtype), time.state(c0).to(dtype)
-    new = time.new_states(reset_h, h), time.new_states(reset_c, c)
-    hs, cs, before, gates = [], [], [], []
-    for x, start, new_h, new_c in zip(time.split(xp.to(dtype)), time.starts(resets), *new, strict=True):
-        if start is not None:
-            h, c = torch.where(start, new_h, h), torch.where(start, new_c, c)
-        a_i, a_f, a_g, a_o = product(x, h).chunk(4, -1)
-        gate = torch.sigmoid(a_i), torch.sigmoid(a_f), torch.tanh(a_g), torch.sigmoid(a_o)
-        if save:
-            before.append(c)
-            gates.append(gate)
-        c = torch.addcmul(gate[1] * c, gate[0], gate[2])
-        h = gate[3] * torch.tanh(c)
-        hs.append(h)
-        cs.append(c)
-    all_c = time.join(cs)
-    local_grads = dc_dh = carry_gate = None
-    if save:
-        previous, tanh_c = time.join(before), torch.tanh(all_c)
-        g_i, carry_gate, g_g, g_o = (time.join(gate) for gate in zip(*gates, strict=True))
-        each = (
-            g_g * g_i * (1 - g_i), previous * carry_gate * (1 - carry_gate), g_i * (1 - g_g * g_g),
-            tanh_c * g_o * (1 - g_o),
-        )  # fmt: skip
-        local_grads = torch.stack(each, -1).flatten(-2)
-        dc_dh = g_o * (1 - tanh_c * tanh_c)
-    return LSTMResults(time.join(hs), all_c, time.groups(h), time.groups(c), local_grads, dc_dh, carry_gate)
-
-
-class LSTMGradients(NamedTuple):
-    """The results of the LSTM's backward loop."""
-
-    dxp: Tensor  # [G, T, B, 4H]
-    dh0: Tensor  # [G, B, H]
-    dc0: Tensor  # [G, B, H]
-    dreset_h: Tensor | None  # [G, T, B, H] gradient of each step's reset state
-    dreset_c: Tensor | None  # as dreset_h
-
-
-def lstm_backward(
-    w_hh: Tensor, local_grads: Tensor, dc_dh: Tensor, carry_gate: Tensor, resets: Tensor | None, dhs: Tensor,
-    dcs: Tensor | None, dh_last: Tensor, dc_last: Tensor, order: str, reset_gradients: bool,
-) -> LSTMGradients:  # fmt: skip
-    """Computes what `torch_bridge.kernels.lstm.lstm_bwd_kernel` does."""
-    time, dtype = _TimeSteps(dhs, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    product = _product(w_hh.to(dtype), w_hh.dtype)
-    by_gate = torch.cat(local_grads.unflatten(-1, (-1, 4)).to(dtype).unbind(-1), -1)
-    dh, dc = time.state(dh_last).to(dtype), time.state(dc_last).to(dtype)
-    zeros = torch.zeros_like(dh)
-    dcs_each = [None] * time.steps if dcs is None else time.split(dcs.to(dtype))
-    sequences = (by_gate, dc_dh.to(dtype), carry_gate.to(dtype), dhs.to(dtype))
-    steps = [*zip(*map(time.split, sequences), dcs_each, time.starts(resets), strict=True)]
-    gates, dreset_h, dreset_c = [], [], []
-    for f, o, z, dy, dcy, start in reversed(steps):
-        dh = dh + dy
-        dc = torch.addcmul(dc if dcy is None else dc + dcy, dh, o)
-        d = f * torch.cat((dc, dc, dc, dh), -1)
-        gates.append(d)
-        dc, dh = dc * z, product(zeros, d)
-        if start is not None:
-            if reset_gradients:
-                dreset_h.append(torch.where(start, dh, zeros))
-                dreset_c.append(torch.where(start, dc, zeros))
-            dh, dc = torch.where(start, zeros, dh), torch.where(start, zeros, dc)
-    stepped_h, stepped_c = (time.join(d[::-1]) if d else None for d in (dreset_h, dreset_c))
-    return LSTMGradients(time.join(gates[::-1]), time.groups(dh), time.groups(dc), stepped_h, stepped_c)
+                dresets.append([torch.where(start, d, zeros) for d in dstates])
+            dstates = tuple([torch.where(start, zeros, d) for d in dstates])
+    d = time.join(dgates[::-1])
+    if cell.last_gate_separate:
+        results = {"dxp": torch.cat((d[..., 1:-1, :], d[..., :1, :]), -2).flatten(-2), "dhn": d[..., -1, :]}
+    else:
+        results = {"dxp": d.flatten(-2)}
+    results |= {f"d{s}0": time.groups(d) for s, d in zip(cell.states, dstates, strict=True)}
+    for s, each in zip(cell.states, zip(*dresets[::-1], strict=True), strict=False):  # there may be none
+        results[f"dreset_{s}"] = time.join(each)
+    return results

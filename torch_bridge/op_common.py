@@ -156,12 +156,15 @@ def check_devices(name: str, x: Tensor, arrays: Mapping[str, Tensor | None]) -> 
             raise ValueError(f"{other} is on {y.device} and {name} is on {x.device}: move one of them")
 
 
-def define(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a decorator that makes a function an operator of this name, and disables autocast in it."""
+def define(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a decorator that makes a function an operator of this name, and disables autocast in it.
+
+    The function's signature is the operator's, unless a schema is given.
+    """
 
     def decorate(function: Callable[..., Any]) -> Any:
         function = without_autocast(function)
-        definition: Any = torch.library.custom_op(name, function, mutates_args=())
+        definition: Any = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
         definition.function = function
         return definition
 

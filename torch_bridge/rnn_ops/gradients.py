@@ -1,0 +1,83 @@
+"""The gradients of recurrent weights and reset states, from the results of the backward operators."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torch_bridge.cells import CellSpec
+from torch_bridge.rnn_ops.arguments import ForwardArguments
+
+
+def _shift_one_step(history: Tensor, first: Tensor, reverse: bool) -> Tensor:
+    """Returns the states before each step, `[..., T, B, H]`: `first` at the loop's first step, else from `history`."""
+    first = first.unsqueeze(-3)
+    parts = (history[..., 1:, :, :], first) if reverse else (first, history[..., :-1, :, :])
+    return torch.cat(parts, -3)
+
+
+def _with_resets(previous: Tensor, resets: Tensor | None, reset_h: Tensor | None) -> Tensor:
+    """Returns the states that steps read, `[G, T, B, H]`: `previous`, or the reset state where an episode starts."""
+    if resets is None:
+        return previous
+    start = (resets != 0)[..., None]
+    if reset_h is None:
+        return previous.masked_fill(start, 0)
+    state = reset_h if reset_h.ndim == 4 else reset_h.unsqueeze(1)
+    return torch.where(start, state.to(previous.dtype), previous)
+
+
+def _states_read(
+    hs: Tensor, h0: Tensor, resets: Tensor | None, reset_h: Tensor | None, order: str, models: int, dtype: torch.dtype
+) -> list[tuple[slice, Tensor]]:
+    """Returns the hidden states that steps read, as pairs of a slice of steps and the states `[G, steps, B, H]`.
+
+    Where time is the slowest axis in memory, the first step is a part of its own. The other states then need not be
+    copied to be concatenated with it.
+    """
+    hs, h0, groups, steps = hs.to(dtype), h0.to(dtype), *hs.shape[:2]
+    if order == "bidirectional":
+        pairs = zip(hs.unflatten(0, (models, -1)), h0.unflatten(0, (models, -1)), strict=True)
+        whole = torch.cat([_shift_one_step(*pair, reverse=s % 2 == 1) for s, pair in enumerate(pairs)])
+        parts = [(slice(0, steps), whole)]
+    elif groups > models or steps == 1:
+        parts = [(slice(0, steps), _shift_one_step(hs, h0, order == "reverse"))]
+    elif order == "reverse":
+        parts = [(slice(0, steps - 1), hs[:, 1:]), (slice(steps - 1, steps), h0[:, None])]
+    else:
+        parts = [(slice(1, steps), hs[:, :-1]), (slice(0, 1), h0[:, None])]
+
+    def of(steps: slice, x: Tensor | None) -> Tensor | None:
+        return x if x is None or (x is reset_h and x.ndim == 3) else x[:, steps]
+
+    return [(part, _with_resets(x, of(part, resets), of(part, reset_h))) for part, x in parts]
+
+
+def _sum_products(x: Tensor, seen: list[tuple[slice, Tensor]], models: int) -> Tensor:
+    """Returns `[S, X, H]`: each model's product of `x` and `seen`, summed over its groups, the steps and the batch."""
+    products = []
+    for steps, y in seen:
+        part = x if len(seen) == 1 else x[:, steps]
+        if models == 1:
+            products.append((part.reshape(-1, x.shape[-1]).mT @ y.reshape(-1, y.shape[-1]))[None])
+        else:
+            products.append(part.reshape(models, -1, x.shape[-1]).mT @ y.reshape(models, -1, y.shape[-1]))
+    return products[0] if len(products) == 1 else products[0] + products[1]
+
+
+def reset_state_gradient(x: Tensor, like: Tensor) -> Tensor:
+    """Returns the gradient of a reset state `like`, given the gradient of every step's reset state."""
+    return (x if like.ndim == 4 else x.sum(1)).to(like.dtype)
+
+
+def weight_gradient(cell: CellSpec, x: ForwardArguments, hs: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
+    """Returns the gradient of `w_hh`, given the results of the backward operator by name."""
+    models, hidden = x.w_hh.shape[0], x.w_hh.shape[-1]
+    seen = _states_read(hs, x.states[0], x.resets, x.reset_states[0], x.order, models, x.w_hh.dtype)
+    dxp = gradients["dxp"]
+    if not cell.last_gate_separate:
+        return _sum_products(dxp, seen, models)
+    first = _sum_products(dxp[..., : (cell.gates - 1) * hidden], seen, models)
+    return torch.cat((first, _sum_products(gradients["dhn"], seen, models)), 1)

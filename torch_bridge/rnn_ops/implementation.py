@@ -1,0 +1,77 @@
+"""The choice of what an operator runs: whether a kernel, and the precision of its products."""
+
+from __future__ import annotations
+
+import functools
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from torch_bridge import op_common, rules, tiling
+
+# None follows `torch.backends.cuda.matmul`.
+Precision = rules.Precision | None
+
+PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
+
+
+@functools.cache
+def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
+    """Returns why the kernels cannot run on a device with weights of this dtype and width, or None if they can."""
+    facts = op_common.device_facts(device, dtype)
+    if isinstance(facts, str):
+        return facts
+    if facts.interpreted and dtype == torch.bfloat16:
+        return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
+    if hidden > tiling.max_hidden(facts):
+        return (
+            f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} SMs can "
+            f"share ({tiling.max_hidden(facts)}); leave implementation out"
+        )
+    return None
+
+
+def should_launch_kernels(implementation: str | None, w_hh: Tensor) -> bool:
+    """Returns whether an operator launches a kernel; if not, it runs the loop in PyTorch operations.
+
+    Raises:
+      ValueError: the implementation is unknown.
+      NotImplementedError: `implementation` is "triton" and the kernels cannot run.
+    """
+    if implementation not in (None, "triton", "loop"):
+        raise ValueError(f'implementation of an operator must be "triton", "loop" or None, got {implementation!r}')
+    if implementation == "loop" or (implementation is None and w_hh.device.type != "cuda"):
+        return False
+    hidden = w_hh.shape[-1]
+    reason = _unsupported(w_hh.device, w_hh.dtype, int(hidden))
+    if reason is not None and implementation == "triton":
+        raise NotImplementedError(f"the Triton kernels {reason}")
+    return reason is None
+
+
+def _matmul_precision() -> str:
+    """Returns PyTorch's setting for float32 products on a GPU: "tf32", or the name of another precision."""
+    return str(torch.backends.cuda.matmul.fp32_precision)
+
+
+# Sets the attribute that torch.compiler.assume_constant_result sets, without importing the compiler, which takes a
+# second. torch.compile recompiles when PyTorch's setting changes.
+_matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def kernel_precision(precision: Precision, hidden: int) -> str:
+    """Returns the precision of float32 products in a kernel, by Triton's name.
+
+    None follows `torch.backends.cuda.matmul`: "tf32" if that setting allows it and H is above 32, else "tf32x3".
+
+    Raises:
+      ValueError: the precision is unknown.
+    """
+    if precision is None:
+        return rules.kernel_precision(_matmul_precision() == "tf32", hidden)
+    if precision not in PRECISIONS:
+        raise ValueError(
+            f'precision must be "tf32", "tf32x3" or None (to follow torch.backends.cuda.matmul), got {precision!r}'
+        )
+    return precision

@@ -1,0 +1,14 @@
+"""The pointwise part of each cell in PyTorch operations: what `torch_bridge.loops` computes between its products.
+
+`cell.Cell` is the contract, that of `torch_bridge.kernels.cells` on tensors. Gates and local gradients come in one
+tensor each, so that a cell can apply one operation to several of them: for small batches, the time of a step is the
+host time of its operations. Nothing is written in place, so autograd can differentiate `step` to any order.
+"""
+
+from __future__ import annotations
+
+from torch_bridge.steps import gru, lstm
+from torch_bridge.steps.cell import Cell
+
+# The arithmetic of each cell in `torch_bridge.cells.CELLS`.
+CELLS: dict[str, Cell] = {"gru": gru, "lstm": lstm}
