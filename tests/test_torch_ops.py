@@ -653,7 +653,7 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     if batch_first:
         xs, resets, new = (x.transpose(0, 1).contiguous() for x in (xs, resets, new))
     functional.gru(xs, *states, *given, resets=resets, reset_state=new, batch_first=batch_first)
-    xp, w_hh, _, h0, got_resets, got_new = seen["args"]
+    xp, w_hh, _, (h0,), got_resets, (got_new,) = seen["args"]
     for got, of in ((w_hh, given[1]), (h0, states[0]), (got_resets, resets), (got_new, new)):
         assert got.data_ptr() == of.data_ptr() and got.is_contiguous()
     assert xp.is_contiguous() and xp.shape[:3] == got_resets.shape == ((B, T, 1) if batch_first else (1, T, B))

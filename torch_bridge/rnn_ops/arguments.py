@@ -81,7 +81,7 @@ class BackwardArguments(NamedTuple):
 
     Attributes:
       w_hh: `[S, gates * H, H]`.
-      hs: `[G, T, B, H]`, not read; see `operators.register`.
+      hs: `[G, T, B, H]`, which connects the operator to the inputs, see `operators`, and is not read.
       residuals: by name, see `torch_bridge.cells.CellSpec`.
       resets: `[G, T, B]` or None.
       dsequences: gradients of the states of every step, `[G, T, B, H]` or None for zeros; the arguments "dhs", ...

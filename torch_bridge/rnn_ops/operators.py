@@ -152,7 +152,7 @@ OPERATORS = {name: _define(cell) for name, cell in CELLS.items()}
 
 def forward(
     cell: CellSpec,
-    arguments: Sequence[Tensor | None],
+    arrays: tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor], Tensor | None, Sequence[Tensor | None]],
     order: str,
     precision: str,
     cells: bool,
@@ -162,7 +162,7 @@ def forward(
 
     Args:
       cell: an entry of the cell table.
-      arguments: the tensor arguments of the operator.
+      arrays: `xp`, `w_hh`, `b_hn`, the states, `resets` and the reset states, see `torch_bridge.loops.forward`.
       order: the direction through time, see `torch_bridge.loops`.
       precision: precision of float32 products, by Triton's name.
       cells: whether to return every state of every step, instead of the hidden states only.
@@ -171,6 +171,8 @@ def forward(
     Returns:
       The outputs of the operator, by name.
     """
+    xp, w_hh, b_hn, states, resets, reset_states = arrays
+    arguments = xp, w_hh, *([] if b_hn is None else [b_hn]), *states, resets, *reset_states
     save = op_common.wants_gradients([x for x in arguments if x is not None])
     several = (cells,) if len(cell.states) > 1 else ()
     options = order, precision, *several, save, implementation

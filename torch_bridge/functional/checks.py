@@ -1,0 +1,84 @@
+"""Checks of the arguments of functions and modules, which raise ValueError."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from torch_bridge import op_common
+from torch_bridge.cells import CellSpec
+from torch_bridge.functional.direction import Direction
+
+Implementation = Literal["triton", "torch"] | None
+
+
+def check_implementation(name: Any) -> None:
+    """Raises ValueError unless an implementation has this name."""
+    if name not in (None, "triton", "torch"):
+        raise ValueError(f'implementation must be "triton", "torch" or None, got {name!r}')
+
+
+def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
+    """Raises ValueError unless `given` is a tensor, or None if it is `optional`."""
+    if not isinstance(given, Tensor) and not (optional and given is None):
+        raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
+
+
+def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight: Tensor) -> None:
+    """Raises ValueError unless a state has the dtype of the inputs or weights, or float32. Autocast accepts any."""
+    if state.dtype not in (xs.dtype, torch.float32, weight.dtype) and not op_common.is_autocasting(xs.device.type):
+        raise ValueError(f"{name} must be {xs.dtype}, like {inputs}, or float32, got {state.dtype}: convert it")
+
+
+def check_reset_state(state: str, given: Any) -> None:
+    """Raises ValueError unless a reset state is a floating-point tensor or None."""
+    check_tensor(f"the reset state of {state}", given)
+    if given is not None and not given.is_floating_point():
+        raise ValueError(f"the reset state of {state} must be floating point, got {given.dtype}: convert it")
+
+
+def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: bool) -> None:
+    """Raises ValueError unless shapes and dtypes agree."""
+    layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
+    check_tensor("xs", xs, optional=False)
+    for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr"):
+        check_tensor(name, getattr(one, name), optional=name not in ("w_ih", "w_hh"))
+    for s, x in zip(cell.states, one.states, strict=True):
+        check_tensor(f"{s}0", x)
+    if xs.ndim < 2 or not xs.is_floating_point():
+        raise ValueError(f"xs must be {layout} and floating point, got {tuple(xs.shape)} of {xs.dtype}")
+    if one.w_ih.ndim != 2 or one.w_ih.shape[0] < cell.gates:
+        raise ValueError(f"w_ih must be [{cell.gates} * H, D] with H >= 1, got {tuple(one.w_ih.shape)}")
+    time = xs.ndim - 2 if batch_first else 0
+    batch, steps = (*xs.shape[:time], *xs.shape[time + 1 : -1]), tuple(xs.shape[:-1])
+    wide = one.w_ih.shape[0]
+    hidden = wide // cell.gates
+    width = hidden if one.w_hr is None else one.w_hr.shape[0]
+    shapes = {"w_ih": (cell.gates * hidden, xs.shape[-1]), "w_hh": (wide, width), "b_ih": (wide,), "b_hh": (wide,)}
+    for name, shape in (shapes | {"w_hr": (width, hidden)}).items():
+        w = getattr(one, name)
+        if w is None:
+            continue
+        if tuple(w.shape) != shape:
+            raise ValueError(f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}")
+        if w.dtype != xs.dtype and not op_common.is_autocasting(xs.device.type):
+            raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
+    check_tensor("resets", one.resets)
+    if one.resets is not None and tuple(one.resets.shape) != steps:
+        raise ValueError(f"resets must be {steps} for xs {tuple(xs.shape)}, got {tuple(one.resets.shape)}")
+    for s, w, x, state in zip(cell.states, (width, hidden), one.states, one.reset_states, strict=False):
+        if x is not None and tuple(x.shape) != (*batch, w):
+            raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")
+        if x is not None:
+            check_state_dtype(f"{s}0", x, "xs", xs, one.w_hh)
+        check_reset_state(s, state)
+        if state is None:
+            continue
+        if one.resets is None:
+            raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
+        if all(tuple(state.shape) != shape for shape in ((w,), (*batch, w), (*steps, w))):
+            raise ValueError(
+                f"the reset state of {s} must be {(w,)}, {(*batch, w)} or {(*steps, w)}, got {tuple(state.shape)}"
+            )

@@ -1,0 +1,76 @@
+"""The function `gru`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_bridge.cells import GRU
+from torch_bridge.functional.checks import Implementation, check_direction
+from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.layer import run_layer
+from torch_bridge.rnn_ops import Precision
+
+
+def gru(
+    xs: Tensor,
+    h0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs a GRU over time, starting afresh wherever `resets` is nonzero.
+
+    With s the logistic function and gates ordered r, z, n, as in `torch.nn.GRU`:
+
+        h = reset_state if resets[t] else h
+        r = s(W_ir x + b_ir + W_hr h + b_hr),  z = s(W_iz x + b_iz + W_hz h + b_hz)
+        n = tanh(W_in x + b_in + r * (W_hn h + b_hn))
+        h' = (1 - z) * n + z * h
+
+    Args:
+      xs: inputs `[T, *batch, D]`, or `[*batch, T, D]` if `batch_first`, in the dtype of the weights.
+      h0: hidden state before the first step, `[*batch, H]`, in the dtype of `xs` or in float32; None for zeros.
+      w_ih: `[3H, D]`.
+      w_hh: `[3H, H]`.
+      b_ih: `[3H]` or None.
+      b_hh: `[3H]` or None.
+      resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
+        step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
+      reset_state: the state at the start of an episode: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a
+        value for every step, `[T, *batch, H]` (`[*batch, T, H]`). It is differentiable.
+      reverse: run from the last step to the first; outputs stay in the order of the inputs.
+      batch_first: the layout of every array with a time axis. Neither layout is copied into the other.
+      precision: precision of float32 products in the time loop on a GPU: "tf32"; "tf32x3", which has the accuracy of
+        float32 (three TF32 products instead of one, or float32 products if H is small); or None: "tf32" if
+        `torch.backends.cuda.matmul` allows it and H is above 32, else "tf32x3". All other products are PyTorch's own
+        and follow its settings.
+      implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
+        (PyTorch operations that autograd differentiates, slowly, to any order and in any mode); or None: the kernels
+        where they can run, elsewhere the loop in PyTorch operations, as one operator. With None, an eager call of a
+        single step in float32 or float64 runs PyTorch's own cell, which has less host overhead. If you name an
+        implementation that cannot run the input, a `NotImplementedError` says why.
+
+    Returns:
+      `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last one, both in the dtype of `h0`.
+      Between steps the hidden state is float32, or float64 if `xs` is.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: the named implementation cannot run this input, or a derivative that the operators do not
+        have (second-order or forward-mode) is requested; `implementation="torch"` has it.
+    """
+    one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    check_direction(GRU, xs, one, batch_first)
+    (out,) = run_layer(
+        GRU, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return out.hs, out.last[0]

@@ -1,0 +1,176 @@
+"""The layer that the functions and modules of every cell run: one direction, or two in one launch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from torch_bridge import loops, op_common, rnn_ops, steps
+from torch_bridge.cells import CellSpec
+from torch_bridge.functional.checks import Implementation, check_implementation
+from torch_bridge.functional.direction import Direction, DirectionResult
+from torch_bridge.functional.layout import Layout, stack
+from torch_bridge.functional.projection import project, without_projection
+from torch_bridge.rnn_ops import Precision
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_cast(each, dtype) for each in x)
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype != torch.float64 else x
+
+
+def _autocast(
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction]
+) -> tuple[Tensor, Sequence[Direction], torch.dtype]:
+    """Casts operands and states as `torch.nn` does under autocast.
+
+    Returns the inputs, the layer, and the dtype for states that are not given.
+    """
+    device = xs.device.type
+    if not op_common.is_autocasting(device) or xs.dtype == torch.float64:
+        return xs, layer, xs.dtype
+    dtype, default = torch.get_autocast_dtype(device), xs.dtype
+    names = ["w_ih", "w_hh", "b_ih", "b_hh", "w_hr"]
+    if steps.CELLS[cell.name].AUTOCASTS_STATES_ON_CPU or device != "cpu":
+        names, default = [*names, "states", "reset_states"], dtype
+    layer = [one._replace(**{name: _cast(getattr(one, name), dtype) for name in names}) for one in layer]
+    return xs.to(dtype), layer, default
+
+
+def _bias(cell: CellSpec, one: Direction) -> Tensor | None:
+    """Returns the sum of the biases to add to the input projection, without the recurrent one of a separate gate."""
+    if one.b_hh is None:
+        return one.b_ih
+    b_hh = one.b_hh
+    if cell.last_gate_separate:
+        hidden = b_hh.shape[0] // cell.gates
+        b_hh = pad(b_hh[:-hidden], (0, hidden))
+    return b_hh if one.b_ih is None else one.b_ih + b_hh
+
+
+def _separate_bias(cell: CellSpec, layer: Sequence[Direction], hidden: int, xs: Tensor) -> Tensor | None:
+    """Returns the recurrent biases of the last gate, `[directions, H]`, or None if that gate is not separate."""
+    if not cell.last_gate_separate:
+        return None
+    return stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[-hidden:] for one in layer])
+
+
+def _project_inputs(
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], reverse: bool, time: int
+) -> tuple[Tensor, Sequence[Direction]]:
+    """Returns the input projections `[directions, *xs.shape[:-1], gates * H]`, and the layer without a projection."""
+    biases = [_bias(cell, one) for one in layer]
+    if layer[0].w_hr is not None:
+        xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
+        return without_projection(xps, layer, reverse, time)
+    if len(layer) == 1:
+        return linear(xs, layer[0].w_ih, biases[0])[None], layer
+    rows, w = math.prod(xs.shape[:-1]), torch.stack([one.w_ih for one in layer]).mT
+    x = xs.reshape(1, rows, xs.shape[-1]).expand(len(layer), rows, xs.shape[-1])
+    given = [b for b in biases if b is not None]
+    xp = torch.baddbmm(torch.stack(given)[:, None], x, w) if given else torch.bmm(x, w)
+    return xp.reshape(len(layer), *xs.shape[:-1], xp.shape[-1]), layer
+
+
+def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
+    """Whether PyTorch's own cell can compute the step, in less than half the host time of a launch."""
+    one = layer[0]
+    alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
+    if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
+        return False
+    given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
+    tensors = [x for x in given if x is not None]
+    if any(x.dtype != xs.dtype for x in tensors):
+        return False
+    return op_common.is_unobserved(tensors if one.resets is None else [*tensors, one.resets])
+
+
+def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout) -> DirectionResult:
+    """Runs a layer of one direction for one step, with PyTorch's own cell."""
+    hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
+    states = []
+    starts = one.resets
+    if starts is not None:
+        starts = (starts if starts.dtype == torch.bool else starts != 0).reshape(sequences, 1)
+    for state, reset_state in zip(one.states, one.reset_states, strict=True):
+        h = xs.new_zeros(*layout.batch, hidden) if state is None else state
+        h = h.reshape(sequences, hidden)
+        if starts is not None and reset_state is None:
+            h = h.masked_fill(starts, 0)
+        elif starts is not None and reset_state is not None:
+            new = layout.expand(reset_state, stepped=layout.is_stepped(reset_state))
+            h = torch.where(starts, new.reshape(sequences, hidden), h)
+        states.append(h)
+    x, weights = xs.reshape(sequences, xs.shape[-1]), (one.w_ih, one.w_hh, one.b_ih, one.b_hh)
+    found = steps.CELLS[cell.name].single_step(x, tuple(states), *weights)
+    hs, *cs = (h.reshape(*layout.outer, hidden) for h in found)
+    # The last states are copies, so that an in-place change to them does not change `hs` or `cs`, nor the reverse.
+    return DirectionResult(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
+
+
+def run_layer(
+    cell: CellSpec,
+    xs: Tensor,
+    layer: Sequence[Direction],
+    *,
+    reverse: bool = False,
+    batch_first: bool = False,
+    cells: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> list[DirectionResult]:
+    """Runs a layer of one direction, or of two, forward and reverse, in one launch. Expects valid shapes and dtypes.
+
+    Args:
+      cell: an entry of the cell table.
+      xs: see `gru`; shared by the directions.
+      layer: one direction, or two with the same shapes.
+      reverse: whether a single direction runs from the last step to the first.
+      batch_first: see `gru`.
+      cells: whether to return the cell states of all steps.
+      precision: see `gru`.
+      implementation: see `gru`.
+
+    Raises:
+      ValueError: there are no steps, or the implementation or precision is unknown.
+      NotImplementedError: see `gru`.
+    """
+    check_implementation(implementation)
+    layout = Layout(xs, len(layer), batch_first)
+    if layout.sizes[1] == 0:
+        raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
+    if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(xs, layer):
+        return [_run_single_step(cell, xs, layer[0], layout)]
+    xs, layer, default = _autocast(cell, xs, layer)
+    given = layer
+    xp, layer = _project_inputs(cell, xs, layer, reverse, layout.time)
+    hidden = layer[0].w_hh.shape[-1]
+
+    by_state = zip(*(one.states for one in layer), strict=True)
+    states = [layout.initial_states(of_state, default, xs, hidden) for of_state in by_state]
+    resets, reset_states = layout.resets([one.resets for one in layer], xs), layout.reset_states(layer, states)
+    w_hh, b_hn = stack([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs)
+    arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states
+
+    order = "bidirectional" if len(layer) == 2 else "reverse" if reverse else "forward"
+    precise = rnn_ops.kernel_precision(precision, hidden)
+    if implementation == "torch":
+        loop = op_common.without_autocast(loops.forward)
+        results = loop(*arrays, cell=cell, order=order, cells=cells, save=False)
+        for s, state in zip(cell.states, states, strict=True):
+            results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
+    else:
+        results = rnn_ops.forward(cell, arrays, order, precise, cells, implementation)
+
+    hs = layout.sequences(results["hs"])
+    has_cells = cells and len(cell.states) > 1
+    cs = layout.sequences(results[f"{cell.states[1]}s"]) if has_cells else [None] * len(layer)
+    last = zip(*(layout.states(results[f"{s}_last"]) for s in cell.states), strict=True)
+    found = [DirectionResult(*each) for each in zip(hs, cs, last, strict=True)]
+    return [one if x.w_hr is None else project(x, one, default) for x, one in zip(given, found, strict=True)]

@@ -1,0 +1,84 @@
+"""The function `lstm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_bridge.cells import LSTM
+from torch_bridge.functional.checks import Implementation, check_direction
+from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.layer import run_layer
+from torch_bridge.rnn_ops import Precision
+
+
+def lstm(
+    xs: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    return_cells: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """Runs an LSTM over time, starting afresh wherever `resets` is nonzero.
+
+    With s the logistic function and gates ordered i, f, g, o, as in `torch.nn.LSTM`:
+
+        h, c = reset_state if resets[t] else h, c
+        i, f, o = s(W_i x + b_i + W_h h + b_h),  g = tanh(W_ig x + b_ig + W_hg h + b_hg)
+        c' = f * c + i * g,  h' = o * tanh(c')
+
+    With `w_hr` the hidden state is projected to P units, `h' = W_hr (o * tanh(c'))` (Sak et al. 2014), and h is P wide
+    instead of H. The loop then carries m = o * tanh(c') and multiplies it by W_hh W_hr. It differs from a loop that
+    carries h only by the rounding of that product.
+
+    Args:
+      xs: see `gru`.
+      state: `(h0, c0)`, each `[*batch, H]`, in PyTorch's order; None for zeros.
+      w_ih: `[4H, D]`.
+      w_hh: `[4H, H]`, or `[4H, P]`.
+      b_ih: `[4H]` or None.
+      b_hh: `[4H]` or None.
+      w_hr: `[P, H]` or None.
+      resets: see `gru`.
+      reset_state: None (zeros) or `(h, c)`, each like `reset_state` of `gru`.
+      reverse: see `gru`.
+      batch_first: see `gru`.
+      return_cells: also return the cell states of all steps.
+      precision: see `gru`.
+      implementation: see `gru`.
+
+    Returns:
+      `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: see `gru`.
+    """
+    states, reset_states = split_state_pair("state", state), split_state_pair("reset_state", reset_state)
+    one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)
+    check_direction(LSTM, xs, one, batch_first)
+    (out,) = run_layer(
+        LSTM, xs, [one], reverse=reverse, batch_first=batch_first, cells=return_cells, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return (out.hs, out.cs) if return_cells else out.hs, (out.last[0], out.last[1])
+
+
+def split_state_pair(name: str, given: Any) -> tuple[Any, Any]:
+    """Returns an LSTM's argument as `(h, c)`, both None if the argument is None."""
+    if given is None:
+        return None, None
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}")
+    return given[0], given[1]

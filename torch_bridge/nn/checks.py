@@ -1,0 +1,43 @@
+"""Checks of the arguments of a recurrent module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torch_bridge.cells import CellSpec
+from torch_bridge.functional.checks import check_reset_state, check_state_dtype, check_tensor
+from torch_bridge.nn.stack import directions_of, widths_of
+
+
+def checked_states(rnn: Any, cell: CellSpec, input: Tensor, hx: Any, batch: int, batch_sizes: Any) -> Any:
+    """Returns the initial states, zeros if `hx` is None. Raises the errors of `torch.nn`."""
+    if hx is None:
+        count = rnn.num_layers * directions_of(rnn)
+        hx = tuple(input.new_zeros((count, batch, width)) for width in widths_of(rnn, cell))
+    rnn.check_forward_args(input, hx if len(hx) > 1 else hx[0], batch_sizes)
+    for x in hx:
+        check_state_dtype("hx", x, "the input", input, rnn.weight_ih_l0)
+    return hx
+
+
+def check_resets(
+    rnn: Any, cell: CellSpec, outer: tuple[int, ...], batch: tuple[int, ...], resets: Any, reset_states: Sequence[Any]
+) -> None:
+    """Raises ValueError unless resets and reset states are tensors with shapes that `forward` accepts."""
+    check_tensor("resets", resets)
+    if resets is not None and tuple(resets.shape) != outer:
+        raise ValueError(f"resets must be {outer}, the time and batch axes of the input, got {tuple(resets.shape)}")
+    count = rnn.num_layers * directions_of(rnn)
+    for name, width, x in zip(cell.states, widths_of(rnn, cell), reset_states, strict=True):
+        check_reset_state(name, x)
+        if x is None:
+            continue
+        if resets is None:
+            raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
+        shapes = dict.fromkeys(((count, width), (count, *batch, width), (count, *outer, width)))
+        if tuple(x.shape) not in shapes:
+            *others, last = map(str, shapes)
+            raise ValueError(f"the reset state of {name} must be {', '.join(others)} or {last}, got {tuple(x.shape)}")

@@ -1,0 +1,57 @@
+"""The module `GRU`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_bridge import cells
+from torch_bridge.nn.forward import forward
+from torch_bridge.nn.recurrent import RecurrentModule
+
+
+class GRU(RecurrentModule):
+    """`torch.nn.GRU` with episode resets.
+
+    Args:
+      args: see `torch.nn.GRU`.
+      precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
+      implementation: see `torch_bridge.functional.gru`.
+      kwargs: see `torch.nn.GRU`.
+
+    Raises:
+      ValueError: see `torch.nn.GRU`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "proj_size" in kwargs:
+            raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
+        super().__init__("GRU", *args, **kwargs)
+
+    def forward(
+        self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Runs the stack, starting afresh wherever `resets` is nonzero.
+
+        Args:
+          input: `[T, B, D]` (`[B, T, D]` if `batch_first`), `[T, D]`, or a `PackedSequence`.
+          hx: `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), or None for zeros.
+          resets: `[T, B]` (`[B, T]`, `[T]`), any dtype; nonzero at the first step of an episode, that is, the
+            *previous* step's done. With packed inputs, a `PackedSequence` with the same lengths and order, whose data
+            has an entry for every step. A backward direction starts an episode at the episode's last step.
+          reset_state: the state at the start of an episode: None (zeros), `[layers * directions, H]`, a value for each
+            sequence in the shape of `hx`, or a value for every step in the shape `[layers * directions, T, B, H]`
+            (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
+
+        Returns:
+          `(output, h_n)`, see `torch.nn.GRU`.
+
+        Raises:
+          ValueError: resets or reset states have other shapes; see also `torch.nn.GRU`.
+          RuntimeError: see `torch.nn.GRU`.
+          NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
+            step.
+        """
+        ys, (h_n,) = forward(self, cells.GRU, input, None if hx is None else (hx,), resets, (reset_state,))
+        return ys, h_n

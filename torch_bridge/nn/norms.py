@@ -1,0 +1,93 @@
+"""The modules `RMSNorm` and `LayerNorm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_bridge import functional
+from torch_bridge.functional import Implementation
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
+
+    Args:
+      args: see `torch.nn.RMSNorm`.
+      implementation: see `torch_bridge.functional.rms_norm`.
+      kwargs: see `torch.nn.RMSNorm`.
+    """
+
+    def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.implementation = implementation
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
+        """Normalizes over the trailing axes.
+
+        Args:
+          x: `[*batch, *normalized_shape]`.
+          residual: added to `x` before the norm, in the shape of `x`; or None.
+
+        Returns:
+          The result of `torch.nn.RMSNorm`; with a residual, `(norm of x + residual, x + residual)`.
+
+        Raises:
+          ValueError: shapes disagree.
+          NotImplementedError: see `torch_bridge.functional.rms_norm`.
+        """
+        return _normalize(functional.rms_norm, self, x, residual, self.weight, None)
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
+
+    Args:
+      args: see `torch.nn.LayerNorm`.
+      implementation: see `torch_bridge.functional.rms_norm`.
+      kwargs: see `torch.nn.LayerNorm`.
+    """
+
+    def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.implementation = implementation
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
+        """Normalizes over the trailing axes.
+
+        Args:
+          input: `[*batch, *normalized_shape]`.
+          residual: added to `input` before the norm, in the shape of `input`; or None.
+
+        Returns:
+          The result of `torch.nn.LayerNorm`; with a residual, `(norm of input + residual, input + residual)`.
+
+        Raises:
+          ValueError: shapes disagree.
+          NotImplementedError: see `torch_bridge.functional.layer_norm`.
+        """
+        return _normalize(functional.layer_norm, self, input, residual, self.weight, self.bias)
+
+
+def _normalize(
+    norm: Any, module: RMSNorm | LayerNorm, x: Tensor, residual: Tensor | None, weight: Tensor | None,
+    bias: Tensor | None,
+) -> Any:  # fmt: skip
+    shape = tuple(module.normalized_shape)
+    if tuple(x.shape[-len(shape) :]) != shape:
+        raise ValueError(f"x must be [*batch, *normalized_shape] with {shape}, got {tuple(x.shape)}")
+    if residual is not None and residual.shape != x.shape:
+        raise ValueError(f"the residual must be {tuple(x.shape)}, the shape of x, got {tuple(residual.shape)}")
+
+    def flat(y: Tensor | None) -> Any:
+        return y if y is None or len(shape) == 1 else y.flatten(-len(shape))
+
+    results = norm(
+        flat(x), flat(weight), flat(bias), residual=flat(residual), eps=module.eps,
+        implementation=module.implementation,
+    )  # fmt: skip
+    if len(shape) == 1:
+        return results
+    return results.reshape(x.shape) if residual is None else tuple(y.reshape(x.shape) for y in results)

@@ -1,0 +1,69 @@
+"""The forward pass of a recurrent module for packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
+
+from torch_bridge.cells import CellSpec
+from torch_bridge.nn.checks import check_resets, checked_states
+from torch_bridge.nn.stack import InitialStates, is_backward, resets_of_reversed, run_stack
+
+
+def forward_packed(
+    rnn: Any, cell: CellSpec, packed: PackedSequence, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
+) -> tuple[PackedSequence, tuple[Tensor, ...]]:
+    """Runs over the padding too, which changes no result: it comes last, or, backward, a reset discards its states."""
+    data, batch_sizes, order, inverse = packed
+    states = checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
+    if resets is not None:
+        if not isinstance(resets, PackedSequence) or not torch.equal(resets.batch_sizes, batch_sizes):
+            raise ValueError(
+                "resets of a PackedSequence must be a PackedSequence of the same lengths, in the same order"
+            )
+        if resets.data.dim() != 1:
+            raise ValueError(f"the data of resets must be [steps], got {tuple(resets.data.shape)}")
+    if any(x is not None and x.dim() > 3 for x in reset_states):
+        raise NotImplementedError("packed inputs cannot have a reset state for every step: use pad_packed_sequence")
+
+    def sort(x: Tensor | None, order: Tensor | None = order) -> Any:
+        return x if x is None or order is None or x.dim() < 3 else x.index_select(1, order)
+
+    xs, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
+    last = lengths.to(xs.device) - 1
+    if resets is not None:
+        resets, _ = pad_packed_sequence(PackedSequence((resets.data != 0).to(torch.uint8), batch_sizes))
+    reset_states = tuple(map(sort, reset_states))
+    check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1:2], resets, reset_states)
+    starts = []
+    for i in range(states[0].shape[0]):
+        first = tuple(sort(x)[i] for x in states)
+        one = InitialStates(first, resets, tuple(None if x is None else x[i] for x in reset_states))
+        starts.append(_start_at_end(one, last, xs) if is_backward(rnn, i) else one)
+    ys, outcomes = run_stack(rnn, cell, xs, starts, False, cells=len(cell.states) > 1)
+
+    results = []
+    sequence = torch.arange(xs.shape[1], device=xs.device)
+    for i, out in enumerate(outcomes):
+        ends = out.last
+        if not is_backward(rnn, i):  # a backward loop ends at the first step of every sequence
+            ends = tuple(x[last, sequence] for x in (out.hs, out.cs) if x is not None)
+        results.append(ends)
+    h_n = tuple(sort(torch.stack(x), inverse) for x in zip(*results, strict=True))
+    return PackedSequence(pack_padded_sequence(ys, lengths).data, batch_sizes, order, inverse), h_n
+
+
+def _start_at_end(one: InitialStates, last: Tensor, xs: Tensor) -> InitialStates:
+    """Returns `one` with a reset to its initial states at each sequence's last step, where a backward loop begins."""
+    end = torch.arange(xs.shape[0], device=xs.device)[:, None] == last
+    if one.resets is None:
+        return InitialStates(one.states, end, one.states)
+    begins = resets_of_reversed(one.resets, 0, last)
+    states = []
+    for first, new in zip(one.states, one.reset_states, strict=True):
+        assert first is not None
+        states.append(torch.where(end[..., None], first, torch.zeros_like(first) if new is None else new))
+    return InitialStates(one.states, begins | end, tuple(states))

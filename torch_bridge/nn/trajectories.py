@@ -1,0 +1,89 @@
+"""The function `run_trajectories`, with the conventions of TorchRL."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torch_bridge import cells
+from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
+
+# The cells that TorchRL has modules of, by `torch.nn.RNNBase.mode`.
+_CELLS = {"GRU": cells.GRU, "LSTM": cells.LSTM}
+
+
+def run_trajectories(
+    rnn: torch.nn.RNNBase, input: Tensor, is_init: Tensor, hidden: Tensor, cell: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Runs a stack over rollouts that hold several trajectories, with the conventions of TorchRL's recurrent modules.
+
+    It computes what `torchrl.modules.GRUModule` and `LSTMModule` compute in recurrent mode, but on the kernels, and
+    without splitting rollouts into trajectories and padding them. To use it as a module of a policy:
+
+        TensorDictModule(
+            functools.partial(run_trajectories, rnn), in_keys=["embed", "is_init", "hidden"],
+            out_keys=["features", ("next", "hidden")],
+        )
+
+    Args:
+      rnn: a GRU or an LSTM of this module or of `torch.nn`, which provides the weights.
+      input: `[B, T, D]`.
+      is_init: `[B, T]` or `[B, T, 1]`, nonzero at the first step of a trajectory.
+      hidden: `[B, T, layers * directions, H]`. A trajectory starts from the value at its first step; values at other
+        steps are not used.
+      cell: the cell states of an LSTM, like `hidden`.
+
+    Returns:
+      `(features, hidden)`, or `(features, hidden, cell)`. The outputs are `[B, T, directions * H]`. The states have the
+      shape of `hidden`: at the last step of each trajectory they hold the state after that step, at other steps zeros.
+
+    Raises:
+      ValueError: shapes disagree, there are no steps, or `rnn` is not a GRU or an LSTM.
+      RuntimeError: the width of the input is wrong, as in `torch.nn`.
+    """
+    kind = _CELLS.get(rnn.mode)
+    if kind is None:
+        raise ValueError(f"the weights must be a GRU's or an LSTM's, got {rnn.mode}")
+    given, names = (hidden,) if cell is None else (hidden, cell), ("hidden", "cell")[: len(kind.states)]
+    if len(given) != len(names):
+        raise ValueError(f"a {rnn.mode} takes {' and '.join(names)}, got {len(given)} states")
+    outer = tuple(input.shape[:-1])
+    if is_init.dim() == 3:
+        is_init = is_init.squeeze(-1)
+    if len(outer) != 2 or tuple(is_init.shape) != outer:
+        raise ValueError(
+            f"input must be [B, T, D] and is_init [B, T], got {tuple(input.shape)} and {tuple(is_init.shape)}"
+        )
+    count = rnn.num_layers * directions_of(rnn)
+    for x, width in zip(given, widths_of(rnn, kind), strict=True):
+        if tuple(x.shape) != (*outer, count, width):
+            raise ValueError(
+                f"hidden states must be [B, T, layers, H] = {(*outer, count, width)}, got {tuple(x.shape)}"
+            )
+    if outer[1] == 0:
+        raise ValueError(f"a rollout needs at least one step, and input {tuple(input.shape)} has none")
+    rnn.check_input(input, None)
+    is_init = is_init != 0
+    step = torch.arange(outer[1], device=input.device).expand(outer)
+    first = step.masked_fill(~is_init, 0).cummax(1).values  # first step of each step's trajectory
+    backward = resets_of_reversed(is_init, 1)
+    ends = backward | (step == outer[1] - 1)
+
+    def at_first(x: Tensor) -> Tensor:
+        return x.gather(1, first[..., None].expand(*outer, x.shape[-1]))
+
+    starts = []
+    for i in range(count):
+        each = tuple(x[:, :, i] for x in given)
+        if is_backward(rnn, i):
+            each = tuple(map(at_first, each))
+            starts.append(InitialStates(tuple(x[:, -1] for x in each), backward, each))
+        else:
+            starts.append(InitialStates(tuple(x[:, 0] for x in each), is_init, each))
+    ys, outcomes = run_stack(rnn, kind, input, starts, True, cells=True)
+    results = []
+    for k in range(len(given)):
+        every = [one.hs if one.cs is None or k == 0 else one.cs for one in outcomes]
+        last = [at_first(x) if is_backward(rnn, i) else x for i, x in enumerate(every)]
+        results.append(torch.stack(last, -2).masked_fill(~ends[..., None, None], 0))
+    return ys, *results
