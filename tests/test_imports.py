@@ -158,6 +158,15 @@ def test_modules_of_jaxrnn_import_only_what_they_may(module):
         assert {one for one in imported if within(one, "jaxrnn")} <= PARAMS, "convert may import only the parameters"
 
 
+@pytest.mark.parametrize("package", ["jaxrnn.linen", "jaxrnn.nnx"])
+def test_files_of_cells_are_imported_by_their_list_alone(package):
+    """The package itself imports them, too, to export their modules."""
+    cells = [module for module in modules("jaxrnn") if module.startswith(f"{package}.cells.")]
+    assert cells
+    importers = {module for module in modules("jaxrnn") if any(within(one, *cells) for one in imports(module))}
+    assert importers == {package, f"{package}.cells"}
+
+
 @pytest.mark.parametrize("module", modules("torch_bridge"))
 def test_modules_of_torch_bridge_import_only_what_they_may(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]

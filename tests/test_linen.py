@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 import typing
 
 import flax.linen as nn
@@ -15,6 +16,7 @@ import pytest
 from flax import serialization, traverse_util
 
 import jaxrnn
+import jaxrnn.nnx
 from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 4, 5, 6
@@ -850,6 +852,17 @@ def test_a_cell_broadcasts_its_carry_and_inputs(cell, state, inputs):
     assert_close(ours.apply(variables, carry, x), flax_cell.apply(variables, carry, x))
     with pytest.raises(ValueError, match="batch axes of carry and inputs cannot be broadcast together"):
         ours.apply(variables, jax.tree.map(lambda x: jnp.ones((5, H)), carry), jnp.ones((4, D)))
+
+
+@pytest.mark.parametrize("package", [linen, jaxrnn.nnx], ids=["linen", "nnx"])
+def test_classes_can_be_pickled_and_are_found_in_the_package(package):
+    """Pickles name the module of a class; those written when the package was one module name the package."""
+    for name in package.__all__:
+        cls = getattr(package, name)
+        assert pickle.loads(pickle.dumps(cls)) is cls
+        assert pickle.loads(f"c{package.__name__}\n{name}\n.".encode()) is cls
+    rnn = linen.HiddenFirstScannedRNN(H, cell_type="lstm")
+    assert pickle.loads(pickle.dumps(rnn)) == rnn
 
 
 def test_annotations_can_be_read_at_run_time():

@@ -14,6 +14,7 @@ from flax import nnx
 import jaxrnn
 import jaxrnn.nnx as fused
 from jaxrnn import linen, recurrent
+from jaxrnn.nnx.fused_cell import packed_params
 
 T, B, D, H = 7, 4, 5, 6
 CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
@@ -130,7 +131,7 @@ def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
 def test_a_gru_with_recurrent_biases_uses_them():
     """A later Flax may have these biases, in `dense_h`."""
     cell, carry, xs = make(fused, "GRUCell"), some_carry("GRUCell"), normal(1, (T, B, D))
-    before = fused.packed_params(cell)
+    before = packed_params(cell)
     cell.dense_h = nnx.Linear(H, 3 * H, rngs=nnx.Rngs(0))
     cell.dense_h.kernel[...] = before.w_hh
     cell.dense_h.bias[...] = normal(7, (3 * H,))
@@ -153,7 +154,7 @@ def test_a_gru_with_a_recurrent_bias_of_n_uses_it(monkeypatch):
     monkeypatch.setattr(nnx.GRUCell, "__init__", init)
     options = {"bias_init": nnx.initializers.normal(), "rngs": nnx.Rngs(3)}
     cell, carry, xs = fused.GRUCell(D, H, **options), some_carry("GRUCell"), normal(1, (T, B, D))
-    params = fused.packed_params(cell)
+    params = packed_params(cell)
     np.testing.assert_array_equal(params.b_hn, cell.hn_bias[...])
     assert params.b_hn.any()
     assert_close(fused.RNN(cell, time_major=True)(xs, initial_carry=carry), jaxrnn.gru(params, carry, xs)[1])

@@ -1,0 +1,36 @@
+"""Flax linen modules that run the functions of `jaxrnn`, with the attributes, parameters and initial values of Flax.
+
+| instead of                                                       | import                                            |
+| ---------------------------------------------------------------- | ------------------------------------------------- |
+| `ScannedRNN` of purejaxrl, JaxMARL, Craftax_Baselines, Kinetix,  | `ScannedRNN`                                      |
+| Stoix, Mava                                                      |                                                   |
+| `ScannedRNN` of JaxMARL's Q-learning and of purejaxql            | `HiddenFirstScannedRNN as ScannedRNN`             |
+| `nn.RNN`                                                         | `RNN`                                             |
+| `ResetRNN` of jaxued                                             | `ResetRNN`                                        |
+| `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
+| `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
+
+All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
+done flag that step t - 1 returned, which is stored with the observation of step t. The done flag of step t belongs to
+`resets[t + 1]`.
+"""
+
+from jaxrnn.linen.cells.gru import GRU, GRUCell
+from jaxrnn.linen.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
+from jaxrnn.linen.norms import LayerNorm, RMSNorm
+from jaxrnn.linen.rnn import RNN, ResetRNN
+from jaxrnn.linen.scanned import HiddenFirstScannedRNN, ScannedRNN
+
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "GRUCell",
+    "HiddenFirstScannedRNN",
+    "LSTMCell",
+    "LayerNorm",
+    "OptimizedLSTMCell",
+    "RMSNorm",
+    "ResetRNN",
+    "ScannedRNN",
+]

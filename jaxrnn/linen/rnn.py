@@ -1,0 +1,269 @@
+"""A cell over time, fused if possible: the modules `RNN` and `ResetRNN`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import PRNGKey
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.checks import Implementation, must_scan
+from jaxrnn.linen import cells
+from jaxrnn.modules import Carry
+
+SCAN_OPTIONS = {
+    "variable_axes": {},
+    "variable_broadcast": "params",
+    "variable_carry": False,
+    "split_rngs": {"params": False},
+}
+
+
+def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any]) -> str | None:
+    """Returns why `cell` has to run under `nn.scan` with these options, or None if it can be fused."""
+    if (reason := cells.reason_to_scan(cell)) is not None:
+        return reason
+    if any(scan_options[name] != default for name, default in SCAN_OPTIONS.items()):
+        return f"an RNN with non-default {', '.join(SCAN_OPTIONS)}"
+    return None
+
+
+def run_cell(
+    cell: nn.RNNCellBase,
+    carry: Carry,
+    xs: Array,
+    *,
+    resets: Array | None,
+    reset_carry: Carry | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    return_carries: bool = False,
+    precision: jax.lax.PrecisionLike = None,
+    implementation: Implementation = None,
+    init_key: PRNGKey | None = None,
+    scan_options: Mapping[str, Any] = SCAN_OPTIONS,
+) -> tuple[Carry, Array, Carry | None]:
+    """Runs a bound cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
+    precision = getattr(cell, "precision", None) if precision is None else precision
+    implementation = getattr(cell, "implementation", None) if implementation is None else implementation
+    time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
+    modules.check_reset_carry(resets, reset_carry)
+    if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
+        reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
+    if must_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan"):
+        return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
+    if type(cell) in cells.REPLACEMENTS:
+        names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
+        scope: Any = cell.scope  # shared, so that the parameters keep the path of Flax's cell
+        cell = cells.REPLACEMENTS[type(cell)](**{name: getattr(cell, name) for name in names}, parent=scope.rewound())
+    return cell.run(
+        carry,
+        xs,
+        resets=resets,
+        reset_state=reset_carry,
+        reverse=reverse,
+        time_major=time_major,
+        return_carries=return_carries,
+        precision=precision,
+        implementation=implementation,
+    )
+
+
+def initial_carry_of(cell: nn.RNNCellBase, key: PRNGKey | None, xs: Array, time_axis: int) -> Carry:
+    """Returns `cell.initialize_carry` for the batch axes of `xs`."""
+    key = jax.random.key(0) if key is None else key
+    return cell.initialize_carry(key, xs.shape[:time_axis] + xs.shape[time_axis + 1 :])
+
+
+def scan_cell(
+    cell: nn.RNNCellBase,
+    carry: Carry,
+    xs: Array,
+    time_axis: int,
+    resets: Array | None,
+    reset_carry: Carry | None,
+    reverse: bool,
+    return_carries: bool,
+    scan_options: Mapping[str, Any],
+) -> tuple[Carry, Array, Carry | None]:
+    """Runs any cell with `nn.scan`; returns what `run_cell` returns."""
+    shape = xs.shape[: xs.ndim - cell.num_feature_axes]
+    stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
+
+    def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
+        x, *of_step = inputs
+        carry, y = cell(reset(carry, *of_step), x)
+        return carry, (y, carry if return_carries else None)
+
+    time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
+    carry, outputs = nn.scan(step, reverse=reverse, **scan_options)(cell, carry, (*time_first, stepped))
+    ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
+    return carry, ys, carries
+
+
+class RNN(nn.RNN):
+    """`flax.linen.RNN` with episode resets: runs `cell` over time in one launch. Its parameters are under `cell/`.
+
+        rnn = RNN(GRUCell(128), time_major=True, return_carry=True)
+        carry, ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
+
+    The functions of `jaxrnn` run the cells of this module, and the cells of Flax that they replace. `nn.scan` runs any
+    other cell, a cell with another `gate_fn` or `activation_fn`, and an RNN whose `variable_axes`,
+    `variable_broadcast`, `variable_carry` or `split_rngs` is not the default; these take `resets` too.
+
+    Attributes:
+      cell: the cell.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run from the last step to the first. Outputs are in the order computed, last step first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      unroll: the number of steps per loop iteration of `nn.scan`, if `nn.scan` runs the cell.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
+      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+    """
+
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Carry | None = None,
+        init_key: PRNGKey | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        resets: Array | None = None,
+        reset_carry: Carry | None = None,
+    ) -> Array | tuple[Carry, Array]:
+        """Runs the cell over `inputs` and restarts it at every step where `resets` is nonzero.
+
+        Args:
+          inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`.
+          initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
+            `cell.initialize_carry`.
+          init_key: the key for `cell.initialize_carry`, which ignores the key unless `carry_init` is random.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
+          return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
+          time_major: see the attribute.
+          reverse: see the attribute.
+          keep_order: see the attribute.
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+            that is, the *previous* step's done flag. That step starts from `reset_carry`. With `reverse`, the first
+            step of an episode is the one computed first, which is its last in time.
+          reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
+            `[*batch, H]` or a value per step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such arrays for an LSTM.
+            It is differentiable.
+
+        Returns:
+          `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        time_axis = 0 if time_major else inputs.ndim - self.cell.num_feature_axes - 1
+        carry = initial_carry_of(self.cell, init_key, inputs, time_axis) if initial_carry is None else initial_carry
+        run = functools.partial(
+            run_cell,
+            self.cell,
+            time_major=time_major,
+            precision=self.precision,
+            implementation=self.implementation,
+            init_key=init_key,
+            scan_options={"unroll": self.unroll} | {name: getattr(self, name) for name in SCAN_OPTIONS},
+        )
+        return modules.run_over_time(
+            run,
+            inputs,
+            carry,
+            resets=resets,
+            reset_carry=reset_carry,
+            seq_lengths=seq_lengths,
+            feature_axes=self.cell.num_feature_axes,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+            return_carry=return_carry,
+        )
+
+
+class ResetRNN(nn.Module):
+    """jaxued's `ResetRNN`, time-major: `carry, ys = ResetRNN(cell)((xs, resets), initial_carry=carry)`.
+
+    It has no parameters of its own. The parameters of the cell belong to the module that creates the cell, for example
+    at `OptimizedLSTMCell_0`. Cells run as in `RNN`, fused if possible.
+
+    Attributes:
+      cell: the cell, of this module or of Flax.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
+      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+    """
+
+    cell: nn.RNNCellBase
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: tuple[Array, Array],
+        *,
+        initial_carry: Carry | None = None,
+        reset_carry: Carry | None = None,
+    ) -> tuple[Carry, Array]:
+        """Runs the cell over time and restarts it from `reset_carry` at every step where `resets` is nonzero.
+
+        Args:
+          inputs: `(xs, resets)`: `xs [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is
+            the first of an episode: the done flag that step t - 1 returned, not that of step t.
+          initial_carry: `[*batch, H]`, or `(c, h)` for an LSTM; by default `reset_carry`, whose first step is used if
+            it has a value per step.
+          reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
+            `[*batch, H]` or `[T, *batch, H]`, or a pair of such arrays for an LSTM. It is differentiable.
+
+        Returns:
+          `(carry, ys [T, *batch, H])`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
+            raise ValueError(f"ResetRNN takes ((xs, resets)), got {type(inputs).__name__} instead of (xs, resets)")
+        xs, resets = inputs
+        carry = initial_carry
+        if carry is None:
+            carry = initial_carry_of(self.cell, None, xs, 0)
+            if reset_carry is not None:
+                carry = jax.tree.map(first_reset_carry, carry, reset_carry)
+        carry, ys, _ = run_cell(
+            self.cell,
+            carry,
+            xs,
+            resets=resets,
+            reset_carry=reset_carry,
+            precision=self.precision,
+            implementation=self.implementation,
+        )
+        return carry, ys
+
+
+def first_reset_carry(like: Array, reset_carry: Array) -> Array:
+    """Returns the reset carry of the first step, broadcast to the shape of `like [*batch, H]`."""
+    return jnp.broadcast_to(reset_carry if jnp.ndim(reset_carry) <= like.ndim else reset_carry[0], like.shape)

@@ -1,0 +1,165 @@
+"""The recurrent modules of JAX RL agents: `ScannedRNN` and `HiddenFirstScannedRNN`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype
+from jax import Array
+
+from jaxrnn.checks import Implementation
+from jaxrnn.linen.cells import CELL_TYPES
+from jaxrnn.linen.rnn import run_cell
+from jaxrnn.modules import Carry
+
+
+class ClassOrInstanceMethod:
+    """A descriptor that makes a function a method of both the class and its instances: its first argument is either."""
+
+    nowrap = True  # Flax does not wrap methods with this attribute
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.__doc__ = function.__doc__
+
+    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+        return functools.partial(self.function, owner if instance is None else instance)
+
+
+def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Carry:
+    """Returns the zero carry of a new episode, for a class or for an instance with its own attributes.
+
+    Args:
+      rnn: the class or the instance.
+      batch_size: an int, or a tuple with the sizes of all batch axes.
+      hidden_size: H; by default `hidden_state_dim`.
+    """
+    batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
+    hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
+    if hidden_size is None:
+        raise ValueError("hidden_size is missing: pass it to initialize_carry, or set hidden_state_dim")
+    cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
+    return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
+
+
+def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Carry:
+    """Returns `zero_carry`, but takes the arguments in the order `(hidden_size, *batch_size)`."""
+    return zero_carry(rnn, batch_size, hidden_size)
+
+
+class ScannedRNN(nn.Module):
+    """The recurrent module of JAX RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`.
+
+    It replaces the `ScannedRNN` of JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava: changing the import changes
+    neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results. purejaxrl and
+    popjaxrl have the parameters at `ScannedRNN_0/GRUCell_0/...`: set `cell_name` for these.
+    H is the width of the carry and may differ from D. Rollouts call the module with T = 1, and updates call it with
+    whole sequences.
+
+    Set `cell_type` for another cell. If `initialize_carry` is called on the class, set `cell_type` in a subclass:
+
+        class ScannedRNN(jaxrnn.linen.ScannedRNN):
+            cell_type: str = "lstm"
+
+    Attributes:
+      hidden_state_dim: H, the default `hidden_size` of `initialize_carry`; if set, the carry must have this width.
+      cell_type: "gru", "lstm", "optimized_lstm", "mgu", "simple", or a cell class. Those that `jaxrnn.linen` has
+        are fused, and so is a class of Flax that one of them replaces.
+      cell_name: the name of the cell's parameters, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so
+        on. The classes that this one replaces create a dummy cell first, and only the second cell has parameters. If
+        your class creates no dummy cell, creates it with `parent=None` or creates it second, the name is "GRUCell_0".
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None chooses one that can run the cell.
+    """
+
+    hidden_state_dim: int | None = None
+    cell_type: str | type[nn.RNNCellBase] = "gru"
+    cell_name: str | None = None
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+
+    _cell_index = 1
+
+    @nn.compact
+    def __call__(self, carry: Carry, x: tuple[Array, Array]) -> tuple[Carry, Array]:
+        """Runs the cell over time and restarts it from zeros at every step where `resets` is nonzero.
+
+        Args:
+          carry: `[*batch, H]`, or `(c, h)` for an LSTM; `initialize_carry` returns one.
+          x: `(ins, resets)`: `ins [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is the
+            first of an episode: the done flag that step t - 1 returned, not that of step t.
+
+        Returns:
+          `(carry, ys [T, *batch, H])`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree, or the parameters belong to another cell or have another name.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        if not isinstance(x, (tuple, list)) or len(x) != 2:
+            raise ValueError(
+                f"ScannedRNN takes (carry, (ins, resets)), got {type(x).__name__} instead of (ins, resets)"
+            )
+        ins, resets = x
+        if not (states := jax.tree.leaves(carry)) or not all(jnp.ndim(state) for state in states):
+            raise ValueError("carry must be [*batch, H], or a pair (c, h) for an LSTM: initialize_carry returns one")
+        hidden = states[-1].shape[-1]
+        if self.hidden_state_dim not in (None, hidden):
+            raise ValueError(f"the width of carry must be hidden_state_dim = {self.hidden_state_dim}, got {hidden}")
+        make = cell_class(self.cell_type)
+        name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
+        self._check_name(name)
+        cell = make(features=hidden, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        carry, ys, _ = run_cell(
+            cell, carry, ins, resets=resets, precision=self.precision, implementation=self.implementation
+        )
+        return carry, ys
+
+    def _check_name(self, name: str) -> None:
+        """Raises ValueError if the given parameters belong to another cell or have another name."""
+        given = self.variables.get("params", {})
+        if given and name not in given and not self.is_mutable_collection("params"):
+            raise ValueError(
+                f"the parameters given to {type(self).__name__} are under {', '.join(given)}, not under {name}: "
+                "subclass ScannedRNN, and set cell_type to the cell of these parameters and cell_name to their name"
+            )
+
+    initialize_carry = ClassOrInstanceMethod(zero_carry)
+
+
+class HiddenFirstScannedRNN(ScannedRNN):
+    """The `ScannedRNN` of JaxMARL's Q-learning and of purejaxql.
+
+    It has `initialize_carry(hidden_size, *batch_size)`, and its parameters are under `ScannedRNN_0/GRUCell_0`. The
+    following class replaces purejaxql's LSTM:
+
+        class ScannedRNN(jaxrnn.linen.HiddenFirstScannedRNN):
+            cell_type: str = "optimized_lstm"
+    """
+
+    _cell_index = 0
+
+    initialize_carry = ClassOrInstanceMethod(zero_carry_hidden_first)
+
+
+# Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.
+HiddenFirstScannedRNN.__name__ = "ScannedRNN"
+
+
+def cell_class(cell_type: str | type[nn.RNNCellBase]) -> Any:
+    """Returns the cell class that `cell_type` is or names."""
+    if not isinstance(cell_type, str):
+        return cell_type
+    if cell_type not in CELL_TYPES:
+        raise ValueError(f"cell_type must be a cell class or one of {', '.join(CELL_TYPES)}, got {cell_type!r}")
+    return CELL_TYPES[cell_type]

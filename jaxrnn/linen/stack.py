@@ -1,0 +1,232 @@
+"""The base class of the stacks: layers, directions, dropout and norms between layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax.typing import Dtype, Initializer, PRNGKey
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.checks import Implementation
+from jaxrnn.linen.fused_cell import FusedCell
+from jaxrnn.linen.norms import LayerNorm, RMSNorm
+from jaxrnn.modules import Carry
+
+
+class FusedStack(nn.Module):
+    """The base class of the stacks, each with the cell `_cell`."""
+
+    features: int
+    num_layers: int = 1
+    dropout_rate: float = 0.0
+    bidirectional: bool = False
+    time_major: bool = False
+    return_carry: bool = False
+    reverse: bool = False
+    keep_order: bool = False
+    deterministic: bool | None = None
+    learned_carry: bool = False
+    dtype: Dtype | None = None
+    param_dtype: Dtype = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    recurrent_kernel_init: Initializer = nn.initializers.orthogonal()
+    bias_init: Initializer = nn.initializers.zeros
+    carry_init: Initializer = nn.initializers.zeros
+    precision: jax.lax.PrecisionLike = None
+    implementation: Implementation = None
+    remat: bool = False
+    norm: str | Callable[..., nn.Module] | None = None
+
+    _cell: ClassVar[type[FusedCell]] = FusedCell
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Any = None,
+        init_key: PRNGKey | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        deterministic: bool | None = None,
+        resets: Array | None = None,
+        reset_carry: Any = None,
+    ) -> Any:
+        """Runs all layers over `inputs` and restarts them at every step where `resets` is nonzero.
+
+        A carry is a tuple with one entry per layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`. If
+        `bidirectional`, an entry is a pair (forward, backward) of these.
+
+        Args:
+          inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
+          initial_carry: the carry before the first step of each direction; by default the result of
+            `initialize_carry`.
+          init_key: the key for `initialize_carry`, which ignores the key unless `carry_init` is random.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
+            and are not zeroed. May be combined with `resets`.
+          return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
+          time_major: see the attribute.
+          reverse: see the attribute.
+          keep_order: see the attribute.
+          deterministic: see the attribute; Flax raises ValueError if both the attribute and this argument are set.
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+            that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
+            direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
+            which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
+            as in `RNN`, `resets` is nonzero at the step of an episode that is computed first, its last in time.
+          reset_carry: the carry that an episode starts from, by default the result of `initialize_carry`. It has the
+            structure of a carry, and its arrays may also be `[H]` or a value per step, `[*batch, T, H]`
+            (`[T, *batch, H]`). From values per step, a direction reads the one of the step at which it starts the
+            episode. It is differentiable.
+
+        Returns:
+          `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`. If `bidirectional`,
+          outputs are 2 H wide: forward, then backward.
+
+        Raises:
+          ValueError: shapes, dtypes or structures disagree.
+          NotImplementedError: the named implementation cannot run this input; the message says why.
+        """
+        return_carry = self.return_carry if return_carry is None else return_carry
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        self.check(reverse)
+        modules.check_reset_carry(resets, reset_carry)
+
+        def between(k: int, xs: Array) -> Array:
+            if self.norm is not None:
+                xs = self.make_norm(f"norm_{k}")(xs)
+            if self.dropout_rate == 0.0:
+                return xs
+            is_off = nn.merge_param("deterministic", self.deterministic, deterministic)
+            return nn.Dropout(self.dropout_rate)(xs, deterministic=is_off)
+
+        layers, width = [], inputs.shape[-1]
+        for names in self.names():
+            cells = [self.make_cell(name=name) for name in names]
+            layers.append([(cell.recurrence, self.packed_params(cell, width)) for cell in cells])
+            width = len(names) * self.widths()[-1]
+        shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
+        if self.learned_carry:
+            learned = self.for_each(self.learned)
+            default = modules.broadcast_carry(learned, shape[:-1])
+            reset_carry = learned if reset_carry is None else reset_carry
+        else:
+            default = self.initialize_carry(jax.random.key(0) if init_key is None else init_key, shape)
+            if reset_carry is None and self.carry_init is not nn.initializers.zeros:
+                reset_carry = default
+        initial_carry = default if initial_carry is None else initial_carry
+        structure = self.named_widths(), self.num_layers, self.bidirectional
+        return modules.run_stack(
+            layers,
+            modules.group_by_direction("initial_carry", initial_carry, *structure),
+            inputs,
+            resets=resets,
+            reset_carry=None
+            if reset_carry is None
+            else modules.group_by_direction("reset_carry", reset_carry, *structure),
+            seq_lengths=seq_lengths,
+            between=between,
+            dtype=self.dtype,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=keep_order,
+            return_carry=return_carry,
+            precision=self.precision,
+            implementation=self.implementation,
+            remat=self.remat,
+        )
+
+    @nn.nowrap
+    def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> Any:
+        """Returns the carry of a new sequence: the result of `carry_init`, or the learned carry.
+
+        Args:
+          rng: the key for `carry_init`.
+          input_shape: the shape of the inputs of one step, `[*batch, D]`.
+
+        Raises:
+          ValueError: the carry is learned and the module is not bound to parameters: use
+            `stack.apply(variables, rng, input_shape, method="initialize_carry")`.
+        """
+        if not self.learned_carry:
+            keys = iter(jax.random.split(rng, 2 * self.num_layers * (1 + self.bidirectional)))
+            shapes = [(*input_shape[:-1], width) for width in self.widths()]
+            return self.for_each(
+                lambda name: modules.one_or_tuple(
+                    [self.carry_init(next(keys), shape, self.param_dtype) for shape in shapes]
+                )
+            )
+        if self.scope is None:
+            raise ValueError(
+                "the learned carry is a parameter of the stack: call stack.apply(variables, rng, input_shape, "
+                'method="initialize_carry")'
+            )
+        return modules.broadcast_carry(self.for_each(self.learned), input_shape[:-1])
+
+    @nn.nowrap
+    def check(self, reverse: bool) -> None:
+        """Raises ValueError unless the attributes describe a valid stack."""
+        modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse, self.norm)
+
+    @nn.nowrap
+    def widths(self) -> tuple[int, ...]:
+        """Returns the widths of the arrays of a cell's carry; the hidden state is the last."""
+        return (self.features,)
+
+    @nn.nowrap
+    def named_widths(self) -> dict[str, int]:
+        """Returns `widths` by name of the array."""
+        recurrence = self.make_cell(parent=None).recurrence
+        return dict(zip(modules.state_names(recurrence), self.widths(), strict=True))
+
+    @nn.nowrap
+    def packed_params(self, cell: Any, input_features: int) -> Any:
+        """Returns the parameters of one cell, creating missing ones."""
+        return cell.packed_params(input_features, self.features)
+
+    @nn.nowrap
+    def names(self) -> list[list[str]]:
+        """Returns the names of the cells by layer and direction."""
+        suffixes = ("", "_reverse") if self.bidirectional else ("",)
+        return [[f"layers_{k}{suffix}" for suffix in suffixes] for k in range(self.num_layers)]
+
+    @nn.nowrap
+    def for_each(self, make: Callable[[str], Carry]) -> Any:
+        """Returns the carry whose entry for each cell is `make(name of the cell)`."""
+        entries = [tuple(map(make, names)) for names in self.names()]
+        return tuple(entry if self.bidirectional else entry[0] for entry in entries)
+
+    @nn.compact
+    def learned(self, name: str) -> Carry:
+        """Returns the learned carry of a cell, `[H]` or a pair of such arrays; creates it if missing."""
+        states = self.named_widths().items()
+        return modules.one_or_tuple(
+            [self.param(f"{name}_carry_{x}", self.carry_init, (width,), self.param_dtype) for x, width in states]
+        )
+
+    @nn.nowrap
+    def make_norm(self, name: str) -> nn.Module:
+        """Creates the norm of the outputs of one layer."""
+        if isinstance(self.norm, nn.Module):
+            raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
+        if callable(self.norm):
+            return self.norm(name=name)
+        make = {"rms": RMSNorm, "layer": LayerNorm}[str(self.norm)]
+        return make(dtype=self.dtype, param_dtype=self.param_dtype, implementation=self.implementation, name=name)
+
+    @nn.nowrap
+    def make_cell(self, **options: Any) -> Any:
+        """Creates one cell with the attributes of the stack."""
+        names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
+        return self._cell(**{name: getattr(self, name) for name in names}, **options)

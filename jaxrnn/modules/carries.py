@@ -1,0 +1,39 @@
+"""The carries of cells: their batch axes, and their form for one state or several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+if TYPE_CHECKING:
+    from jax import Array
+
+Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
+
+
+def one_or_tuple(arrays: Sequence[Array]) -> Carry:
+    """Returns the only array, for the carry of a cell with one state, or the tuple of all."""
+    return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:
+    """Broadcasts a carry of arrays `[H]` to `[*batch, H]`."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
+
+
+def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+    """Broadcasts the batch axes of the carry and the inputs of a step against each other, as Flax's cells do."""
+    batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
+    if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):
+        return carry, inputs
+    try:
+        batch = jnp.broadcast_shapes(*batches)
+    except ValueError:
+        raise ValueError(
+            f"the batch axes of carry and inputs cannot be broadcast together: {batches[:-1]} and {batches[-1]}"
+        ) from None
+    carry, inputs = jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, x.shape[-1])), (carry, inputs))
+    return carry, inputs

@@ -1,0 +1,60 @@
+"""Sequences of different lengths: their reversal, their ends, and the carries there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxrnn.checks import check_array
+
+if TYPE_CHECKING:
+    from jax import Array
+
+
+def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...]) -> Array | None:
+    """Returns lengths as int32, or None; raises ValueError unless there is one integer per sequence."""
+    if seq_lengths is None:
+        return None
+    if isinstance(seq_lengths, int) and not isinstance(seq_lengths, bool):  # one sequence without batch axes
+        seq_lengths = jnp.asarray(seq_lengths)
+    check_array("seq_lengths", seq_lengths)
+    if jnp.shape(seq_lengths) != batch:
+        raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
+    if not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
+        raise ValueError(f"seq_lengths must be integers, got {jnp.result_type(seq_lengths)}")
+    return jnp.asarray(seq_lengths, jnp.int32)
+
+
+def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: int) -> Array:
+    """Reverses time separately in the first `seq_lengths [*batch]` steps and in the rest, as `nn.RNN` does.
+
+    Args:
+      xs: an array whose leading axes are `batch` batch axes and the time axis.
+      seq_lengths: the lengths, or None to reverse all steps.
+      batch: the number of batch axes.
+      time_axis: the index of the time axis.
+    """
+    if seq_lengths is None or xs.shape[time_axis] == 0:
+        return jnp.flip(xs, time_axis)
+    steps = xs.shape[time_axis]
+    last_first = jnp.arange(steps - 1, -1, -1).reshape([steps if axis == time_axis else 1 for axis in range(batch + 1)])
+    index = (last_first + jnp.expand_dims(seq_lengths, time_axis)) % steps
+    return jnp.take_along_axis(xs, index.reshape(index.shape + (1,) * (xs.ndim - index.ndim)), axis=time_axis)
+
+
+def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Array) -> Array:
+    """Returns the carry after `seq_lengths [*batch]` steps from the carries of all steps; `initial` for length 0."""
+    if carries.shape[time_axis] == 0:
+        return initial
+    index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
+    at = jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis)
+    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")  # `nn.RNN` also clips lengths beyond the end
+    return jnp.where(index == 0, initial, last.squeeze(time_axis))
+
+
+def is_last_step(seq_lengths: Array | None, shape: tuple[int, ...], time_axis: int) -> Array:
+    """Returns a mask of the last step of each sequence, broadcastable to `shape`, which has batch and time axes."""
+    steps = jnp.arange(shape[time_axis]).reshape([-1 if axis == time_axis else 1 for axis in range(len(shape))])
+    lengths = shape[time_axis] if seq_lengths is None else jnp.expand_dims(seq_lengths, time_axis)
+    return steps == lengths - 1

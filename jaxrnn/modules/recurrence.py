@@ -1,0 +1,54 @@
+"""The recurrences that modules run, by the name of the cell."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jaxrnn import recurrent
+from jaxrnn.cells import CELLS
+from jaxrnn.checks import join_carry
+from jaxrnn.numerics import accumulation_dtype
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import DTypeLike
+
+    from jaxrnn.modules.carries import Carry
+
+    Results = tuple[Carry, Array, Carry | None]  # the last carry, the outputs, and the carries of all steps or None
+
+
+def state_names(cell: str) -> tuple[str, ...]:
+    """Returns the names of the arrays of a cell's carry in Flax's order, in which the hidden state is the last."""
+    return CELLS[cell].states[::-1]
+
+
+def check_carry(cell: str, carry: Carry) -> None:
+    """Raises ValueError unless `carry` has the structure of the cell's carry: one array, or a pair."""
+    title, names = CELLS[cell].title, state_names(cell)
+    is_sequence = isinstance(carry, (tuple, list))
+    if len(names) == 1 and is_sequence:
+        raise ValueError(f"the carry of {title} is one array [*batch, H], got a {type(carry).__name__}")
+    if len(names) > 1 and (not is_sequence or len(carry) != len(names)):
+        raise ValueError(f"the carry of {title} is a pair ({', '.join(names)}), got {type(carry).__name__}")
+
+
+def run(cell: str, params: Any, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> Results:
+    """Runs the recurrence of a cell; returns `(carry, ys, carries of all steps or None)`."""
+    last, states = recurrent.run(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
+    return last, states[0], join_carry(states) if return_carries else None
+
+
+def run_both(
+    cell: str, params: Any, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any
+) -> list[Results]:
+    """Runs both directions of a cell; returns the result of `run` for each direction."""
+    both = recurrent.run_bidirectional(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
+    return [(last, states[0], join_carry(states) if return_carries else None) for last, states in both]
+
+
+def cast(params: Any, dtype: DTypeLike) -> Any:
+    """Casts weights to `dtype` and biases to the accumulation dtype of the gates: float32, or float64 for float64."""
+    bias_dtype = accumulation_dtype(dtype)
+    given = {name: x for name, x in params._asdict().items() if x is not None}
+    return type(params)(**{name: x.astype(dtype if name.startswith("w") else bias_dtype) for name, x in given.items()})

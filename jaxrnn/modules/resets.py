@@ -1,0 +1,170 @@
+"""Episode resets: checks, resets for a loop over any cell, and resets for a loop in reverse."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn.checks import check_resets
+from jaxrnn.modules.lengths import is_last_step
+from jaxrnn.numerics import expand_resets, is_reset
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn.modules.carries import Carry
+
+
+def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
+    """Raises ValueError if `reset_carry` is given without `resets`."""
+    if resets is None and reset_carry is not None:
+        raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+
+
+def check_steps(
+    resets: Array | None, reset_carry: Carry | None, carry: Carry, batch_and_time: tuple[int, ...], time_major: bool
+) -> None:
+    """Raises ValueError unless the arrays with a time axis have the batch and time axes of the inputs.
+
+    The check precedes the reversal of sequences, which would repeat the entries of an array that has too few.
+    """
+    check_resets(resets, batch_and_time, time_major, "inputs")
+    if not _has_same_structure(reset_carry, carry):  # no reset carry, or one that the loop rejects
+        return
+    for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
+        if _has_time_axis(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
+            axes = "[T, *batch, H]" if time_major else "[*batch, T, H]"
+            raise ValueError(
+                f"reset_carry must be {axes} with batch and time {batch_and_time} as in inputs, got {jnp.shape(new)}"
+            )
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _has_same_structure(reset_carry: Carry | None, carry: Carry) -> bool:
+    """Whether a reset carry has the structure of a carry; None in place of an array means zeros."""
+    structures: Any = jax.tree.structure(reset_carry, is_leaf=_is_none), jax.tree.structure(carry)
+    return bool(structures[0] == structures[1])
+
+
+def _has_time_axis(new: Array | None, old: Array) -> bool:
+    """Whether an array of a reset carry has a time axis, and so more axes than the array of the carry."""
+    return new is not None and jnp.ndim(new) > jnp.ndim(old)
+
+
+def flip_reset_carry(flip: Callable[[Array], Array], reset_carry: Carry | None, carry: Carry) -> Carry | None:
+    """Applies `flip` to those arrays of a reset carry that have a time axis."""
+    if not _has_same_structure(reset_carry, carry):  # no reset carry, or one that the loop rejects
+        return reset_carry
+    return jax.tree.map(
+        lambda new, old: flip(new) if _has_time_axis(new, old) else new, reset_carry, carry, is_leaf=_is_none
+    )
+
+
+def with_resets(
+    carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
+) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
+    """Prepares resets for a loop over the steps of any cell.
+
+    Args:
+      carry: the carry before the first step, a pytree of arrays.
+      resets: an array with all batch axes and the time axis, or None.
+      reset_carry: a pytree like `carry`, or None for zeros. Its arrays may lack the batch axes, or have a time axis in
+        addition.
+      shape: the shape that `resets` must have.
+      time_axis: the index of the time axis in `shape`.
+
+    Returns:
+      `(stepped, reset)`. `stepped` are the arrays of `reset_carry` that have a time axis, time first; the loop scans
+      over them. `reset(carry, resets, stepped)`, with `resets` and `stepped` of one step, returns the carry from which
+      the step starts.
+    """
+    if resets is not None and jnp.shape(resets) != shape:
+        raise ValueError(f"resets must have the batch and time axes of the inputs, {shape}, got {jnp.shape(resets)}")
+    leaves: list[Array]
+    treedef: Any
+    leaves, treedef = jax.tree.flatten(carry)
+    new_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
+
+    def apply(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:
+        if reset is None:
+            return carry
+        rest = iter(stepped)
+        new = [next(rest) if is_one else fixed for fixed, is_one in zip(new_leaves, is_stepped, strict=True)]
+        return jax.tree.map(
+            lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
+            carry,
+            treedef.unflatten(new),
+        )
+
+    return [
+        jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one
+    ], apply
+
+
+def join_reset_carries(
+    carry: tuple[Carry, Carry], reset_carries: Sequence[Carry | None], time_axis: int
+) -> Carry | None:
+    """Returns the reset carries of two directions as one `reset_state` of a bidirectional function, or None.
+
+    Args:
+      carry: the carries of both directions, which have the same dtypes.
+      reset_carries: the carries that an episode starts from, by direction; None means zeros.
+      time_axis: the index of the time axis.
+    """
+    if all(one is None for one in reset_carries):
+        return None
+    zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x)[-1:], jnp.result_type(x)), carry)
+    given = [new if one is None else one for one, new in zip(reset_carries, zeros, strict=True)]
+    pairs = jax.tree.map(functools.partial(_broadcast_reset_states, time_axis=time_axis), *given)
+    structure: Any = jax.tree.structure(given[0])
+    return jax.tree.transpose(structure, None, pairs)
+
+
+def _broadcast_reset_states(x: Array, y: Array, time_axis: int) -> tuple[Array, Array]:
+    """Broadcasts two reset states, each `[H]`, `[*batch, H]` or a value per step, to one shape and dtype."""
+    largest, dtype = max(x, y, key=jnp.ndim), jnp.result_type(x, y)
+
+    def broadcast(x: Array) -> Array:
+        if 1 < jnp.ndim(x) < largest.ndim:
+            x = jnp.expand_dims(x, time_axis)
+        return jnp.broadcast_to(jnp.asarray(x, dtype), largest.shape)
+
+    return broadcast(x), broadcast(y)
+
+
+def resets_of_reversed(resets: Array, seq_lengths: Array | None, time_axis: int) -> Array:
+    """Returns the resets of a loop that runs from the last step to the first: the mask of each episode's last step.
+
+    The mask excludes the end of a sequence's last episode, because the loop itself starts there.
+    """
+    next_begins = jnp.roll(is_reset(resets), -1, axis=time_axis)
+    return next_begins & ~is_last_step(seq_lengths, resets.shape, time_axis)
+
+
+def add_reset_at_end(
+    resets: Array | None, reset_carry: Carry | None, carry: Carry, seq_lengths: Array, xs: Array, time_axis: int
+) -> tuple[Array, Carry]:
+    """Returns `(resets, reset carry)` with which a backward loop starts from `carry` at the end of each sequence.
+
+    The reset at the end discards what the loop has computed from padding.
+    """
+    at_end = is_last_step(seq_lengths, xs.shape[:-1], time_axis)
+    if resets is None:
+        return at_end, carry
+    resets = is_reset(resets)
+
+    def of_every_step(initial: Array, new: Array) -> Array:
+        if jnp.ndim(new) == initial.ndim:
+            new = jnp.expand_dims(new, time_axis)
+        return jnp.where((at_end & ~resets)[..., None], jnp.expand_dims(initial, time_axis), new)
+
+    new = jax.tree.map(jnp.zeros_like, carry) if reset_carry is None else reset_carry
+    return at_end | resets, jax.tree.map(of_every_step, carry, new)

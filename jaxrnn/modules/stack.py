@@ -1,0 +1,138 @@
+"""A stack of layers: its checks, its carry, and the run of its layers one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn.checks import check_reset_state, check_resets
+from jaxrnn.modules.directions import Direction, run_layer
+from jaxrnn.modules.lengths import checked_seq_lengths, flip_sequences
+from jaxrnn.modules.norms import NORMS
+from jaxrnn.modules.recurrence import cast
+
+if TYPE_CHECKING:
+    from jax import Array
+    from jax.typing import DTypeLike
+
+    from jaxrnn.modules.carries import Carry
+
+
+def check_stack(
+    num_layers: int,
+    dropout_rate: float,
+    bidirectional: bool,
+    reverse: bool,
+    norm: Any = None,
+) -> None:
+    """Raises ValueError unless the arguments describe a valid stack."""
+    if num_layers < 1:
+        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    if not 0.0 <= dropout_rate <= 1.0:
+        raise ValueError(f"dropout_rate must be between 0 and 1, got {dropout_rate}")
+    if bidirectional and reverse:
+        raise ValueError("reverse must be False for a bidirectional stack, which already runs both directions")
+    if norm is not None and not (callable(norm) or (isinstance(norm, str) and norm in NORMS)):
+        raise ValueError(f'norm must be "rms", "layer", None, or a class or function that makes a module, got {norm!r}')
+
+
+def group_by_direction(
+    name: str, carry: Any, widths: Mapping[str, int], num_layers: int, bidirectional: bool
+) -> tuple[tuple[Carry, ...], ...]:
+    """Returns the carry of a stack grouped by layer and direction, as `run_stack` takes it.
+
+    Args:
+      name: the name of the carry in error messages.
+      carry: a tuple with one entry per layer. With two directions, an entry is a pair by direction. The carry of one
+        direction is `[..., width]`, or a pair of such arrays for an LSTM.
+      widths: the widths of the arrays of one carry by name: that of h, or those of c and h.
+      num_layers: the number of layers.
+      bidirectional: whether each layer has two directions.
+
+    Raises:
+      ValueError: the carry has another structure or other widths.
+    """
+    arrays = [f"{state} [..., {width}]" for state, width in widths.items()]
+    one = f"an array [..., {widths['h']}]" if len(arrays) == 1 else f"a pair ({', '.join(arrays)})"
+    each = f"a pair (forward, backward), each {one}" if bidirectional else one
+    expected = f"{name} of this stack must be a tuple with one entry for each of {num_layers} layers: {each}"
+
+    def split(x: Any, lengths: tuple[int, ...]) -> Any:
+        if not lengths and x is not None and not isinstance(x, (tuple, list, dict)):
+            return x
+        if lengths and isinstance(x, (tuple, list)) and len(x) == lengths[0]:
+            return tuple(split(part, lengths[1:]) for part in x)
+        raise ValueError(f"{expected}; got {jax.tree.structure(carry)}")
+
+    states = len(widths)
+    layers = split(carry, (num_layers, *((2,) * bidirectional), *((states,) * (states > 1))))
+    leaves = jax.tree.leaves(layers)
+    for width, leaf in zip([*widths.values()] * (len(leaves) // states), leaves, strict=True):
+        if jnp.shape(leaf)[-1:] != (width,):
+            raise ValueError(f"{expected}; got an array {jnp.shape(leaf)}")
+    return layers if bidirectional else tuple((layer,) for layer in layers)
+
+
+def run_stack(
+    layers: Sequence[Sequence[tuple[str, Any]]],
+    carry: Any,
+    xs: Array,
+    *,
+    reset_carry: Any,
+    seq_lengths: Array | None,
+    between: Callable[[int, Array], Array],
+    dtype: DTypeLike | None,
+    time_major: bool,
+    reverse: bool,
+    keep_order: bool,
+    return_carry: bool,
+    **options: Any,
+) -> Any:
+    """Runs layers one after the other, each over the outputs of the previous layer.
+
+    Args:
+      layers: the name of the cell and the weights, by layer and direction: one direction, or forward and backward.
+      carry: the carry by layer and direction, as `group_by_direction` returns it.
+      xs: `[T, *batch, D]`, or `[*batch, T, D]` if not `time_major`.
+      reset_carry: a carry like `carry`, or None for zeros.
+      seq_lengths: `[*batch]` or None.
+      between: `between(k, outputs)` returns the inputs of layer k + 1, given the outputs of layer k.
+      dtype: the dtype of the matmul operands; None uses the dtype to which inputs, carry and parameters promote.
+      time_major: whether time is the first axis.
+      reverse: whether the only direction is backward.
+      keep_order: whether the outputs of the backward direction are in the order of the inputs.
+      return_carry: whether to return the carry too.
+      options: the options of `run_layer` and `jaxrnn.gru`.
+    """
+    batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
+    seq_lengths = checked_seq_lengths(seq_lengths, batch)
+    check_resets(options["resets"], xs.shape[:-1], time_major, f"xs {xs.shape}")
+    if options["resets"] is not None and reset_carry is not None:
+        for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
+            check_reset_state("reset_carry", new, options["resets"], old, xs, time_major)
+    last = []
+    for k, layer in enumerate(layers):
+        if k:
+            xs = between(k - 1, xs)
+        cells, params = zip(*layer, strict=True)
+        hs = [jax.tree.leaves(one)[-1] for one in carry[k]]
+        layer_dtype = jnp.result_type(xs, *hs, *jax.tree.leaves(params)) if dtype is None else dtype
+        weights = [cast(one, layer_dtype) for one in params]
+        new = [None] * len(params) if reset_carry is None else reset_carry[k]
+        ends, xs = run_layer(
+            list(map(Direction, cells, weights, carry[k], new)),
+            jnp.asarray(xs, layer_dtype),
+            seq_lengths=seq_lengths,
+            time_major=time_major,
+            reverse=reverse,
+            return_carry=return_carry,
+            **options,
+        )
+        last.append(ends)
+    if reverse and not keep_order:
+        xs = flip_sequences(xs, seq_lengths, len(batch), 0 if time_major else len(batch))
+    carry = tuple(ends if len(ends) == 2 else ends[0] for ends in last)
+    return (carry, xs) if return_carry else xs

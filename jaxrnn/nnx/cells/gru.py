@@ -1,0 +1,96 @@
+"""The GRU: its cell, its stack and its entry."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxrnn import modules
+from jaxrnn.cells import GRUParams
+from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
+from jaxrnn.nnx.stack import FusedStack
+
+
+class GRUCell(FusedCell, nnx.GRUCell):
+    """`flax.nnx.GRUCell` computed by `jaxrnn.gru`, with the same parameters, initial values and results.
+
+    Flax's cell has no recurrent bias of n, unlike `linen.GRUCell`, and this cell has none while Flax's has none. If the
+    bias exists, as `hn_bias` ([flax#5595](https://github.com/google/flax/pull/5595)) or in `dense_h`, it is used.
+
+    Attributes:
+      in_features: D.
+      hidden_features: H. All arguments and attributes not listed here are Flax's.
+      gate_fn: with a function other than sigmoid, or an `activation_fn` other than tanh, Flax's own cell runs, and in
+        an `RNN` it runs under `nnx.scan`.
+      dtype: the dtype of the matmul operands. The carry keeps its own dtype, so it may be float32 with
+        `dtype=jnp.bfloat16`.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
+    """
+
+
+def pack(cell: nnx.GRUCell, weights: LayerWeights) -> GRUParams:
+    """Returns the parameters for `jaxrnn.gru`. Recurrent biases of r and z, if any, are added to the input biases."""
+    w_ih, w_hh, b_i, b_h = weights
+    hn_bias = getattr(cell, "hn_bias", None)
+    b_hn = jnp.zeros(cell.hidden_features, b_i.dtype) if hn_bias is None else hn_bias[...]
+    if b_h is None:
+        return GRUParams(w_ih, w_hh, b_i, b_hn)
+    of_rz, of_n = jnp.split(b_h, [2 * cell.hidden_features])
+    return GRUParams(w_ih, w_hh, b_i.at[: of_rz.size].add(of_rz), b_hn + of_n)
+
+
+class GRU(FusedStack):
+    """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
+
+        gru = GRU(64, 128, num_layers=2, time_major=True, return_carry=True, rngs=nnx.Rngs(0))
+        carry, ys = gru(xs, initial_carry=carry, resets=resets)
+
+    `layers[k]` is the `GRUCell` of layer k, and `layers_reverse[k]` is the `GRUCell` of its backward direction. The
+    outputs concatenate the directions: forward, then backward.
+
+    Attributes:
+      in_features: D, the width of the inputs.
+      hidden_features: H, the width of every layer and direction.
+      num_layers: the number of layers; each runs over the outputs of the previous layer.
+      dropout_rate: the rate of the dropout on the outputs of every layer but the last. Each step has its own mask.
+      bidirectional: whether each layer also runs from the last step to the first, with separate weights.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run all layers from the last step to the first. Outputs are in the order computed, last step
+        first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      learned_carry: whether sequences and, by default, episodes start from learned parameters of width H, which
+        `carry_init` initializes. They are `carries[k].h`, and also `carries[k].c` for an LSTM; those of the backward
+        direction are in `carries_reverse[k]`.
+      dtype: the dtype of the matmul operands; the carry keeps its own dtype. None uses the dtype to which inputs, carry
+        and parameters promote.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      kernel_init: the initializer of the input weights.
+      recurrent_kernel_init: the initializer of the recurrent weights.
+      bias_init: the initializer of the biases.
+      carry_init: the initializer of the carry that sequences and episodes start from.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`.
+      implementation: as in `jaxrnn.gru`; None chooses one that can run the input.
+      remat: as in `jaxrnn.gru`.
+      norm: the norm of the outputs of every layer but the last. It normalises both directions together, before dropout.
+        "rms" and "layer" create an `RMSNorm` or a `LayerNorm` at `norms[k]`, where k is the layer whose outputs it
+        normalises. A class or a function creates another module when called as `norm(width, rngs=rngs)`. None means no
+        norm.
+      rngs: the random number generators of the parameters and of dropout.
+
+    Raises:
+      ValueError: an argument has an invalid value, or both `bidirectional` and `reverse` are set.
+    """
+
+    _cell = GRUCell
+
+
+ENTRY = CellEntry(
+    replaced=(nnx.GRUCell,),
+    layers={nnx.GRUCell: DENSE, GRUCell: DENSE},
+    other_params=("hn_bias",),
+    recurrence=lambda cell: "gru",
+    pack=pack,
+    reason_to_scan=modules.reason_to_scan_gates,
+)

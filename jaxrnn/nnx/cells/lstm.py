@@ -1,0 +1,91 @@
+"""The LSTM: its cells, its stack and its entry."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from flax import nnx
+
+from jaxrnn import modules
+from jaxrnn.cells import LSTMParams
+from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
+from jaxrnn.nnx.stack import FusedStack
+
+
+class LSTMCell(FusedCell, nnx.LSTMCell):
+    """`flax.nnx.LSTMCell` computed by `jaxrnn.lstm`, with the same parameters, initial values and results.
+
+    The carry is `(c, h)`.
+
+    Attributes:
+      in_features: D. All attributes are those of `GRUCell`.
+    """
+
+
+class OptimizedLSTMCell(FusedCell, nnx.OptimizedLSTMCell):
+    """`flax.nnx.OptimizedLSTMCell` computed by `jaxrnn.lstm`, with the same parameters, initial values and results.
+
+    The carry is `(c, h)`.
+
+    Attributes:
+      in_features: D. All attributes are those of `GRUCell`.
+    """
+
+
+class ProjectedLSTMCell(OptimizedLSTMCell):
+    """The cell of an `LSTM` with a projection: `proj` maps H units to P, and `dense_h` takes the P units."""
+
+    def __init__(self, in_features: int, hidden_features: int, *, proj_size: int, rngs: nnx.Rngs, **options: Any):
+        super().__init__(in_features, hidden_features, rngs=rngs, **options)
+        dtypes: Any = {"dtype": self.dtype, "param_dtype": self.param_dtype, "rngs": rngs}
+        inits: Any = {"kernel_init": options["recurrent_kernel_init"], "bias_init": options["bias_init"]}
+        self.dense_h = nnx.Linear(proj_size, 4 * hidden_features, **inits, **dtypes)
+        self.proj = nnx.Linear(hidden_features, proj_size, use_bias=False, kernel_init=options["kernel_init"], **dtypes)
+
+
+def pack(cell: nnx.LSTMCell | nnx.OptimizedLSTMCell, weights: LayerWeights) -> LSTMParams:
+    """Returns the parameters for `jaxrnn.lstm`."""
+    w_hr: Any = cell.proj.kernel[...] if isinstance(cell, ProjectedLSTMCell) else None
+    return LSTMParams(weights.w_ih, weights.w_hh, weights.b_hh, w_hr)
+
+
+class LSTM(FusedStack):
+    """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
+
+    Attributes:
+      in_features: D. All attributes not listed here are those of `GRU`.
+      proj_size: P, the width to which `layers[k].proj` projects hidden states, and so outputs; c stays H wide. None
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`.
+    """
+
+    _cell = OptimizedLSTMCell
+
+    def __init__(self, in_features: int, hidden_features: int, *, proj_size: int | None = None, **options: Any) -> None:
+        if proj_size is not None and proj_size < 1:
+            raise ValueError(f"proj_size must be at least 1, or None for no projection, got {proj_size}")
+        self.proj_size = proj_size
+        super().__init__(in_features, hidden_features, **options)
+
+    def widths(self) -> dict[str, int]:
+        """Returns the widths of c and h by name."""
+        return {"c": self.hidden_features, "h": self.hidden_features if self.proj_size is None else self.proj_size}
+
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+        """Creates one cell, with a projection if `proj_size` is set."""
+        if self.proj_size is None:
+            return self._cell(*args, **options)
+        return ProjectedLSTMCell(*args, proj_size=self.proj_size, **options)
+
+
+GATES = ["ii", "if_", "ig", "io"], ["hi", "hf", "hg", "ho"]
+ENTRY = CellEntry(
+    replaced=(nnx.LSTMCell, nnx.OptimizedLSTMCell),
+    layers={
+        **dict.fromkeys((nnx.LSTMCell, LSTMCell), GATES),
+        **dict.fromkeys((nnx.OptimizedLSTMCell, OptimizedLSTMCell, ProjectedLSTMCell), DENSE),
+    },
+    other_params=("proj",),
+    recurrence=lambda cell: "lstm",
+    pack=pack,
+    reason_to_scan=modules.reason_to_scan_gates,
+)

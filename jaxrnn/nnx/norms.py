@@ -1,0 +1,86 @@
+"""The modules `RMSNorm` and `LayerNorm`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx.nn import dtypes
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.checks import Implementation
+
+
+class RMSNorm(nnx.RMSNorm):
+    """`flax.nnx.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
+
+    `reduction_axes` and `feature_axes` must be the last axis. Other axes, `mask`, `axis_name` and `axis_index_groups`
+    raise NotImplementedError.
+
+    Attributes:
+      num_features: N.
+      epsilon: added to the mean square, inside the root. All arguments and attributes not listed here are Flax's.
+      dtype: the dtype of the result, to which inputs are rounded first; None uses the dtype to which inputs and
+        parameters promote. The norm is computed in float32.
+      use_fast_variance: has no effect: the variance is always the mean of squared differences.
+      implementation: as in `jaxrnn.rms_norm`.
+    """
+
+    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.implementation = implementation
+
+    def __call__(self, x: Array, mask: Array | None = None, *, residual: Array | None = None) -> Any:
+        """Normalises the last axis.
+
+        Args:
+          x: `[*rows, N]`.
+          mask: an argument of Flax's norm; must be None.
+          residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass. With a residual,
+            neither array is rounded to `dtype`.
+
+        Returns:
+          `y`, which has the shape of `x`. With a residual, `(y, x + residual)`; the sum has the dtype of `x`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this input, or only Flax supports the value of an
+            attribute; the message says which.
+        """
+        return run_norm(self, "rms", x, residual, mask, ("scale",))
+
+
+class LayerNorm(nnx.LayerNorm):
+    """`flax.nnx.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
+
+    Attributes:
+      num_features: N. All attributes are those of `RMSNorm`; `epsilon` is added to the variance.
+    """
+
+    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+        super().__init__(num_features, **options)
+        self.implementation = implementation
+
+    def __call__(self, x: Array, *, mask: Array | None = None, residual: Array | None = None) -> Any:
+        """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
+        return run_norm(self, "layer", x, residual, mask, ("scale", "bias"))
+
+
+def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, names: tuple[str, ...]) -> Any:
+    """Normalises `x` with those parameters among `names` that the module has."""
+    x = jnp.asarray(x)
+    if x.ndim == 0:
+        raise ValueError("x must be [*rows, N], got a scalar")
+    modules.check_norm(norm, mask, x.ndim)
+    given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
+    promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)
+    dtype = dtypes.canonicalize_dtype(*promoted, dtype=norm.dtype)
+    # the norm reads inputs in their own dtype if promotion would only widen them
+    is_wider = norm.promote_dtype is dtypes.promote_dtype and jnp.promote_types(x.dtype, dtype) == dtype
+    if residual is None and not is_wider:
+        x = promoted[0]
+    scale, bias = (*promoted[1:], None)[:2]
+    options = {"epsilon": norm.epsilon, "implementation": norm.implementation}
+    return modules.normalize(kind, x, scale, bias, residual, dtype, **options)

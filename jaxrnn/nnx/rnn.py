@@ -1,0 +1,207 @@
+"""A cell over time, fused if possible: the module `RNN`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.checks import Implementation, must_scan
+from jaxrnn.modules import Carry
+from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused
+
+Rngs = nnx.Rngs | nnx.RngStream | None
+
+# Flax versions with `nnx.compat` have an `nnx.scan` that does not accept modules with carried state.
+graph_scan: Any = getattr(nnx, "compat", nnx).scan
+DEFAULT_STATE_AXES = nnx.StateAxes({...: nnx.Carry})  # type: ignore[arg-type]
+
+
+class RNN(nnx.RNN):
+    """`flax.nnx.RNN` with episode resets: runs `cell` over time in one launch.
+
+        rnn = RNN(GRUCell(64, 128, rngs=rngs), time_major=True, return_carry=True)
+        carry, ys = rnn(xs, initial_carry=carry, resets=resets)
+
+    The functions of `jaxrnn` run the cells of this module, and the cells of Flax that they replace. `nnx.scan` runs any
+    other cell, a cell with another `gate_fn`, `activation_fn`, `promote_dtype` or layers, and an RNN whose `state_axes`
+    or `broadcast_rngs` is not the default; these take `resets` too.
+
+    Attributes:
+      cell: the cell.
+      time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
+      return_carry: whether to return `(carry, outputs)` instead of `outputs`.
+      reverse: whether to run from the last step to the first. Outputs are in the order computed, last step first.
+      keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
+      unroll: the number of steps per loop iteration of `nnx.scan`, if `nnx.scan` runs the cell.
+      state_axes: the scan axes of the cell's state in `nnx.scan`.
+      broadcast_rngs: the filter of the random states that `nnx.scan` broadcasts over the steps.
+      rngs: the random number generator of `cell.initialize_carry`.
+      precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
+      implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+    """
+
+    def __init__(
+        self,
+        cell: nnx.RNNCellBase,
+        *,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        unroll: int = 1,
+        state_axes: Mapping[str, Any] | None = None,
+        broadcast_rngs: Any = None,
+        rngs: nnx.Rngs | nnx.RngStream | bool = True,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation = None,
+    ) -> None:
+        super().__init__(
+            cell,
+            time_major=time_major,
+            return_carry=return_carry,
+            reverse=reverse,
+            keep_order=keep_order,
+            unroll=unroll,
+            state_axes=state_axes,
+            broadcast_rngs=broadcast_rngs,
+            rngs=rngs,
+        )
+        self.precision = precision
+        self.implementation = implementation
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Carry | None = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        rngs: Rngs = None,
+        resets: Array | None = None,
+        reset_carry: Carry | None = None,
+    ) -> Any:
+        """Runs the cell over `inputs` and restarts it at every step where `resets` is nonzero.
+
+        Args:
+          inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`.
+          initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
+            `cell.initialize_carry`.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
+          return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
+          time_major: see the attribute.
+          reverse: see the attribute.
+          keep_order: see the attribute.
+          rngs: the random number generator of `cell.initialize_carry`; by default the attribute.
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+            that is, the *previous* step's done flag. That step starts from `reset_carry`. With `reverse`, the first
+            step of an episode is the one computed first, which is its last in time.
+          reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
+            `[*batch, H]` or a value per step `[*batch, T, H]` (`[T, *batch, H]`), or a pair of such arrays for an LSTM.
+            It is differentiable.
+
+        Returns:
+          `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`.
+
+        Raises:
+          ValueError: shapes or dtypes disagree.
+          NotImplementedError: the named implementation cannot run this cell or input; the message says why.
+        """
+        time_major = self.time_major if time_major is None else time_major
+        modules.check_reset_carry(resets, reset_carry)
+        carry_init = getattr(self.cell, "carry_init", None)
+        is_random = carry_init is not None and carry_init is not jax.nn.initializers.zeros
+        if initial_carry is None or (resets is not None and reset_carry is None and is_random):
+            time_axis = 0 if time_major else inputs.ndim - self.cell.num_feature_axes - 1
+            rngs = self.rngs if rngs is None else rngs
+            rngs = rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs
+            default = self.cell.initialize_carry(inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :], rngs)
+            if resets is not None and reset_carry is None and is_random:
+                reset_carry = default
+            initial_carry = default if initial_carry is None else initial_carry
+        return modules.run_over_time(
+            functools.partial(self.run, time_major=time_major),
+            inputs,
+            initial_carry,
+            resets=resets,
+            reset_carry=reset_carry,
+            seq_lengths=seq_lengths,
+            feature_axes=self.cell.num_feature_axes,
+            time_major=time_major,
+            reverse=self.reverse if reverse is None else reverse,
+            keep_order=self.keep_order if keep_order is None else keep_order,
+            return_carry=self.return_carry if return_carry is None else return_carry,
+        )
+
+    def run(
+        self,
+        carry: Carry,
+        xs: Array,
+        *,
+        resets: Array | None,
+        reset_carry: Carry | None,
+        reverse: bool,
+        time_major: bool,
+        return_carries: bool,
+    ) -> tuple[Carry, Array, Carry | None]:
+        """Runs the cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
+        precision = getattr(self.cell, "precision", None) if self.precision is None else self.precision
+        implementation = getattr(self.cell, "implementation", None)
+        implementation = implementation if self.implementation is None else self.implementation
+        reason = reason_to_scan(self.cell)
+        if self.broadcast_rngs is not None or self.state_axes != DEFAULT_STATE_AXES:
+            reason = "an RNN with non-default state_axes or broadcast_rngs"
+        if must_scan(reason, precision, implementation, "nnx.scan"):
+            time_axis = 0 if time_major else xs.ndim - self.cell.num_feature_axes - 1
+            return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries)
+        return run_fused(
+            self.cell,
+            carry,
+            xs,
+            resets=resets,
+            reset_state=reset_carry,
+            reverse=reverse,
+            time_major=time_major,
+            return_carries=return_carries,
+            precision=precision,
+            implementation=implementation,
+        )
+
+    def scan(
+        self,
+        carry: Carry,
+        xs: Array,
+        time_axis: int,
+        resets: Array | None,
+        reset_carry: Carry | None,
+        reverse: bool,
+        return_carries: bool,
+    ) -> tuple[Carry, Array, Carry | None]:
+        """Runs any cell with `nnx.scan`; returns what `run` returns."""
+        shape = xs.shape[: xs.ndim - self.cell.num_feature_axes]
+        stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
+        broadcast_rngs = nnx.All(nnx.RngState, self.broadcast_rngs)
+        state_axes = nnx.StateAxes({broadcast_rngs: None, **self.state_axes})  # type: ignore[misc]
+
+        # as in Flax's `RNN`, every call has new random numbers, and the scan carries the cell's state
+        @nnx.split_rngs(splits=1, only=self.broadcast_rngs, squeeze=True)
+        @graph_scan(in_axes=(state_axes, nnx.Carry, 0), out_axes=(nnx.Carry, 0), unroll=self.unroll, reverse=reverse)
+        def run(cell: Any, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
+            x, *of_step = inputs
+            carry, y = cell(reset(carry, *of_step), x)
+            return carry, (y, carry if return_carries else None)
+
+        time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
+        carry, outputs = run(self.cell, carry, (*time_first, stepped))
+        ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
+        return carry, ys, carries

@@ -1,0 +1,264 @@
+"""The base class of the stacks: layers, directions, dropout and norms between layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.typing import Dtype, Initializer
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.checks import Implementation
+from jaxrnn.modules import Carry
+from jaxrnn.nnx.fused_cell import FusedCell, entry_of, packed_params, reason_to_scan
+from jaxrnn.nnx.norms import LayerNorm, RMSNorm
+from jaxrnn.nnx.rnn import Rngs
+
+KERNEL_INIT, RECURRENT_KERNEL_INIT = nnx.initializers.lecun_normal(), nnx.initializers.orthogonal()
+
+
+class LearnedCarry(nnx.Module):
+    """The carry that sequences and episodes of one cell start from: a parameter `[H]` for each array of the carry."""
+
+    def __init__(self, widths: dict[str, int], init: Initializer, dtype: Dtype, rngs: nnx.Rngs) -> None:
+        self.names = tuple(widths)
+        for name, width in widths.items():
+            setattr(self, name, nnx.Param(init(rngs.params(), (width,), dtype)))
+
+    def __call__(self) -> Carry:
+        """Returns an array `[H]`, or a pair `(c, h)` of such arrays."""
+        return modules.one_or_tuple([getattr(self, name)[...] for name in self.names])
+
+
+class FusedStack(nnx.Module):
+    """The base class of the stacks, each with the cell `_cell`."""
+
+    _cell: ClassVar[type[FusedCell]] = FusedCell
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        num_layers: int = 1,
+        dropout_rate: float = 0.0,
+        bidirectional: bool = False,
+        time_major: bool = False,
+        return_carry: bool = False,
+        reverse: bool = False,
+        keep_order: bool = False,
+        learned_carry: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = KERNEL_INIT,
+        recurrent_kernel_init: Initializer = RECURRENT_KERNEL_INIT,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        carry_init: Initializer = jax.nn.initializers.zeros,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation = None,
+        remat: bool = False,
+        norm: str | Callable[..., nnx.Module] | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        modules.check_stack(num_layers, dropout_rate, bidirectional, reverse, norm)
+        self.in_features = in_features
+        self.hidden_features = hidden_features
+        self.num_layers = num_layers
+        self.dropout_rate = dropout_rate
+        self.bidirectional = bidirectional
+        self.time_major = time_major
+        self.return_carry = return_carry
+        self.reverse = reverse
+        self.keep_order = keep_order
+        self.learned_carry = learned_carry
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.carry_init = carry_init
+        self.precision = precision
+        self.implementation = implementation
+        self.remat = remat
+        directions = 2 if bidirectional else 1
+        layers = [
+            [
+                self.make_cell(
+                    in_features if k == 0 else directions * self.widths()["h"],
+                    hidden_features,
+                    dtype=dtype,
+                    param_dtype=param_dtype,
+                    kernel_init=kernel_init,
+                    recurrent_kernel_init=recurrent_kernel_init,
+                    bias_init=bias_init,
+                    rngs=rngs,
+                )
+                for _ in range(directions)
+            ]
+            for k in range(num_layers)
+        ]
+        self.layers = nnx.List([layer[0] for layer in layers])
+        if bidirectional:
+            self.layers_reverse = nnx.List([layer[1] for layer in layers])
+        if learned_carry:
+            make = functools.partial(LearnedCarry, self.widths(), carry_init, param_dtype, rngs)
+            self.carries = nnx.List([make() for _ in range(num_layers)])
+            if bidirectional:
+                self.carries_reverse = nnx.List([make() for _ in range(num_layers)])
+        if isinstance(norm, nnx.Module):
+            raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
+        if isinstance(norm, str):
+            options: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
+            norm = functools.partial({"rms": RMSNorm, "layer": LayerNorm}[norm], **options)
+        make_norm: Any = norm
+        width = directions * self.widths()["h"]
+        self.norms: nnx.List[Any] | None = (
+            None if norm is None else nnx.List([make_norm(width, rngs=rngs) for _ in range(num_layers - 1)])
+        )
+        if dropout_rate > 0.0:
+            self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: Any = None,
+        seq_lengths: Array | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+        deterministic: bool | None = None,
+        rngs: Rngs = None,
+        resets: Array | None = None,
+        reset_carry: Any = None,
+    ) -> Any:
+        """Runs all layers over `inputs` and restarts them at every step where `resets` is nonzero.
+
+        A carry is a tuple with one entry per layer. An entry is `[*batch, H]` or, for an LSTM, `(c, h)`. If
+        `bidirectional`, an entry is a pair (forward, backward) of these.
+
+        Args:
+          inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
+          initial_carry: the carry before the first step of each direction; by default the result of
+            `initialize_carry`.
+          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
+            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
+            and are not zeroed. May be combined with `resets`.
+          return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
+          time_major: see the attribute.
+          reverse: see the attribute.
+          keep_order: see the attribute.
+          deterministic: whether to disable dropout; by default `eval()` and `train()` of this module set it.
+          rngs: the random number generators of dropout, by default those given to the constructor, and of a random
+            `carry_init`.
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+            that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
+            direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
+            which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
+            as in `RNN`, `resets` is nonzero at the step of an episode that is computed first, its last in time.
+          reset_carry: the carry that an episode starts from, by default the result of `initialize_carry`. It has the
+            structure of a carry, and its arrays may also be `[H]` or a value per step, `[*batch, T, H]`
+            (`[T, *batch, H]`). From values per step, a direction reads the one of the step at which it starts the
+            episode. It is differentiable.
+
+        Returns:
+          `outputs [*batch, T, H]` (`[T, *batch, H]`), or `(carry, outputs)` if `return_carry`. If `bidirectional`,
+          outputs are 2 H wide: forward, then backward.
+
+        Raises:
+          ValueError: shapes, dtypes or structures disagree.
+          NotImplementedError: the named implementation cannot run this input; the message says why.
+        """
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse)
+        modules.check_reset_carry(resets, reset_carry)
+
+        def between(k: int, xs: Array) -> Array:
+            if self.norms is not None:
+                xs = self.norms[k](xs)
+            return self.dropout(xs, deterministic=deterministic, rngs=rngs) if self.dropout_rate > 0.0 else xs
+
+        is_random = self.carry_init is not jax.nn.initializers.zeros and not self.learned_carry
+        if initial_carry is None or (is_random and resets is not None and reset_carry is None):
+            shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
+            default = self.initialize_carry(shape, rngs)
+            initial_carry = default if initial_carry is None else initial_carry
+            if is_random and resets is not None and reset_carry is None:
+                reset_carry = default
+        if self.learned_carry and reset_carry is None:
+            reset_carry = self.learned()
+        layers = self.by_layer("layers")
+        for reason in (reason_to_scan(cell) for layer in layers for cell in layer):
+            if reason is not None:
+                raise NotImplementedError(f"a stack cannot run {reason}: use one RNN per layer instead")
+        structure = self.widths(), self.num_layers, self.bidirectional
+        return modules.run_stack(
+            [[(entry_of(cell).recurrence(cell), packed_params(cell)) for cell in layer] for layer in layers],
+            modules.group_by_direction("initial_carry", initial_carry, *structure),
+            inputs,
+            resets=resets,
+            reset_carry=None
+            if reset_carry is None
+            else modules.group_by_direction("reset_carry", reset_carry, *structure),
+            seq_lengths=seq_lengths,
+            between=between,
+            dtype=self.dtype,
+            time_major=time_major,
+            reverse=reverse,
+            keep_order=self.keep_order if keep_order is None else keep_order,
+            return_carry=self.return_carry if return_carry is None else return_carry,
+            precision=self.precision,
+            implementation=self.implementation,
+            remat=self.remat,
+        )
+
+    def initialize_carry(self, input_shape: tuple[int, ...], rngs: Rngs = None) -> Any:
+        """Returns the carry of a new sequence: the result of `carry_init`, or the learned carry.
+
+        Args:
+          input_shape: the shape of the inputs of one step, `[*batch, D]`.
+          rngs: the random number generator of `carry_init`, needed unless `carry_init` is zeros.
+
+        Raises:
+          ValueError: `carry_init` is not zeros, and `rngs` is None.
+        """
+        if self.learned_carry:
+            return modules.broadcast_carry(self.learned(), input_shape[:-1])
+        if self.carry_init is jax.nn.initializers.zeros:
+            next_key: Callable[[], Array] = functools.partial(jax.random.key, 0)
+        elif rngs is None:
+            raise ValueError("a carry_init that is not zeros needs rngs: pass rngs=nnx.Rngs(carry=seed)")
+        else:
+            next_key = rngs.carry if isinstance(rngs, nnx.Rngs) else rngs
+
+        def make(cell: Any) -> Carry:
+            shapes = [(*input_shape[:-1], width) for width in self.widths().values()]
+            return modules.one_or_tuple([self.carry_init(next_key(), shape, self.param_dtype) for shape in shapes])
+
+        return self.as_carry("layers", make)
+
+    def widths(self) -> dict[str, int]:
+        """Returns the widths of the arrays of a cell's carry by name; the hidden state is the last."""
+        return {"h": self.hidden_features}
+
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+        """Creates one cell."""
+        return self._cell(*args, **options)
+
+    def learned(self) -> Any:
+        """Returns the learned carry, with arrays `[H]`."""
+        return self.as_carry("carries", lambda one: one())
+
+    def by_layer(self, name: str) -> list[tuple[Any, ...]]:
+        """Returns the modules at `name` by layer and direction."""
+        lists = [getattr(self, name), *([getattr(self, f"{name}_reverse")] if self.bidirectional else [])]
+        return list(zip(*lists, strict=True))
+
+    def as_carry(self, name: str, make: Callable[[Any], Carry]) -> Any:
+        """Returns the carry whose entry for each module at `name` is `make(module)`."""
+        entries = [tuple(map(make, layer)) for layer in self.by_layer(name)]
+        return tuple(entry if self.bidirectional else entry[0] for entry in entries)
