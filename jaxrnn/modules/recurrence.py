@@ -1,4 +1,4 @@
-"""The recurrences that modules run, by the name of the cell."""
+"""The runs of recurrences by the name of the cell, which is a key of `jaxrnn.cells.CELLS`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrnn import recurrent
 from jaxrnn.cells import CELLS
-from jaxrnn.checks import join_carry
+from jaxrnn.checks import join_carry, split_carry
 from jaxrnn.numerics import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -25,26 +25,24 @@ def state_names(cell: str) -> tuple[str, ...]:
 
 def check_carry(cell: str, carry: Carry) -> None:
     """Raises ValueError unless `carry` has the structure of the cell's carry: one array, or a pair."""
-    title, names = CELLS[cell].title, state_names(cell)
-    is_sequence = isinstance(carry, (tuple, list))
-    if len(names) == 1 and is_sequence:
-        raise ValueError(f"the carry of {title} is one array [*batch, H], got a {type(carry).__name__}")
-    if len(names) > 1 and (not is_sequence or len(carry) != len(names)):
-        raise ValueError(f"the carry of {title} is a pair ({', '.join(names)}), got {type(carry).__name__}")
+    entry = CELLS[cell]
+    if len(entry.states) == 1 and isinstance(carry, (tuple, list)):
+        raise ValueError(f"the carry of {entry.title} is one array [*batch, H], got a {type(carry).__name__}")
+    split_carry(entry, "the carry", carry)
 
 
 def run(cell: str, params: Any, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> Results:
     """Runs the recurrence of a cell; returns `(carry, ys, carries of all steps or None)`."""
-    last, states = recurrent.run(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
-    return last, states[0], join_carry(states) if return_carries else None
+    last, sequences = recurrent.run(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
+    return last, sequences[0], join_carry(sequences) if return_carries else None
 
 
 def run_both(
     cell: str, params: Any, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any
 ) -> list[Results]:
-    """Runs both directions of a cell; returns the result of `run` for each direction."""
+    """Runs two directions of the recurrence of a cell; returns the result of `run` for each."""
     both = recurrent.run_bidirectional(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
-    return [(last, states[0], join_carry(states) if return_carries else None) for last, states in both]
+    return [(last, sequences[0], join_carry(sequences) if return_carries else None) for last, sequences in both]
 
 
 def cast(params: Any, dtype: DTypeLike) -> Any:
