@@ -1,7 +1,7 @@
 """The table of cells: what the kernels and both fronts need to know of each one. Imports neither torch nor triton.
 
-`jaxrnn.cells` adds a cell's arithmetic in JAX, `torch_bridge.loops` that in PyTorch, and `torch_bridge.kernels` its
-kernels.
+`jaxrnn.cells` adds a cell's arithmetic in JAX, `torch_bridge.steps` that in PyTorch, and `torch_bridge.kernels` that in
+Triton.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 
 from torch_bridge import rules
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, fma_configs
@@ -33,12 +34,15 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     Raises:
       UnsupportedError: see `heuristic`.
     """
+    loops = CELLS[problem.cell].loops
+    few = fma_configs(problem, device) if "fma" in loops else []
+    resident = resident_configs(problem, device) if "resident" in loops else []
+    split = split_configs(problem, device) if "split" in loops else []
+    rows = rows_configs(problem, device) if "rows" in loops else []
     # keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates
-    kept = _by_cost(split_configs(problem, device) + rows_configs(problem, device))
-    few = fma_configs(problem, device)
+    kept = resident + single_program_configs(problem, device) + _by_cost(split + rows)
     read = _by_cost(shared_configs(problem, device) + [way for way in few if way[0]])
-    resident = resident_configs(problem, device) + single_program_configs(problem, device)
-    found = [config for cost, config in few if not cost] + resident + kept + read
+    found = [config for cost, config in few if not cost] + kept + read
     if not found:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "
@@ -63,8 +67,9 @@ def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     Kernels with TF32 products save `local_grads` and `dc_dh` as float16, because TF32 rounds no finer. Kernels that
     multiply in full float32 save float32.
     """
-    dtypes = dict(problem.dtypes)  # without "carry_gate" if residuals are stored in place
-    if product_kind(problem) != "tf32" or "carry_gate" not in dtypes or heuristic(problem, device).loop == "fma":
+    dtypes = dict(problem.dtypes)
+    has_arrays = "local_grads" in dtypes and not problem.in_place  # residuals are not stored as words
+    if product_kind(problem) != "tf32" or not has_arrays or heuristic(problem, device).loop == "fma":
         return problem
     dtypes |= {name: "float16" for name in ("local_grads", "dc_dh") if name in dtypes}
     return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))
