@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 
-from torch_bridge.tiling import Device, KernelConfig
+from torch_bridge import cells
+from torch_bridge.tiling import PROFILES, Device, KernelConfig, candidates, heuristic, with_residual_dtypes
 
 CELLS, DIRECTIONS = ("gru", "lstm"), ("fwd", "bwd")
 # The sequences of two models, with two groups each, fill whole tiles and parts of tiles.
@@ -62,7 +63,7 @@ def multiply(a, b, dtype):
     "tiling", [KernelConfig(64, 8, 64, 1, 4, 1), KernelConfig(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
 )
 @pytest.mark.parametrize("direction", DIRECTIONS)
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", cells.CELLS)
 def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, direction, tiling):
     from problems import make_problem
     from triton.runtime import interpreter
@@ -123,6 +124,38 @@ def for_width(tiling, hidden):
 
 def fits(problem, device, tiling):
     return tiling.shared_memory(problem) <= device.shared_memory
+
+
+@pytest.mark.parametrize("profile", PROFILES)
+@pytest.mark.parametrize("cell", cells.CELLS)
+def test_cells_have_only_the_loops_that_their_entries_name(cell, profile):
+    from problems import KINDS, make_problem
+
+    device, found = PROFILES[profile], set()
+    for direction, kind, hidden, batch in itertools.product(DIRECTIONS, KINDS, (24, 64, 128, 300, 700), (1, 300)):
+        found |= {c.loop for c in candidates(make_problem(cell, direction, kind, hidden, batch), device)}
+    named = set(cells.CELLS[cell].loops)
+    assert found == (named if device.has_wgmma else named - {"split", "rows"})
+
+
+@pytest.mark.parametrize("hidden", [24, 64, 128, 300])
+@pytest.mark.parametrize("cell", cells.CELLS)
+def test_residuals_declared_float32_get_the_dtypes_that_kernels_save(cell, hidden):
+    """The kernels that multiply in full float32 save float32, the others float16, but for the carry gate."""
+    from problems import make_problem
+
+    device, spec = PROFILES["h200"], cells.CELLS[cell]
+    problem = make_problem(cell, "fwd", "tf32", hidden, 16, halves=False)
+    dtypes = dict(with_residual_dtypes(problem, device).dtypes)
+    saved = "float32" if heuristic(problem, device).loop == "fma" else "float16"
+    for name, _ in spec.residuals:
+        assert dtypes[name] == ("float32" if name == "carry_gate" else saved)
+    assert not problem.in_place
+    unsaved = tuple((name, x) for name, x in problem.dtypes if name not in dict(spec.residuals))
+    assert with_residual_dtypes(dataclasses.replace(problem, dtypes=unsaved), device).dtypes == unsaved
+    if spec.in_place_residuals:
+        words = make_problem(cell, "fwd", "tf32", 128, 16, in_place=True)
+        assert words.in_place and with_residual_dtypes(words, device) == words
 
 
 @pytest.mark.interpret

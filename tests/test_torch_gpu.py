@@ -89,10 +89,11 @@ def test_float64_runs_without_kernels():
             run(case, inputs, "triton", DEVICE)
 
 
-KINDS = {"GRU": (torch.nn.GRU, nn.GRU), "LSTM": (torch.nn.LSTM, nn.LSTM)}
+KINDS = {"GRU": (torch.nn.GRU, nn.GRU), "LSTM": (torch.nn.LSTM, nn.LSTM), "RNN": (torch.nn.RNN, nn.RNN)}
 MODULES = [
     ("GRU", {}), ("LSTM", {}), ("GRU", {"num_layers": 2, "bidirectional": True, "batch_first": True}),
     ("LSTM", {"num_layers": 2, "bidirectional": True}), ("LSTM", {"proj_size": 24, "batch_first": True}),
+    ("RNN", {}), ("RNN", {"num_layers": 2, "bidirectional": True, "batch_first": True}),
 ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """Tests `torch_bridge.nn` against `torch.nn`: whole sequences without resets, separate episodes with resets."""
 
 import copy
+import functools
 import itertools
 import pickle
 
@@ -10,9 +11,14 @@ from torch_calls import torch
 from torch_bridge import functional, nn
 
 T, B, D, H = 5, 4, 3, 6
-PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM}
-OURS = {"GRU": nn.GRU, "LSTM": nn.LSTM}
+PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM, "RNN": torch.nn.RNN,
+         "RNN_RELU": functools.partial(torch.nn.RNN, nonlinearity="relu")}  # fmt: skip
+OURS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN, "RNN_RELU": functools.partial(nn.RNN, nonlinearity="relu")}
+FUNCTIONS = {"GRU": functional.gru, "LSTM": functional.lstm, "RNN": functional.rnn,
+             "RNN_RELU": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
+GATES = {"GRU": 3, "LSTM": 4, "RNN": 1, "RNN_RELU": 1}
 every_kind = pytest.mark.parametrize("kind", PLAIN)
+every_kind_of_torchrl = pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
 
@@ -29,7 +35,7 @@ def pair(kind, **options):
 def states(module, *batch):
     count = module.num_layers * (2 if module.bidirectional else 1)
     h = torch.randn(count, *batch, module.proj_size or H, dtype=torch.float64).requires_grad_()
-    return h if module.mode == "GRU" else (h, torch.randn(count, *batch, H, dtype=torch.float64).requires_grad_())
+    return h if module.mode != "LSTM" else (h, torch.randn(count, *batch, H, dtype=torch.float64).requires_grad_())
 
 
 def flat(results):
@@ -157,7 +163,7 @@ def test_episodes_with_resets_match_torch_nn(kind, options, shape, form):
     new = [x.transpose(1, 2) if shape == "stepped" and ours.batch_first else x for x in new]
     if form == "unbatched":
         inputs, given = xs[:, 0], resets[:, 0]
-        state = hx[:, 0] if kind == "GRU" else tuple(x[:, 0] for x in hx)
+        state = hx[:, 0] if kind != "LSTM" else tuple(x[:, 0] for x in hx)
         new = [x.squeeze(-2 if shape == "each" or not ours.batch_first else 1) if x.ndim > 2 else x for x in new]
     elif form in LENGTHS:
         inputs, given = (
@@ -165,7 +171,7 @@ def test_episodes_with_resets_match_torch_nn(kind, options, shape, form):
         )
     elif ours.batch_first:
         inputs, given = xs.transpose(0, 1), resets.T
-    options = {"resets": given} | ({"reset_state": new[0] if kind == "GRU" else tuple(new)} if shape else {})
+    options = {"resets": given} | ({"reset_state": new[0] if kind != "LSTM" else tuple(new)} if shape else {})
     ys, last = ours(inputs, state, **options)
     if form == "unbatched":
         ys, last = ys[:, None], [x[:, None] for x in flat(last)]
@@ -192,7 +198,7 @@ def test_outputs_share_no_memory(kind, options, steps):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_outputs_of_functions_share_no_memory(kind, steps):
     module = pair(kind)[0]
-    run = functional.gru if kind == "GRU" else functional.lstm
+    run = FUNCTIONS[kind]
     results = flat(run(torch.randn(steps, B, D, dtype=torch.float64), None, *module.all_weights[0]))
     places = [x.untyped_storage().data_ptr() for x in results]
     assert len(set(places)) == len(places)
@@ -215,7 +221,7 @@ def test_last_states_can_be_changed_in_place(kind, options, steps):
 @pytest.mark.parametrize("steps", [1, 3])
 def test_last_states_of_functions_can_be_changed_in_place(kind, steps):
     module = pair(kind)[0]
-    run = functional.gru if kind == "GRU" else functional.lstm
+    run = FUNCTIONS[kind]
     ys, last = run(torch.randn(steps, B, D, dtype=torch.float64), None, *module.all_weights[0])
     for x in flat(last):
         x.mul_(2)
@@ -225,7 +231,7 @@ def test_last_states_of_functions_can_be_changed_in_place(kind, steps):
 @every_kind
 @pytest.mark.parametrize("steps", [1, 3])
 def test_inputs_may_have_no_features(kind, steps):
-    run, gates = (functional.gru, 3) if kind == "GRU" else (functional.lstm, 4)
+    run, gates = FUNCTIONS[kind], GATES[kind]
     ys, _ = run(
         torch.zeros(steps, B, 0), None, torch.zeros(gates * H, 0), torch.ones(gates * H, H), torch.ones(gates * H)
     )
@@ -285,13 +291,13 @@ def test_ensemble_under_vmap_matches_its_modules(kind):
 @every_kind
 def test_a_compiled_module_is_one_graph(kind, options):
     torch._dynamo.reset()
-    options |= {"proj_size": 2} if kind == "LSTM" and "bidirectional" in options else {}
+    options = options | {"proj_size": 2} if kind == "LSTM" and "bidirectional" in options else options
     module = OURS[kind](D, H, 2, **options)
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     outer = (B, T) if "batch_first" in options else (T, B)
     xs, resets = torch.randn(*outer, D).requires_grad_(), torch.rand(outer) < 0.3
     hx = [x.float().detach() for x in flat(states(module, B))]
-    args = (xs, hx[0] if kind == "GRU" else tuple(hx))
+    args = (xs, hx[0] if kind != "LSTM" else tuple(hx))
     got, want = compiled(*args, resets=resets), module(*args, resets=resets)
     leaves = [xs, *module.parameters()]
     torch.testing.assert_close(with_gradients(got, leaves), with_gradients(want, leaves))
@@ -329,7 +335,7 @@ def test_errors_match_torch_nn(kind, shape, state):
     for module in pair(kind):
         hx = None if state is None else torch.zeros(state, dtype=torch.float64)
         with pytest.raises((ValueError, RuntimeError)) as error:
-            module(torch.zeros(shape, dtype=torch.float64), hx if kind == "GRU" or hx is None else (hx, hx))
+            module(torch.zeros(shape, dtype=torch.float64), hx if kind != "LSTM" or hx is None else (hx, hx))
         errors.append((error.type, str(error.value)))
     assert errors[1] == errors[0]
 
@@ -340,7 +346,7 @@ def test_bad_states_raise(kind):
     for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.float64):
         hx = h.to(dtype)
         with pytest.raises(ValueError, match=f"hx must be torch.float32, like the input, or float32, got {dtype}"):
-            module(xs, hx if kind == "GRU" else (h, hx))
+            module(xs, hx if kind != "LSTM" else (h, hx))
     if kind == "LSTM":
         for hx in (h, (h, h, h)):
             with pytest.raises(ValueError, match=r"hx of an LSTM is a pair \(h, c\)"):
@@ -354,7 +360,7 @@ def test_states_under_autocast_are_valid_inputs(kind):
         ys, hx = module(xs)
         again, _ = module(xs, hx)
         state = flat(hx)[0]
-        direct, _ = functional.gru(xs, state[0], *module._flat_weights) if kind == "GRU" else (again, None)
+        direct, _ = FUNCTIONS[kind](xs, state[0], *module._flat_weights) if kind != "LSTM" else (again, None)
     assert again.dtype == direct.dtype == ys.dtype
 
 
@@ -405,6 +411,28 @@ def test_bad_options_raise(kind):
         OURS[kind](D, H, implementation="loop")
 
 
+@pytest.mark.parametrize(
+    ("args", "options"),
+    [((D, H, 2, "relu", False), {}), ((D, H), {"nonlinearity": "tanh"}), ((D, H, 1, "cube"), {}),
+     ((D, H), {"nonlinearity": "TANH"}), ((D, H), {"nonlinearity": ["tanh"]}), ((D, H), {"proj_size": 2}),
+     ((D, 0), {})],
+    ids=str,
+)  # fmt: skip
+def test_constructor_of_an_rnn_is_that_of_torch_nn(args, options):
+    found = []
+    for make in (torch.nn.RNN, nn.RNN):
+        torch.manual_seed(7)
+        try:
+            module = make(*args, **options)
+            names = ("mode", "nonlinearity", "num_layers", "bias", "proj_size")
+            found.append([*(getattr(module, name) for name in names), str(module), *module.parameters()])
+        except ValueError as error:
+            found.append([str(error)])
+    assert len(found[0]) == len(found[1])
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
 @every_kind
 def test_inputs_of_another_dtype_raise(kind):
     said = set()
@@ -436,7 +464,7 @@ def test_bad_resets_raise(kind, given, message):
     given = dict(given)
     if "new" in given:
         new = given.pop("new")
-        given["reset_state"] = new if kind == "GRU" else (new, None)
+        given["reset_state"] = new if kind != "LSTM" else (new, None)
     with pytest.raises(ValueError, match=message):
         OURS[kind](D, H)(torch.zeros(T, B, D), **given)
 
@@ -475,7 +503,7 @@ def trajectories(kind, bidirectional):
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@every_kind
+@every_kind_of_torchrl
 def test_trajectories_match_separate_episodes(kind, bidirectional):
     module, xs, is_init, given = trajectories(kind, bidirectional)
     ys, *ends = nn.run_trajectories(module, xs, is_init, *given)
@@ -491,7 +519,7 @@ def test_trajectories_match_separate_episodes(kind, bidirectional):
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@every_kind
+@every_kind_of_torchrl
 def test_trajectories_match_torchrl(kind, bidirectional):
     modules = pytest.importorskip("torchrl.modules", reason="pip install torchrl==0.14.1")
     from tensordict import TensorDict

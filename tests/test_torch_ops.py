@@ -1,6 +1,7 @@
 """Tests the operators of `torch_bridge` without a GPU: against float64, in autograd, `torch.func` and compilers."""
 
 import dataclasses
+import functools
 
 import cases
 import oracle
@@ -12,6 +13,11 @@ from torch_bridge import cells, functional, loops, rnn_ops
 from torch_bridge.rnn_ops import kernels
 
 T, B, H, D, S = 4, 3, 5, 2, 3
+FUNCTIONS = {"gru": functional.gru, "lstm": functional.lstm, "simple_tanh": functional.rnn,
+             "simple_relu": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
+MODULES = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM, "simple_tanh": torch.nn.RNN,
+           "simple_relu": functools.partial(torch.nn.RNN, nonlinearity="relu")}  # fmt: skip
+every_operator = pytest.mark.parametrize("cell", FUNCTIONS)
 
 
 def variations(cell):
@@ -83,32 +89,33 @@ def test_weights_are_rounded_to_tf32():
 def arguments(cell, dtype=torch.float32, seed=0, **changes):
     """Returns arguments of the forward operator, with several models and groups, and with every option."""
     generator = torch.Generator().manual_seed(seed)
-    G, gates = 2 * S, 3 if cell == "gru" else 4
+    G, spec = 2 * S, cell_of(cell)
+    count = len(spec.states)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
     resets = torch.rand(G, T, B, generator=generator) < 0.4
     options = {"order": "forward", "precision": "tf32x3", "cells": True, "save": True} | changes
-    xp, w_hh, b_hn, h0, c0 = normal(G, T, B, gates * H), normal(S, gates * H, H), normal(S, H), *(
-        normal(G, B, H) for _ in range(2))  # fmt: skip
-    if cell == "gru":
+    if count == 1:
         options.pop("cells")
-        return (xp, w_hh, b_hn, h0, resets, normal(G, B, H), *options.values())
-    return (xp, w_hh, h0, c0, resets, normal(G, T, B, H), normal(G, T, B, H), *options.values())
+    biases = [normal(S, H)] if spec.last_gate_separate else []
+    weights = normal(G, T, B, spec.gates * H), normal(S, spec.gates * H, H), *biases
+    reset_state = (G, B, H) if count == 1 else (G, T, B, H)
+    return (*weights, *(normal(G, B, H) for _ in range(count)), resets, *(normal(*reset_state) for _ in range(count)),
+            *options.values())  # fmt: skip
 
 
 def backward_arguments(cell, device="cpu", **changes):
-    forward = moved(arguments(cell, **changes), device)
-    results = dict(zip(cell_of(cell).forward_outputs, op_of(cell)(*forward), strict=True))
-    saved = [results[name] for name, _ in cell_of(cell).residuals]
-    given = [torch.randn_like(results["hs"]), None] + (
-        [torch.randn(2 * S, B, H, device=device)] if cell == "gru" else [None, None]
-    )
-    given = given[:1] + given[2:] if cell == "gru" else given
-    resets = forward[4]
+    spec, forward = cell_of(cell), moved(arguments(cell, **changes), device)
+    results = dict(zip(spec.forward_outputs, op_of(cell)(*forward), strict=True))
+    count, saved = len(spec.states), [results[name] for name, _ in spec.residuals]
+    gradients = [torch.randn_like(results["hs"]), *[None] * (count - 1)]
+    gradients += [torch.randn(2 * S, B, H, device=device)] if count == 1 else [None] * count
+    (resets,) = (x for x in forward if isinstance(x, torch.Tensor) and x.dtype == torch.bool)
+    order = next(x for x in forward if isinstance(x, str))
     tensors = [x.detach() for x in (forward[1], results["hs"], *saved)]
-    return (*tensors, resets, *given, forward[-3 if cell == "gru" else -4], "tf32x3", True)
+    return (*tensors, resets, *gradients, order, "tf32x3", True)
 
 
 def cell_of(cell):
@@ -121,26 +128,25 @@ def op_of(cell):
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
 @every_device
-@every_cell
+@every_operator
 def test_opcheck(cell, device, order):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, order=order), device))
     torch.library.opcheck(rnn_ops.OPERATORS[cell].backward, backward_arguments(cell, device, order=order))
 
 
-@every_cell
+@every_operator
 def test_opcheck_of_groups_of_one_sequence(cell):
     """Checks the groups of batch-major input: results of the loop must have the strides of the fake outputs."""
-    xp, w_hh, *others = arguments(cell)
-    biases, states = (others[:1], [others[1]]) if cell == "gru" else ([], others[:2])
-    one = [x[:1].detach().requires_grad_() for x in (w_hh, *biases)]
-    states = [x[:, :1].detach().requires_grad_() for x in states]
-    options = others[-4 if cell == "gru" else -5 :]
-    options = [x for x in options if not isinstance(x, torch.Tensor)]
-    empty = [None] * (2 if cell == "gru" else 3)
+    spec, (xp, w_hh, *others) = cell_of(cell), arguments(cell)
+    count, separate = len(spec.states), int(spec.last_gate_separate)
+    one = [x[:1].detach().requires_grad_() for x in (w_hh, *others[:separate])]
+    states = [x[:, :1].detach().requires_grad_() for x in others[separate : separate + count]]
+    options = [x for x in others if not isinstance(x, torch.Tensor)]
+    empty = [None] * (1 + count)
     torch.library.opcheck(op_of(cell), (xp[:, :, :1].detach().requires_grad_(), *one, *states, *empty, *options))
 
 
-@every_cell
+@every_operator
 def test_bad_orders_and_precisions_raise(cell):
     for changes in ({"order": "backward"}, {"precision": "high"}):
         with pytest.raises(ValueError, match="order must be one of forward, reverse, bidirectional; precision must be"):
@@ -148,7 +154,7 @@ def test_bad_orders_and_precisions_raise(cell):
 
 
 @every_device
-@every_cell
+@every_operator
 def test_opcheck_without_residuals(cell, device):
     torch.library.opcheck(op_of(cell), moved(arguments(cell, save=False), device))
 
@@ -159,7 +165,7 @@ def close(got, want, bound=1e-5):
 
 
 @pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
-@every_cell
+@every_operator
 def test_directions_and_models_match_separate_calls(cell, order):
     """Calls each model separately, in its direction with its groups; also checks residuals that are recomputed."""
     names, args = cell_of(cell).forward_outputs, arguments(cell, order=order)
@@ -187,9 +193,9 @@ def test_directions_and_models_match_separate_calls(cell, order):
 
 
 def weights(cell, hidden=H, dtype=torch.float32, lead=(), seed=0):
-    """Returns `(xs, states, weights, resets, reset states)` for `functional.gru` or `lstm`."""
+    """Returns `(xs, states, weights, resets, reset states)` for the function of a cell."""
     generator = torch.Generator().manual_seed(seed)
-    wide, states = (3 * hidden, 1) if cell == "gru" else (4 * hidden, 2)
+    wide, states = cell_of(cell).gates * hidden, len(cell_of(cell).states)
 
     def normal(*shape):
         return 0.5 * torch.randn(*lead, *shape, generator=generator, dtype=dtype)
@@ -203,8 +209,8 @@ def weights(cell, hidden=H, dtype=torch.float32, lead=(), seed=0):
 
 
 def call(cell, xs, states, weights, resets, reset_states, **options):
-    if cell == "gru":
-        return functional.gru(xs, *states, *weights, resets=resets, reset_state=reset_states[0], **options)
+    if cell != "lstm":
+        return FUNCTIONS[cell](xs, *states, *weights, resets=resets, reset_state=reset_states[0], **options)
     (ys, cs), last = functional.lstm(
         xs, states, *weights, resets=resets, reset_state=reset_states, return_cells=True, **options
     )
@@ -221,7 +227,7 @@ def leaves(args):
     return [x.requires_grad_() for x in found]
 
 
-@every_cell
+@every_operator
 def test_gradients_match_finite_differences(cell):
     xs, states, given, resets, new = weights(cell, dtype=torch.float64)
 
@@ -234,7 +240,7 @@ def test_gradients_match_finite_differences(cell):
 
 @pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
 @pytest.mark.parametrize("order", ["forward", "reverse"])
-@every_cell
+@every_operator
 def test_gradients_of_batched_cotangents_match_a_loop(cell, order, implementation):
     """Checks `is_grads_batched`, which uses another vmap than `torch.vmap`."""
     xs, states, given, resets, new = weights(cell)
@@ -248,7 +254,7 @@ def test_gradients_of_batched_cotangents_match_a_loop(cell, order, implementatio
             torch.testing.assert_close(x[i], want, rtol=1e-5, atol=1e-6)
 
 
-@every_cell
+@every_operator
 def test_second_derivatives_raise_unless_implementation_is_torch(cell):
     args = weights(cell, dtype=torch.float64)
     inputs = leaves(args)
@@ -256,13 +262,15 @@ def test_second_derivatives_raise_unless_implementation_is_torch(cell):
         (first,) = torch.autograd.grad(loss(cell, *args), x, create_graph=True)
         with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
             torch.autograd.grad(first.square().sum(), x)
+        if cell == "simple_relu" and x is not args[2][1]:
+            continue  # it is piecewise linear in its inputs and states
         (first,) = torch.autograd.grad(loss(cell, *args, implementation="torch"), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x)
         assert second.abs().max() > 0
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # raised by torch.func.jvp
-@every_cell
+@every_operator
 def test_forward_mode_raises_unless_implementation_is_torch(cell):
     xs, *rest = weights(cell, dtype=torch.float64)
 
@@ -288,7 +296,7 @@ AXES = {  # mapped axes of xs, states, weights, resets and reset states
 
 @pytest.mark.parametrize("transform", ["grad of vmap", "vmap of grad", "backward through vmap", "vmap of vmap"])
 @pytest.mark.parametrize("axes", AXES)
-@every_cell
+@every_operator
 def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     """Checks that the time loop is called once: the new axis adds models if weights are batched, else groups."""
     in_dims, size = AXES[axes], 2
@@ -343,7 +351,7 @@ def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     close(found, wanted)
 
 
-@every_cell
+@every_operator
 def test_nan_and_gradients_do_not_cross_a_reset(cell):
     xs, states, given, resets, new = weights(cell)
     resets[:] = False
@@ -360,7 +368,7 @@ def test_nan_and_gradients_do_not_cross_a_reset(cell):
     torch.testing.assert_close(got[0][2:], clean[0][2:].detach(), rtol=0, atol=0)
 
 
-@every_cell
+@every_operator
 def test_unused_outputs_and_inputs_need_no_gradient(cell):
     """Checks losses of one output each, and inputs some of which need no gradient."""
     args = weights(cell)
@@ -371,9 +379,9 @@ def test_unused_outputs_and_inputs_need_no_gradient(cell):
         close(found, want)
 
 
-@every_cell
+@every_operator
 def test_flops_are_counted_in_both_passes(cell):
-    args, gates = weights(cell), 3 if cell == "gru" else 4
+    args, gates = weights(cell), cell_of(cell).gates
     leaves(args)
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         loss(cell, *args).backward()
@@ -383,17 +391,22 @@ def test_flops_are_counted_in_both_passes(cell):
     assert sum(counts.values()) == 3 * loop + 3 * projection
 
 
+NO_LSTM = "lstm", torch.float16
+
+
 @pytest.mark.parametrize(
-    ("cell", "dtype"), [("gru", torch.bfloat16), ("gru", torch.float16), ("lstm", torch.bfloat16)], ids=str
+    ("cell", "dtype"),
+    [(cell, dtype) for cell in FUNCTIONS for dtype in (torch.bfloat16, torch.float16) if (cell, dtype) != NO_LSTM],
+    ids=str,
 )  # PyTorch has no float16 LSTM on CPUs
 def test_autocast_matches_torch_nn(cell, dtype):
     xs, _, given, *_ = weights(cell)
-    module = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](D, H)
+    module = MODULES[cell](D, H)
     module.load_state_dict(dict(zip(module.state_dict(), given, strict=True)))
     inputs = leaves((xs, given))
     with torch.autocast("cpu", dtype):
         want, _ = module(xs)
-        ys, _ = getattr(functional, cell)(xs, None, *given)
+        ys, _ = FUNCTIONS[cell](xs, None, *given)
     assert ys.dtype == want.dtype
     close(ys.float(), want.float(), 2.0**-7)
     assert [x.dtype for x in torch.autograd.grad(ys.sum(), inputs)] == [torch.float32] * 5
@@ -413,7 +426,7 @@ def counting(graphs):
     return backend
 
 
-@every_cell
+@every_operator
 def test_compiled_call_is_one_graph_for_any_length_and_batch(cell):
     graphs = []
     compiled = torch.compile(lambda *args: loss(cell, *args), backend=counting(graphs), fullgraph=True, dynamic=True)
@@ -449,7 +462,7 @@ def set_precision(settings, way, wanted):
 
 
 @pytest.mark.parametrize("way", ["fp32_precision", "allow_tf32", "set_float32_matmul_precision"])
-@every_cell
+@every_operator
 def test_precision_follows_torch_in_compiled_code_too(cell, way, matmul):
     def operands(*args):
         return call(cell, *args)[0]
@@ -469,7 +482,7 @@ def test_precision_follows_torch_in_compiled_code_too(cell, way, matmul):
     assert len(graphs) == 2
 
 
-@every_cell
+@every_operator
 def test_an_exported_program_runs_on_other_lengths_and_batches(cell, tmp_path):
     program, other = exported(cell)
     torch.export.save(program, tmp_path / "model.pt2")
@@ -494,7 +507,7 @@ def exported(cell):
 @pytest.mark.filterwarnings(
     "ignore:.*LeafSpec.* is deprecated:FutureWarning", "ignore:.torch.jit:DeprecationWarning"
 )  # raised by Inductor
-@every_cell
+@every_operator
 def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(cell, tmp_path):
     with torch.no_grad():
         program, other = exported(cell)
@@ -502,7 +515,7 @@ def test_a_package_compiled_ahead_of_time_runs_on_other_lengths_and_batches(cell
         close(torch._inductor.aoti_load_package(path)(*other), call(cell, *other))
 
 
-@every_cell
+@every_operator
 def test_fake_outputs_have_the_shapes_and_dtypes_of_real_ones(cell):
     args = weights(cell)
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -542,7 +555,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("changes", "kind", "message"), WRONG, ids=[str(sorted(w[0])) + w[2][:12] for w in WRONG])
-@every_cell
+@every_operator
 def test_bad_arguments_raise(cell, changes, kind, message):
     xs, states, given, resets, new = weights(cell)
     names = {"xs": xs, "h0": states[0], "w_hh": given[1], "resets": resets, "new": new[0]} | changes
@@ -552,7 +565,7 @@ def test_bad_arguments_raise(cell, changes, kind, message):
         state = (state, states[1])
         reset_state = None if reset_state is None else (reset_state, new[1])
     with pytest.raises(kind, match=message):
-        getattr(functional, cell)(names.pop("xs"), state, *given, reset_state=reset_state, **names)
+        FUNCTIONS[cell](names.pop("xs"), state, *given, reset_state=reset_state, **names)
 
 
 def test_state_of_an_lstm_must_be_a_pair():
@@ -572,7 +585,7 @@ def test_triton_rejects_dtypes_that_it_cannot_run():
 
 
 @every_device
-@every_cell
+@every_operator
 def test_operators_reject_arrays_on_two_devices(cell, device):
     """Checks real and fake calls: a kernel would read an address of another device."""
     args, other = moved(arguments(cell), device), "meta" if device == "cpu" else "cpu"
@@ -588,7 +601,7 @@ def test_operators_reject_arrays_on_two_devices(cell, device):
 
 
 @pytest.mark.parametrize("implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)])
-@every_cell
+@every_operator
 def test_resets_may_be_of_any_dtype(cell, implementation):
     xs, states, given, resets, new = weights(cell)
     want = call(cell, xs, states, given, resets, new, implementation=implementation)
@@ -599,10 +612,13 @@ def test_resets_may_be_of_any_dtype(cell, implementation):
             torch.testing.assert_close(x, y, rtol=0, atol=0, msg=name)
 
 
-@every_cell
+@every_operator
 def test_operators_reject_wrong_shapes(cell):
     args = list(arguments(cell))
-    for i, wrong in ((0, args[0][:, :, :, 1:]), (1, args[1][:, 1:]), (3, args[3][1:]), (4, args[4][:, 1:])):
+    resets = next(i for i, x in enumerate(args) if x.dtype == torch.bool)
+    state = resets - 1
+    wrongs = (0, args[0][:, :, :, 1:]), (1, args[1][:, 1:]), (state, args[state][1:]), (resets, args[resets][:, 1:])
+    for i, wrong in wrongs:
         with pytest.raises(ValueError, match="must be"):
             op_of(cell)(*args[:i], wrong, *args[i + 1 :])
 
@@ -620,16 +636,16 @@ RESET_DTYPES = (
 )  # fmt: skip
 
 
-@every_cell
+@every_operator
 def test_empty_batch_gives_empty_outputs(cell):
     xs, _, given, *_ = weights(cell)
-    ys, last = getattr(functional, cell)(xs[:, :0].requires_grad_(), None, *given)
+    ys, last = FUNCTIONS[cell](xs[:, :0].requires_grad_(), None, *given)
     assert ys.shape == (T, 0, H)
-    assert all(x.shape == (0, H) for x in ([last] if cell == "gru" else last))
+    assert all(x.shape == (0, H) for x in torch.utils._pytree.tree_leaves(last))
     ys.sum().backward()
 
 
-@every_cell
+@every_operator
 def test_extra_or_no_batch_axes_match_one_batch_axis(cell):
     args = weights(cell)
     want = call(cell, *args)
@@ -661,11 +677,11 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
 
 @pytest.mark.parametrize("state", [None, "h", "bh", "tbh"])
 @pytest.mark.parametrize("batch_first", [False, True])
-@every_cell
+@every_operator
 def test_single_eager_step_runs_pytorchs_cell(cell, batch_first, state):
     """Checks that an actor's call runs no operator of ours, and has the results of the loop in PyTorch operations."""
     torch.manual_seed(0)
-    H, gates, count = 5, *{"gru": (3, 1), "lstm": (4, 2)}[cell]
+    H, gates, count = 5, cell_of(cell).gates, len(cell_of(cell).states)
     outer = (4, 2, 1) if batch_first else (1, 4, 2)
     draw = lambda *shape: torch.randn(shape).requires_grad_()  # noqa: E731
     xs, resets = draw(*outer, 3), torch.rand(outer) < 0.5
@@ -677,7 +693,7 @@ def test_single_eager_step_runs_pytorchs_cell(cell, batch_first, state):
 
     def run(implementation):
         one = (lambda x: x) if cell == "lstm" else (lambda x: x and x[0])
-        results = getattr(functional, cell)(
+        results = FUNCTIONS[cell](
             xs, one(carry), *weights, resets=resets, reset_state=one(reset_state), batch_first=batch_first,
             implementation=implementation, **({"return_cells": True} if cell == "lstm" else {}),
         )  # fmt: skip
@@ -687,6 +703,6 @@ def test_single_eager_step_runs_pytorchs_cell(cell, batch_first, state):
     with torch.profiler.profile(acc_events=True) as profile:  # PyTorch 2.11 warns without `acc_events`
         got = run(None)
     assert not [event.name for event in profile.events() if "torch_bridge" in event.name]
-    assert any(f"{cell}_cell" in event.name for event in profile.events())
+    assert any(f"{cell.replace('simple', 'rnn')}_cell" in event.name for event in profile.events())
     for x, y in zip(got, run("torch"), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

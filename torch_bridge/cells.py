@@ -78,4 +78,24 @@ MGU = CellSpec(
     tilings="gru",
     loops=("streamed", "resident", "fma"),
 )
-CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU)}
+SIMPLE_TANH = CellSpec(
+    name="simple_tanh",
+    gates=1,
+    states=("h",),
+    residuals=(("local_grads", 1),),
+    in_place_residuals=None,
+    last_gate_separate=False,
+    tilings="gru",
+    loops=("streamed", "resident", "fma"),
+)
+SIMPLE_RELU = CellSpec(
+    name="simple_relu",
+    gates=1,
+    states=("h",),
+    residuals=(("local_grads", 1),),
+    in_place_residuals=None,
+    last_gate_separate=False,
+    tilings="gru",
+    loops=("streamed", "fma"),  # "resident" scales hidden states by a bound, and these have none
+)
+CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU)}

@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from torch_bridge.kernels.cells import gru, lstm, mgu
+from torch_bridge.kernels.cells import gru, lstm, mgu, simple_relu, simple_tanh
 from torch_bridge.kernels.loops import streamed
 
 # The arithmetic of each cell in `torch_bridge.cells.CELLS`.
-CELLS: dict[str, ModuleType] = {"gru": gru, "lstm": lstm, "mgu": mgu}
+CELLS: dict[str, ModuleType] = {
+    "gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu,
+}  # fmt: skip
 
 
 def loop_kernel(loop: str, cell: str, direction: str) -> Any:

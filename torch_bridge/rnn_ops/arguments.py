@@ -1,4 +1,4 @@
-"""The arguments of the operators: their schemas, what they hold for any cell, and the checks of their shapes."""
+"""The arguments of the operators: schemas made from the cell table, grouping by kind, and checks of shapes."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import loops, op_common, rules
+from torch_bridge import loops, op_common, rules, steps
 from torch_bridge.cells import CELLS, CellSpec
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.arguments import (
@@ -147,7 +147,8 @@ def _define(cell: CellSpec) -> Operators:
     return Operators(forward_op, backward_op)
 
 
-OPERATORS = {name: _define(cell) for name, cell in CELLS.items()}
+# The operators of each cell that has arithmetic in PyTorch operations.
+OPERATORS = {name: _define(CELLS[name]) for name in steps.CELLS}
 
 
 def forward(

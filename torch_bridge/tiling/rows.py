@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
@@ -26,9 +25,7 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     These kernels are for states that are too wide for the "split" kernels, and for many sequences.
     """
     splits = 4 * cdiv(problem.hidden, 128)
-    if "rows" not in CELLS[problem.cell].loops or not (device.has_wgmma and has_16_bit_kernels(problem)):
-        return []
-    if problem.steps < MIN_STEPS_ON_CHIP:
+    if not (device.has_wgmma and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
         return []
     if not 4 < splits <= min(32, device.multiprocessors):
         return []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
@@ -25,7 +24,7 @@ def split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
 
     The programs share the units and keep all weights on chip. The cost is in microseconds per step of all tiles.
     """
-    if "split" not in CELLS[problem.cell].loops or not (device.has_wgmma and has_16_bit_kernels(problem)):
+    if not (device.has_wgmma and has_16_bit_kernels(problem)):
         return []
     splits = cdiv(problem.hidden, 64)
     if problem.steps < MIN_STEPS_ON_CHIP or not 1 < splits <= device.multiprocessors:

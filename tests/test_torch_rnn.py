@@ -1,0 +1,189 @@
+"""Tests the simple RNN of `torch_bridge` against a loop over its equation in float64, which autograd differentiates.
+
+`test_torch_nn.py` compares the module with `torch.nn.RNN`, and `test_torch_ops.py` tests the operators.
+"""
+
+import functools
+import itertools
+
+import oracle
+import pytest
+from torch_calls import torch
+
+from torch_bridge import functional, nn
+
+NONLINEARITIES = {"tanh": torch.tanh, "relu": torch.relu}
+every_nonlinearity = pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+NAMES = ("xs", "h0", "w_ih", "w_hh", "b_ih", "b_hh", "reset_state")
+
+
+def make_arrays(T, B, D, H, reset_state="h", batch_first=False, seed=0):
+    """Returns float32 arguments by name, with resets, and cotangents of both outputs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    outer = (B, T) if batch_first else (T, B)
+    shape = {None: None, "h": (H,), "bh": (B, H), "tbh": (*outer, H)}[reset_state]
+    arrays = {"xs": normal(*outer, D), "h0": normal(B, H), "w_ih": normal(H, D) / D**0.5, "w_hh": normal(H, H) / H**0.5}
+    arrays |= {"b_ih": normal(H) / 2, "b_hh": normal(H) / 2, "reset_state": None if shape is None else normal(*shape)}
+    resets = torch.rand(outer, generator=generator) < 0.3
+    return arrays, resets, (normal(*outer, H), normal(B, H))
+
+
+def looped(nonlinearity, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state, reverse, batch_first):
+    """Computes `functional.rnn` step by step."""
+    if batch_first:
+        xs, resets = xs.transpose(0, 1), resets.T
+        reset_state = reset_state.transpose(0, 1) if reset_state is not None and reset_state.ndim == 3 else reset_state
+    h, ys, steps = h0, {}, range(len(xs))
+    for t in reversed(steps) if reverse else steps:
+        new = torch.zeros_like(h) if reset_state is None else reset_state[t] if reset_state.ndim == 3 else reset_state
+        h = torch.where(resets[t][:, None], new, h)
+        h = ys[t] = NONLINEARITIES[nonlinearity](xs[t] @ w_ih.T + b_ih + h @ w_hh.T + b_hh)
+    return torch.stack([ys[t] for t in steps], 1 if batch_first else 0), h
+
+
+def with_gradients(function, given, cotangents, dtype, device="cpu"):
+    """Returns outputs and gradients by name, in float64 NumPy, of a call with arrays of a dtype."""
+    leaves = {name: x.to(device, dtype).requires_grad_() for name, x in given[0].items() if x is not None}
+    arrays = dict.fromkeys(NAMES) | leaves
+    reset_state = arrays.pop("reset_state")
+    outputs = function(*arrays.values(), resets=given[1].to(device), reset_state=reset_state)
+    found = torch.autograd.grad(
+        outputs, list(leaves.values()), [x.to(device, y.dtype) for x, y in zip(cotangents, outputs, strict=True)]
+    )
+    results = dict(zip(("ys", "h_n"), outputs, strict=True)) | {
+        f"d{name}": x for name, x in zip(leaves, found, strict=True)
+    }
+    return {name: x.detach().double().cpu().numpy() for name, x in results.items()}
+
+
+def assert_close(got, want, bound):
+    errors = {name: oracle.error(x, want[name]) for name, x in got.items()}
+    assert not {name: e for name, e in errors.items() if not e <= (bound(name) if callable(bound) else bound)}
+
+
+FORMS = [
+    *itertools.product((None, "h", "bh", "tbh"), (False, True), (False,)),
+    ("h", False, True), ("bh", True, True), ("tbh", True, True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@pytest.mark.parametrize(("reset_state", "reverse", "batch_first"), FORMS, ids=str)
+@every_nonlinearity
+def test_resets_and_reset_states_match_a_loop(nonlinearity, reset_state, reverse, batch_first, implementation):
+    *given, cotangents = make_arrays(6, 4, 3, 7, reset_state, batch_first)
+    options = {"reverse": reverse, "batch_first": batch_first}
+    want = with_gradients(functools.partial(looped, nonlinearity, **options), given, cotangents, torch.float64)
+    rnn = functools.partial(functional.rnn, nonlinearity=nonlinearity, implementation=implementation, **options)
+    for dtype, bound in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
+        assert_close(with_gradients(rnn, given, cotangents, dtype), want, bound)
+
+
+INTERPRETED = [
+    # T, B, H, reset state, precision, dtype, reverse, batch first
+    (3, 5, 12, "tbh", "tf32x3", torch.float32, False, False), (3, 2, 12, None, "tf32x3", torch.float32, True, True),
+    (3, 2, 70, "bh", "tf32x3", torch.float32, False, False), (2, 19, 70, "tbh", "tf32x3", torch.float32, True, False),
+    (3, 2, 36, "h", "tf32", torch.float32, False, False), (2, 3, 136, "h", "tf32", torch.float32, False, True),
+    (3, 3, 17, "h", "tf32", torch.float16, True, False), (2, 3, 70, "tbh", "tf32", torch.float16, False, False),
+    (1, 1, 1, "h", "tf32x3", torch.float32, False, False),
+]  # fmt: skip
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: "-".join(map(str, case)))
+@every_nonlinearity
+def test_kernels_match_a_loop(nonlinearity, case):
+    T, B, H, reset_state, precision, dtype, reverse, batch_first = case
+    *given, cotangents = make_arrays(T, B, 4, H, reset_state, batch_first)
+    given[0] = {name: x if x is None else x.to(dtype) for name, x in given[0].items()}
+    options = {"reverse": reverse, "batch_first": batch_first}
+    want = with_gradients(functools.partial(looped, nonlinearity, **options), given, cotangents, torch.float64)
+    options |= {"precision": precision, "implementation": "triton", "nonlinearity": nonlinearity}
+    got = with_gradients(functools.partial(functional.rnn, **options), given, cotangents, dtype)
+    # where a tanh saturates, 1 - h^2 is small, and the rounding error of h is not
+    assert_close(got, want, 2.0**-9 if dtype == torch.float16 else 2e-3 if precision == "tf32" else 2e-6)
+
+
+@pytest.mark.interpret
+@every_nonlinearity
+def test_two_directions_and_several_models_take_the_kernels(nonlinearity):
+    """Checks `torch.vmap` over weights of a module with two directions, whose directions are models too."""
+    modules = [nn.RNN(3, 12, nonlinearity=nonlinearity, bidirectional=True) for _ in range(2)]
+    xs, resets = torch.randn(4, 3, 3), torch.rand(4, 3) < 0.3
+    params, buffers = torch.func.stack_module_state(modules)
+    results = []
+    for implementation in ("triton", "torch"):
+        modules[0].implementation = implementation
+
+        def run(params, buffers):
+            return torch.func.functional_call(modules[0], (params, buffers), (xs,), {"resets": resets})[0]
+
+        ys = torch.vmap(run)(params, buffers)
+        results.append([ys, *torch.autograd.grad(ys.square().sum(), list(params.values()))])
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)])
+@every_nonlinearity
+def test_nan_stays_until_a_reset(nonlinearity, implementation):
+    """Checks that a ReLU returns NaN for NaN, as that of PyTorch does, and that no NaN crosses a reset."""
+    (arrays, _, _) = make_arrays(4, 2, 3, 12)
+    arrays["xs"][0, 0] = torch.nan
+    resets = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 0]])
+    reset_state = arrays.pop("reset_state")
+    ys, h_n = functional.rnn(
+        *arrays.values(), resets=resets, reset_state=reset_state, nonlinearity=nonlinearity,
+        implementation=implementation,
+    )  # fmt: skip
+    assert ys[:2, 0].isnan().all()
+    assert ys[2:].isfinite().all() and ys[:, 1].isfinite().all() and h_n.isfinite().all()
+
+
+def test_unknown_nonlinearity_raises():
+    arrays, _, _ = make_arrays(2, 2, 3, 4)
+    with pytest.raises(ValueError, match=r"Unknown nonlinearity 'gelu'\. Select from 'tanh' or 'relu'"):
+        functional.rnn(*list(arrays.values())[:4], nonlinearity="gelu")
+
+
+ON_GPUS = [
+    # H, B, precision, dtype, reset state: for each kind of kernel
+    *((H, B, precision, torch.float32, state) for (H, B), precision, state in itertools.product(
+        ((24, 3), (64, 64), (100, 5), (128, 300), (300, 16), (1000, 3)), ("tf32", "tf32x3"), (None, "h"))),
+    *((H, 64, "tf32", dtype, None) for H, dtype in itertools.product(
+        (24, 64, 128, 300), (torch.bfloat16, torch.float16))),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: "-".join(map(str, case)))
+@every_nonlinearity
+def test_kernels_are_as_accurate_as_pytorchs_operations(nonlinearity, case):
+    H, B, precision, dtype, reset_state = case
+    *given, cotangents = make_arrays(13, B, 8, H, reset_state)
+    given[0] = {name: x if x is None else x.to(dtype) for name, x in given[0].items()}
+    options = {"reverse": False, "batch_first": False}
+    want = with_gradients(functools.partial(looped, nonlinearity, **options), given, cotangents, torch.float64)
+    before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, precision == "tf32"
+    try:
+        got, again, own = (
+            with_gradients(
+                functools.partial(functional.rnn, nonlinearity=nonlinearity, precision=precision, implementation=name),
+                given, cotangents, dtype, "cuda",
+            )
+            for name in ("triton", "triton", "torch")
+        )  # fmt: skip
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+    floor = 2.0**-10 if precision == "tf32" else 2.0**-20
+
+    def bound(name):
+        # a rounding error that changes the sign of a gate changes the gradient of a ReLU from 0 to 1
+        jumps = nonlinearity == "relu" and name.startswith("d")
+        return max(2 * oracle.error(own[name], want[name]), 2.0**-5 if jumps else floor)
+
+    assert_close(got, want, bound)
+    assert all((got[name] == again[name]).all() for name in got)

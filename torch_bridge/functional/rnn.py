@@ -1,0 +1,78 @@
+"""The function `rnn`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from torch_bridge.cells import SIMPLE_RELU, SIMPLE_TANH, CellSpec
+from torch_bridge.functional.checks import Implementation, check_direction
+from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.layer import run_layer
+from torch_bridge.rnn_ops import Precision
+
+# The cell of each nonlinearity.
+CELLS = {"tanh": SIMPLE_TANH, "relu": SIMPLE_RELU}
+
+
+def cell_of(nonlinearity: Any) -> CellSpec:
+    """Returns the cell with a nonlinearity. Raises the error of `torch.nn.RNN` if there is none."""
+    if nonlinearity not in (*CELLS,):  # it may have no hash
+        raise ValueError(f"Unknown nonlinearity '{nonlinearity}'. Select from 'tanh' or 'relu'.")
+    return CELLS[nonlinearity]
+
+
+def rnn(
+    xs: Tensor,
+    h0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    *,
+    nonlinearity: str = "tanh",
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs a simple RNN (Elman, 1990) over time, starting afresh wherever `resets` is nonzero.
+
+    With f the nonlinearity, as in `torch.nn.RNN`:
+
+        h = reset_state if resets[t] else h
+        h' = f(W_ih x + b_ih + W_hh h + b_hh)
+
+    Args:
+      xs: see `gru`.
+      h0: see `gru`.
+      w_ih: `[H, D]`.
+      w_hh: `[H, H]`.
+      b_ih: `[H]` or None.
+      b_hh: `[H]` or None.
+      nonlinearity: "tanh" or "relu".
+      resets: see `gru`.
+      reset_state: see `gru`.
+      reverse: see `gru`.
+      batch_first: see `gru`.
+      precision: see `gru`.
+      implementation: see `gru`.
+
+    Returns:
+      `(ys, h_n)`, see `gru`.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or the nonlinearity is unknown.
+      NotImplementedError: see `gru`.
+    """
+    cell = cell_of(nonlinearity)
+    one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    check_direction(cell, xs, one, batch_first)
+    (out,) = run_layer(
+        cell, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return out.hs, out.last[0]
