@@ -1,4 +1,4 @@
-"""GRU and LSTM with episode resets, RMSNorm and LayerNorm, in Triton kernels. This package never imports jax.
+"""Recurrent cells with episode resets, RMSNorm and LayerNorm, in Triton kernels. This package never imports jax.
 
 `torch_bridge.nn` contains the modules, and `torch_bridge.functional` contains the functions. Importing either registers
 the operators, `torch.ops.torch_bridge`.
