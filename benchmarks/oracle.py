@@ -6,6 +6,7 @@ derived by hand. Its inputs have the provider's values: they are rounded to bflo
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -28,7 +29,10 @@ TOLERANCE = {"tf32": 1e-2, "bf16": 5e-2}
 
 
 # The function of each cell.
-FUNCTIONS: dict[str, Callable[..., Any]] = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple_tanh": jaxrnn.simple_rnn,
+    "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"),
+}  # fmt: skip
 
 
 def forward(cell: str, weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:

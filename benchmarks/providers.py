@@ -203,7 +203,7 @@ class FlaxCell(NamedTuple):
     Attributes:
       linen: its class; of the two LSTMs, the faster one.
       ours: the name of this project's class.
-      gates: a letter for each gate, which has kernels of its own.
+      gates: the name of each gate, which has kernels of its own.
       bias: the kernels that have biases: those of the inputs ("i") or those of the hidden state ("h").
     """
 
@@ -217,6 +217,8 @@ FLAX: dict[str, FlaxCell] = {
     "gru": FlaxCell(nn.GRUCell, "GRUCell", ("r", "z", "n"), "i"),
     "lstm": FlaxCell(nn.OptimizedLSTMCell, "OptimizedLSTMCell", ("i", "f", "g", "o"), "h"),
     "mgu": FlaxCell(nn.MGUCell, "MGUCell", ("f", "n"), "i"),
+    "simple_tanh": FlaxCell(nn.SimpleCell, "SimpleCell", ("",), "i"),
+    "simple_relu": FlaxCell(functools.partial(nn.SimpleCell, activation_fn=nn.relu), "SimpleCell", ("",), "i"),
 }
 
 

@@ -1,14 +1,19 @@
 """Exact GRU and LSTM for recurrent reinforcement learning in JAX: one launch runs the whole time loop and its resets.
 
-`rms_norm` and `layer_norm` are norms for the layers around a recurrence.
+`mgu` and `simple_rnn` run smaller cells in the same way. `rms_norm` and `layer_norm` are norms for the layers around a
+recurrence.
 """
 
-from jaxrnn.cells import GRUParams, LSTMParams, MGUParams
+from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, SimpleParams
 from jaxrnn.functions.gru import gru
 from jaxrnn.functions.lstm import lstm
 from jaxrnn.functions.mgu import mgu
+from jaxrnn.functions.simple_rnn import simple_rnn
 from jaxrnn.norms import layer_norm, rms_norm
 
 __version__ = "0.1.0"
 
-__all__ = ["GRUParams", "LSTMParams", "MGUParams", "gru", "layer_norm", "lstm", "mgu", "rms_norm"]
+__all__ = [
+    "GRUParams", "LSTMParams", "MGUParams", "SimpleParams", "gru", "layer_norm", "lstm", "mgu", "rms_norm",
+    "simple_rnn",
+]  # fmt: skip

@@ -83,7 +83,10 @@ class Case:
 
 
 # Each cell's function, of which the first two are measured and tested most.
-FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu}
+FUNCTIONS = {
+    "gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple_tanh": jaxrnn.simple_rnn,
+    "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"),
+}  # fmt: skip
 OTHERS = tuple(name for name in FUNCTIONS if name not in ("gru", "lstm"))
 CARRY = {name: ("carry",) if len(CELLS[name].states) == 1 else ("carry_c", "carry_h") for name in FUNCTIONS}
 RESET_STATE = {name: ("reset_state",) if len(CELLS[name].states) == 1 else ("reset_c", "reset_h") for name in FUNCTIONS}

@@ -161,7 +161,7 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
     return results
 
 
-CELLS = {"gru": gru, "lstm": lstm, "mgu": mgu}
+CELLS = {"gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu}
 
 
 def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:

@@ -26,6 +26,15 @@ CELLS = {
         "reset": {"reset_state": H},
         "sequences": {"ys": H},
     },
+    **{
+        name: {
+            "weights": {"w_ih": (D, H), "w_hh": (H, H), "b": (H,)},
+            "carry": {"carry": H},
+            "reset": {"reset_state": H},
+            "sequences": {"ys": H},
+        }
+        for name in ("simple_tanh", "simple_relu")
+    },
     "lstm-projected": {
         "weights": {"w_ih": (D, 4 * H), "w_hh": (P, 4 * H), "b": (4 * H,), "w_hr": (H, P)},
         "carry": {"carry_c": H, "carry_h": P},

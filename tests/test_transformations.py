@@ -433,7 +433,8 @@ def test_remat_saves_no_gates_and_recomputes_without_a_launch(cell, implementati
     args = arguments(cell)
     saved, remat = (runner(cell, implementation, remat=remat) for remat in (False, True))
     gates = CELLS[cell_of(cell)].gates * T * B * H
-    assert max(residual_sizes(saved, *args)) >= gates > max(residual_sizes(remat, *args))
+    assert max(residual_sizes(saved, *args)) >= gates
+    assert gates == T * B * H or gates > max(residual_sizes(remat, *args))  # those of a single gate are as wide as xs
     assert sum(residual_sizes(saved, *args)) - sum(residual_sizes(remat, *args)) >= gates
     for call in (saved, remat):
         assert launches(jax.grad(loss_of(call)), *args) == (1, 1)

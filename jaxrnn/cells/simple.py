@@ -1,0 +1,66 @@
+"""The simple cell (Elman 1990, as in Flax and `torch.nn.RNN`): h' = tanh(a), or h' = relu(a). It has one gate, a."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxrnn.cells.base import Cell
+from torch_bridge import cells as specs
+
+if TYPE_CHECKING:
+    from jaxrnn.cells.base import States
+
+
+class SimpleParams(NamedTuple):
+    """Weights of a simple cell.
+
+    Attributes:
+      w_ih: `[D, H]` input weights.
+      w_hh: `[H, H]` recurrent weights, or `[N, H / N, H / N]` for N blocks of units.
+      b: `[H]` bias.
+    """
+
+    w_ih: Array
+    w_hh: Array
+    b: Array
+
+
+def _step_tanh(gates: Sequence[Array], x_last: Any, states: States) -> tuple[States, tuple[Array, ...]]:
+    h = jnp.tanh(gates[0])
+    return (h,), (h,)
+
+
+def _step_relu(gates: Sequence[Array], x_last: Any, states: States) -> tuple[States, tuple[Array, ...]]:
+    h = jax.nn.relu(gates[0])
+    return (h,), (h,)
+
+
+def _residuals_tanh(activations: tuple[Array, ...], states: States) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    (h,) = activations
+    return (1 - h * h,), ()
+
+
+def _residuals_relu(activations: tuple[Array, ...], states: States) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    (h,) = activations
+    return ((h > 0).astype(h.dtype),), ()
+
+
+def _grad_step(
+    dstates: States, local_grads: tuple[Array, ...], factors: tuple[Array, ...]
+) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    return (dstates[0] * local_grads[0],), ()
+
+
+SIMPLE_TANH = Cell(
+    **vars(specs.SIMPLE_TANH), title="a simple cell", params=SimpleParams, bias="b", step=_step_tanh,
+    compute_residuals=_residuals_tanh, grad_step=_grad_step,
+)  # fmt: skip
+SIMPLE_RELU = Cell(
+    **vars(specs.SIMPLE_RELU), title="a simple cell", params=SimpleParams, bias="b", step=_step_relu,
+    compute_residuals=_residuals_relu, grad_step=_grad_step,
+)  # fmt: skip

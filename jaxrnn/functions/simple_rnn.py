@@ -1,0 +1,66 @@
+"""`jaxrnn.simple_rnn`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+from jax import Array
+
+from jaxrnn import recurrent
+from jaxrnn.cells import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
+from jaxrnn.checks import Implementation
+
+_CELLS = {"tanh": SIMPLE_TANH, "relu": SIMPLE_RELU}
+
+
+def simple_rnn(
+    params: SimpleParams,
+    carry: Array,
+    xs: Array,
+    *,
+    activation: Literal["tanh", "relu"] = "tanh",
+    resets: Array | None = None,
+    reset_state: Array | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[Array, Array]:
+    """Runs a simple RNN (Elman 1990) over time, starting afresh wherever `resets` is nonzero.
+
+    It is the recurrence of Flax's `SimpleCell` and of `torch.nn.RNN`:
+
+        h = reset_state if resets[t] else h
+        h' = activation(W_i x + W_h h + b)
+
+    Args:
+      params: `SimpleParams(w_ih [D, H], w_hh [H, H], b [H])`; with N blocks of units, as in `gru`,
+        `w_hh [N, H / N, H / N]`.
+      carry: as in `gru`.
+      xs: as in `gru`.
+      activation: "tanh" or "relu".
+      resets: as in `gru`.
+      reset_state: as in `gru`.
+      reverse: as in `gru`.
+      time_major: as in `gru`.
+      precision: as in `gru`.
+      remat: as in `gru`.
+      implementation: as in `gru`.
+
+    Returns:
+      `(carry, ys)`, as `gru` does.
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or `activation` is another one.
+      NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
+        the kernels is requested; the message says which limit was hit.
+    """
+    if activation not in _CELLS:
+        raise ValueError(f'activation must be "tanh" or "relu", got {activation!r}')
+    carry, (ys,) = recurrent.run(
+        _CELLS[activation], params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse,
+        time_major=time_major, precision=precision, remat=remat, implementation=implementation,
+    )  # fmt: skip
+    return carry, ys
