@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import pickle
@@ -20,7 +21,7 @@ import jaxrnn.nnx
 from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 4, 5, 6
-CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "MGUCell"]
 
 
 def normal(seed, shape):
@@ -33,7 +34,7 @@ def some_resets(shape):
 
 def some_carry(cell, batch=(B,), seed=5):
     h = normal(seed, (*batch, H))
-    return h if cell == "GRUCell" else (normal(seed + 1, (*batch, H)), h)
+    return (normal(seed + 1, (*batch, H)), h) if "LSTM" in cell else h
 
 
 def assert_identical(got, want):
@@ -117,13 +118,13 @@ def agents_rnn(cell, hidden_first):
 
 
 def replacement(cell, hidden_first):
-    """Returns the class that a user imports instead, or for an LSTM defines instead."""
+    """Returns the class that a user imports instead of a GRU, or defines instead of another cell."""
     imported = linen.HiddenFirstScannedRNN if hidden_first else linen.ScannedRNN
     if cell == "GRUCell":
         return imported
 
     class ScannedRNN(imported):
-        cell_type: str = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm"}[cell]
+        cell_type: str = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm", "MGUCell": "mgu"}[cell]
 
     return ScannedRNN
 
@@ -377,8 +378,9 @@ def test_initialize_carry_without_a_width_raises():
 @pytest.mark.parametrize("options", [{}, {"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}], ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_cells_have_flax_parameters(cell, options):
-    normals = ("kernel_init", "recurrent_kernel_init", "bias_init")
-    options = options | {name: nn.initializers.normal(i + 1.0) for i, name in enumerate(normals)}
+    fields = (field.name for field in dataclasses.fields(getattr(nn, cell)))
+    inits = [name for name in fields if name.endswith("_init") and name != "carry_init"]
+    options = options | {name: nn.initializers.normal(i + 1.0) for i, name in enumerate(inits)}
     want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
     assert isinstance(got, getattr(nn, cell))
     assert got.num_feature_axes == 1
@@ -402,7 +404,7 @@ def test_one_step_equals_flax_step(cell, batch, gates):
 
 @pytest.mark.parametrize("carry_dtype", [jnp.float32, jnp.bfloat16], ids=["carry=f32", "carry=bf16"])
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16], ids=["none", "f32", "bf16"])
-@pytest.mark.parametrize("cell", CELLS[:2])
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell"])
 def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
     want, got = getattr(nn, cell)(H, dtype=dtype), getattr(linen, cell)(H, dtype=dtype)
     carry = jax.tree.map(lambda x: x.astype(carry_dtype), some_carry(cell))
@@ -640,7 +642,7 @@ def test_modules_run_under_strict_promotion(setting, value):
 def reset_carries(cell, shape):
     """Returns a random reset carry whose arrays have the given shape."""
     one = [normal(20 + i, shape) for i in range(2)]
-    return one[0] if cell in ("GRUCell", "SimpleCell") else tuple(one)
+    return tuple(one) if "LSTM" in cell else one[0]
 
 
 @pytest.mark.parametrize(
@@ -648,7 +650,7 @@ def reset_carries(cell, shape):
     [("none", False, None), ("h", True, None), ("bh", False, [7, 1, 3, 5]), ("tbh", True, [7, 1, 3, 5])],
     ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
 )
-@pytest.mark.parametrize("cell", CELLS[:2])
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell"])
 def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
     """A custom `gate_fn` that equals sigmoid makes the same cell run under `nn.scan`."""
     xs, resets = rnn_inputs(False), some_resets((B, T))
@@ -699,6 +701,21 @@ def test_rnn_runs_cells_with_variables_per_step_as_flax_does():
     assert variables["params"]["cell"]["ir"]["kernel"].shape == (T, D, H)
     assert_identical(random_variables(got, xs), variables)
     assert_close(run(got, variables, xs), run(want, variables, xs))
+
+
+@pytest.mark.parametrize(("cell", "options"), [("MGUCell", {"reset_gate": False})])
+def test_cells_with_other_formulas_run_as_flax_runs_them(cell, options):
+    xs, carry = normal(1, (T, B, D)), some_carry(cell)
+    want, ours, with_flax_cell = (
+        rnn(getattr(source, cell)(H, **options), time_major=True, return_carry=True)
+        for rnn, source in ((nn.RNN, nn), (linen.RNN, linen), (linen.RNN, nn))
+    )
+    assert_identical(ours.init(jax.random.key(3), xs), want.init(jax.random.key(3), xs))
+    variables = random_variables(want, xs)
+    for got in (ours, with_flax_cell):
+        assert_close(run(got, variables, xs, initial_carry=carry), run(want, variables, xs, initial_carry=carry))
+    params = {"params": variables["params"]["cell"]}
+    assert_close(ours.cell.apply(params, carry, xs[0]), want.cell.apply(params, carry, xs[0]))
 
 
 def test_convolutional_cells_run_with_resets():
@@ -772,6 +789,7 @@ def test_implementation_reaches_the_function(name, monkeypatch):
         pytest.param(linen.RNN(linen.GRUCell(H, gate_fn=nn.relu)), "gate_fn is not sigmoid", id="gate_fn"),
         pytest.param(linen.RNN(nn.LSTMCell(H, activation_fn=nn.relu)), "activation_fn is not tanh", id="activation_fn"),
         pytest.param(linen.RNN(nn.SimpleCell(H)), "a SimpleCell", id="another_cell"),
+        pytest.param(linen.RNN(nn.MGUCell(H, reset_gate=False)), "an MGUCell with reset_gate=False", id="reset_gate"),
         pytest.param(linen.RNN(nn.GRUCell(H), variable_carry="batch_stats"), "an RNN with non-default", id="variables"),
     ],
 )
@@ -846,7 +864,7 @@ def test_triton_runs_the_agent_as_xla_does(cell):
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_cell_broadcasts_its_carry_and_inputs(cell, state, inputs):
     h, c, x = normal(0, (*state, H)), normal(1, (*state, H)), normal(2, (*inputs, D))
-    carry = h if cell == "GRUCell" else (c, h)
+    carry = (c, h) if "LSTM" in cell else h
     ours, flax_cell = getattr(linen, cell)(H), getattr(nn, cell)(H)
     variables = random_variables(flax_cell, carry, x)
     assert_close(ours.apply(variables, carry, x), flax_cell.apply(variables, carry, x))

@@ -15,7 +15,8 @@ import jaxrnn
 from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 3, 5, 6
-STACKS = ["GRU", "LSTM"]
+STACKS = ["GRU", "LSTM", "MGU"]
+CELL_OF = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell"}
 
 
 def normal(seed, shape):
@@ -105,7 +106,7 @@ def torch_carry(cell, carry):
         ),
     ],
 )
-@pytest.mark.parametrize("cell", STACKS)
+@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 @pytest.mark.torch
 def test_stacks_match_torch(cell, options, torch_options):
     hold_against_torch(cell, options, torch_options)
@@ -189,7 +190,7 @@ def test_dropout_is_between_layers_and_drawn_per_step():
 def test_bidirectional_layer_matches_flax(cell, lengths):
     stack, variables, carry = make(cell, bidirectional=True)
     xs, lengths = normal(2, (T, B, D)), None if lengths is None else jnp.array(lengths)
-    cells = {"GRU": nn.GRUCell, "LSTM": nn.OptimizedLSTMCell}[cell]
+    cells = getattr(nn, CELL_OF[cell])
     theirs = nn.Bidirectional(nn.RNN(cells(H)), nn.RNN(cells(H)), time_major=True, return_carry=True)
     valid = jnp.ones((T, B, 1)) if lengths is None else (jnp.arange(T)[:, None] < lengths)[..., None]
 
@@ -214,7 +215,7 @@ def test_reversed_layer_matches_reversed_rnn(cell, lengths, keep_order):
     stack, variables, carry = make(cell, reverse=True, keep_order=keep_order)
     xs, resets = normal(2, (T, B, D)), normal(3, (T, B)) > 0.7
     lengths = None if lengths is None else jnp.array(lengths)
-    cells = {"GRU": linen.GRUCell, "LSTM": linen.LSTMCell}[cell]
+    cells = getattr(linen, CELL_OF[cell])
     rnn = linen.RNN(cells(H), time_major=True, return_carry=True, reverse=True, keep_order=keep_order)
     options = {"seq_lengths": lengths, "resets": resets}
     last, ys = stack.apply(variables, xs, initial_carry=carry, **options)
@@ -226,7 +227,7 @@ def test_reversed_layer_matches_reversed_rnn(cell, lengths, keep_order):
 
 @pytest.mark.parametrize("cell", STACKS)
 def test_layers_have_the_parameters_of_flax_cells(cell):
-    flax_cell = {"GRU": nn.GRUCell, "LSTM": nn.OptimizedLSTMCell}[cell]
+    flax_cell = getattr(nn, CELL_OF[cell])
     inits = {name: nn.initializers.normal(i + 1.0) for i, name in enumerate(("kernel_init", "recurrent_kernel_init"))}
 
     class Stacked(nn.Module):
@@ -242,6 +243,16 @@ def test_layers_have_the_parameters_of_flax_cells(cell):
     )
     assert_close(got, want, tol=0)
     assert_close(stack.initialize_carry(jax.random.key(0), (B, D)), jax.tree.map(jnp.zeros_like, carry), tol=0)
+
+
+def test_an_mgu_has_an_initializer_for_each_kind_of_bias():
+    stack = linen.MGU(H, bias_init=nn.initializers.constant(2.0), forget_bias_init=nn.initializers.constant(3.0))
+    params = stack.init(jax.random.key(0), jnp.zeros((B, T, D)))["params"]["layers_0"]
+    assert {name: tree["bias"][0].item() for name, tree in params.items() if "bias" in tree} == {
+        "if": 3,
+        "in": 2,
+        "hn": 2,
+    }
 
 
 # --- episodes --------------------------------------------------------------------------------------------------------
@@ -374,7 +385,7 @@ def test_extra_batch_axes_equal_one_flattened_axis(time_major):
 def test_a_learned_carry_starts_sequences_and_episodes(cell):
     stack, variables, _ = make(cell, bidirectional=True, learned_carry=True)
     plain, params = stack.clone(learned_carry=False), dict(variables["params"])
-    names, states = ["layers_0", "layers_0_reverse"], "h" if cell == "GRU" else "ch"
+    names, states = ["layers_0", "layers_0_reverse"], "ch" if cell == "LSTM" else "h"
     learned = tuple(tuple(params.pop(f"{name}_carry_{state}") for state in states) for name in names)
     learned = (learned if cell == "LSTM" else tuple(x for (x,) in learned),)
     assert sorted(params) == names

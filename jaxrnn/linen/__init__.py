@@ -8,6 +8,7 @@
 | `nn.RNN`                                                         | `RNN`                                             |
 | `ResetRNN` of jaxued                                             | `ResetRNN`                                        |
 | `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
+| `nn.MGUCell`                                                     | `MGUCell`                                         |
 | `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
 
 All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
@@ -17,6 +18,7 @@ done flag that step t - 1 returned, which is stored with the observation of step
 
 from jaxrnn.linen.cells.gru import GRU, GRUCell
 from jaxrnn.linen.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
+from jaxrnn.linen.cells.mgu import MGU, MGUCell
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
 from jaxrnn.linen.rnn import RNN, ResetRNN
 from jaxrnn.linen.scanned import HiddenFirstScannedRNN, ScannedRNN
@@ -24,11 +26,13 @@ from jaxrnn.linen.scanned import HiddenFirstScannedRNN, ScannedRNN
 __all__ = [
     "GRU",
     "LSTM",
+    "MGU",
     "RNN",
     "GRUCell",
     "HiddenFirstScannedRNN",
     "LSTMCell",
     "LayerNorm",
+    "MGUCell",
     "OptimizedLSTMCell",
     "RMSNorm",
     "ResetRNN",

@@ -91,13 +91,18 @@ class FusedCell(nn.RNNCellBase):
         """The name of the recurrence of `jaxrnn` that computes the cell, such as "gru"."""
         raise NotImplementedError
 
-    def gate_params(self, name: str, input_features: int, hidden: int, use_bias: bool) -> tuple[Array, Array | None]:
-        """Returns kernel and bias of one gate, under Flax's name for its product with x (`i*`) or h (`h*`)."""
+    def gate_params(
+        self, name: str, input_features: int, hidden: int, use_bias: bool, bias_init: Initializer | None = None
+    ) -> tuple[Array, Array | None]:
+        """Returns kernel and bias of one gate, under Flax's name for its product with x (`i*`) or h (`h*`).
+
+        The initializer of the bias is by default the attribute `bias_init`.
+        """
         return DenseParams(
             features=hidden,
             use_bias=use_bias,
             kernel_init=self.kernel_init if name.startswith("i") else self.recurrent_kernel_init,
-            bias_init=self.bias_init,
+            bias_init=self.bias_init if bias_init is None else bias_init,
             param_dtype=self.param_dtype,
             name=name,
         )(input_features)

@@ -226,7 +226,12 @@ class FusedStack(nn.Module):
         return make(dtype=self.dtype, param_dtype=self.param_dtype, implementation=self.implementation, name=name)
 
     @nn.nowrap
-    def make_cell(self, **options: Any) -> Any:
-        """Creates one cell with the attributes of the stack."""
+    def cell_options(self) -> dict[str, Any]:
+        """Returns the attributes of every cell."""
         names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
-        return self._cell(**{name: getattr(self, name) for name in names}, **options)
+        return {name: getattr(self, name) for name in names}
+
+    @nn.nowrap
+    def make_cell(self, **options: Any) -> Any:
+        """Creates one cell."""
+        return self._cell(**self.cell_options(), **options)
