@@ -19,9 +19,14 @@ from flax import serialization, traverse_util
 import jaxrnn
 import jaxrnn.nnx
 from jaxrnn import linen, recurrent
+from jaxrnn.linen.rnn import SCAN_OPTIONS, reason_to_scan
 
 T, B, D, H = 7, 4, 5, 6
-CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "MGUCell"]
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "MGUCell", "SimpleCell"]
+
+
+class OwnCell(nn.GRUCell):
+    """A cell of the user's, which no class of `jaxrnn` replaces."""
 
 
 def normal(seed, shape):
@@ -117,6 +122,9 @@ def agents_rnn(cell, hidden_first):
     return ScannedRNN
 
 
+CELL_TYPES = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm", "MGUCell": "mgu", "SimpleCell": "simple"}
+
+
 def replacement(cell, hidden_first):
     """Returns the class that a user imports instead of a GRU, or defines instead of another cell."""
     imported = linen.HiddenFirstScannedRNN if hidden_first else linen.ScannedRNN
@@ -124,7 +132,7 @@ def replacement(cell, hidden_first):
         return imported
 
     class ScannedRNN(imported):
-        cell_type: str = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm", "MGUCell": "mgu"}[cell]
+        cell_type: str = CELL_TYPES[cell]
 
     return ScannedRNN
 
@@ -354,7 +362,7 @@ def test_parameters_of_another_cell_are_rejected():
             id="unknown_implementation",
         ),
         pytest.param(
-            linen.ScannedRNN(cell_type="simple"),
+            linen.ScannedRNN(cell_type=OwnCell),
             jnp.zeros((B, H)),
             (jnp.zeros((T, B, D)), jnp.zeros((B, T))),
             "resets must have the batch and time axes",
@@ -395,6 +403,8 @@ def test_cells_have_flax_parameters(cell, options):
 @pytest.mark.parametrize("cell", CELLS)
 def test_one_step_equals_flax_step(cell, batch, gates):
     options = {} if gates == "standard" else {"gate_fn": nn.hard_sigmoid, "activation_fn": nn.relu}
+    if cell == "SimpleCell":
+        options.pop("gate_fn", None)
     want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
     carry, x = some_carry(cell, batch), normal(1, (*batch, D))
     variables = random_variables(want, carry, x)
@@ -412,6 +422,17 @@ def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
     variables = random_variables(want, carry, x)
     tol = 2e-2 if jnp.bfloat16 in (dtype, carry_dtype) else 2e-6
     assert_close(run(got, variables, carry, x), run(want, variables, carry, x), tol=tol)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+def test_a_simple_cell_has_two_activations_that_can_be_fused(activation):
+    """A `jax.custom_jvp` is copied by `copy.deepcopy`, like a jitted function."""
+    cell = nn.SimpleCell(H, activation_fn=getattr(nn, activation))
+    xs, want = rnn_inputs(False), nn.RNN(cell)
+    variables = random_variables(want, xs)
+    for rnn in (linen.RNN(cell), linen.RNN(copy.deepcopy(cell))):
+        assert reason_to_scan(rnn.cell, SCAN_OPTIONS) is None
+        assert_close(outputs_and_gradients(rnn, variables, xs), outputs_and_gradients(want, variables, xs), tol=1e-5)
 
 
 @pytest.mark.parametrize("cell", CELLS)
@@ -650,9 +671,9 @@ def reset_carries(cell, shape):
     [("none", False, None), ("h", True, None), ("bh", False, [7, 1, 3, 5]), ("tbh", True, [7, 1, 3, 5])],
     ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
 )
-@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell"])
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell", "SimpleCell"])
 def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
-    """A custom `gate_fn` that equals sigmoid makes the same cell run under `nn.scan`."""
+    """A custom `activation_fn` that equals tanh makes the same cell run under `nn.scan`."""
     xs, resets = rnn_inputs(False), some_resets((B, T))
     shape = {"none": None, "h": (H,), "bh": (B, H), "tbh": (B, T, H)}[state]
     carry, reset_carry = some_carry(cell), None if shape is None else reset_carries(cell, shape)
@@ -665,16 +686,16 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
             return self.rnn(xs, initial_carry=carry, reset_carry=reset_carry, resets=resets, **options)
 
     fused = Call(linen.RNN(getattr(linen, cell)(H), return_carry=True))
-    scanned = Call(linen.RNN(getattr(linen, cell)(H, gate_fn=lambda x: nn.sigmoid(x)), return_carry=True))
+    scanned = Call(linen.RNN(getattr(linen, cell)(H, activation_fn=lambda x: nn.tanh(x)), return_carry=True))
     variables = random_variables(fused, xs, carry, reset_carry)
     want = outputs_and_gradients(scanned, variables, xs, carry, reset_carry)
     assert_close(outputs_and_gradients(fused, variables, xs, carry, reset_carry), want, tol=1e-5)
 
 
-@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "SimpleCell", "MGUCell"])
+@pytest.mark.parametrize("cell", [nn.GRUCell, nn.LSTMCell, nn.SimpleCell, nn.MGUCell, OwnCell])
 def test_resets_cut_a_sequence_for_every_cell(cell):
     xs = normal(1, (T, B, D))
-    rnn = linen.RNN(getattr(nn, cell)(H), time_major=True, return_carry=True)
+    rnn = linen.RNN(cell(H), time_major=True, return_carry=True)
     variables = random_variables(rnn, xs)
     carry, ys = run(rnn, variables, xs, resets=jnp.zeros((T, B), int).at[3].set(2))
     _, head = run(rnn, variables, xs[:3])
@@ -703,7 +724,11 @@ def test_rnn_runs_cells_with_variables_per_step_as_flax_does():
     assert_close(run(got, variables, xs), run(want, variables, xs))
 
 
-@pytest.mark.parametrize(("cell", "options"), [("MGUCell", {"reset_gate": False})])
+@pytest.mark.parametrize(
+    ("cell", "options"),
+    [("MGUCell", {"reset_gate": False}), ("SimpleCell", {"residual": True}), ("SimpleCell", {"activation_fn": nn.elu})],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else x,
+)
 def test_cells_with_other_formulas_run_as_flax_runs_them(cell, options):
     xs, carry = normal(1, (T, B, D)), some_carry(cell)
     want, ours, with_flax_cell = (
@@ -788,7 +813,11 @@ def test_implementation_reaches_the_function(name, monkeypatch):
     [
         pytest.param(linen.RNN(linen.GRUCell(H, gate_fn=nn.relu)), "gate_fn is not sigmoid", id="gate_fn"),
         pytest.param(linen.RNN(nn.LSTMCell(H, activation_fn=nn.relu)), "activation_fn is not tanh", id="activation_fn"),
-        pytest.param(linen.RNN(nn.SimpleCell(H)), "a SimpleCell", id="another_cell"),
+        pytest.param(
+            linen.RNN(nn.SimpleCell(H, activation_fn=nn.elu)), "neither tanh nor relu", id="simple_activation"
+        ),
+        pytest.param(linen.RNN(nn.SimpleCell(H, residual=True)), "a SimpleCell with residual=True", id="residual"),
+        pytest.param(linen.RNN(OwnCell(H)), "a OwnCell .only GRUCell, .* and SimpleCell of jaxrnn", id="another_cell"),
         pytest.param(linen.RNN(nn.MGUCell(H, reset_gate=False)), "an MGUCell with reset_gate=False", id="reset_gate"),
         pytest.param(linen.RNN(nn.GRUCell(H), variable_carry="batch_stats"), "an RNN with non-default", id="variables"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import warnings
 
@@ -14,10 +15,10 @@ from flax import nnx
 import jaxrnn
 import jaxrnn.nnx as fused
 from jaxrnn import linen, recurrent
-from jaxrnn.nnx.fused_cell import packed_params
+from jaxrnn.nnx.fused_cell import packed_params, reason_to_scan
 
 T, B, D, H = 7, 4, 5, 6
-CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell"]
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell"]
 
 
 def normal(seed, shape):
@@ -30,7 +31,7 @@ def some_resets(shape):
 
 def some_carry(cell, batch=(B,)):
     h = normal(5, (*batch, H))
-    return h if cell in ("GRUCell", "SimpleCell") else (normal(6, (*batch, H)), h)
+    return (normal(6, (*batch, H)), h) if "LSTM" in cell else h
 
 
 def randomized(module, seed=0):
@@ -41,13 +42,18 @@ def randomized(module, seed=0):
     return module
 
 
+class OwnCell(nnx.GRUCell):
+    """A cell of the user's, which no class of `jaxrnn` replaces."""
+
+
 def make(source, cell, **options):
-    return randomized(getattr(source, cell)(D, H, rngs=nnx.Rngs(0), **options))
+    kind = OwnCell if cell == "OwnCell" else getattr(source, cell)
+    return randomized(kind(D, H, rngs=nnx.Rngs(0), **options))
 
 
-def sigmoid(x):
-    """Computes a sigmoid; as a custom `gate_fn` it makes the same cell run under `nnx.scan`."""
-    return jax.nn.sigmoid(x)
+def tanh(x):
+    """Computes tanh; as a custom `activation_fn` it makes the same cell run under `nnx.scan`."""
+    return jnp.tanh(x)
 
 
 def flat(module):
@@ -115,6 +121,8 @@ def test_cells_have_flax_initial_values(cell):
 @pytest.mark.parametrize("cell", CELLS)
 def test_one_step_equals_flax_step(cell, batch, gates):
     options = {} if gates == "standard" else {"gate_fn": nnx.hard_sigmoid, "activation_fn": nnx.relu}
+    if cell == "SimpleCell":
+        options.pop("gate_fn", None)
     carry, x = some_carry(cell, batch), normal(1, (*batch, D))
     assert_close(make(fused, cell, **options)(carry, x), make(nnx, cell, **options)(carry, x))
 
@@ -126,6 +134,36 @@ def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
     carry, x = jax.tree.map(lambda x: x.astype(carry_dtype), some_carry(cell)), normal(1, (B, D))
     tol = 2e-2 if jnp.bfloat16 in (dtype, carry_dtype) else 2e-6
     assert_close(make(fused, cell, dtype=dtype)(carry, x), make(nnx, cell, dtype=dtype)(carry, x), tol=tol)
+
+
+@pytest.mark.parametrize("activation", ["tanh", "relu"])
+@pytest.mark.parametrize("source", [fused, nnx], ids=["our_cell", "flax_cell"])
+def test_a_simple_cell_has_two_activations_that_can_be_fused(source, activation):
+    xs, options = normal(1, (B, T, D)), {"activation_fn": getattr(nnx, activation)}
+    want = outputs_and_gradients(nnx.RNN(make(nnx, "SimpleCell", **options)), xs)
+    cell = make(source, "SimpleCell", **options)
+    for rnn in (fused.RNN(cell), fused.RNN(copy.deepcopy(cell))):
+        assert reason_to_scan(rnn.cell) is None
+        assert_close(outputs_and_gradients(rnn, xs), want, tol=1e-5)
+
+
+def test_a_simple_cell_with_a_recurrent_bias_uses_it():
+    cells = [make(m, "SimpleCell") for m in (nnx, fused)]
+    for cell in cells:
+        cell.dense_h = randomized(nnx.Linear(H, H, rngs=nnx.Rngs(0)))
+    want, got = (nnx.RNN(cells[0]), fused.RNN(cells[1]))
+    assert_close(got(normal(1, (B, T, D))), want(normal(1, (B, T, D))))
+
+
+def test_a_stack_of_simple_rnns_has_one_activation():
+    xs, relu = normal(1, (B, T, D)), make(fused, "SimpleRNN", num_layers=2, activation_fn=nnx.relu)
+    want = xs
+    for cell in relu.layers:
+        assert cell.activation_fn is nnx.relu
+        want = nnx.RNN(cell)(want)
+    assert_close(relu(xs), want)
+    with pytest.raises(NotImplementedError, match="neither tanh nor relu: use one RNN per layer"):
+        make(fused, "SimpleRNN", activation_fn=nnx.elu)(xs)
 
 
 def test_a_gru_with_recurrent_biases_uses_them():
@@ -179,8 +217,14 @@ def test_a_cell_with_an_unknown_parameter_runs_as_flax_runs_it(cell):
 
 @pytest.mark.parametrize(
     ("cell", "lengths"),
-    [("GRUCell", None), ("GRUCell", [7, 1, 3, 5]), ("LSTMCell", None), ("OptimizedLSTMCell", [7, 1, 3, 5])],
-    ids=["gru", "gru-lengths", "lstm", "optimized_lstm-lengths"],
+    [
+        ("GRUCell", None),
+        ("GRUCell", [7, 1, 3, 5]),
+        ("LSTMCell", None),
+        ("OptimizedLSTMCell", [7, 1, 3, 5]),
+        ("SimpleCell", [7, 1, 3, 5]),
+    ],
+    ids=["gru", "gru-lengths", "lstm", "optimized_lstm-lengths", "simple-lengths"],
 )
 @pytest.mark.parametrize(
     "options",
@@ -230,7 +274,7 @@ def test_other_cells_run_as_flax_runs_them(broadcast_rngs):
     assert_identical(got, want)
 
 
-@pytest.mark.parametrize("cell", ["GRUCell", "SimpleCell"])
+@pytest.mark.parametrize("cell", ["GRUCell", "SimpleCell", "OwnCell"])
 def test_resets_cut_a_sequence_for_every_cell(cell):
     xs = normal(1, (T, B, D))
     rnn = fused.RNN(make(nnx, cell), time_major=True, return_carry=True)
@@ -245,12 +289,12 @@ def test_resets_cut_a_sequence_for_every_cell(cell):
     [("none", False, None), ("h", True, None), ("bh", False, [7, 0, 3, 5]), ("tbh", True, [7, 0, 3, 5])],
     ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
 )
-@pytest.mark.parametrize("cell", CELLS[::2])
+@pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell", "SimpleCell"])
 def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
     xs, resets, carry = normal(1, (B, T, D)), some_resets((B, T)), some_carry(cell)
     shape = {"none": None, "h": (H,), "bh": (B, H), "tbh": (B, T, H)}[state]
     new = None if shape is None else normal(20, shape)
-    new = new if cell == "GRUCell" or shape is None else (normal(21, shape), new)
+    new = (normal(21, shape), new) if "LSTM" in cell and shape is not None else new
 
     class Call(nnx.Module):
         def __init__(self, cell):
@@ -260,7 +304,7 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
             lens = None if lengths is None else jnp.array(lengths)
             return self.rnn(xs, initial_carry=carry, resets=resets, reset_carry=new, seq_lengths=lens)
 
-    scanned, ours = (Call(make(fused, cell, **options)) for options in ({"gate_fn": sigmoid}, {}))
+    scanned, ours = (Call(make(fused, cell, **options)) for options in ({"activation_fn": tanh}, {}))
     want = outputs_and_gradients(scanned, xs, carry, new)
     assert_close(outputs_and_gradients(ours, xs, carry, new), want, tol=1e-5)
 
@@ -340,12 +384,13 @@ def as_linen(cell, params, gates):
 
 
 @pytest.mark.parametrize("lengths", [None, [7, 0, 3, 5]], ids=["whole", "lengths"])
-@pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj"])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj", "SimpleRNN"])
 def test_stacks_equal_those_of_linen(cell, lengths):
     """Other tests compare the linen stacks with torch.nn, and with separate runs of their episodes."""
     options = {"num_layers": 2, "bidirectional": True, "learned_carry": True, "return_carry": True}
     cell, *proj = cell.split("-")
     options |= {"proj_size": 3} if proj else {}
+    gates = {"GRU": "rzn", "LSTM": "ifgo", "SimpleRNN": [""]}[cell]
     stack, want = make(fused, cell, **options), getattr(linen, cell)(H, **options)
     xs, call = normal(1, (B, T, D)), {"resets": some_resets((B, T))}
     call |= {"seq_lengths": None if lengths is None else jnp.array(lengths)}
@@ -355,7 +400,7 @@ def test_stacks_equal_those_of_linen(cell, lengths):
         for k in range(2):
             for suffix in ("", "_reverse"):
                 layer = f"layers_{k}{suffix}"
-                params[layer] = as_linen(cell, tree[f"layers{suffix}"][k], "rzn" if cell == "GRU" else "ifgo")
+                params[layer] = as_linen(cell, tree[f"layers{suffix}"][k], gates)
                 params |= {f"{layer}_carry_{s}": x for s, x in tree[f"carries{suffix}"][k].items()}
         return want.apply({"params": params}, xs, **call)
 
@@ -458,7 +503,9 @@ def test_options_reach_the_function(name, monkeypatch):
     [
         ("GRUCell", {"gate_fn": nnx.relu}, "gate_fn is not sigmoid"),
         ("LSTMCell", {"activation_fn": nnx.relu}, "activation_fn is not tanh"),
-        ("SimpleCell", {}, "a SimpleCell"),
+        ("SimpleCell", {"activation_fn": nnx.elu}, "activation_fn is neither tanh nor relu"),
+        ("SimpleCell", {"residual": True}, "a SimpleCell with residual=True"),
+        ("OwnCell", {}, "a OwnCell .only GRUCell, .* and SimpleCell of jaxrnn"),
     ],
 )
 def test_triton_says_why_a_cell_cannot_be_fused(cell, options, reason):
@@ -483,7 +530,7 @@ def test_rnn_with_non_default_state_axes_runs_under_scan():
     ("cell", "call", "message"),
     [
         ("GRUCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
-        ("SimpleCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
+        ("OwnCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
         ("GRUCell", {"reset_carry": jnp.zeros((H,))}, "reset_carry is given but resets is None"),
         ("GRUCell", {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
         ("GRUCell", {"initial_carry": (jnp.zeros((B, H)),) * 2}, "carry of a GRU is one array"),

@@ -15,8 +15,8 @@ import jaxrnn
 from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 3, 5, 6
-STACKS = ["GRU", "LSTM", "MGU"]
-CELL_OF = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell"}
+CELL_OF = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell", "SimpleRNN": "SimpleCell"}
+STACKS = list(CELL_OF)
 
 
 def normal(seed, shape):
@@ -69,7 +69,7 @@ def as_torch(cell, params):
     for name, tree in params.items():
         suffix = name.removeprefix("layers_")
         suffix = f"_l{suffix}" if suffix.isdigit() else f"_l{suffix.removesuffix('_reverse')}_reverse"
-        gates = "rzn" if cell == "GRU" else "ifgo"
+        gates = {"GRU": "rzn", "LSTM": "ifgo", "SimpleRNN": [""]}[cell]
         zeros = np.zeros(tree[f"h{gates[0]}"]["kernel"].shape[-1], np.float32)
         for side in "ih":
             dense = [tree[side + gate] for gate in gates]
@@ -84,9 +84,9 @@ def as_torch(cell, params):
 def torch_carry(cell, carry):
     """Returns the carry of a stack in the layout of torch.nn: `[layers * directions, B, H]`, hidden state first."""
     leaves = jax.tree.leaves(carry)
-    if cell == "GRU":
-        return [np.stack(leaves)]
-    return [np.stack(leaves[1::2]), np.stack(leaves[::2])]
+    if cell == "LSTM":
+        return [np.stack(leaves[1::2]), np.stack(leaves[::2])]
+    return [np.stack(leaves)]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def torch_carry(cell, carry):
         ),
     ],
 )
-@pytest.mark.parametrize("cell", ["GRU", "LSTM"])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "SimpleRNN"])
 @pytest.mark.torch
 def test_stacks_match_torch(cell, options, torch_options):
     hold_against_torch(cell, options, torch_options)
@@ -117,6 +117,12 @@ def test_stacks_match_torch(cell, options, torch_options):
 def test_projections_match_torch():
     options = {"num_layers": 2, "bidirectional": True, "proj_size": 4}
     hold_against_torch("LSTM", options, options)
+
+
+@pytest.mark.torch
+def test_simple_rnns_with_relu_match_torch():
+    options = {"num_layers": 2, "bidirectional": True}
+    hold_against_torch("SimpleRNN", options | {"activation_fn": nn.relu}, options | {"nonlinearity": "relu"})
 
 
 def hold_against_torch(cell, options, torch_options):
@@ -130,12 +136,12 @@ def hold_against_torch(cell, options, torch_options):
 
     (d_variables, d_xs, d_carry), (last, ys) = outputs_and_gradients(call, variables, xs, carry)
 
-    theirs = getattr(torch.nn, cell)(D, H, **torch_options)
+    theirs = getattr(torch.nn, cell.removeprefix("Simple"))(D, H, **torch_options)
     theirs.load_state_dict({name: torch.tensor(x) for name, x in as_torch(cell, variables["params"]).items()})
     t_xs = torch.tensor(np.asarray(xs), requires_grad=True)
     t_carry = [torch.tensor(x, requires_grad=True) for x in torch_carry(cell, carry)]
-    t_ys, t_last = theirs(t_xs, t_carry[0] if cell == "GRU" else tuple(t_carry))
-    t_last = [t_last] if cell == "GRU" else list(t_last)
+    t_ys, t_last = theirs(t_xs, tuple(t_carry) if cell == "LSTM" else t_carry[0])
+    t_last = list(t_last) if cell == "LSTM" else [t_last]
     sum(torch.sin(x).sum() for x in (t_ys, *t_last)).backward()
 
     def compare(got, want, name):
@@ -153,8 +159,8 @@ def hold_against_torch(cell, options, torch_options):
         if name.startswith("bias_hh") and cell == "GRU":  # the stack has no b_hr and b_hz
             got, want = got[2 * H :], want[2 * H :]
             hidden_biases += 1
-        if name.startswith("bias_ih") and cell == "LSTM":
-            continue
+        if name.startswith({"LSTM": "bias_ih", "SimpleRNN": "bias_hh"}.get(cell, "no bias")):
+            continue  # the stack has one bias, torch.nn two
         compare(got, want, f"d{name}")
     assert hidden_biases == (len(jax.tree.leaves(carry)) if cell == "GRU" else 0)
 
@@ -507,6 +513,11 @@ def test_bad_arguments_raise(cell, options, call, message):
     stack = getattr(linen, cell)(H, time_major=True, **options)
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(functools.partial(stack.init, **call), jax.random.key(0), jnp.zeros((T, B, D)))
+
+
+def test_a_stack_of_simple_rnns_rejects_other_activations():
+    with pytest.raises(NotImplementedError, match="activation_fn is neither tanh nor relu: use one RNN per layer"):
+        linen.SimpleRNN(H, activation_fn=nn.elu).init(jax.random.key(0), jnp.zeros((B, T, D)))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@
 | `nn.RNN`                                                         | `RNN`                                             |
 | `ResetRNN` of jaxued                                             | `ResetRNN`                                        |
 | `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
-| `nn.MGUCell`                                                     | `MGUCell`                                         |
+| `nn.MGUCell`, `nn.SimpleCell`                                    | `MGUCell`, `SimpleCell`                           |
 | `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
 
 All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
@@ -19,6 +19,7 @@ done flag that step t - 1 returned, which is stored with the observation of step
 from jaxrnn.linen.cells.gru import GRU, GRUCell
 from jaxrnn.linen.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
 from jaxrnn.linen.cells.mgu import MGU, MGUCell
+from jaxrnn.linen.cells.simple import SimpleCell, SimpleRNN
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
 from jaxrnn.linen.rnn import RNN, ResetRNN
 from jaxrnn.linen.scanned import HiddenFirstScannedRNN, ScannedRNN
@@ -37,4 +38,6 @@ __all__ = [
     "RMSNorm",
     "ResetRNN",
     "ScannedRNN",
+    "SimpleCell",
+    "SimpleRNN",
 ]

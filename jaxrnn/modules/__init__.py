@@ -1,5 +1,6 @@
 """The code shared by the modules of Flax linen and NNX: everything except their parameters."""
 
+from jaxrnn.modules.activations import is_relu, is_tanh
 from jaxrnn.modules.carries import Carry, broadcast_batch_axes, broadcast_carry, one_or_tuple
 from jaxrnn.modules.norms import check_norm, normalize
 from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
@@ -18,6 +19,8 @@ __all__ = [
     "check_reset_carry",
     "check_stack",
     "group_by_direction",
+    "is_relu",
+    "is_tanh",
     "normalize",
     "one_or_tuple",
     "reason_to_scan_gates",

@@ -27,6 +27,14 @@ def is_tanh(function: Any) -> bool:
     return _is_one_of(function, _TANHS)
 
 
+def is_relu(function: Any) -> bool:
+    """Whether an activation is known to be relu."""
+    relu: Any = (
+        jax.nn.relu
+    )  # a `jax.custom_jvp`: `copy.deepcopy` copies it, but not its rule, which is a plain function
+    return function is relu or (type(function) is type(relu) and function.jvp is relu.jvp)
+
+
 def _is_one_of(function: Any, known: tuple[Callable[..., Array], ...]) -> bool:
     """Whether an activation is one of the known functions, or a copy that `copy.deepcopy` of a module made of one."""
     if any(function is one for one in known):

@@ -4,9 +4,10 @@
 | ------------------------------------------------------ | ------------------------------------------ |
 | `nnx.RNN`                                              | `RNN`                                      |
 | `nnx.GRUCell`, `nnx.LSTMCell`, `nnx.OptimizedLSTMCell` | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell` |
+| `nnx.SimpleCell`                                       | `SimpleCell`                               |
 | `nnx.RMSNorm`, `nnx.LayerNorm`                         | `RMSNorm`, `LayerNorm`                     |
 
-`nnx.Bidirectional` accepts an `RNN` of this module. `GRU` and `LSTM` are stacks of layers.
+`nnx.Bidirectional` accepts an `RNN` of this module. `GRU`, `LSTM` and `SimpleRNN` are stacks of layers.
 
 All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
 done flag that step t - 1 returned, which is stored with the observation of step t. The done flag of step t belongs to
@@ -15,7 +16,19 @@ done flag that step t - 1 returned, which is stored with the observation of step
 
 from jaxrnn.nnx.cells.gru import GRU, GRUCell
 from jaxrnn.nnx.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
+from jaxrnn.nnx.cells.simple import SimpleCell, SimpleRNN
 from jaxrnn.nnx.norms import LayerNorm, RMSNorm
 from jaxrnn.nnx.rnn import RNN
 
-__all__ = ["GRU", "LSTM", "RNN", "GRUCell", "LSTMCell", "LayerNorm", "OptimizedLSTMCell", "RMSNorm"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "GRUCell",
+    "LSTMCell",
+    "LayerNorm",
+    "OptimizedLSTMCell",
+    "RMSNorm",
+    "SimpleCell",
+    "SimpleRNN",
+]

@@ -5,19 +5,16 @@ from __future__ import annotations
 import flax.linen as nn
 
 from jaxrnn import modules
-from jaxrnn.linen.cells import gru, lstm, mgu
+from jaxrnn.linen.cells import gru, lstm, mgu, simple
 from jaxrnn.linen.fused_cell import CellEntry
 
-ENTRIES = (gru.ENTRY, lstm.ENTRY, mgu.ENTRY)
+ENTRIES = (gru.ENTRY, lstm.ENTRY, mgu.ENTRY, simple.ENTRY)
 
 # By class of Flax, the class that replaces it.
 REPLACEMENTS = {theirs: ours for entry in ENTRIES for theirs, ours in entry.replacements.items()}
 
-# The classes that `ScannedRNN.cell_type` can name. Flax's own cell among them cannot be fused.
-CELL_TYPES: dict[str, type[nn.RNNCellBase]] = {
-    **{name: cell for entry in ENTRIES for name, cell in entry.cell_types.items()},
-    "simple": nn.SimpleCell,
-}
+# The classes that `ScannedRNN.cell_type` can name.
+CELL_TYPES = {name: cell for entry in ENTRIES for name, cell in entry.cell_types.items()}
 
 _ENTRY_OF: dict[type[nn.RNNCellBase], CellEntry] = {
     cell: entry for entry in ENTRIES for pair in entry.replacements.items() for cell in pair

@@ -1,0 +1,77 @@
+"""The simple RNN (Elman): its cell, its stack and its entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.cells import SimpleParams
+from jaxrnn.linen.fused_cell import CellEntry, FusedCell
+from jaxrnn.linen.stack import FusedStack
+
+
+class SimpleCell(FusedCell, nn.SimpleCell):
+    """`flax.linen.SimpleCell` computed by `jaxrnn`, with the same parameters, initial values and results.
+
+    Attributes:
+      features: H. All attributes not listed here are those of `GRUCell` or Flax's.
+      activation_fn: with a function other than tanh and relu, Flax's own cell runs, and in an `RNN` it runs under
+        `nn.scan`.
+      dtype: the dtype of the matmul operands. The carry keeps its own dtype, whereas Flax's cell casts it to `dtype`.
+      residual: if True, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nn.scan`.
+      implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError for a cell that Flax runs.
+    """
+
+    @property
+    def recurrence(self) -> str:
+        """The name of the recurrence of `jaxrnn` that computes the cell."""
+        return "simple_relu" if modules.is_relu(self.activation_fn) else "simple_tanh"
+
+    @nn.compact
+    def packed_params(self, input_features: int, hidden: int) -> SimpleParams:
+        """Returns the parameters for `jaxrnn`, creating missing ones."""
+        b: Any  # a gate without a bias has None
+        w_ih, b = self.gate_params("i", input_features, hidden, use_bias=True)
+        w_hh, _ = self.gate_params("h", hidden, hidden, use_bias=False)
+        return SimpleParams(w_ih=w_ih, w_hh=w_hh, b=b)
+
+
+class SimpleRNN(FusedStack):
+    """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
+
+    Attributes:
+      features: H. All attributes not listed here are those of `GRU`.
+      activation_fn: tanh or relu; another function raises NotImplementedError.
+    """
+
+    activation_fn: Callable[[Array], Array] = nn.tanh
+
+    _cell = SimpleCell
+
+    @nn.nowrap
+    def check(self, reverse: bool) -> None:
+        """Raises ValueError unless the attributes describe a valid stack, NotImplementedError for an activation."""
+        super().check(reverse)
+        if (reason := reason_to_scan(self.make_cell(parent=None))) is not None:
+            raise NotImplementedError(f"a stack cannot run {reason}: use one RNN per layer instead")
+
+    @nn.nowrap
+    def cell_options(self) -> dict[str, Any]:
+        """Returns the attributes of every cell."""
+        return super().cell_options() | {"activation_fn": self.activation_fn}
+
+
+def reason_to_scan(cell: Any) -> str | None:
+    """Returns why a cell cannot be fused, or None."""
+    if not modules.is_tanh(cell.activation_fn) and not modules.is_relu(cell.activation_fn):
+        return "a cell whose activation_fn is neither tanh nor relu"
+    return "a SimpleCell with residual=True" if cell.residual else None
+
+
+ENTRY = CellEntry(
+    replacements={nn.SimpleCell: SimpleCell}, cell_types={"simple": SimpleCell}, reason_to_scan=reason_to_scan
+)

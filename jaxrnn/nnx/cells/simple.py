@@ -1,0 +1,83 @@
+"""The simple RNN (Elman): its cell, its stack and its entry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from jax import Array
+
+from jaxrnn import modules
+from jaxrnn.cells import SimpleParams
+from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
+from jaxrnn.nnx.stack import FusedStack
+
+
+class SimpleCell(FusedCell, nnx.SimpleCell):
+    """`flax.nnx.SimpleCell` computed by `jaxrnn`, with the same parameters, initial values and results.
+
+    Attributes:
+      in_features: D.
+      hidden_features: H. All arguments and attributes not listed here are those of `GRUCell` or Flax's.
+      activation_fn: with a function other than tanh and relu, Flax's own cell runs, and in an `RNN` it runs under
+        `nnx.scan`.
+      dtype: the dtype of the matmul operands, by default float32 as in Flax. The carry keeps its own dtype, whereas
+        Flax's cell casts it to `dtype`.
+      residual: if True, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nnx.scan`.
+      implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError for a cell that Flax runs.
+    """
+
+
+class SimpleRNN(FusedStack):
+    """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
+
+    Attributes:
+      in_features: D. All attributes not listed here are those of `GRU`.
+      activation_fn: tanh or relu; another function raises NotImplementedError in the call.
+    """
+
+    _cell = SimpleCell
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        activation_fn: Callable[[Array], Array] = nnx.tanh,
+        **options: Any,
+    ) -> None:
+        self.activation_fn = activation_fn
+        super().__init__(in_features, hidden_features, **options)
+
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+        """Creates one cell."""
+        return self._cell(*args, activation_fn=self.activation_fn, **options)
+
+
+def recurrence(cell: nnx.SimpleCell) -> str:
+    """Returns the name of the recurrence of `jaxrnn` that computes a cell."""
+    return "simple_relu" if modules.is_relu(cell.activation_fn) else "simple_tanh"
+
+
+def pack(cell: nnx.SimpleCell, weights: LayerWeights) -> SimpleParams:
+    """Returns the parameters for `jaxrnn`. A recurrent bias, if any, is added to the input bias."""
+    b = weights.b_ih if weights.b_hh is None else weights.b_ih + weights.b_hh
+    return SimpleParams(w_ih=weights.w_ih, w_hh=weights.w_hh, b=b)
+
+
+def reason_to_scan(cell: nnx.SimpleCell) -> str | None:
+    """Returns why a cell cannot be fused, or None."""
+    if not modules.is_tanh(cell.activation_fn) and not modules.is_relu(cell.activation_fn):
+        return "a cell whose activation_fn is neither tanh nor relu"
+    return "a SimpleCell with residual=True" if cell.residual else None
+
+
+ENTRY = CellEntry(
+    replaced=(nnx.SimpleCell,),
+    layers={nnx.SimpleCell: DENSE, SimpleCell: DENSE},
+    other_params=(),
+    recurrence=recurrence,
+    pack=pack,
+    reason_to_scan=reason_to_scan,
+)
