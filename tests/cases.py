@@ -437,7 +437,8 @@ def _gpu() -> tuple[Case, ...]:
             {"resets": "none", "time_major": False}, {"models": 3, "reset_state": "tbh", "D": 8},
         )  # fmt: skip
         for i, ((H, B), kind) in enumerate(itertools.product(sizes, kinds)):
-            cases.append(Case(cell, T=13, B=B, H=H, **kind, **options[i % 4]))
+            if H > 1 or kind != {"dtype": "bf16"}:  # XLA does not round the operands of a product of one unit
+                cases.append(Case(cell, T=13, B=B, H=H, **kind, **options[i % 4]))
         cases += [Case(cell, T=257, B=3, H=H, dtype="f16", carry_dtype="f16") for H in (20, 64, 128, 300)]
     return _dedupe(cases)
 
@@ -451,9 +452,11 @@ GPU_FORWARD = tuple(
     if case.H in (24, 64, 100, 256, 1024) and case.B in (3, 64) and case.resets == "some" and not case.remat
 )
 
-# At some of these sizes, a Hopper GPU scales operands to 16 bits; at others, it does not.
+# At some of these sizes, a Hopper GPU scales operands to 16 bits; at others, it does not. The other cells have one size
+# for each of their time loops.
 OF_EVERY_SIZE = tuple(
     Case(cell, T=9, B=B, H=H)
     for cell in FUNCTIONS
     for H, B in ((32, 16), (64, 16), (64, 300), (100, 16), (128, 16), (256, 16), (700, 16))
+    if cell not in OTHERS or (H, B) in ((32, 16), (128, 16), (256, 16))
 )

@@ -1,5 +1,7 @@
 """The compiled kernels, under `jit`, have at most twice XLA's error against float64 at the same precision."""
 
+import itertools
+
 import calls
 import cases
 import jax
@@ -61,8 +63,16 @@ def of_sequence(name, x, b):
     return x[b] if name.startswith("carry") else None
 
 
-@pytest.mark.parametrize("largest", [1.0, 1e4])
-@pytest.mark.parametrize("case", cases.OF_EVERY_SIZE, ids=str)
+# The other cells have no kernels with scaled operands beyond 128 units. Whether a gate near zero saturates is then a
+# matter of rounding if states are large.
+MAGNITUDES = [
+    pytest.param(case, largest, id=f"{case}-{largest}")
+    for case, largest in itertools.product(cases.OF_EVERY_SIZE, (1.0, 1e4))
+    if largest == 1 or case.H <= 128 or case.cell not in cases.OTHERS
+]
+
+
+@pytest.mark.parametrize(("case", "largest"), MAGNITUDES)
 def test_sequences_of_every_magnitude_keep_their_accuracy(case, largest):
     """16-bit operands are scaled, so small gradients beside large ones, and large states, must keep their accuracy."""
     inputs = cases.make_inputs(case)

@@ -36,6 +36,8 @@ class Cell(CellSpec):
       grad_step: maps (gradients of the states after the step, local gradients, factors) to the gradients of the gates,
         followed by that of the hidden product of a separate last gate, and to a tuple with the gradient that goes
         straight to the last of the previous states, if there is one.
+      activations_from_states: maps the states after a step to its activations, if these follow from the states alone.
+        Residuals that `remat` recomputes then need no matrix products.
     """
 
     title: str
@@ -46,6 +48,7 @@ class Cell(CellSpec):
     grad_step: Callable[
         [States, tuple[Array, ...], tuple[Array, ...]], tuple[tuple[Array, ...], tuple[Array, ...]]
     ]  # fmt: skip
+    activations_from_states: Callable[[States], tuple[Array, ...]] | None = None
 
     def shapes(self, inputs: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights by name, for D inputs and H units."""

@@ -56,11 +56,15 @@ def _grad_step(
     return (dstates[0] * local_grads[0],), ()
 
 
+def _activations(states: States) -> tuple[Array, ...]:
+    return states[:1]
+
+
 SIMPLE_TANH = Cell(
     **vars(specs.SIMPLE_TANH), title="a simple cell", params=SimpleParams, bias="b", step=_step_tanh,
-    compute_residuals=_residuals_tanh, grad_step=_grad_step,
+    compute_residuals=_residuals_tanh, grad_step=_grad_step, activations_from_states=_activations,
 )  # fmt: skip
 SIMPLE_RELU = Cell(
     **vars(specs.SIMPLE_RELU), title="a simple cell", params=SimpleParams, bias="b", step=_step_relu,
-    compute_residuals=_residuals_relu, grad_step=_grad_step,
+    compute_residuals=_residuals_relu, grad_step=_grad_step, activations_from_states=_activations,
 )  # fmt: skip

@@ -148,11 +148,15 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
                     static, residuals[f"{s}s"], before, reset, new[k] if new else None, in_reverse
                 )
         if static.remat:
-            h_prev = previous["h"].astype(operand_dtype)
-            xp = input_projection(static, params, x, first, beginnings)
-            hp = matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
             all_before = tuple(previous[s].astype(f32) for s in cell.states)
-            _, activations = cell.step(*base.add_gates(cell, xp, hp, getattr(params, "b_hn", None)), all_before)
+            all_after = tuple(residuals[f"{s}s"] for s in cell.states)
+            if cell.activations_from_states is not None and all(x.dtype == f32 for x in all_after):
+                activations = cell.activations_from_states(all_after)
+            else:
+                h_prev = previous["h"].astype(operand_dtype)
+                xp = input_projection(static, params, x, first, beginnings)
+                hp = matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
+                _, activations = cell.step(*base.add_gates(cell, xp, hp, getattr(params, "b_hn", None)), all_before)
             residuals = base.residuals_of(cell, activations, all_before)
             for array in stored:
                 if residual_fits_float16(array.name, static):  # clamped as in the kernel
