@@ -6,17 +6,18 @@ import itertools
 import pickle
 
 import pytest
-from torch_calls import torch
+from torch_calls import MGU, torch
 
 from torch_bridge import functional, nn
 
 T, B, D, H = 5, 4, 3, 6
-PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM, "RNN": torch.nn.RNN,
+PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM, "MGU": MGU, "RNN": torch.nn.RNN,
          "RNN_RELU": functools.partial(torch.nn.RNN, nonlinearity="relu")}  # fmt: skip
-OURS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "RNN": nn.RNN, "RNN_RELU": functools.partial(nn.RNN, nonlinearity="relu")}
-FUNCTIONS = {"GRU": functional.gru, "LSTM": functional.lstm, "RNN": functional.rnn,
+OURS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "MGU": nn.MGU, "RNN": nn.RNN,
+        "RNN_RELU": functools.partial(nn.RNN, nonlinearity="relu")}  # fmt: skip
+FUNCTIONS = {"GRU": functional.gru, "LSTM": functional.lstm, "MGU": functional.mgu, "RNN": functional.rnn,
              "RNN_RELU": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
-GATES = {"GRU": 3, "LSTM": 4, "RNN": 1, "RNN_RELU": 1}
+GATES = {"GRU": 3, "LSTM": 4, "MGU": 2, "RNN": 1, "RNN_RELU": 1}
 every_kind = pytest.mark.parametrize("kind", PLAIN)
 every_kind_of_torchrl = pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
@@ -336,7 +337,7 @@ def test_errors_match_torch_nn(kind, shape, state):
         hx = None if state is None else torch.zeros(state, dtype=torch.float64)
         with pytest.raises((ValueError, RuntimeError)) as error:
             module(torch.zeros(shape, dtype=torch.float64), hx if kind != "LSTM" or hx is None else (hx, hx))
-        errors.append((error.type, str(error.value)))
+        errors.append((error.type, str(error.value).replace("MGU", "GRU")))  # a GRU computes what `PLAIN["MGU"]` does
     assert errors[1] == errors[0]
 
 
@@ -431,6 +432,19 @@ def test_constructor_of_an_rnn_is_that_of_torch_nn(args, options):
     assert len(found[0]) == len(found[1])
     for x, y in zip(*found, strict=True):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+def test_constructor_of_an_mgu_is_that_of_a_gru_with_two_gates():
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "bias": False, "bidirectional": True, "dtype": torch.float64}
+    for module in (nn.MGU(9, 25, **options), nn.MGU(9, 25, 2, False, False, 0.0, True, dtype=torch.float64)):
+        for name, w in nn.GRU(9, 25, **options).named_parameters():
+            got = module.get_parameter(name)
+            assert got.shape == (50, *w.shape[1:]) and got.dtype == torch.float64 and got.is_leaf
+            assert 0.19 < got.abs().max() <= 0.2 and abs(got.mean()) < 0.02
+        assert module.mode == "MGU" and len(module.state_dict()) == len([*module.parameters()]) == 8
+    with pytest.raises(ValueError, match="proj_size argument is only supported for LSTM, not MGU"):
+        nn.MGU(D, H, proj_size=2)
 
 
 @every_kind

@@ -1,6 +1,7 @@
-"""Tests the simple RNN of `torch_bridge` against a loop over its equation in float64, which autograd differentiates.
+"""Tests the MGU and simple RNN of `torch_bridge` against loops over their equations, which autograd differentiates.
 
-`test_torch_nn.py` compares the module with `torch.nn.RNN`, and `test_torch_ops.py` tests the operators.
+The loops are in float64. `test_torch_nn.py` compares the modules with those of `torch.nn`, and `test_torch_ops.py`
+tests the operators.
 """
 
 import functools
@@ -12,28 +13,43 @@ from torch_calls import torch
 
 from torch_bridge import functional, nn
 
-NONLINEARITIES = {"tanh": torch.tanh, "relu": torch.relu}
-every_nonlinearity = pytest.mark.parametrize("nonlinearity", NONLINEARITIES)
+FUNCTIONS = {"mgu": functional.mgu, "tanh": functools.partial(functional.rnn, nonlinearity="tanh"),
+             "relu": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
+MODULES = {"mgu": nn.MGU, "tanh": functools.partial(nn.RNN, nonlinearity="tanh"),
+           "relu": functools.partial(nn.RNN, nonlinearity="relu")}  # fmt: skip
+GATES = {"mgu": 2, "tanh": 1, "relu": 1}
+every_cell = pytest.mark.parametrize("cell", FUNCTIONS)
 NAMES = ("xs", "h0", "w_ih", "w_hh", "b_ih", "b_hh", "reset_state")
 
 
-def make_arrays(T, B, D, H, reset_state="h", batch_first=False, seed=0):
+def make_arrays(cell, T, B, D, H, reset_state="h", batch_first=False, seed=0):
     """Returns float32 arguments by name, with resets, and cotangents of both outputs."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(shape, generator=generator)
 
-    outer = (B, T) if batch_first else (T, B)
+    outer, wide = (B, T) if batch_first else (T, B), GATES[cell] * H
     shape = {None: None, "h": (H,), "bh": (B, H), "tbh": (*outer, H)}[reset_state]
-    arrays = {"xs": normal(*outer, D), "h0": normal(B, H), "w_ih": normal(H, D) / D**0.5, "w_hh": normal(H, H) / H**0.5}
-    arrays |= {"b_ih": normal(H) / 2, "b_hh": normal(H) / 2, "reset_state": None if shape is None else normal(*shape)}
+    arrays = {"xs": normal(*outer, D), "h0": normal(B, H)}
+    arrays |= {"w_ih": normal(wide, D) / D**0.5, "w_hh": normal(wide, H) / H**0.5}
+    arrays |= {"b_ih": normal(wide) / 2, "b_hh": normal(wide) / 2}
+    arrays["reset_state"] = None if shape is None else normal(*shape)
     resets = torch.rand(outer, generator=generator) < 0.3
     return arrays, resets, (normal(*outer, H), normal(B, H))
 
 
-def looped(nonlinearity, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state, reverse, batch_first):
-    """Computes `functional.rnn` step by step."""
+def step(cell, x, hidden, h):
+    """Returns the hidden state after a step, given the products with the inputs and with `h`, with their biases."""
+    if cell != "mgu":
+        return {"tanh": torch.tanh, "relu": torch.relu}[cell](x + hidden)
+    (x_f, x_n), (h_f, h_n) = x.chunk(2, -1), hidden.chunk(2, -1)
+    f = torch.sigmoid(x_f + h_f)
+    return (1 - f) * torch.tanh(x_n + f * h_n) + f * h
+
+
+def looped(cell, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state, reverse, batch_first):
+    """Computes the function of a cell step by step."""
     if batch_first:
         xs, resets = xs.transpose(0, 1), resets.T
         reset_state = reset_state.transpose(0, 1) if reset_state is not None and reset_state.ndim == 3 else reset_state
@@ -41,7 +57,7 @@ def looped(nonlinearity, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state,
     for t in reversed(steps) if reverse else steps:
         new = torch.zeros_like(h) if reset_state is None else reset_state[t] if reset_state.ndim == 3 else reset_state
         h = torch.where(resets[t][:, None], new, h)
-        h = ys[t] = NONLINEARITIES[nonlinearity](xs[t] @ w_ih.T + b_ih + h @ w_hh.T + b_hh)
+        h = ys[t] = step(cell, xs[t] @ w_ih.T + b_ih, h @ w_hh.T + b_hh, h)
     return torch.stack([ys[t] for t in steps], 1 if batch_first else 0), h
 
 
@@ -73,14 +89,14 @@ FORMS = [
 
 @pytest.mark.parametrize("implementation", [None, "torch"])
 @pytest.mark.parametrize(("reset_state", "reverse", "batch_first"), FORMS, ids=str)
-@every_nonlinearity
-def test_resets_and_reset_states_match_a_loop(nonlinearity, reset_state, reverse, batch_first, implementation):
-    *given, cotangents = make_arrays(6, 4, 3, 7, reset_state, batch_first)
+@every_cell
+def test_resets_and_reset_states_match_a_loop(cell, reset_state, reverse, batch_first, implementation):
+    *given, cotangents = make_arrays(cell, 6, 4, 3, 7, reset_state, batch_first)
     options = {"reverse": reverse, "batch_first": batch_first}
-    want = with_gradients(functools.partial(looped, nonlinearity, **options), given, cotangents, torch.float64)
-    rnn = functools.partial(functional.rnn, nonlinearity=nonlinearity, implementation=implementation, **options)
+    want = with_gradients(functools.partial(looped, cell, **options), given, cotangents, torch.float64)
+    function = functools.partial(FUNCTIONS[cell], implementation=implementation, **options)
     for dtype, bound in ((torch.float64, 1e-14), (torch.float32, 1e-6)):
-        assert_close(with_gradients(rnn, given, cotangents, dtype), want, bound)
+        assert_close(with_gradients(function, given, cotangents, dtype), want, bound)
 
 
 INTERPRETED = [
@@ -95,24 +111,24 @@ INTERPRETED = [
 
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: "-".join(map(str, case)))
-@every_nonlinearity
-def test_kernels_match_a_loop(nonlinearity, case):
+@every_cell
+def test_kernels_match_a_loop(cell, case):
     T, B, H, reset_state, precision, dtype, reverse, batch_first = case
-    *given, cotangents = make_arrays(T, B, 4, H, reset_state, batch_first)
+    *given, cotangents = make_arrays(cell, T, B, 4, H, reset_state, batch_first)
     given[0] = {name: x if x is None else x.to(dtype) for name, x in given[0].items()}
     options = {"reverse": reverse, "batch_first": batch_first}
-    want = with_gradients(functools.partial(looped, nonlinearity, **options), given, cotangents, torch.float64)
-    options |= {"precision": precision, "implementation": "triton", "nonlinearity": nonlinearity}
-    got = with_gradients(functools.partial(functional.rnn, **options), given, cotangents, dtype)
+    want = with_gradients(functools.partial(looped, cell, **options), given, cotangents, torch.float64)
+    options |= {"precision": precision, "implementation": "triton"}
+    got = with_gradients(functools.partial(FUNCTIONS[cell], **options), given, cotangents, dtype)
     # where a tanh saturates, 1 - h^2 is small, and the rounding error of h is not
     assert_close(got, want, 2.0**-9 if dtype == torch.float16 else 2e-3 if precision == "tf32" else 2e-6)
 
 
 @pytest.mark.interpret
-@every_nonlinearity
-def test_two_directions_and_several_models_take_the_kernels(nonlinearity):
+@every_cell
+def test_two_directions_and_several_models_take_the_kernels(cell):
     """Checks `torch.vmap` over weights of a module with two directions, whose directions are models too."""
-    modules = [nn.RNN(3, 12, nonlinearity=nonlinearity, bidirectional=True) for _ in range(2)]
+    modules = [MODULES[cell](3, 12, bidirectional=True) for _ in range(2)]
     xs, resets = torch.randn(4, 3, 3), torch.rand(4, 3) < 0.3
     params, buffers = torch.func.stack_module_state(modules)
     results = []
@@ -128,23 +144,20 @@ def test_two_directions_and_several_models_take_the_kernels(nonlinearity):
 
 
 @pytest.mark.parametrize("implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)])
-@every_nonlinearity
-def test_nan_stays_until_a_reset(nonlinearity, implementation):
+@every_cell
+def test_nan_stays_until_a_reset(cell, implementation):
     """Checks that a ReLU returns NaN for NaN, as that of PyTorch does, and that no NaN crosses a reset."""
-    (arrays, _, _) = make_arrays(4, 2, 3, 12)
+    arrays, _, _ = make_arrays(cell, 4, 2, 3, 12)
     arrays["xs"][0, 0] = torch.nan
     resets = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 0]])
     reset_state = arrays.pop("reset_state")
-    ys, h_n = functional.rnn(
-        *arrays.values(), resets=resets, reset_state=reset_state, nonlinearity=nonlinearity,
-        implementation=implementation,
-    )  # fmt: skip
+    ys, h_n = FUNCTIONS[cell](*arrays.values(), resets=resets, reset_state=reset_state, implementation=implementation)
     assert ys[:2, 0].isnan().all()
     assert ys[2:].isfinite().all() and ys[:, 1].isfinite().all() and h_n.isfinite().all()
 
 
 def test_unknown_nonlinearity_raises():
-    arrays, _, _ = make_arrays(2, 2, 3, 4)
+    arrays, _, _ = make_arrays("tanh", 2, 2, 3, 4)
     with pytest.raises(ValueError, match=r"Unknown nonlinearity 'gelu'\. Select from 'tanh' or 'relu'"):
         functional.rnn(*list(arrays.values())[:4], nonlinearity="gelu")
 
@@ -160,18 +173,18 @@ ON_GPUS = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", ON_GPUS, ids=lambda case: "-".join(map(str, case)))
-@every_nonlinearity
-def test_kernels_are_as_accurate_as_pytorchs_operations(nonlinearity, case):
+@every_cell
+def test_kernels_are_as_accurate_as_pytorchs_operations(cell, case):
     H, B, precision, dtype, reset_state = case
-    *given, cotangents = make_arrays(13, B, 8, H, reset_state)
+    *given, cotangents = make_arrays(cell, 13, B, 8, H, reset_state)
     given[0] = {name: x if x is None else x.to(dtype) for name, x in given[0].items()}
     options = {"reverse": False, "batch_first": False}
-    want = with_gradients(functools.partial(looped, nonlinearity, **options), given, cotangents, torch.float64)
+    want = with_gradients(functools.partial(looped, cell, **options), given, cotangents, torch.float64)
     before, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, precision == "tf32"
     try:
         got, again, own = (
             with_gradients(
-                functools.partial(functional.rnn, nonlinearity=nonlinearity, precision=precision, implementation=name),
+                functools.partial(FUNCTIONS[cell], precision=precision, implementation=name),
                 given, cotangents, dtype, "cuda",
             )
             for name in ("triton", "triton", "torch")
@@ -182,7 +195,7 @@ def test_kernels_are_as_accurate_as_pytorchs_operations(nonlinearity, case):
 
     def bound(name):
         # a rounding error that changes the sign of a gate changes the gradient of a ReLU from 0 to 1
-        jumps = nonlinearity == "relu" and name.startswith("d")
+        jumps = cell == "relu" and name.startswith("d")
         return max(2 * oracle.error(own[name], want[name]), 2.0**-5 if jumps else floor)
 
     assert_close(got, want, bound)

@@ -6,12 +6,26 @@ import pytest
 from cases import Case
 
 torch = pytest.importorskip("torch")
-from torch_bridge import functional  # noqa: E402  # needs torch
+from torch_bridge import cells, functional  # noqa: E402  # needs torch
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16, "f64": torch.float64}
 CELLS = ("gru", "lstm")
 every_cell = pytest.mark.parametrize("cell", CELLS)
 every_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+class MGU(torch.nn.GRU):
+    """An MGU by `torch.nn`: a GRU whose gates r and z have the same weights. Its parameters have rows f, n."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        for name, w in [*self.named_parameters()]:
+            setattr(self, name, torch.nn.Parameter(w.detach()[: 2 * self.hidden_size].clone()))
+        self.grus = [torch.nn.GRU(*args, **kwargs)]  # in a list, so that it is no submodule
+
+    def forward(self, input, hx=None):
+        tied = {name: torch.cat((w[: self.hidden_size], w)) for name, w in self.named_parameters()}
+        return torch.func.functional_call(self.grus[0].train(self.training), tied, (input, hx))
 
 
 def moved(arguments, device):
@@ -56,7 +70,7 @@ def run(case: Case, inputs, implementation=None, device="cpu", call=lambda funct
 
 
 def outputs_of(case):
-    return ("ys", "carry") if case.cell == "gru" else (*cases.sequences(case), "carry_c", "carry_h")
+    return ("ys", "carry") if case.cell != "lstm" else (*cases.sequences(case), "carry_c", "carry_h")
 
 
 def _forward(case, implementation, resets, *, xs, w_ih, w_hh, **rest):
@@ -64,9 +78,10 @@ def _forward(case, implementation, resets, *, xs, w_ih, w_hh, **rest):
         "resets": resets, "reverse": case.reverse, "batch_first": not case.time_major, "implementation": implementation,
         "precision": {"default": "tf32", "highest": "tf32x3", "high": "tf32x3", None: None}[case.precision],
     }  # fmt: skip
-    if case.cell == "gru":
-        b_hh = torch.nn.functional.pad(rest["b_hn"], (2 * case.H, 0))
-        return functional.gru(
+    if case.cell != "lstm":
+        function, gates = getattr(functional, case.cell), cells.CELLS[case.cell].gates
+        b_hh = torch.nn.functional.pad(rest["b_hn"], ((gates - 1) * case.H, 0))
+        return function(
             xs, rest["carry"], w_ih.mT, w_hh.mT, rest["b_ih"], b_hh, reset_state=rest.get("reset_state"), **options
         )
     state = (rest["reset_h"], rest["reset_c"]) if "reset_h" in rest else None

@@ -1,4 +1,4 @@
-"""Functions of weights in the layout of `torch.nn`: `gru`, `lstm` and `rnn` with episode resets, and norms.
+"""Functions of weights in the layout of `torch.nn`: `gru`, `lstm`, `mgu` and `rnn` with episode resets, and norms.
 
 They convert their arguments to the canonical form of `torch_bridge.rnn_ops` and `norm_ops`, without copies, and call
 the operators there.
@@ -7,7 +7,8 @@ the operators there.
 from torch_bridge.functional.checks import Implementation
 from torch_bridge.functional.gru import gru
 from torch_bridge.functional.lstm import lstm
+from torch_bridge.functional.mgu import mgu
 from torch_bridge.functional.norms import layer_norm, rms_norm
 from torch_bridge.functional.rnn import rnn
 
-__all__ = ["Implementation", "gru", "layer_norm", "lstm", "rms_norm", "rnn"]
+__all__ = ["Implementation", "gru", "layer_norm", "lstm", "mgu", "rms_norm", "rnn"]

@@ -79,7 +79,7 @@ def _project_inputs(
 
 
 def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
-    """Whether PyTorch's own cell can compute the step, in less than half the host time of a launch."""
+    """Whether `single_step` of `steps.cell.Cell` can compute the step, which has less host overhead than a launch."""
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
     if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
@@ -92,7 +92,7 @@ def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
 
 
 def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout) -> DirectionResult:
-    """Runs a layer of one direction for one step, with PyTorch's own cell."""
+    """Runs a layer of one direction for one step, with `single_step` of `steps.cell.Cell`."""
     hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
     states = []
     starts = one.resets

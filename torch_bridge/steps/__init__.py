@@ -7,8 +7,10 @@ host time of its operations. Nothing is written in place, so autograd can differ
 
 from __future__ import annotations
 
-from torch_bridge.steps import gru, lstm, simple_relu, simple_tanh
+from torch_bridge.steps import gru, lstm, mgu, simple_relu, simple_tanh
 from torch_bridge.steps.cell import Cell
 
 # The arithmetic of cells in `torch_bridge.cells.CELLS`.
-CELLS: dict[str, Cell] = {"gru": gru, "lstm": lstm, "simple_tanh": simple_tanh, "simple_relu": simple_relu}
+CELLS: dict[str, Cell] = {
+    "gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu,
+}  # fmt: skip

@@ -49,4 +49,7 @@ class Cell(Protocol):
     def single_step(
         self, x: Tensor, states: Tensors, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
     ) -> Tensors:
-        """Returns the new states as PyTorch's own cell computes them from the inputs of one step, `[N, D]`."""
+        """Returns the new states, given the inputs of one step, `[N, D]`.
+
+        It runs PyTorch's own cell, or PyTorch operations if there is none, and no operator of this package.
+        """

@@ -1,0 +1,68 @@
+"""The function `mgu`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torch_bridge.cells import MGU
+from torch_bridge.functional.checks import Implementation, check_direction
+from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.layer import run_layer
+from torch_bridge.rnn_ops import Precision
+
+
+def mgu(
+    xs: Tensor,
+    h0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs a minimal gated unit (Zhou et al., 2016) over time, starting afresh wherever `resets` is nonzero.
+
+    With s the logistic function and gates ordered f, n:
+
+        h = reset_state if resets[t] else h
+        f = s(W_if x + b_if + W_hf h + b_hf)
+        n = tanh(W_in x + b_in + f * (W_hn h + b_hn))
+        h' = (1 - f) * n + f * h
+
+    It is a GRU whose gates r and z are the same gate, f.
+
+    Args:
+      xs: see `gru`.
+      h0: see `gru`.
+      w_ih: `[2H, D]`.
+      w_hh: `[2H, H]`.
+      b_ih: `[2H]` or None.
+      b_hh: `[2H]` or None.
+      resets: see `gru`.
+      reset_state: see `gru`.
+      reverse: see `gru`.
+      batch_first: see `gru`.
+      precision: see `gru`.
+      implementation: see `gru`. PyTorch has no cell of this kind; where `gru` runs PyTorch's own cell, `mgu` runs
+        PyTorch operations.
+
+    Returns:
+      `(ys, h_n)`, see `gru`.
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: see `gru`.
+    """
+    one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    check_direction(MGU, xs, one, batch_first)
+    (out,) = run_layer(
+        MGU, xs, [one], reverse=reverse, batch_first=batch_first, precision=precision,
+        implementation=implementation,
+    )  # fmt: skip
+    return out.hs, out.last[0]

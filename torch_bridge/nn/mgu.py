@@ -1,0 +1,60 @@
+"""The module `MGU`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from torch_bridge import cells
+from torch_bridge.nn.forward import forward
+from torch_bridge.nn.recurrent import RecurrentModule
+
+
+class MGU(RecurrentModule):
+    """Minimal gated units with episode resets, in the form of `torch.nn.GRU`; `torch.nn` has no such module.
+
+    Parameters have the names of those of `torch.nn.GRU`, with 2H rows instead of 3H, gates ordered f, n. Their initial
+    values are uniform between -1 / sqrt(H) and 1 / sqrt(H).
+
+    Args:
+      args: see `torch.nn.GRU`.
+      precision: see `GRU`.
+      implementation: see `GRU`.
+      kwargs: see `torch.nn.GRU`.
+
+    Raises:
+      ValueError: see `torch.nn.GRU`.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if "proj_size" in kwargs:
+            raise ValueError("proj_size argument is only supported for LSTM, not MGU")
+        super().__init__("GRU", *args, **kwargs)  # torch.nn.RNNBase accepts the modes of torch.nn only
+        self.mode = "MGU"
+        for name, w in [*self.named_parameters()]:
+            setattr(self, name, Parameter(w.detach()[: cells.MGU.gates * self.hidden_size].clone()))
+        self._init_flat_weights()
+
+    def forward(
+        self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Runs the stack, starting afresh wherever `resets` is nonzero.
+
+        Args:
+          input: see `GRU.forward`.
+          hx: see `GRU.forward`.
+          resets: see `GRU.forward`.
+          reset_state: see `GRU.forward`.
+
+        Returns:
+          `(output, h_n)`, see `torch.nn.GRU`.
+
+        Raises:
+          ValueError: see `GRU.forward`.
+          RuntimeError: see `torch.nn.GRU`.
+          NotImplementedError: see `GRU.forward`.
+        """
+        ys, (h_n,) = forward(self, cells.MGU, input, None if hx is None else (hx,), resets, (reset_state,))
+        return ys, h_n
