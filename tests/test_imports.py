@@ -1,6 +1,7 @@
 """Checks imports: `jaxrnn` works without PyTorch and Triton, `torch_bridge` without JAX, and modules obey a table."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -177,3 +178,23 @@ def test_modules_of_torch_bridge_import_only_what_they_may(module):
     if within(module, "torch_bridge.tiling", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]
+
+
+# The words that name a cell, and the names of its own files; beside these, only tables and exports name it.
+NAMES = {
+    "mgu": (r"\bmgu\b|MGU", ("mgu.py",)),
+    "simple": (
+        r"\bsimple_(tanh|relu|rnn)\b|SIMPLE_|Simple(Params|Cell|RNN)",
+        ("simple.py", "simple_tanh.py", "simple_relu.py", "simple_rnn.py", "rnn.py"),
+    ),
+}
+
+
+@pytest.mark.parametrize("cell", NAMES)
+def test_a_cell_is_named_in_its_own_files_and_in_tables_alone(cell):
+    pattern, own = NAMES[cell]
+    paths = [path for package in ("jaxrnn", "torch_bridge") for path in ROOT.joinpath(package).rglob("*.py")]
+    naming = {path.relative_to(ROOT) for path in paths if re.search(pattern, path.read_text())}
+    assert len([path for path in naming if path.name in own]) >= 4
+    others = {str(path) for path in naming if path.name not in (*own, "__init__.py")}
+    assert others == {"torch_bridge/cells.py"}
