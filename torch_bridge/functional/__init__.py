@@ -5,10 +5,23 @@ the operators there.
 """
 
 from torch_bridge.functional.checks import Implementation
+from torch_bridge.functional.direction import Direction, DirectionResult
 from torch_bridge.functional.gru import gru
+from torch_bridge.functional.layer import run_layer
 from torch_bridge.functional.lstm import lstm
 from torch_bridge.functional.mgu import mgu
 from torch_bridge.functional.norms import layer_norm, rms_norm
 from torch_bridge.functional.rnn import rnn
 
-__all__ = ["Implementation", "gru", "layer_norm", "lstm", "mgu", "rms_norm", "rnn"]
+__all__ = [
+    "Direction",
+    "DirectionResult",
+    "Implementation",
+    "gru",
+    "layer_norm",
+    "lstm",
+    "mgu",
+    "rms_norm",
+    "rnn",
+    "run_layer",
+]

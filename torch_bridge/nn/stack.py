@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import dropout
 
+from torch_bridge import functional
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.direction import Direction, DirectionResult
-from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional import Direction, DirectionResult
 
 
 class InitialStates(NamedTuple):
@@ -65,7 +65,7 @@ def run_stack(
             if rnn.proj_size:
                 names["w_hr"] = getattr(rnn, "weight_hr" + suffix)
             directions.append(Direction(**names, **starts[i]._asdict()))  # type: ignore[arg-type]
-        results = run_layer(
+        results = functional.run_layer(
             cell, xs, directions, batch_first=batch_first, cells=cells,
             precision=getattr(rnn, "precision", None), implementation=getattr(rnn, "implementation", None),
         )  # fmt: skip
