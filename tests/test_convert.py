@@ -414,6 +414,8 @@ def test_nnx_rejects_what_it_cannot_convert():
         convert.to_nnx(make_params("gru", D=7)._replace(b_hn=jnp.zeros(H)), cell)
     with pytest.raises(ValueError, match=r"LSTMParams are for LSTMCell or OptimizedLSTMCell, got 'GRUCell'"):
         convert.to_nnx(make_params("lstm"), "GRUCell")
+    with pytest.raises(ValueError, match=r"GRUParams are for GRUCell, got a LSTMCell with"):
+        convert.to_nnx(make_params("gru"), nnx.LSTMCell(D, H, rngs=rngs))
 
 
 # Equinox

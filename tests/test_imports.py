@@ -18,7 +18,8 @@ NOT_DEPENDENCIES = (
     *CONVERTED,
 )
 
-PARAMS = {"jaxrnn.cells.GRUParams", "jaxrnn.cells.LSTMParams"}
+# The files of jaxrnn.convert that all frameworks share.
+SHARED_BY_FRAMEWORKS = tuple(f"jaxrnn.convert.{name}" for name in ("arrays", "checks", "dense", "layout"))
 
 
 def modules(package: str) -> list[str]:
@@ -156,7 +157,14 @@ def test_modules_of_jaxrnn_import_only_what_they_may(module):
     allowed = [f"jaxrnn.{one}" for one in (*ARROWS[name], name)]
     assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]
     if name == "convert":
-        assert {one for one in imported if within(one, "jaxrnn")} <= PARAMS, "convert may import only the parameters"
+        cells = {one for one in imported if within(one, "jaxrnn.cells")}
+        assert cells <= {"jaxrnn.cells.CELLS"}, "convert reads the table of cells, and names none of them"
+
+
+@pytest.mark.parametrize("module", [module for module in modules("jaxrnn") if within(module, "jaxrnn.convert")])
+def test_modules_of_convert_do_not_import_those_of_frameworks(module):
+    within_convert = {one for one in imports(module) if within(one, "jaxrnn.convert")}
+    assert module == "jaxrnn.convert" or all(within(one, *SHARED_BY_FRAMEWORKS) for one in within_convert)
 
 
 @pytest.mark.parametrize("package", ["jaxrnn.linen", "jaxrnn.nnx"])

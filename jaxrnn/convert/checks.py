@@ -1,0 +1,107 @@
+"""Checks of shapes and activations; each raises ValueError."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrnn.convert.arrays import alternatives, describe, read_array
+from jaxrnn.convert.layout import LAYOUTS, Layout, layout_of
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    Shapes = dict[str, tuple[int, ...]]
+
+
+def find_layout(
+    source: str, arrays: Mapping[str, Array], ih: str, hh: str, layouts: Sequence[Layout], *, transposed: bool = False
+) -> tuple[Layout, int, int]:
+    """Returns `(layout, D, H)` of one of `layouts` from two matrices, `[D, nH]` and `[H, nH]` unless `transposed`."""
+    w_ih, w_hh = arrays[ih], arrays[hh]
+    check_matrices(source, arrays, ih, hh)
+    hidden, wide = w_hh.shape[::-1] if transposed else w_hh.shape
+    for layout in layouts:
+        if hidden and wide == layout.cell.gates * hidden:
+            return layout, w_ih.shape[1 if transposed else 0], hidden
+    wanted = [f"{_recurrent_shape(layout, transposed)} ({layout.title})" for layout in layouts]
+    raise ValueError(f"{source}: {hh} must be {alternatives(wanted)}, got {w_hh.shape}")
+
+
+def _recurrent_shape(layout: Layout, transposed: bool = False) -> str:
+    wide = f"{layout.cell.gates}H"
+    return f"[{wide}, H]" if transposed else f"[H, {wide}]"
+
+
+def check_matrices(source: str, arrays: Mapping[str, Array], ih: str, hh: str) -> None:
+    """Raises ValueError unless both arrays have two axes."""
+    if arrays[ih].ndim != 2 or arrays[hh].ndim != 2:
+        raise ValueError(f"{source}: {ih} and {hh} must be matrices, got {arrays[ih].shape} and {arrays[hh].shape}")
+
+
+def check_shapes(source: str, arrays: Mapping[str, Array], shapes: Shapes) -> None:
+    """Raises ValueError unless every array is named in `shapes` and has the shape given there."""
+    for name, x in arrays.items():
+        if name not in shapes:
+            raise ValueError(f"{source}: such a cell has no {name}; got {describe(arrays)}")
+        if x.shape != shapes[name]:
+            sizes = ", ".join(f"{other} {y.shape}" for other, y in arrays.items() if other != name)
+            raise ValueError(f"{source}: {name} must be {shapes[name]} with {sizes}; got {x.shape}")
+
+
+def check_params(
+    source: str, params: Any, *, missing: Mapping[Layout, str] | None = None, projected: bool = False
+) -> Layout:
+    """Returns the layout of `params`; raises ValueError unless these are parameters whose shapes agree.
+
+    Args:
+      source: the name of the public function.
+      params: the parameters.
+      missing: by layout, why the framework cannot have the weights of such a cell.
+      projected: whether it can have a projection.
+    """
+    layout = layout_of(params)
+    if layout is None:
+        names = alternatives([layout.cell.params.__name__ for layout in LAYOUTS])
+        raise ValueError(f"{source} takes {names}, got {type(params).__name__}")
+    arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None}
+    w_hr = arrays.get("params.w_hr")
+    if w_hr is not None and not projected:
+        raise ValueError(f"{source} cannot convert a projection, params.w_hr: only to_torch can")
+    if w_hr is not None and w_hr.ndim != 2:
+        raise ValueError(f"{source}: params.w_hr must be a matrix, got {w_hr.shape}")
+    check_matrices(source, arrays, "params.w_ih", "params.w_hh")
+    cell, width = layout.cell, params.w_hh.shape[0]
+    if w_hr is None and (not width or params.w_hh.shape[1] != cell.gates * width):
+        raise ValueError(
+            f"{source}: params.w_hh of {type(params).__name__} must be {_recurrent_shape(layout)}, got "
+            f"{params.w_hh.shape}"
+        )
+    hidden = width if w_hr is None else w_hr.shape[0]
+    shapes = cell.shapes(params.w_ih.shape[0], hidden)
+    if w_hr is not None:
+        shapes |= {"w_hh": (w_hr.shape[1], cell.gates * hidden), "w_hr": w_hr.shape}
+    check_shapes(source, arrays, {f"params.{name}": shape for name, shape in shapes.items()})
+    if missing is not None and layout in missing:
+        raise ValueError(f"{source}: {missing[layout]}")
+    return layout
+
+
+def check_activations(source: str, cell: Any, *, gate: str, activation: str) -> None:
+    """Raises ValueError if a cell's functions in place of sigmoid and tanh have other values."""
+    x = np.linspace(-6, 6, 25, dtype=np.float32)
+    for name, expected in ((gate, jax.nn.sigmoid), (activation, jnp.tanh)):
+        function = getattr(cell, name, expected)
+        if function is expected:
+            continue
+        with jax.ensure_compile_time_eval():
+            got, want = np.asarray(read_array(source, name, function(jnp.asarray(x)))), np.asarray(expected(x))
+        if not np.allclose(got, want, rtol=0, atol=1e-5):
+            raise ValueError(
+                f"{source}: {name} is {getattr(function, '__name__', function)!r}, but jaxrnn's cells use "
+                f"{expected.__name__}"
+            )

@@ -1,0 +1,56 @@
+"""Weights from and to Equinox."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxrnn.convert.arrays import read_arrays
+from jaxrnn.convert.checks import check_params, check_shapes, find_layout
+from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn.convert.layout import Params
+
+CELLS = (GRU, LSTM)
+
+
+def from_equinox(cell: Any) -> Params:
+    """Returns the weights of `equinox.nn.GRUCell` or `LSTMCell`, whose formulas and order of gates are the same.
+
+    Args:
+      cell: the cell, or a mapping with its arrays: `weight_ih [3H|4H, D]`, `weight_hh [3H|4H, H]`, `bias [3H|4H]`, and
+        `bias_n [H]` for a GRU. Biases that are None (`use_bias=False`) give zeros.
+
+    Raises:
+      ValueError: the module is another one, or shapes are wrong.
+    """
+    names = ("weight_ih", "weight_hh", "bias", "bias_n")
+    get = cell.get if isinstance(cell, Mapping) else lambda name: getattr(cell, name, None)
+    given = {name: x for name in names if (x := get(name)) is not None}
+    arrays = read_arrays("from_equinox", given, (*names[:2], *(name for name in names[2:] if name in given)), cell)
+    layout, inputs, hidden = find_layout("from_equinox", arrays, "weight_ih", "weight_hh", CELLS, transposed=True)
+    wide = layout.cell.gates * hidden
+    shapes: dict[str, tuple[int, ...]] = {"weight_ih": (wide, inputs), "weight_hh": (wide, hidden), "bias": (wide,)}
+    if layout.cell.last_gate_separate:
+        shapes["bias_n"] = (hidden,)
+    check_shapes("from_equinox", arrays, shapes)
+    bias, bias_n = (arrays.get(name) for name in names[2:])
+    return pack(layout, arrays["weight_ih"].T, arrays["weight_hh"].T, bias, b_hn=bias_n)
+
+
+def to_equinox(params: Params) -> dict[str, Array]:
+    """Returns the arrays of `equinox.nn.GRUCell` or `LSTMCell` (with `use_bias=True`), by attribute.
+
+        arrays = to_equinox(params)
+        cell = eqx.tree_at(lambda cell: [getattr(cell, name) for name in arrays], cell, list(arrays.values()))
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    layout = check_params("to_equinox", params)
+    bias, b_hn = biases_of(layout, params)
+    arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias": bias}
+    return arrays if b_hn is None else arrays | {"bias_n": b_hn}

@@ -1,0 +1,103 @@
+"""Weights from and to Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+
+from jaxrnn.convert.arrays import read_arrays, to_numpy
+from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
+from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack, reorder, two_biases
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxrnn.convert.layout import Params
+
+# The cells of Keras, and the order of their gates.
+CELLS = {GRU: ("z", "r", "n"), LSTM: ("i", "f", "g", "o")}
+WEIGHTS = ("kernel", "recurrent_kernel", "bias")
+
+
+def from_keras(source: Any) -> Params:
+    """Returns the weights of Keras' `GRU` (with `reset_after=True`, the default) or `LSTM`, or of their cells.
+
+    Keras orders the gates of a GRU z, r, h; it orders those of an LSTM as here, i, f, c, o. The two biases of a GRU are
+    added for r and z. `unit_forget_bias` affects the initial value only: a step adds no constant.
+
+    Args:
+      source: the layer or cell, built; or the result of its `get_weights()`: `kernel [D, 3H|4H]`, `recurrent_kernel
+        [H, 3H|4H]` and `bias [2, 3H]` of a GRU, `[4H]` of an LSTM. Missing biases are zeros. Pass a GRU without biases
+        as a layer, because its weights do not show `reset_after`.
+
+    Raises:
+      ValueError: `reset_after` is False, which computes something else; activations are not sigmoid and tanh (a list of
+        weights does not show them); there are several cells; the layer is not built; or shapes are wrong.
+    """
+    cell = None if isinstance(source, Sequence) else _cell(source)
+    given = _weights(source if cell is None else cell)
+    arrays = read_arrays("from_keras", given, (*WEIGHTS[:2], *(name for name in WEIGHTS[2:] if name in given)), source)
+    layout, inputs, hidden = find_layout("from_keras", arrays, *WEIGHTS[:2], tuple(CELLS))
+    wide, bias = layout.cell.gates * hidden, arrays.get("bias")
+    if layout.cell.last_gate_separate:
+        _check_reset_after(getattr(cell, "reset_after", None), bias, wide)
+    shapes = {"kernel": (inputs, wide), "recurrent_kernel": (hidden, wide)}
+    check_shapes("from_keras", arrays, shapes | {"bias": (2, wide) if layout.cell.last_gate_separate else (wide,)})
+    b_i, b_h = bias if bias is not None and bias.ndim == 2 else (bias, None)
+    return pack(layout, arrays["kernel"], arrays["recurrent_kernel"], b_i, b_h, order=CELLS[layout])
+
+
+def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
+    """Returns kernel, recurrent kernel and bias for Keras' `GRU` (with `reset_after=True`) or `LSTM`: NumPy copies.
+
+        layer.set_weights(to_keras(params))
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    layout = check_params("to_keras", params)
+    bias = biases_of(layout, params)[0]
+    if layout.cell.last_gate_separate:
+        bias = jnp.stack(two_biases(layout, params))
+    return [to_numpy(reorder(x, layout.gates, CELLS[layout])) for x in (params.w_ih, params.w_hh, bias)]
+
+
+def _weights(source: Any) -> dict[str, Any]:
+    """Returns the arrays of a cell or of a list of weights by name."""
+    if not isinstance(source, Sequence):
+        return {name: x for name in WEIGHTS if (x := getattr(source, name, None)) is not None}
+    if len(source) not in (2, 3):
+        raise ValueError(
+            f"from_keras takes the kernel, recurrent kernel and bias of one layer, got {len(source)} arrays; "
+            "convert layers one by one"
+        )
+    return dict(zip(WEIGHTS, source, strict=False))
+
+
+def _cell(source: Any) -> Any:
+    """Returns the one cell of a layer; raises ValueError unless it is built, with activations that jaxrnn has."""
+    if hasattr(source, "forward_layer"):
+        raise ValueError("from_keras: a Bidirectional layer has two; pass its forward_layer or its backward_layer")
+    cell = getattr(source, "cell", source)
+    if hasattr(cell, "cells"):
+        raise ValueError("from_keras: the source has several cells; pass one element of its cells")
+    if getattr(cell, "built", True) is False:
+        raise ValueError(f"from_keras: the {type(source).__name__} has no weights yet; build it or call it once")
+    check_activations("from_keras", cell, gate="recurrent_activation", activation="activation")
+    return cell
+
+
+def _check_reset_after(reset_after: bool | None, bias: Any, wide: int) -> None:
+    """Raises ValueError unless a GRU is known to have `reset_after=True`; None means that the source is no layer."""
+    if reset_after is False or (bias is not None and bias.shape == (wide,)):
+        raise ValueError(
+            "from_keras: a GRU with reset_after=False applies the reset gate before the matrix product, but jaxrnn.gru "
+            "applies it after. Weights cannot be converted: train a new GRU with reset_after=True"
+        )
+    if reset_after is None and bias is None:
+        raise ValueError(
+            "from_keras: a GRU's weights without biases do not tell whether reset_after is True, which is required: "
+            "pass the layer instead of its weights"
+        )

@@ -1,0 +1,141 @@
+"""Weights from and to Flax NNX."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from jaxrnn.convert.arrays import describe, read_arrays
+from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
+from jaxrnn.convert.dense import biased_operand, dense_names, from_dense, read_dense, to_dense
+from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack, two_biases
+
+if TYPE_CHECKING:
+    from jaxrnn.convert.layout import Layout, Params
+
+# The classes of each cell, and the class that has a layer per operand and gate instead of a layer per operand.
+CELLS = {GRU: ("GRUCell",), LSTM: ("LSTMCell", "OptimizedLSTMCell")}
+UNFUSED, UNFUSED_CLASS = LSTM, "LSTMCell"
+FUSED_LAYERS = ["dense_i", "dense_h"]
+UNFUSED_LAYERS = ["if_" if name == "if" else name for name in dense_names(UNFUSED)]
+
+
+def from_nnx(source: Any) -> Params:
+    """Returns the weights of `flax.nnx.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`.
+
+    Flax's NNX GRUCell has no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), and `b_hn` is then zeros.
+    If a cell has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`, it is converted.
+
+    Args:
+      source: the cell, its `nnx.State`, or a mapping like it: `{"dense_i": {"kernel": [D, 3H|4H], ...}, "dense_h":
+        ...}`, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`. For an `nnx.RNN`, pass `rnn.cell`.
+
+    Raises:
+      ValueError: the cell is another one, or has another `gate_fn` or `activation_fn`. A state does not show those two.
+    """
+    check_activations("from_nnx", source, gate="gate_fn", activation="activation_fn")
+    tree = _tree("from_nnx", source)
+    if _is_unfused(tree):
+        return from_dense("from_nnx", UNFUSED, {name.rstrip("_"): entry for name, entry in tree.items()})
+    named = {f"{name}.{part}": x for name in FUSED_LAYERS for part, x in tree[name].items()}
+    if "hn_bias" in tree:
+        named["hn_bias"] = tree["hn_bias"]
+    arrays = read_arrays("from_nnx", named, named)
+    layout, inputs, hidden = find_layout("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel", tuple(CELLS))
+    wide = layout.cell.gates * hidden
+    shapes: dict[str, tuple[int, ...]] = {"dense_i.kernel": (inputs, wide), "dense_h.kernel": (hidden, wide)}
+    shapes |= {"dense_i.bias": (wide,), "dense_h.bias": (wide,)}
+    if layout.cell.last_gate_separate:
+        shapes["hn_bias"] = (hidden,)
+    check_shapes("from_nnx", arrays, shapes)
+    b_i, b_h, b_hn = (arrays.get(name) for name in ("dense_i.bias", "dense_h.bias", "hn_bias"))
+    return pack(layout, arrays["dense_i.kernel"], arrays["dense_h.kernel"], b_i, b_h, b_hn=b_hn)
+
+
+def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
+    """Returns the values of `params` as a tree of arrays with the structure of `cell`.
+
+        nnx.update(cell, to_nnx(params, cell))
+
+    Args:
+      params: the weights.
+      cell: the cell or its state, which determines the structure and whether there is a b_hn; or the name of one of
+        Flax's classes, "GRUCell" (without b_hn), "LSTMCell" or "OptimizedLSTMCell".
+
+    Raises:
+      ValueError: `b_hn` is not zero and the cell has none; the cell is another one, or has other sizes.
+    """
+    layout = check_params("to_nnx", params)
+    given = None if isinstance(cell, str) else _tree("to_nnx", cell)
+    unfused = cell == UNFUSED_CLASS if given is None else _is_unfused(given)
+    if (given is None and cell not in CELLS[layout]) or (unfused and layout is not UNFUSED):
+        got = repr(cell) if given is None else f"a {type(cell).__name__} with {describe(given)}"
+        raise ValueError(f"to_nnx: {type(params).__name__} are for {' or '.join(CELLS[layout])}, got {got}")
+    tree: dict[str, Any]
+    if unfused:
+        tree = {"if_" if name == "if" else name: entry for name, entry in to_dense(layout, params).items()}
+    else:
+        tree = {"dense_i": {"kernel": params.w_ih}, "dense_h": {"kernel": params.w_hh}}
+        tree[f"dense_{biased_operand(layout)}"]["bias"] = biases_of(layout, params)[0]
+        _add_recurrent_bias(tree, layout, params, {} if given is None else given)
+    if given is not None:
+        _check_fits(tree, given)
+    return tree
+
+
+def _add_recurrent_bias(tree: dict[str, Any], layout: Layout, params: Params, given: dict[str, Any]) -> None:
+    """Adds the bias of the hidden product if `given` has one.
+
+    Raises:
+      ValueError: it has none, and b_hn is not known to be zero.
+    """
+    b_hn = biases_of(layout, params)[1]
+    if b_hn is not None and "hn_bias" in given:
+        tree["hn_bias"] = b_hn
+    elif biased_operand(layout) == "i" and given.get("dense_h", {}).get("bias") is not None:
+        tree["dense_h"]["bias"] = two_biases(layout, params)[1]
+    elif isinstance(b_hn, jax.core.Tracer):
+        raise ValueError("to_nnx: Flax's NNX GRUCell has no b_hn, and inside jit b_hn cannot be checked to be zero")
+    elif b_hn is not None and np.any(np.asarray(b_hn) != 0):
+        raise ValueError(
+            "to_nnx: b_hn is not zero, but Flax's NNX GRUCell has no b_hn (flax#5594) and cannot compute this GRU. "
+            "Linen's GRUCell can"
+        )
+
+
+def _is_unfused(tree: Mapping[str, Any]) -> bool:
+    return UNFUSED_LAYERS[0] in tree
+
+
+def _tree(source: str, cell: Any) -> dict[str, Any]:
+    """Returns the parameters of a cell by name: a layer's as a dict, others unchanged."""
+    entries = dict(cell) if isinstance(cell, Mapping) else getattr(cell, "__dict__", {})
+    if not isinstance(cell, Mapping):  # drops attributes that are not parameters
+        entries = {name: x for name, x in entries.items() if hasattr(x, "kernel") or hasattr(x, "__jax_array__")}
+    entries.pop("rngs", None)
+    layers = next((names for names in (FUSED_LAYERS, UNFUSED_LAYERS) if entries.keys() >= set(names)), [])
+    known = {*layers, "hn_bias"} if layers is FUSED_LAYERS else set(layers)
+    if not layers or not entries.keys() <= known:
+        raise ValueError(
+            f"{source} takes an nnx.GRUCell or OptimizedLSTMCell ({', '.join(FUSED_LAYERS)}) or an nnx.LSTMCell "
+            f"({', '.join(UNFUSED_LAYERS)}), or the state of one; got a {type(cell).__name__} with {describe(entries)}"
+        )
+    return {name: read_dense(source, name, x) if name in layers else x for name, x in entries.items()}
+
+
+def _check_fits(tree: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raises ValueError unless the cell `given` has the weights in `tree`, in these shapes, and no others."""
+
+    def shapes(tree: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+        layers = {name: entry if isinstance(entry, Mapping) else {"": entry} for name, entry in tree.items()}
+        named = {f"{name}.{part}".rstrip("."): x for name, entry in layers.items() for part, x in entry.items()}
+        return {name: tuple(x.shape) for name, x in named.items()}
+
+    ours, theirs = shapes(tree), shapes(given)
+    if ours != theirs:
+        names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+        differ = ", ".join(f"{name} is {theirs.get(name)} there, {ours.get(name)} here" for name in names)
+        raise ValueError(f"to_nnx: the shapes of the cell (there) and of params (here) differ: {differ}")

@@ -1,0 +1,115 @@
+"""Weights from and to `torch.nn`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from jaxrnn.convert.arrays import describe, read_arrays, to_numpy
+from jaxrnn.convert.checks import check_params, check_shapes, find_layout
+from jaxrnn.convert.layout import GRU, LSTM, pack, two_biases
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from jaxrnn.convert.layout import Params
+
+CELLS = (GRU, LSTM)
+
+
+def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
+    """Returns the weights of one layer and direction of `torch.nn.GRU` or `LSTM`, or of a `GRUCell` or `LSTMCell`.
+
+    Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
+    gates of an LSTM, and for r and z of a GRU. A module without biases gives zeros.
+
+    Args:
+      source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays: `weight_ih_l0
+        [3H|4H, D]`, `weight_hh_l0 [3H|4H, H]`, `bias_ih_l0` and `bias_hh_l0 [3H|4H]`; with `proj_size` `weight_hh_l0
+        [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no `_l0`.
+      layer: index of the layer; optional if there is only one.
+      reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
+        for those of the forward direction; optional if there is only one direction.
+      prefix: prefix of the names in the state dict of a larger model, like "rnn.".
+
+    Raises:
+      ValueError: there are no such weights, several fit, or shapes are wrong.
+    """
+    state = source.state_dict() if hasattr(source, "state_dict") else source
+    if not isinstance(state, Mapping):
+        raise ValueError(f"from_torch takes a module or its state dict, got {type(source).__name__}")
+    suffix = _suffix(state, layer, reverse, prefix)
+    names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
+    has_bias = names[2] in state or names[3] in state
+    projection = f"{prefix}weight_hr{suffix}"
+    projected = projection in state
+    arrays = read_arrays("from_torch", state, names[: 4 if has_bias else 2] + [projection] * projected)
+    if projected:
+        if arrays[projection].ndim != 2 or arrays[names[0]].ndim != 2:
+            raise ValueError(f"from_torch: {projection} and {names[0]} must be matrices")
+        (width, hidden), inputs, layout = arrays[projection].shape, arrays[names[0]].shape[1], LSTM
+    else:
+        layout, inputs, hidden = find_layout("from_torch", arrays, names[0], names[1], CELLS, transposed=True)
+        width = hidden
+    wide = layout.cell.gates * hidden
+    shapes = dict(zip(names, ((wide, inputs), (wide, width), (wide,), (wide,)), strict=True))
+    check_shapes("from_torch", arrays, shapes | ({projection: (width, hidden)} if projected else {}))
+    b_i, b_h = (arrays.get(name) for name in names[2:])
+    params = pack(layout, arrays[names[0]].T, arrays[names[1]].T, b_i, b_h)
+    return params._replace(w_hr=arrays[projection].T) if projected else params
+
+
+def to_torch(
+    params: Params, *, layer: int | None = 0, reverse: bool = False, prefix: str = ""
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Returns the weights for `torch.nn.GRU` or `LSTM`: copies as NumPy arrays, by PyTorch's names.
+
+        module.load_state_dict({name: torch.from_numpy(x) for name, x in to_torch(params).items()})
+
+    `bias_hh` is zero except for a GRU's b_hn. PyTorch does not accept NumPy's bfloat16: pass `x.astype("float32")`,
+    which `load_state_dict` rounds to the module's bfloat16, with the same bits.
+
+    Args:
+      params: the weights.
+      layer: index in the names: `weight_ih_l0` for 0, and `weight_ih`, the name in a cell, for None.
+      reverse: whether to use the names of the backward direction, like `weight_ih_l0_reverse`.
+      prefix: prefix of the names.
+
+    Raises:
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+    """
+    if layer is None and reverse:
+        raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: do not pass reverse")
+    layout = check_params("to_torch", params, projected=True)
+    suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
+    b_i, b_h = two_biases(layout, params)
+    arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias_ih": b_i, "bias_hh": b_h}
+    w_hr = getattr(params, "w_hr", None)
+    if w_hr is not None:
+        arrays["weight_hr"] = w_hr.T
+    return {f"{prefix}{name}{suffix}": to_numpy(x) for name, x in arrays.items()}
+
+
+def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, prefix: str) -> str:
+    """Returns the suffix of `weight_ih` in the names of the requested layer and direction; "" for a cell."""
+    pattern = re.compile(r"(?P<prefix>.*?)weight_ih(?P<suffix>_l(?P<layer>\d+)(?P<reverse>_reverse)?)?")
+    found = [match for name in state if (match := pattern.fullmatch(name))]
+    here = [match for match in found if match["prefix"] == prefix]
+    if not here:
+        prefixes = sorted({repr(match["prefix"]) for match in found})
+        hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else ""
+        raise ValueError(
+            f"from_torch: expected {prefix}weight_ih_l0 (of a GRU or LSTM) or {prefix}weight_ih (of a cell), got "
+            f"{describe(state)}{hint}"
+        )
+    choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
+    layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}
+    if layer is None and len(layers) > 1:
+        raise ValueError(f"from_torch: there are {len(layers)} layers; pass one of layer=0 to layer={max(layers)}")
+    if reverse is None and len(directions) > 1:
+        raise ValueError("from_torch: the module is bidirectional; choose a direction with reverse=False or True")
+    for index, backward, suffix in choices:
+        if layer in (None, index) and reverse in (None, backward):
+            return suffix
+    raise ValueError(f"from_torch: there are no weights for layer={layer}, reverse={reverse}; got {describe(state)}")
