@@ -1,4 +1,4 @@
-"""Tests that the modules of other frameworks agree with `jaxrnn.gru` and `lstm` on weights converted either way."""
+"""Tests that the modules of other frameworks agree with the functions of `jaxrnn` on weights converted either way."""
 
 import functools
 import re
@@ -11,10 +11,12 @@ import pytest
 from flax import linen, nnx
 
 import jaxrnn
-from jaxrnn import GRUParams, LSTMParams, convert
+from jaxrnn import GRUParams, LSTMParams, MGUParams, SimpleParams, convert
+from jaxrnn.cells import CELLS
 
 T, B, D, H = 6, 3, 4, 5
-KINDS = {"gru": GRUParams, "lstm": LSTMParams}
+KINDS = {"gru": GRUParams, "lstm": LSTMParams, "mgu": MGUParams, "simple": SimpleParams}
+FUNCTIONS = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple": jaxrnn.simple_rnn}
 
 
 @pytest.fixture(autouse=True)
@@ -59,9 +61,8 @@ def draw(seed, *shape, dtype=np.float32):
 
 
 def make_params(cell, D=D, H=H, dtype=jnp.float32):
-    n = {"gru": 3, "lstm": 4}[cell]
-    shapes = [(D, n * H), (H, n * H), (n * H,), (H,)][: 4 if cell == "gru" else 3]
-    return KINDS[cell](*(jnp.asarray(0.5 * draw(i, *shape), dtype) for i, shape in enumerate(shapes)))
+    shapes = CELLS["simple_tanh" if cell == "simple" else cell].shapes(D, H)
+    return KINDS[cell](**{name: jnp.asarray(0.5 * draw(i, *shapes[name]), dtype) for i, name in enumerate(shapes)})
 
 
 def randomized(tree, seed=7):
@@ -76,16 +77,16 @@ XS = draw(100, T, B, D)
 def run(params, xs=XS, **options):
     """Returns the outputs `[T, B, H]`; the initial states are zeros."""
     zeros = jnp.zeros((xs.shape[1], params.w_hh.shape[0]), params.w_hh.dtype)
-    if isinstance(params, GRUParams):
-        return jaxrnn.gru(params, zeros, jnp.asarray(xs), implementation="xla", **options)[1]
-    return jaxrnn.lstm(params, (zeros, zeros), jnp.asarray(xs), implementation="xla", **options)[1]
+    (cell,) = (cell for cell, kind in KINDS.items() if type(params) is kind)
+    carry = (zeros, zeros) if cell == "lstm" else zeros
+    return FUNCTIONS[cell](params, carry, jnp.asarray(xs), implementation="xla", **options)[1]
 
 
 def agree(got, want, atol=2e-6):
     got, want = (np.asarray(x, np.float64) for x in (got, want))
     assert got.shape == want.shape
     assert np.abs(want).max() > 0.1, "outputs near zero prove nothing"
-    np.testing.assert_allclose(got, want, rtol=0, atol=atol)
+    np.testing.assert_allclose(got, want, rtol=0, atol=atol * max(1, np.abs(want).max()))  # relu has no upper bound
 
 
 def same_bits(got, want):
@@ -98,10 +99,12 @@ def same_bits(got, want):
 
 # PyTorch
 
+TORCH = {"gru": "GRU", "lstm": "LSTM", "simple": "RNN"}
+
 
 def torch_module(torch, cell, *args, **options):
     torch.manual_seed(0)
-    return {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM}[cell](*args, **options)
+    return getattr(torch.nn, TORCH[cell])(*args, **options)
 
 
 def torch_outputs(torch, module, xs=XS):
@@ -116,7 +119,7 @@ def load_torch(torch, module, arrays):
 
 @pytest.mark.torch
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("cell", KINDS)
+@pytest.mark.parametrize("cell", TORCH)
 def test_from_torch(torch, cell, bias):
     module = torch_module(torch, cell, D, H, bias=bias)
     params = convert.from_torch(module)
@@ -129,7 +132,7 @@ def test_from_torch(torch, cell, bias):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("cell", KINDS)
+@pytest.mark.parametrize("cell", TORCH)
 def test_to_torch(torch, cell):
     params = make_params(cell)
     module = load_torch(torch, torch_module(torch, cell, D, H), convert.to_torch(params))
@@ -138,7 +141,7 @@ def test_to_torch(torch, cell):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("cell", KINDS)
+@pytest.mark.parametrize("cell", TORCH)
 def test_torch_layers_and_directions_convert_separately(torch, cell):
     module = torch_module(torch, cell, D, H, num_layers=2, bidirectional=True)
     packed, xs = {}, XS
@@ -154,21 +157,27 @@ def test_torch_layers_and_directions_convert_separately(torch, cell):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize(("cell", "name"), [("gru", "GRUCell"), ("lstm", "LSTMCell")])
-def test_torch_cells(torch, cell, name):
+@pytest.mark.parametrize("cell", TORCH)
+def test_torch_cells(torch, cell):
     torch.manual_seed(1)
-    module = getattr(torch.nn, name)(D, H)
+    module = getattr(torch.nn, f"{TORCH[cell]}Cell")(D, H)
 
     def step():
         with torch.no_grad():
             h = module(torch.from_numpy(XS[0]))
-            return (h if cell == "gru" else h[0]).numpy()
+            return (h[0] if cell == "lstm" else h).numpy()
 
     agree(run(convert.from_torch(module), XS[:1])[0], step())
     params = make_params(cell)
     load_torch(torch, module, convert.to_torch(params, layer=None))
     agree(step(), run(params, XS[:1])[0])
     same_bits(convert.from_torch(module), params)
+
+
+@pytest.mark.torch
+def test_torch_rnn_with_relu(torch):
+    module = torch_module(torch, "simple", D, H, nonlinearity="relu")
+    agree(run(convert.from_torch(module), activation=module.nonlinearity), torch_outputs(torch, module))
 
 
 @pytest.mark.torch
@@ -182,7 +191,7 @@ def test_torch_prefix_selects_a_submodule(torch):
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("cell", KINDS)
+@pytest.mark.parametrize("cell", TORCH)
 def test_torch_bfloat16_keeps_its_bits(torch, cell):
     module = torch_module(torch, cell, D, H, dtype=torch.bfloat16)
     params = convert.from_torch(module)
@@ -255,8 +264,10 @@ def test_torch_rejects_what_it_cannot_convert(torch):
         convert.from_torch(deep, layer=3)
     with pytest.raises(ValueError, match=r"no weights for layer=None, reverse=True"):
         convert.from_torch(torch.nn.GRU(D, H), reverse=True)
-    with pytest.raises(ValueError, match=r"weight_hh_l0 must be \[3H, H\] \(GRU\).*\(5, 5\)"):
-        convert.from_torch(torch.nn.RNN(D, H))
+    with pytest.raises(
+        ValueError, match=r"weight_hh must be \[3H, H\] \(GRU\).* or \[H, H\] \(simple cell\), got \(10, 5\)"
+    ):
+        convert.from_torch({"weight_ih": torch.zeros(2 * H, D), "weight_hh": torch.zeros(2 * H, H)})
     with pytest.raises(ValueError, match=r"expected weight_ih_l0.*got weight, bias$"):
         convert.from_torch(torch.nn.Linear(D, H))
     with pytest.raises(ValueError, match=r"takes a module or its state dict, got list"):
@@ -276,7 +287,13 @@ def test_torch_rejects_what_it_cannot_convert(torch):
 
 # Flax
 
-LINEN = {"GRUCell": "gru", "LSTMCell": "lstm", "OptimizedLSTMCell": "lstm"}
+LINEN = {
+    "GRUCell": "gru",
+    "LSTMCell": "lstm",
+    "OptimizedLSTMCell": "lstm",
+    "MGUCell": "mgu",
+    "SimpleCell": "simple",
+}
 
 
 @pytest.mark.parametrize("name", LINEN)
@@ -313,12 +330,13 @@ def test_linen_accepts_boxed_parameters_and_rejects_other_cells():
     boxed = jax.tree.map(lambda x: linen.Partitioned(x, names=(None,) * x.ndim), tree)
     same_bits(convert.from_linen(boxed), convert.from_linen(tree))
 
-    def variables(cell):
-        return cell.init(jax.random.key(0), cell.initialize_carry(jax.random.key(1), (B, D)), XS[0])["params"]
-
-    for cell in (linen.SimpleCell(H), linen.MGUCell(H)):
-        with pytest.raises(ValueError, match=r"from_linen takes the parameters of a GRUCell.*, got i"):
-            convert.from_linen(variables(cell))
+    cell = linen.ConvLSTMCell(H, kernel_size=(3,))
+    images = jnp.ones((B, 8, D))
+    variables = cell.init(jax.random.key(0), cell.initialize_carry(jax.random.key(1), images.shape), images)
+    with pytest.raises(
+        ValueError, match=r"from_linen takes the parameters of a GRUCell.* or of a SimpleCell \(i, h\), got"
+    ):
+        convert.from_linen(variables)
     with pytest.raises(ValueError, match=r"got cell$"):
         convert.from_linen({"params": {"cell": tree}})
     with pytest.raises(ValueError, match=r"hz\.kernel must be \(5, 5\).*got \(4, 5\)"):
@@ -329,9 +347,24 @@ def test_linen_accepts_boxed_parameters_and_rejects_other_cells():
         convert.from_linen(tree | {"in": {"bias": tree["in"]["bias"]}})
 
 
+def test_linen_simple_cell_with_relu():
+    rnn = linen.RNN(linen.SimpleCell(H, activation_fn=linen.relu), time_major=True)
+    variables = randomized(rnn.init(jax.random.key(0), XS))
+    agree(run(convert.from_linen(variables["params"]["cell"]), activation="relu"), rnn.apply(variables, XS))
+
+
+def test_linen_mgu_without_reset_gate_is_another_formula():
+    cell = linen.MGUCell(H, reset_gate=False)
+    variables = cell.init(jax.random.key(0), jnp.zeros((B, H)), XS[0])
+    with pytest.raises(
+        ValueError, match=r"hn has no bias, so this is an MGUCell with reset_gate=False.*cannot be conv"
+    ):
+        convert.from_linen(variables)
+
+
 def nnx_outputs(cell):
     zeros = jnp.zeros((B, H))
-    carry, ys = zeros if isinstance(cell, nnx.GRUCell) else (zeros, zeros), []
+    carry, ys = zeros if isinstance(cell, (nnx.GRUCell, nnx.SimpleCell)) else (zeros, zeros), []
     for x in XS:
         carry, y = cell(carry, jnp.asarray(x))
         ys.append(y)
@@ -354,7 +387,13 @@ class GRUCellWithBias(nnx.GRUCell):
         return h, h
 
 
-NNX = {nnx.GRUCell: "gru", GRUCellWithBias: "gru", nnx.LSTMCell: "lstm", nnx.OptimizedLSTMCell: "lstm"}
+NNX = {
+    nnx.GRUCell: "gru",
+    GRUCellWithBias: "gru",
+    nnx.LSTMCell: "lstm",
+    nnx.OptimizedLSTMCell: "lstm",
+    nnx.SimpleCell: "simple",
+}
 
 
 @pytest.mark.parametrize("make", NNX, ids=lambda make: make.__name__)
@@ -380,19 +419,41 @@ def test_nnx(make):
     nnx.update(cell, convert.to_nnx(params, nnx.state(cell)))
     agree(nnx_outputs(cell), run(params))
     same_bits(convert.from_nnx(cell), params)
-    if make in (nnx.LSTMCell, nnx.OptimizedLSTMCell):
+    if make in (nnx.LSTMCell, nnx.OptimizedLSTMCell, nnx.SimpleCell):
         tree = convert.to_nnx(params, make.__name__)
         assert jax.tree.map(jnp.shape, tree) == jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(cell)))
 
 
-def test_nnx_supports_a_bias_of_the_recurrent_layer():
-    cell = nnx.GRUCell(D, H, rngs=nnx.Rngs(0))
-    cell.dense_h = nnx.Linear(H, 3 * H, rngs=nnx.Rngs(1))
+@pytest.mark.parametrize("make", [nnx.GRUCell, nnx.SimpleCell], ids=lambda make: make.__name__)
+def test_nnx_supports_a_bias_of_the_recurrent_layer(make):
+    cell = make(D, H, rngs=nnx.Rngs(0))
+    cell.dense_h = nnx.Linear(H, cell.dense_h.out_features, rngs=nnx.Rngs(1))
     nnx.update(cell, randomized(nnx.state(cell)))
     agree(run(convert.from_nnx(cell)), nnx_outputs(cell))
-    params = make_params("gru")
+    params = make_params(NNX[make])
     nnx.update(cell, convert.to_nnx(params, cell))
     agree(nnx_outputs(cell), run(params))
+
+
+def test_nnx_simple_cell_with_relu():
+    cell = nnx.SimpleCell(D, H, activation_fn=nnx.relu, rngs=nnx.Rngs(0))
+    nnx.update(cell, randomized(nnx.state(cell)))
+    params = convert.from_nnx(cell)
+    agree(run(params, activation="relu"), nnx_outputs(cell))
+    same_bits(convert.from_nnx(convert.to_nnx(params, cell)), params)
+
+
+def test_nnx_residual_is_another_formula():
+    cell = nnx.SimpleCell(D, H, residual=True, rngs=nnx.Rngs(0))
+    nnx.update(cell, randomized(nnx.state(cell)))
+    want = nnx_outputs(cell)
+    with pytest.raises(ValueError, match=r"from_nnx: the SimpleCell has residual=True, .* add the identity matrix"):
+        convert.from_nnx(cell)
+    with pytest.raises(ValueError, match=r"to_nnx: the SimpleCell has residual=True"):
+        convert.to_nnx(make_params("simple"), cell)
+    cell.residual = False
+    cell.dense_h.kernel[...] += jnp.eye(H)
+    agree(run(convert.from_nnx(cell)), want)
 
 
 def test_nnx_rejects_what_it_cannot_convert():
@@ -403,8 +464,14 @@ def test_nnx_rejects_what_it_cannot_convert():
         convert.from_nnx(nnx.OptimizedLSTMCell(D, H, activation_fn=jax.nn.relu, rngs=rngs))
     same = nnx.GRUCell(D, H, gate_fn=lambda x: 0.5 + 0.5 * jnp.tanh(0.5 * x), rngs=rngs)
     assert isinstance(convert.from_nnx(same), GRUParams)
-    with pytest.raises(ValueError, match=r"dense_h\.kernel must be \[H, 3H\] \(GRU\).*got \(5, 5\)"):
-        convert.from_nnx(nnx.SimpleCell(D, H, rngs=rngs))
+    for activation in (jax.nn.sigmoid, jax.nn.relu6, jax.nn.leaky_relu):
+        simple = nnx.SimpleCell(D, H, activation_fn=activation, rngs=rngs)
+        with pytest.raises(ValueError, match=rf"{activation.__name__}', but jaxrnn's cells use tanh or relu"):
+            convert.from_nnx(simple)
+        with pytest.raises(ValueError, match=rf"{activation.__name__}', but jaxrnn's cells use tanh or relu"):
+            convert.to_nnx(make_params("simple"), simple)
+    with pytest.raises(ValueError, match=r"dense_h\.kernel must be \[H, 3H\] \(GRU\).*got \(5, 10\)"):
+        convert.from_nnx({"dense_i": {"kernel": jnp.zeros((D, 2 * H))}, "dense_h": {"kernel": jnp.zeros((H, 2 * H))}})
     with pytest.raises(ValueError, match=r"got a RNN with"):
         convert.from_nnx(nnx.RNN(nnx.GRUCell(D, H, rngs=rngs), rngs=rngs))
     cell = nnx.GRUCell(D, H, rngs=rngs)
@@ -485,6 +552,20 @@ def test_haiku(haiku):
     np.testing.assert_allclose(back.b, params.b, rtol=0, atol=2e-7)  # 1 is subtracted and added again, which rounds
 
 
+@pytest.mark.parametrize("double_bias", [True, False])
+def test_haiku_vanilla_rnn(haiku, double_bias):
+    net = haiku_unrolled(haiku, functools.partial(haiku.VanillaRNN, double_bias=double_bias))
+    weights = randomized(net.init(jax.random.key(0), XS))
+    params = convert.from_haiku(weights)
+    agree(run(params, activation="relu"), net.apply(weights, XS))
+    same_bits(convert.from_haiku(dict(reversed(weights.items()))), params)
+
+    params = make_params("simple")
+    layers = convert.to_haiku(params)
+    agree(net.apply({f"vanilla_rnn/{name}": x for name, x in layers.items()}, XS), run(params, activation="relu"))
+    same_bits(convert.from_haiku(layers), params)
+
+
 def test_haiku_rejects_what_it_cannot_convert(haiku):
     with pytest.raises(ValueError, match=r"hk.GRU applies the reset gate before the matrix product"):
         convert.from_haiku(haiku_unrolled(haiku, haiku.GRU).init(jax.random.key(0), XS))
@@ -497,13 +578,22 @@ def test_haiku_rejects_what_it_cannot_convert(haiku):
         convert.from_haiku(weights | {"w": jnp.zeros((9, 18))})
     with pytest.raises(ValueError, match=r"b must be \(20,\).*got \(5,\)"):
         convert.from_haiku(weights | {"b": jnp.zeros(5)})
+    layers = convert.to_haiku(make_params("simple"))
+    with pytest.raises(ValueError, match=r"linear_1\.w must be \[H, H\] \(simple cell\), got \(4, 5\)"):
+        convert.from_haiku(layers | {"linear_1": layers["linear"]})
+    with pytest.raises(ValueError, match=r"no linear_1\.w in linear\.w, linear\.b, linear_1\.b"):
+        convert.from_haiku(layers | {"linear_1": {"b": jnp.zeros(H)}})
+    with pytest.raises(ValueError, match=r"got a/linear, b/linear_1"):
+        convert.from_haiku({"a/linear": layers["linear"], "b/linear_1": layers["linear_1"]})
 
 
 # Keras
 
+KERAS = {"gru": "GRU", "lstm": "LSTM", "simple": "SimpleRNN"}
+
 
 def keras_layer(keras, cell, **options):
-    layer = {"gru": keras.layers.GRU, "lstm": keras.layers.LSTM}[cell](H, return_sequences=True, **options)
+    layer = getattr(keras.layers, KERAS[cell])(H, return_sequences=True, **options)
     layer.build((None, T, D))
     for i, variable in enumerate(layer.trainable_variables):
         variable.assign(0.5 * draw(20 + i, *variable.shape))
@@ -520,7 +610,7 @@ def keras_weights(layer):
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
-@pytest.mark.parametrize("cell", KINDS)
+@pytest.mark.parametrize("cell", KERAS)
 def test_keras(keras, cell, use_bias):
     layer = keras_layer(keras, cell, use_bias=use_bias)
     params = convert.from_keras(layer)
@@ -533,6 +623,11 @@ def test_keras(keras, cell, use_bias):
         layer.set_weights(convert.to_keras(params))
         agree(keras_outputs(layer), run(params))
         same_bits(convert.from_keras(layer), params)
+
+
+def test_keras_simple_rnn_with_relu(keras):
+    layer = keras_layer(keras, "simple", activation="relu")
+    agree(run(convert.from_keras(layer), activation="relu"), keras_outputs(layer))
 
 
 def test_keras_rejects_what_it_cannot_convert(keras):
@@ -557,10 +652,11 @@ def test_keras_rejects_what_it_cannot_convert(keras):
         convert.from_keras(keras.layers.RNN([keras.layers.GRUCell(H), keras.layers.GRUCell(H)]))
     with pytest.raises(ValueError, match=r"the GRU has no weights yet"):
         convert.from_keras(keras.layers.GRU(H))
-    simple = keras.layers.SimpleRNN(H)
-    simple.build((None, T, D))
-    with pytest.raises(ValueError, match=r"recurrent_kernel must be \[H, 3H\] \(GRU\).*got \(5, 5\)"):
-        convert.from_keras(simple)
+    for activation in ("sigmoid", "relu6", "linear"):
+        with pytest.raises(ValueError, match=rf"activation is '{activation}', but jaxrnn's cells use tanh or relu"):
+            convert.from_keras(keras_layer(keras, "simple", activation=activation))
+    with pytest.raises(ValueError, match=r"recurrent_kernel must be \[H, 3H\] \(GRU\).*got \(5, 10\)"):
+        convert.from_keras([np.zeros((D, 2 * H), np.float32), np.zeros((H, 2 * H), np.float32)])
     with pytest.raises(ValueError, match=r"no kernel, recurrent_kernel in a Dropout"):
         convert.from_keras(keras.layers.Dropout(0.5))
     with pytest.raises(ValueError, match=r"got 6 arrays; convert layers one by one"):
@@ -611,7 +707,9 @@ TO = {
 @pytest.mark.parametrize("name", TO)
 def test_conversion_of_invalid_parameters_raises(name):
     params = make_params("gru")
-    with pytest.raises(ValueError, match=f"to_{name} takes GRUParams or LSTMParams, got tuple"):
+    with pytest.raises(
+        ValueError, match=f"to_{name} takes GRUParams, LSTMParams, MGUParams or SimpleParams, got tuple"
+    ):
         TO[name](tuple(params))
     with pytest.raises(ValueError, match=r"params.w_ih must be \(4, 15\).*got \(4, 14\)"):
         TO[name](params._replace(w_ih=jnp.zeros((D, 14))))
@@ -619,23 +717,52 @@ def test_conversion_of_invalid_parameters_raises(name):
         TO[name](params._replace(w_hh=jnp.zeros((H, 20))))
 
 
+# The cells that a framework does not have, and the part of the error that says what to do.
+MISSING = {
+    ("torch", "mgu"): r"torch\.nn has no MGU\. .*jaxrnn\.mgu",
+    ("nnx", "mgu"): r"NNX has no MGUCell\. .*to_linen.*jaxrnn\.mgu",
+    ("equinox", "mgu"): r"equinox\.nn has no MGU\. .*jaxrnn\.mgu",
+    ("equinox", "simple"): r"equinox\.nn has no simple cell\. .*jaxrnn\.simple_rnn",
+    ("haiku", "mgu"): r"Haiku has no MGU\. .*jaxrnn\.mgu",
+    ("keras", "mgu"): r"Keras has no MGU\. .*jaxrnn\.mgu",
+}
+
+
+@pytest.mark.parametrize(("name", "cell"), MISSING)
+def test_missing_cells_raise(name, cell):
+    with pytest.raises(ValueError, match=f"to_{name}: .*{MISSING[name, cell]}"):
+        TO[name](make_params(cell))
+
+
 ROUND_TRIPS = {
     "torch": lambda params: convert.from_torch(convert.to_torch(params)),
     "linen": lambda params: convert.from_linen(convert.to_linen(params)),
     "equinox": lambda params: convert.from_equinox(convert.to_equinox(params)),
     "keras": lambda params: convert.from_keras(convert.to_keras(params)),
-    "nnx": lambda params: convert.from_nnx(convert.to_nnx(params, "LSTMCell")),
-    "nnx, optimized": lambda params: convert.from_nnx(convert.to_nnx(params, "OptimizedLSTMCell")),
 }
+NNX_CLASSES = {"gru": ("GRUCell",), "lstm": ("LSTMCell", "OptimizedLSTMCell"), "simple": ("SimpleCell",)}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("name", ROUND_TRIPS)
-@pytest.mark.parametrize("cell", KINDS)
-def test_round_trips_keep_bits_and_dtypes(cell, name, dtype):
-    if cell == "gru" and name.startswith("nnx"):
-        params = make_params(cell, dtype=dtype)._replace(b_hn=jnp.zeros(H, dtype))
-        same_bits(convert.from_nnx(convert.to_nnx(params, "GRUCell")), params)
-    else:
-        params = make_params(cell, dtype=dtype)
-        same_bits(ROUND_TRIPS[name](params), params)
+@pytest.mark.parametrize(
+    ("name", "cell"), [(name, cell) for name in ROUND_TRIPS for cell in KINDS if (name, cell) not in MISSING]
+)
+def test_round_trips_keep_bits_and_dtypes(name, cell, dtype):
+    params = make_params(cell, dtype=dtype)
+    same_bits(ROUND_TRIPS[name](params), params)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cell", NNX_CLASSES)
+def test_round_trips_to_nnx_keep_bits_and_dtypes(cell, dtype):
+    params = make_params(cell, dtype=dtype)
+    if cell == "gru":
+        params = params._replace(b_hn=jnp.zeros(H, dtype))
+    for name in NNX_CLASSES[cell]:
+        same_bits(convert.from_nnx(convert.to_nnx(params, name)), params)
+
+
+def test_round_trips_to_haiku_keep_bits():
+    for dtype in ("float32", "bfloat16", "float16"):
+        params = make_params("simple", dtype=dtype)
+        same_bits(convert.from_haiku(convert.to_haiku(params)), params)

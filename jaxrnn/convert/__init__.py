@@ -1,18 +1,21 @@
-"""Conversion of `GRUParams` and `LSTMParams` from and to the GRU and LSTM weights of other frameworks.
+"""Conversion of the parameters of jaxrnn from and to the weights of other frameworks.
 
-| framework                             | into jaxrnn      | out of it                               |
-| ------------------------------------- | ---------------- | --------------------------------------- |
-| PyTorch: modules, cells, state dicts  | `from_torch`     | `to_torch`: NumPy arrays by name        |
-| Flax linen: parameters of a cell      | `from_linen`     | `to_linen`: the tree of a cell          |
-| Flax NNX: a cell or its state         | `from_nnx`       | `to_nnx`: a tree for `nnx.update`       |
-| Equinox: a cell                       | `from_equinox`   | `to_equinox`: arrays by attribute       |
-| Haiku: parameters of `hk.LSTM`        | `from_haiku`     | `to_haiku`: the same                    |
-| Keras: a layer, a cell or its weights | `from_keras`     | `to_keras`: a list for `set_weights`    |
+| framework                           | cells                  | into jaxrnn    | out of it                            |
+| ----------------------------------- | ---------------------- | -------------- | ------------------------------------ |
+| PyTorch: a module, cell, state dict | GRU, LSTM, simple      | `from_torch`   | `to_torch`: NumPy arrays by name     |
+| Flax linen: parameters of a cell    | GRU, LSTM, MGU, simple | `from_linen`   | `to_linen`: the tree of a cell       |
+| Flax NNX: a cell or its state       | GRU, LSTM, simple      | `from_nnx`     | `to_nnx`: a tree for `nnx.update`    |
+| Equinox: a cell                     | GRU, LSTM              | `from_equinox` | `to_equinox`: arrays by attribute    |
+| Haiku: parameters of a core         | LSTM, simple           | `from_haiku`   | `to_haiku`: the same                 |
+| Keras: a layer, cell or its weights | GRU, LSTM, simple      | `from_keras`   | `to_keras`: a list for `set_weights` |
 
-All of these compute the same as `jaxrnn.gru` and `jaxrnn.lstm`, with gates in another order, matrices transposed and
-biases in other places. Weights are moved and not changed, except that biases which the framework always adds are added
-here, and that Haiku's constant for the forget gate moves into the bias. Dtypes are kept. A cell that computes something
-else raises ValueError with the reason.
+All of these compute the same as `jaxrnn.gru`, `lstm`, `mgu` and `simple_rnn`, with gates in another order, matrices
+transposed and biases in other places. Weights are moved and not changed, except that biases which the framework always
+adds are added here, and that Haiku's constant for the forget gate moves into the bias. Dtypes are kept. A cell that
+computes something else raises ValueError with the reason.
+
+`SimpleParams` do not contain the activation: pass that of the framework's module to `jaxrnn.simple_rnn`, "tanh" or
+"relu".
 
 None of the frameworks is imported: their arrays are converted, and their modules are read by attribute. JAX arrays may
 be traced, so that a program that trains a Flax cell can convert its weights inside `jit` and `grad`, and stacked

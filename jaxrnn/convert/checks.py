@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from jax import Array
 
     Shapes = dict[str, tuple[int, ...]]
+
+_POINTS = np.linspace(-6, 6, 25, dtype=np.float32)
+# The functions of jaxrnn's cells, and the points at which others are compared with them: relu6 is relu up to 6.
+_FUNCTIONS: dict[str, tuple[Callable[..., Array], np.ndarray[Any, Any]]] = {
+    "sigmoid": (jax.nn.sigmoid, _POINTS),
+    "tanh": (jnp.tanh, _POINTS),
+    "relu": (jax.nn.relu, np.concatenate([_POINTS, 100 * _POINTS])),
+}
 
 
 def find_layout(
@@ -33,7 +41,7 @@ def find_layout(
 
 
 def _recurrent_shape(layout: Layout, transposed: bool = False) -> str:
-    wide = f"{layout.cell.gates}H"
+    wide = f"{layout.cell.gates}H" if layout.cell.gates > 1 else "H"
     return f"[{wide}, H]" if transposed else f"[H, {wide}]"
 
 
@@ -91,17 +99,30 @@ def check_params(
     return layout
 
 
-def check_activations(source: str, cell: Any, *, gate: str, activation: str) -> None:
-    """Raises ValueError if a cell's functions in place of sigmoid and tanh have other values."""
-    x = np.linspace(-6, 6, 25, dtype=np.float32)
-    for name, expected in ((gate, jax.nn.sigmoid), (activation, jnp.tanh)):
-        function = getattr(cell, name, expected)
-        if function is expected:
-            continue
-        with jax.ensure_compile_time_eval():
-            got, want = np.asarray(read_array(source, name, function(jnp.asarray(x)))), np.asarray(expected(x))
-        if not np.allclose(got, want, rtol=0, atol=1e-5):
+def check_activations(source: str, cell: Any, layout: Layout, *, gate: str, activation: str) -> None:
+    """Raises ValueError if a cell's functions have other values than those that jaxrnn computes in their place.
+
+    Args:
+      source: the name of the public function.
+      cell: the cell; without one of the attributes, that function is not checked.
+      layout: its layout.
+      gate: the attribute of the cell that jaxrnn computes as sigmoid.
+      activation: the attribute of the cell that jaxrnn computes as one of `layout.activations`.
+    """
+    for name, expected in ((gate, ("sigmoid",)), (activation, layout.activations)):
+        function = getattr(cell, name, None)
+        if function is not None and not any(_is_equal(source, name, function, one) for one in expected):
             raise ValueError(
                 f"{source}: {name} is {getattr(function, '__name__', function)!r}, but jaxrnn's cells use "
-                f"{expected.__name__}"
+                f"{alternatives(expected)}"
             )
+
+
+def _is_equal(source: str, name: str, function: Any, expected: str) -> bool:
+    """Whether the attribute `name` of a cell has the values of the function called `expected`."""
+    known, points = _FUNCTIONS[expected]
+    if function is known:
+        return True
+    with jax.ensure_compile_time_eval():
+        got, want = np.asarray(read_array(source, name, function(jnp.asarray(points)))), np.asarray(known(points))
+    return np.allclose(got, want, rtol=1e-6, atol=1e-5)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrnn.convert.arrays import read_arrays
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack
+from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack
 
 if TYPE_CHECKING:
     from jax import Array
@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from jaxrnn.convert.layout import Params
 
 CELLS = (GRU, LSTM)
+# Why Equinox cannot have the weights of a cell.
+MISSING = {
+    MGU: "equinox.nn has no MGU. Make MGUParams a field of an equinox.Module, and call jaxrnn.mgu",
+    SIMPLE: "equinox.nn has no simple cell. Make SimpleParams a field of an equinox.Module, and call jaxrnn.simple_rnn",
+}
 
 
 def from_equinox(cell: Any) -> Params:
@@ -48,9 +53,10 @@ def to_equinox(params: Params) -> dict[str, Array]:
         cell = eqx.tree_at(lambda cell: [getattr(cell, name) for name in arrays], cell, list(arrays.values()))
 
     Raises:
-      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, since Equinox has no other cells, or their shapes
+        disagree.
     """
-    layout = check_params("to_equinox", params)
+    layout = check_params("to_equinox", params, missing=MISSING)
     bias, b_hn = biases_of(layout, params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias": bias}
     return arrays if b_hn is None else arrays | {"bias_n": b_hn}

@@ -8,34 +8,39 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, keys_of, read_arrays
-from jaxrnn.convert.checks import check_params, check_shapes
-from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack, reorder
+from jaxrnn.convert.checks import check_params, check_shapes, find_layout
+from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack, reorder, two_biases
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import LSTMParams
+    from jaxrnn.cells import LSTMParams, SimpleParams
 
+# The layers of hk.VanillaRNN: of the inputs, and of the state.
+VANILLA_LAYERS = ("linear", "linear_1")
 # The order of the gates of hk.LSTM, which adds 1 to its forget gate.
 GATES = ("i", "g", "f", "o")
 FORGET = LSTM.gates.index("f")
-
 # Why Haiku cannot have the weights of a cell.
 MISSING = {
     GRU: "hk.GRU applies the reset gate before the matrix product and cannot compute this GRU. Call jaxrnn.gru inside "
     "hk.transform, with parameters from hk.get_parameter",
+    MGU: "Haiku has no MGU. Call jaxrnn.mgu inside hk.transform, with parameters from hk.get_parameter",
 }
 
 
-def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
-    """Returns the weights of `haiku.LSTM`.
+def from_haiku(params: Mapping[str, Any]) -> LSTMParams | SimpleParams:
+    """Returns the weights of `haiku.LSTM` or `haiku.VanillaRNN`.
 
-    Haiku orders gates i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate; here `b` includes
-    that 1.
+    Haiku orders the gates of an LSTM i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate;
+    here `b` includes that 1. A VanillaRNN gives `SimpleParams`, whose `b` is the sum of its biases.
+    `jaxrnn.simple_rnn` runs them with `activation="relu"`.
 
     Args:
       params: parameters of the linear layer in the LSTM, `{"w": [D + H, 4H], "b": [4H]}`, or a mapping with only these,
-        `{"lstm/linear": {"w": ..., "b": ...}}`.
+        `{"lstm/linear": {"w": ..., "b": ...}}`. Of a VanillaRNN, a mapping with only its two layers,
+        `{"vanilla_rnn/linear": {"w": [D, H], "b": [H]}, "vanilla_rnn/linear_1": {"w": [H, H], "b": [H]}}`; with
+        `double_bias=False` the second has no "b".
 
     Raises:
       ValueError: the parameters are of `hk.GRU`, which computes something else, of another module, or of several; or
@@ -48,9 +53,12 @@ def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
             "from_haiku: hk.GRU applies the reset gate before the matrix product, W_h (r * h), but jaxrnn.gru applies "
             "it after, r * (W_h h + b_hn), as cuDNN, PyTorch and Flax do. Weights cannot be converted: train a new GRU"
         )
+    if _is_vanilla_rnn(params):
+        return _from_vanilla_rnn(params)
     if keys_of(params) != {"w", "b"}:
         raise ValueError(
             "from_haiku takes the parameters of the linear layer in an hk.LSTM, w and b, like params['lstm/linear'], "
+            "or a mapping with the two layers of an hk.VanillaRNN, like vanilla_rnn/linear and vanilla_rnn/linear_1; "
             f"got {describe(params)}"
         )
     arrays = read_arrays("from_haiku", params, ("w", "b"))
@@ -63,18 +71,44 @@ def from_haiku(params: Mapping[str, Any]) -> LSTMParams:
     return packed._replace(b=_add_to_forget_gate(packed.b, 1))
 
 
-def to_haiku(params: LSTMParams) -> dict[str, Array]:
-    """Returns the parameters of the linear layer in `haiku.LSTM`, with its forget-gate 1 subtracted from the bias.
+def to_haiku(params: LSTMParams | SimpleParams) -> dict[str, Any]:
+    """Returns the parameters of the linear layer in `haiku.LSTM`, or of both layers in `haiku.VanillaRNN`.
 
         {"lstm/linear": to_haiku(params)}
+        {f"vanilla_rnn/{name}": layer for name, layer in to_haiku(params).items()}
+
+    The 1 that the LSTM adds to its forget gate is subtracted from the bias. The second bias of a VanillaRNN is zero.
 
     Raises:
-      ValueError: `params` are `GRUParams`, since `hk.GRU` computes something else.
+      ValueError: `params` are `GRUParams`, since `hk.GRU` computes something else, or `MGUParams`, since Haiku has no
+        MGU; or their shapes disagree.
     """
     layout = check_params("to_haiku", params, missing=MISSING)
+    if layout is SIMPLE:
+        b_i, b_h = two_biases(layout, params)
+        return dict(zip(VANILLA_LAYERS, ({"w": params.w_ih, "b": b_i}, {"w": params.w_hh, "b": b_h}), strict=True))
     b = _add_to_forget_gate(biases_of(layout, params)[0], -1)
     w = jnp.concatenate([reorder(x, layout.gates, GATES) for x in (params.w_ih, params.w_hh)])
     return {"w": w, "b": reorder(b, layout.gates, GATES)}
+
+
+def _is_vanilla_rnn(params: Any) -> bool:
+    """Whether the keys are the names of the two layers of one VanillaRNN."""
+    prefix = str(next(iter(params), "")).rpartition("/")[0] if isinstance(params, Mapping) else ""
+    return keys_of(params) == {f"{prefix}/{name}".lstrip("/") for name in VANILLA_LAYERS}
+
+
+def _from_vanilla_rnn(params: Mapping[str, Mapping[str, Any]]) -> SimpleParams:
+    layers = [params[name] for name in sorted(params)]
+    named = {
+        f"{name}.{part}": x for name, layer in zip(VANILLA_LAYERS, layers, strict=True) for part, x in layer.items()
+    }
+    w_ih, w_hh, b_i, b_h = (f"{name}.{part}" for part in "wb" for name in VANILLA_LAYERS)
+    arrays = read_arrays("from_haiku", named, (w_ih, w_hh, *(name for name in named if name not in (w_ih, w_hh))))
+    layout, inputs, hidden = find_layout("from_haiku", arrays, w_ih, w_hh, (SIMPLE,))
+    shapes = {w_ih: (inputs, hidden), w_hh: (hidden, hidden), b_i: (hidden,), b_h: (hidden,)}
+    check_shapes("from_haiku", arrays, shapes)
+    return pack(layout, arrays[w_ih], arrays[w_hh], arrays.get(b_i), arrays.get(b_h))
 
 
 def _add_to_forget_gate(b: Array, value: int) -> Array:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import read_arrays, to_numpy
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack, reorder, two_biases
+from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack, reorder, two_biases
 
 if TYPE_CHECKING:
     import numpy as np
@@ -17,29 +17,34 @@ if TYPE_CHECKING:
     from jaxrnn.convert.layout import Params
 
 # The cells of Keras, and the order of their gates.
-CELLS = {GRU: ("z", "r", "n"), LSTM: ("i", "f", "g", "o")}
+CELLS = {GRU: ("z", "r", "n"), LSTM: LSTM.gates, SIMPLE: SIMPLE.gates}
+# Why Keras cannot have the weights of a cell.
+MISSING = {MGU: "Keras has no MGU. Run the weights in JAX with jaxrnn.mgu, or train a GRU, which both have"}
 WEIGHTS = ("kernel", "recurrent_kernel", "bias")
 
 
 def from_keras(source: Any) -> Params:
-    """Returns the weights of Keras' `GRU` (with `reset_after=True`, the default) or `LSTM`, or of their cells.
+    """Returns the weights of Keras' `GRU` (with `reset_after=True`, the default), `LSTM`, `SimpleRNN` or their cells.
 
     Keras orders the gates of a GRU z, r, h; it orders those of an LSTM as here, i, f, c, o. The two biases of a GRU are
-    added for r and z. `unit_forget_bias` affects the initial value only: a step adds no constant.
+    added for r and z. `unit_forget_bias` affects the initial value only: a step adds no constant. A SimpleRNN gives
+    `SimpleParams`, which `jaxrnn.simple_rnn` runs with the activation of the layer, "tanh" or "relu".
 
     Args:
-      source: the layer or cell, built; or the result of its `get_weights()`: `kernel [D, 3H|4H]`, `recurrent_kernel
-        [H, 3H|4H]` and `bias [2, 3H]` of a GRU, `[4H]` of an LSTM. Missing biases are zeros. Pass a GRU without biases
-        as a layer, because its weights do not show `reset_after`.
+      source: the layer or cell, built; or the result of its `get_weights()`, for n = 3 gates of a GRU, 4 of an LSTM, 1
+        of a SimpleRNN: `kernel [D, nH]`, `recurrent_kernel [H, nH]` and `bias [nH]`, of a GRU `[2, 3H]`. Missing biases
+        are zeros. Pass a GRU without biases as a layer, because its weights do not show `reset_after`.
 
     Raises:
-      ValueError: `reset_after` is False, which computes something else; activations are not sigmoid and tanh (a list of
-        weights does not show them); there are several cells; the layer is not built; or shapes are wrong.
+      ValueError: `reset_after` is False, which computes something else; activations are not sigmoid and tanh, or those
+        of a SimpleRNN neither tanh nor relu (a list of weights does not show them); there are several cells; the layer
+        is not built; or shapes are wrong.
     """
     cell = None if isinstance(source, Sequence) else _cell(source)
     given = _weights(source if cell is None else cell)
     arrays = read_arrays("from_keras", given, (*WEIGHTS[:2], *(name for name in WEIGHTS[2:] if name in given)), source)
     layout, inputs, hidden = find_layout("from_keras", arrays, *WEIGHTS[:2], tuple(CELLS))
+    check_activations("from_keras", cell, layout, gate="recurrent_activation", activation="activation")
     wide, bias = layout.cell.gates * hidden, arrays.get("bias")
     if layout.cell.last_gate_separate:
         _check_reset_after(getattr(cell, "reset_after", None), bias, wide)
@@ -50,14 +55,16 @@ def from_keras(source: Any) -> Params:
 
 
 def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
-    """Returns kernel, recurrent kernel and bias for Keras' `GRU` (with `reset_after=True`) or `LSTM`: NumPy copies.
+    """Returns kernel, recurrent kernel and bias for Keras' `GRU` (`reset_after=True`), `LSTM` or `SimpleRNN`, copied.
+
+    The copies are NumPy arrays.
 
         layer.set_weights(to_keras(params))
 
     Raises:
-      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+      ValueError: `params` are not those of such a layer, or their shapes disagree.
     """
-    layout = check_params("to_keras", params)
+    layout = check_params("to_keras", params, missing=MISSING)
     bias = biases_of(layout, params)[0]
     if layout.cell.last_gate_separate:
         bias = jnp.stack(two_biases(layout, params))
@@ -77,7 +84,7 @@ def _weights(source: Any) -> dict[str, Any]:
 
 
 def _cell(source: Any) -> Any:
-    """Returns the one cell of a layer; raises ValueError unless it is built, with activations that jaxrnn has."""
+    """Returns the one cell of a layer; raises ValueError if there are several, or if it is not built."""
     if hasattr(source, "forward_layer"):
         raise ValueError("from_keras: a Bidirectional layer has two; pass its forward_layer or its backward_layer")
     cell = getattr(source, "cell", source)
@@ -85,7 +92,6 @@ def _cell(source: Any) -> Any:
         raise ValueError("from_keras: the source has several cells; pass one element of its cells")
     if getattr(cell, "built", True) is False:
         raise ValueError(f"from_keras: the {type(source).__name__} has no weights yet; build it or call it once")
-    check_activations("from_keras", cell, gate="recurrent_activation", activation="activation")
     return cell
 
 

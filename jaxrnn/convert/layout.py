@@ -12,9 +12,9 @@ from jaxrnn.cells import CELLS
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import Cell, GRUParams, LSTMParams
+    from jaxrnn.cells import Cell, GRUParams, LSTMParams, MGUParams, SimpleParams
 
-    Params = GRUParams | LSTMParams
+    Params = GRUParams | LSTMParams | MGUParams | SimpleParams
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,19 +22,23 @@ class Layout:
     """The layout of a cell's weights.
 
     Attributes:
-      cell: the cell.
+      cell: the cell; one of them if several differ in their activation alone.
       title: its name in an error message.
-      gates: the names of its gates in Flax, in the order of `cell.params`.
+      gates: the names of its gates in Flax, in the order of `cell.params`; a single gate has an empty name.
+      activations: the activations of the last gate that jaxrnn computes.
     """
 
     cell: Cell
     title: str
     gates: tuple[str, ...]
+    activations: tuple[str, ...] = ("tanh",)
 
 
 GRU = Layout(CELLS["gru"], "GRU", ("r", "z", "n"))
 LSTM = Layout(CELLS["lstm"], "LSTM", ("i", "f", "g", "o"))
-LAYOUTS = (GRU, LSTM)
+MGU = Layout(CELLS["mgu"], "MGU", ("f", "n"))
+SIMPLE = Layout(CELLS["simple_tanh"], "simple cell", ("",), activations=("tanh", "relu"))
+LAYOUTS = (GRU, LSTM, MGU, SIMPLE)
 
 
 def layout_of(params: Any) -> Layout | None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrnn.convert.arrays import describe, keys_of
+from jaxrnn.convert.arrays import alternatives, describe, keys_of
 from jaxrnn.convert.checks import check_params
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
-from jaxrnn.convert.layout import GRU, LSTM
+from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE
 
 if TYPE_CHECKING:
     from jax import Array
@@ -16,14 +16,29 @@ if TYPE_CHECKING:
     from jaxrnn.convert.layout import Params
 
 # The classes of each cell, with an article.
-CELLS = {GRU: "a GRUCell", LSTM: "an LSTMCell or OptimizedLSTMCell"}
+CELLS = {
+    GRU: "a GRUCell",
+    LSTM: "an LSTMCell or OptimizedLSTMCell",
+    MGU: "an MGUCell",
+    SIMPLE: "a SimpleCell",
+}
+# Biases without which a cell computes something else: the layer, and the reason.
+REQUIRED_BIASES = {
+    MGU: (
+        "hn",
+        "the layer hn has no bias, so this is an MGUCell with reset_gate=False, which computes tanh(x_n + W_hn h), but "
+        "jaxrnn.mgu computes tanh(x_n + f * (W_hn h + b_hn)). Weights cannot be converted: train a new MGUCell with "
+        "reset_gate=True, or run this one in jaxrnn.linen.RNN",
+    )
+}
 
 
 def from_linen(tree: Any) -> Params:
-    """Returns the weights of `flax.linen.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`, or of a cell of `jaxrnn.linen`.
+    """Returns the weights of `flax.linen.GRUCell`, `LSTMCell`, `OptimizedLSTMCell`, `MGUCell` or `SimpleCell`.
 
-    Parameters do not include attributes: a `gate_fn` or `activation_fn` other than the default cannot be detected here.
-    Do not convert such a cell.
+    The cells of `jaxrnn.linen` have the same parameters. Parameters do not include attributes: a `gate_fn` or
+    `activation_fn` other than the default cannot be detected here, nor can `residual=True` of a SimpleCell. Do not
+    convert such a cell, except for a SimpleCell with relu, which is `jaxrnn.simple_rnn(..., activation="relu")`.
 
     Args:
       tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In the
@@ -31,23 +46,27 @@ def from_linen(tree: Any) -> Params:
         in an `nn.RNN`, under "cell".
 
     Raises:
-      ValueError: these are not the parameters of such a cell.
+      ValueError: these are not the parameters of such a cell, or are those of an MGUCell with `reset_gate=False`, which
+        computes something else.
     """
     if isinstance(tree, Mapping) and "params" in tree:  # tree holds all variables of a module
         tree = tree["params"]
     for layout in CELLS:
         if keys_of(tree) == set(dense_names(layout)):
+            layer, reason = REQUIRED_BIASES.get(layout, (None, None))
+            if layer is not None and "bias" not in keys_of(tree[layer]):
+                raise ValueError(f"from_linen: {reason}")
             return from_dense("from_linen", layout, tree)
     wanted = [f"of {classes} ({', '.join(dense_names(layout))})" for layout, classes in CELLS.items()]
-    raise ValueError(f"from_linen takes the parameters {' or '.join(wanted)}, got {describe(tree)}")
+    raise ValueError(f"from_linen takes the parameters {alternatives(wanted)}, got {describe(tree)}")
 
 
 def to_linen(params: Params) -> dict[str, dict[str, Array]]:
-    """Returns the parameters of `flax.linen.GRUCell`, or of `LSTMCell` and `OptimizedLSTMCell`, which share a format.
+    """Returns the parameters of the cell of `flax.linen`. `LSTMCell` and `OptimizedLSTMCell` share a format.
 
         cell.apply({"params": to_linen(params)}, carry, x)
 
     Raises:
-      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+      ValueError: `params` are not parameters of jaxrnn, or their shapes disagree.
     """
     return to_dense(check_params("to_linen", params), params)

@@ -8,43 +8,52 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxrnn.convert.arrays import describe, read_arrays
+from jaxrnn.convert.arrays import alternatives, describe, read_arrays
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
 from jaxrnn.convert.dense import biased_operand, dense_names, from_dense, read_dense, to_dense
-from jaxrnn.convert.layout import GRU, LSTM, biases_of, pack, two_biases
+from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack, two_biases
 
 if TYPE_CHECKING:
     from jaxrnn.convert.layout import Layout, Params
 
 # The classes of each cell, and the class that has a layer per operand and gate instead of a layer per operand.
-CELLS = {GRU: ("GRUCell",), LSTM: ("LSTMCell", "OptimizedLSTMCell")}
+CELLS = {GRU: ("GRUCell",), LSTM: ("LSTMCell", "OptimizedLSTMCell"), SIMPLE: ("SimpleCell",)}
 UNFUSED, UNFUSED_CLASS = LSTM, "LSTMCell"
 FUSED_LAYERS = ["dense_i", "dense_h"]
+# Why NNX cannot have the weights of a cell.
+MISSING = {
+    MGU: "Flax's NNX has no MGUCell. Convert to linen's with to_linen, or hold the arrays in nnx.Param and call "
+    "jaxrnn.mgu"
+}
 UNFUSED_LAYERS = ["if_" if name == "if" else name for name in dense_names(UNFUSED)]
 
 
 def from_nnx(source: Any) -> Params:
-    """Returns the weights of `flax.nnx.GRUCell`, `LSTMCell` or `OptimizedLSTMCell`.
+    """Returns the weights of `flax.nnx.GRUCell`, `LSTMCell`, `OptimizedLSTMCell` or `SimpleCell`.
 
     Flax's NNX GRUCell has no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), and `b_hn` is then zeros.
-    If a cell has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`, it is converted.
+    If a cell has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`, it is converted. A SimpleCell gives
+    `SimpleParams`, which `jaxrnn.simple_rnn` runs with the activation of the cell, "tanh" or "relu".
 
     Args:
-      source: the cell, its `nnx.State`, or a mapping like it: `{"dense_i": {"kernel": [D, 3H|4H], ...}, "dense_h":
-        ...}`, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`. For an `nnx.RNN`, pass `rnn.cell`.
+      source: the cell, its `nnx.State`, or a mapping like it: `{"dense_i": {"kernel": [D, nH], ...}, "dense_h": ...}`
+        for n = 3 gates of a GRU, 4 of an LSTM, 1 of a simple cell, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`.
+        For an `nnx.RNN`, pass `rnn.cell`.
 
     Raises:
-      ValueError: the cell is another one, or has another `gate_fn` or `activation_fn`. A state does not show those two.
+      ValueError: the cell is another one, has another `gate_fn` or `activation_fn`, or has `residual=True`. A state
+        does not show these three.
     """
-    check_activations("from_nnx", source, gate="gate_fn", activation="activation_fn")
     tree = _tree("from_nnx", source)
     if _is_unfused(tree):
+        _check_formula("from_nnx", source, UNFUSED)
         return from_dense("from_nnx", UNFUSED, {name.rstrip("_"): entry for name, entry in tree.items()})
     named = {f"{name}.{part}": x for name in FUSED_LAYERS for part, x in tree[name].items()}
     if "hn_bias" in tree:
         named["hn_bias"] = tree["hn_bias"]
     arrays = read_arrays("from_nnx", named, named)
     layout, inputs, hidden = find_layout("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel", tuple(CELLS))
+    _check_formula("from_nnx", source, layout)
     wide = layout.cell.gates * hidden
     shapes: dict[str, tuple[int, ...]] = {"dense_i.kernel": (inputs, wide), "dense_h.kernel": (hidden, wide)}
     shapes |= {"dense_i.bias": (wide,), "dense_h.bias": (wide,)}
@@ -63,17 +72,20 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
     Args:
       params: the weights.
       cell: the cell or its state, which determines the structure and whether there is a b_hn; or the name of one of
-        Flax's classes, "GRUCell" (without b_hn), "LSTMCell" or "OptimizedLSTMCell".
+        Flax's classes, "GRUCell" (without b_hn), "LSTMCell", "OptimizedLSTMCell" or "SimpleCell".
 
     Raises:
-      ValueError: `b_hn` is not zero and the cell has none; the cell is another one, or has other sizes.
+      ValueError: `b_hn` is not zero and the cell has none; the cell is another one, has other sizes, or computes
+        something else, as for `from_nnx`; NNX has no such cell.
     """
-    layout = check_params("to_nnx", params)
+    layout = check_params("to_nnx", params, missing=MISSING)
     given = None if isinstance(cell, str) else _tree("to_nnx", cell)
     unfused = cell == UNFUSED_CLASS if given is None else _is_unfused(given)
     if (given is None and cell not in CELLS[layout]) or (unfused and layout is not UNFUSED):
         got = repr(cell) if given is None else f"a {type(cell).__name__} with {describe(given)}"
-        raise ValueError(f"to_nnx: {type(params).__name__} are for {' or '.join(CELLS[layout])}, got {got}")
+        raise ValueError(f"to_nnx: {type(params).__name__} are for {alternatives(CELLS[layout])}, got {got}")
+    if given is not None:
+        _check_formula("to_nnx", cell, layout)
     tree: dict[str, Any]
     if unfused:
         tree = {"if_" if name == "if" else name: entry for name, entry in to_dense(layout, params).items()}
@@ -106,6 +118,17 @@ def _add_recurrent_bias(tree: dict[str, Any], layout: Layout, params: Params, gi
         )
 
 
+def _check_formula(source: str, cell: Any, layout: Layout) -> None:
+    """Raises ValueError if a cell shows that it computes something else. A state shows nothing."""
+    check_activations(source, cell, layout, gate="gate_fn", activation="activation_fn")
+    if getattr(cell, "residual", False):
+        raise ValueError(
+            f"{source}: the {type(cell).__name__} has residual=True, which adds h to the hidden product, but "
+            "jaxrnn.simple_rnn does not. Set residual=False; trained weights then compute the same if you add the "
+            "identity matrix to dense_h.kernel"
+        )
+
+
 def _is_unfused(tree: Mapping[str, Any]) -> bool:
     return UNFUSED_LAYERS[0] in tree
 
@@ -119,8 +142,9 @@ def _tree(source: str, cell: Any) -> dict[str, Any]:
     layers = next((names for names in (FUSED_LAYERS, UNFUSED_LAYERS) if entries.keys() >= set(names)), [])
     known = {*layers, "hn_bias"} if layers is FUSED_LAYERS else set(layers)
     if not layers or not entries.keys() <= known:
+        fused = alternatives([name for names in CELLS.values() for name in names if name != UNFUSED_CLASS])
         raise ValueError(
-            f"{source} takes an nnx.GRUCell or OptimizedLSTMCell ({', '.join(FUSED_LAYERS)}) or an nnx.LSTMCell "
+            f"{source} takes an nnx.{fused} ({', '.join(FUSED_LAYERS)}) or an nnx.{UNFUSED_CLASS} "
             f"({', '.join(UNFUSED_LAYERS)}), or the state of one; got a {type(cell).__name__} with {describe(entries)}"
         )
     return {name: read_dense(source, name, x) if name in layers else x for name, x in entries.items()}

@@ -8,26 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrnn.convert.arrays import describe, read_arrays, to_numpy
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, pack, two_biases
+from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, pack, two_biases
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.convert.layout import Params
 
-CELLS = (GRU, LSTM)
+CELLS = (GRU, LSTM, SIMPLE)
+# Why torch.nn cannot have the weights of a cell.
+MISSING = {MGU: "torch.nn has no MGU. Run the weights in JAX with jaxrnn.mgu, or train a GRU, which both have"}
 
 
 def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
-    """Returns the weights of one layer and direction of `torch.nn.GRU` or `LSTM`, or of a `GRUCell` or `LSTMCell`.
+    """Returns the weights of one layer and direction of `torch.nn.GRU`, `LSTM` or `RNN`, or of one of their cells.
 
     Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
-    gates of an LSTM, and for r and z of a GRU. A module without biases gives zeros.
+    gates of an LSTM, for r and z of a GRU, and in an RNN. A module without biases gives zeros. An RNN gives
+    `SimpleParams`, which `jaxrnn.simple_rnn` runs with `activation=module.nonlinearity`.
 
     Args:
-      source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays: `weight_ih_l0
-        [3H|4H, D]`, `weight_hh_l0 [3H|4H, H]`, `bias_ih_l0` and `bias_hh_l0 [3H|4H]`; with `proj_size` `weight_hh_l0
-        [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no `_l0`.
+      source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays, for n = 3 gates of a
+        GRU, 4 of an LSTM, 1 of an RNN: `weight_ih_l0 [nH, D]`, `weight_hh_l0 [nH, H]`, `bias_ih_l0` and `bias_hh_l0
+        [nH]`; with `proj_size` `weight_hh_l0 [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no `_l0`.
       layer: index of the layer; optional if there is only one.
       reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
         for those of the forward direction; optional if there is only one direction.
@@ -63,7 +66,7 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
 def to_torch(
     params: Params, *, layer: int | None = 0, reverse: bool = False, prefix: str = ""
 ) -> dict[str, np.ndarray[Any, Any]]:
-    """Returns the weights for `torch.nn.GRU` or `LSTM`: copies as NumPy arrays, by PyTorch's names.
+    """Returns the weights for `torch.nn.GRU`, `LSTM` or `RNN`: copies as NumPy arrays, by PyTorch's names.
 
         module.load_state_dict({name: torch.from_numpy(x) for name, x in to_torch(params).items()})
 
@@ -77,11 +80,11 @@ def to_torch(
       prefix: prefix of the names.
 
     Raises:
-      ValueError: `params` are neither `GRUParams` nor `LSTMParams`, or their shapes disagree.
+      ValueError: `params` are not those of such a module, or their shapes disagree.
     """
     if layer is None and reverse:
         raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: do not pass reverse")
-    layout = check_params("to_torch", params, projected=True)
+    layout = check_params("to_torch", params, missing=MISSING, projected=True)
     suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
     b_i, b_h = two_biases(layout, params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias_ih": b_i, "bias_hh": b_h}
@@ -100,8 +103,8 @@ def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, p
         prefixes = sorted({repr(match["prefix"]) for match in found})
         hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else ""
         raise ValueError(
-            f"from_torch: expected {prefix}weight_ih_l0 (of a GRU or LSTM) or {prefix}weight_ih (of a cell), got "
-            f"{describe(state)}{hint}"
+            f"from_torch: expected {prefix}weight_ih_l0 (of a GRU, LSTM or RNN) or {prefix}weight_ih (of a cell), "
+            f"got {describe(state)}{hint}"
         )
     choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
     layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}
