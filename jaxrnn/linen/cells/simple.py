@@ -15,7 +15,7 @@ from jaxrnn.linen.stack import FusedStack
 
 
 class SimpleCell(FusedCell, nn.SimpleCell):
-    """`flax.linen.SimpleCell` computed by `jaxrnn`, with the same parameters, initial values and results.
+    """`flax.linen.SimpleCell` computed by `jaxrnn.simple_rnn`, with the same parameters, initial values and results.
 
     Attributes:
       features: H. All attributes not listed here are those of `GRUCell` or Flax's.
@@ -23,7 +23,7 @@ class SimpleCell(FusedCell, nn.SimpleCell):
         `nn.scan`.
       dtype: the dtype of the matmul operands. The carry keeps its own dtype, whereas Flax's cell casts it to `dtype`.
       residual: if True, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nn.scan`.
-      implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError for a cell that Flax runs.
+      implementation: as in `jaxrnn.simple_rnn`; "triton" raises NotImplementedError for a cell that Flax runs.
     """
 
     @property
@@ -33,7 +33,7 @@ class SimpleCell(FusedCell, nn.SimpleCell):
 
     @nn.compact
     def packed_params(self, input_features: int, hidden: int) -> SimpleParams:
-        """Returns the parameters for `jaxrnn`, creating missing ones."""
+        """Returns the parameters for `jaxrnn.simple_rnn`, creating missing ones."""
         b: Any  # a gate without a bias has None
         w_ih, b = self.gate_params("i", input_features, hidden, use_bias=True)
         w_hh, _ = self.gate_params("h", hidden, hidden, use_bias=False)

@@ -15,7 +15,7 @@ from jaxrnn.nnx.stack import FusedStack
 
 
 class SimpleCell(FusedCell, nnx.SimpleCell):
-    """`flax.nnx.SimpleCell` computed by `jaxrnn`, with the same parameters, initial values and results.
+    """`flax.nnx.SimpleCell` computed by `jaxrnn.simple_rnn`, with the same parameters, initial values and results.
 
     Attributes:
       in_features: D.
@@ -25,7 +25,7 @@ class SimpleCell(FusedCell, nnx.SimpleCell):
       dtype: the dtype of the matmul operands, by default float32 as in Flax. The carry keeps its own dtype, whereas
         Flax's cell casts it to `dtype`.
       residual: if True, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nnx.scan`.
-      implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError for a cell that Flax runs.
+      implementation: as in `jaxrnn.simple_rnn`; "triton" raises NotImplementedError for a cell that Flax runs.
     """
 
 
@@ -61,7 +61,7 @@ def recurrence(cell: nnx.SimpleCell) -> str:
 
 
 def pack(cell: nnx.SimpleCell, weights: LayerWeights) -> SimpleParams:
-    """Returns the parameters for `jaxrnn`. A recurrent bias, if any, is added to the input bias."""
+    """Returns the parameters for `jaxrnn.simple_rnn`. A recurrent bias, if any, is added to the input bias."""
     b = weights.b_ih if weights.b_hh is None else weights.b_ih + weights.b_hh
     return SimpleParams(w_ih=weights.w_ih, w_hh=weights.w_hh, b=b)
 
