@@ -52,7 +52,7 @@ either_layout = pytest.mark.parametrize("batch_major", [False, True], ids=["time
 
 def trees(cell):
     """Returns `in_axes` for `jax.vmap` as pytrees, with an axis for each array."""
-    entry = CELLS[cell]
+    entry = CELLS[cell_of(cell)]
     if len(entry.states) == 1:
         axes = {"w_ih": 1, "w_hh": None, entry.bias: 0, "b_hn": -1}
         return entry.params(**{name: axes[name] for name in entry.params._fields}), 1, None, 2, 0
