@@ -19,7 +19,7 @@ NOT_DEPENDENCIES = (
 )
 
 # The files of jaxrnn.convert that all frameworks share.
-SHARED_BY_FRAMEWORKS = tuple(f"jaxrnn.convert.{name}" for name in ("arrays", "checks", "dense", "layout"))
+SHARED_BY_FRAMEWORKS = tuple(f"jaxrnn.convert.{name}" for name in ("arrays", "cells", "checks", "dense", "layout"))
 
 
 def modules(package: str) -> list[str]:
@@ -198,11 +198,20 @@ NAMES = {
 }
 
 
+def without_docstrings(path):
+    """Returns the code of a file without its comments and docstrings, which may list the cells."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            node.body[0] = ast.Pass()
+    return ast.unparse(tree)
+
+
 @pytest.mark.parametrize("cell", NAMES)
 def test_a_cell_is_named_in_its_own_files_and_in_tables_alone(cell):
     pattern, own = NAMES[cell]
     paths = [path for package in ("jaxrnn", "torch_bridge") for path in ROOT.joinpath(package).rglob("*.py")]
-    naming = {path.relative_to(ROOT) for path in paths if re.search(pattern, path.read_text())}
+    naming = {path.relative_to(ROOT) for path in paths if re.search(pattern, without_docstrings(path))}
     assert len([path for path in naming if path.name in own]) >= 4
     others = {str(path) for path in naming if path.name not in (*own, "__init__.py")}
     assert others == {"torch_bridge/cells.py"}

@@ -6,9 +6,10 @@ from jaxrnn.cells.lstm import LSTM, LSTMParams
 from jaxrnn.cells.mgu import MGU, MGUParams
 from jaxrnn.cells.simple import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
 
+Params = GRUParams | LSTMParams | MGUParams | SimpleParams
 CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU)}
 
 __all__ = [
     "CELLS", "GRU", "LSTM", "MGU", "SIMPLE_RELU", "SIMPLE_TANH", "Cell", "GRUParams", "LSTMParams", "MGUParams",
-    "SimpleParams",
+    "Params", "SimpleParams",
 ]  # fmt: skip

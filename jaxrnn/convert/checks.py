@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn.convert.arrays import alternatives, describe, read_array
-from jaxrnn.convert.layout import LAYOUTS, Layout, layout_of
+from jaxrnn.convert.cells import LAYOUTS, layout_of
 
 if TYPE_CHECKING:
     from jax import Array
+
+    from jaxrnn.convert.layout import Layout
 
     Shapes = dict[str, tuple[int, ...]]
 
@@ -61,16 +63,14 @@ def check_shapes(source: str, arrays: Mapping[str, Array], shapes: Shapes) -> No
             raise ValueError(f"{source}: {name} must be {shapes[name]} with {sizes}; got {x.shape}")
 
 
-def check_params(
-    source: str, params: Any, *, missing: Mapping[Layout, str] | None = None, projected: bool = False
-) -> Layout:
+def check_params(source: str, params: Any, *, framework: str = "", projected: bool = False) -> Layout:
     """Returns the layout of `params`; raises ValueError unless these are parameters whose shapes agree.
 
     Args:
       source: the name of the public function.
       params: the parameters.
-      missing: by layout, why the framework cannot have the weights of such a cell.
-      projected: whether it can have a projection.
+      framework: the framework to convert to, by its name in `Layout.missing`.
+      projected: whether that can have a projection.
     """
     layout = layout_of(params)
     if layout is None:
@@ -94,8 +94,8 @@ def check_params(
     if w_hr is not None:
         shapes |= {"w_hh": (w_hr.shape[1], cell.gates * hidden), "w_hr": w_hr.shape}
     check_shapes(source, arrays, {f"params.{name}": shape for name, shape in shapes.items()})
-    if missing is not None and layout in missing:
-        raise ValueError(f"{source}: {missing[layout]}")
+    if framework in layout.missing:
+        raise ValueError(f"{source}: {layout.missing[framework]}")
     return layout
 
 

@@ -9,20 +9,12 @@ import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, read_arrays
 from jaxrnn.convert.checks import check_shapes
-from jaxrnn.convert.layout import LSTM, Layout, biases_of, pack
+from jaxrnn.convert.layout import Layout, biases_of, pack
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.convert.layout import Params
-
-# The operand whose layers have the bias of all gates, for cells where it is not i.
-_BIASED_OPERANDS = {LSTM: "h"}
-
-
-def biased_operand(layout: Layout) -> str:
-    """Returns the operand, i or h, whose layers have the bias of all gates."""
-    return _BIASED_OPERANDS.get(layout, "i")
+    from jaxrnn.cells import Params
 
 
 def dense_names(layout: Layout) -> list[str]:
@@ -62,7 +54,7 @@ def to_dense(layout: Layout, params: Params) -> dict[str, dict[str, Array]]:
     tree: dict[str, dict[str, Array]] = {}
     for gate, w_ih, w_hh, b in zip(layout.gates, *by_gate, strict=True):
         tree |= {f"i{gate}": {"kernel": w_ih}, f"h{gate}": {"kernel": w_hh}}
-        tree[biased_operand(layout) + gate]["bias"] = b
+        tree[layout.biased_operand + gate]["bias"] = b
     if b_hn is not None:
         tree[f"h{layout.gates[-1]}"]["bias"] = b_hn
     return tree

@@ -6,20 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrnn.convert.arrays import read_arrays
+from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack
+from jaxrnn.convert.layout import biases_of, pack
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.convert.layout import Params
-
-CELLS = (GRU, LSTM)
-# Why Equinox cannot have the weights of a cell.
-MISSING = {
-    MGU: "equinox.nn has no MGU. Make MGUParams a field of an equinox.Module, and call jaxrnn.mgu",
-    SIMPLE: "equinox.nn has no simple cell. Make SimpleParams a field of an equinox.Module, and call jaxrnn.simple_rnn",
-}
+    from jaxrnn.cells import Params
 
 
 def from_equinox(cell: Any) -> Params:
@@ -36,7 +30,9 @@ def from_equinox(cell: Any) -> Params:
     get = cell.get if isinstance(cell, Mapping) else lambda name: getattr(cell, name, None)
     given = {name: x for name in names if (x := get(name)) is not None}
     arrays = read_arrays("from_equinox", given, (*names[:2], *(name for name in names[2:] if name in given)), cell)
-    layout, inputs, hidden = find_layout("from_equinox", arrays, "weight_ih", "weight_hh", CELLS, transposed=True)
+    layout, inputs, hidden = find_layout(
+        "from_equinox", arrays, "weight_ih", "weight_hh", cells_of("equinox"), transposed=True
+    )
     wide = layout.cell.gates * hidden
     shapes: dict[str, tuple[int, ...]] = {"weight_ih": (wide, inputs), "weight_hh": (wide, hidden), "bias": (wide,)}
     if layout.cell.last_gate_separate:
@@ -56,7 +52,7 @@ def to_equinox(params: Params) -> dict[str, Array]:
       ValueError: `params` are neither `GRUParams` nor `LSTMParams`, since Equinox has no other cells, or their shapes
         disagree.
     """
-    layout = check_params("to_equinox", params, missing=MISSING)
+    layout = check_params("to_equinox", params, framework="equinox")
     bias, b_hn = biases_of(layout, params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias": bias}
     return arrays if b_hn is None else arrays | {"bias_n": b_hn}

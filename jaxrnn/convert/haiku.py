@@ -8,28 +8,25 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, keys_of, read_arrays
+from jaxrnn.convert.cells import cells_of
+from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack, reorder, two_biases
+from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import LSTMParams, SimpleParams
+    from jaxrnn.cells import LSTMParams, Params
 
+VANILLA_RNN = next(layout for layout in cells_of("haiku") if layout.haiku == "VanillaRNN")
 # The layers of hk.VanillaRNN: of the inputs, and of the state.
 VANILLA_LAYERS = ("linear", "linear_1")
 # The order of the gates of hk.LSTM, which adds 1 to its forget gate.
 GATES = ("i", "g", "f", "o")
 FORGET = LSTM.gates.index("f")
-# Why Haiku cannot have the weights of a cell.
-MISSING = {
-    GRU: "hk.GRU applies the reset gate before the matrix product and cannot compute this GRU. Call jaxrnn.gru inside "
-    "hk.transform, with parameters from hk.get_parameter",
-    MGU: "Haiku has no MGU. Call jaxrnn.mgu inside hk.transform, with parameters from hk.get_parameter",
-}
 
 
-def from_haiku(params: Mapping[str, Any]) -> LSTMParams | SimpleParams:
+def from_haiku(params: Mapping[str, Any]) -> Params:
     """Returns the weights of `haiku.LSTM` or `haiku.VanillaRNN`.
 
     Haiku orders the gates of an LSTM i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate;
@@ -71,7 +68,7 @@ def from_haiku(params: Mapping[str, Any]) -> LSTMParams | SimpleParams:
     return packed._replace(b=_add_to_forget_gate(packed.b, 1))
 
 
-def to_haiku(params: LSTMParams | SimpleParams) -> dict[str, Any]:
+def to_haiku(params: Params) -> dict[str, Any]:
     """Returns the parameters of the linear layer in `haiku.LSTM`, or of both layers in `haiku.VanillaRNN`.
 
         {"lstm/linear": to_haiku(params)}
@@ -83,8 +80,8 @@ def to_haiku(params: LSTMParams | SimpleParams) -> dict[str, Any]:
       ValueError: `params` are `GRUParams`, since `hk.GRU` computes something else, or `MGUParams`, since Haiku has no
         MGU; or their shapes disagree.
     """
-    layout = check_params("to_haiku", params, missing=MISSING)
-    if layout is SIMPLE:
+    layout = check_params("to_haiku", params, framework="haiku")
+    if layout is VANILLA_RNN:
         b_i, b_h = two_biases(layout, params)
         return dict(zip(VANILLA_LAYERS, ({"w": params.w_ih, "b": b_i}, {"w": params.w_hh, "b": b_h}), strict=True))
     b = _add_to_forget_gate(biases_of(layout, params)[0], -1)
@@ -98,14 +95,14 @@ def _is_vanilla_rnn(params: Any) -> bool:
     return keys_of(params) == {f"{prefix}/{name}".lstrip("/") for name in VANILLA_LAYERS}
 
 
-def _from_vanilla_rnn(params: Mapping[str, Mapping[str, Any]]) -> SimpleParams:
+def _from_vanilla_rnn(params: Mapping[str, Mapping[str, Any]]) -> Params:
     layers = [params[name] for name in sorted(params)]
     named = {
         f"{name}.{part}": x for name, layer in zip(VANILLA_LAYERS, layers, strict=True) for part, x in layer.items()
     }
     w_ih, w_hh, b_i, b_h = (f"{name}.{part}" for part in "wb" for name in VANILLA_LAYERS)
     arrays = read_arrays("from_haiku", named, (w_ih, w_hh, *(name for name in named if name not in (w_ih, w_hh))))
-    layout, inputs, hidden = find_layout("from_haiku", arrays, w_ih, w_hh, (SIMPLE,))
+    layout, inputs, hidden = find_layout("from_haiku", arrays, w_ih, w_hh, (VANILLA_RNN,))
     shapes = {w_ih: (inputs, hidden), w_hh: (hidden, hidden), b_i: (hidden,), b_h: (hidden,)}
     check_shapes("from_haiku", arrays, shapes)
     return pack(layout, arrays[w_ih], arrays[w_hh], arrays.get(b_i), arrays.get(b_h))

@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import read_arrays, to_numpy
+from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack, reorder, two_biases
+from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxrnn.convert.layout import Params
+    from jaxrnn.cells import Params
 
-# The cells of Keras, and the order of their gates.
-CELLS = {GRU: ("z", "r", "n"), LSTM: LSTM.gates, SIMPLE: SIMPLE.gates}
-# Why Keras cannot have the weights of a cell.
-MISSING = {MGU: "Keras has no MGU. Run the weights in JAX with jaxrnn.mgu, or train a GRU, which both have"}
 WEIGHTS = ("kernel", "recurrent_kernel", "bias")
 
 
@@ -43,7 +40,7 @@ def from_keras(source: Any) -> Params:
     cell = None if isinstance(source, Sequence) else _cell(source)
     given = _weights(source if cell is None else cell)
     arrays = read_arrays("from_keras", given, (*WEIGHTS[:2], *(name for name in WEIGHTS[2:] if name in given)), source)
-    layout, inputs, hidden = find_layout("from_keras", arrays, *WEIGHTS[:2], tuple(CELLS))
+    layout, inputs, hidden = find_layout("from_keras", arrays, *WEIGHTS[:2], cells_of("keras"))
     check_activations("from_keras", cell, layout, gate="recurrent_activation", activation="activation")
     wide, bias = layout.cell.gates * hidden, arrays.get("bias")
     if layout.cell.last_gate_separate:
@@ -51,7 +48,7 @@ def from_keras(source: Any) -> Params:
     shapes = {"kernel": (inputs, wide), "recurrent_kernel": (hidden, wide)}
     check_shapes("from_keras", arrays, shapes | {"bias": (2, wide) if layout.cell.last_gate_separate else (wide,)})
     b_i, b_h = bias if bias is not None and bias.ndim == 2 else (bias, None)
-    return pack(layout, arrays["kernel"], arrays["recurrent_kernel"], b_i, b_h, order=CELLS[layout])
+    return pack(layout, arrays["kernel"], arrays["recurrent_kernel"], b_i, b_h, order=layout.keras)
 
 
 def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
@@ -64,11 +61,11 @@ def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
     Raises:
       ValueError: `params` are not those of such a layer, or their shapes disagree.
     """
-    layout = check_params("to_keras", params, missing=MISSING)
+    layout = check_params("to_keras", params, framework="keras")
     bias = biases_of(layout, params)[0]
     if layout.cell.last_gate_separate:
         bias = jnp.stack(two_biases(layout, params))
-    return [to_numpy(reorder(x, layout.gates, CELLS[layout])) for x in (params.w_ih, params.w_hh, bias)]
+    return [to_numpy(reorder(x, layout.gates, layout.keras)) for x in (params.w_ih, params.w_hh, bias)]
 
 
 def _weights(source: Any) -> dict[str, Any]:

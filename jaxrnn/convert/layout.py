@@ -1,49 +1,50 @@
-"""The gates of each cell by name, and the packing of matrices and biases into parameters."""
+"""What the conversion knows of a cell, and the packing of matrices and biases into parameters."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxrnn.cells import CELLS
-
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.cells import Cell, GRUParams, LSTMParams, MGUParams, SimpleParams
-
-    Params = GRUParams | LSTMParams | MGUParams | SimpleParams
+    from jaxrnn.cells import Cell, Params
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """The layout of a cell's weights.
+    """The layout of a cell's weights, here and in the frameworks.
 
     Attributes:
       cell: the cell; one of them if several differ in their activation alone.
       title: its name in an error message.
+      function: the function of jaxrnn that runs the weights.
       gates: the names of its gates in Flax, in the order of `cell.params`; a single gate has an empty name.
+      linen: its classes in `flax.linen`, with an article.
       activations: the activations of the last gate that jaxrnn computes.
+      biased_operand: the operand, i or h, whose layers in Flax have the bias of all gates.
+      required_bias: a layer in linen without whose bias the cell computes something else, and the reason.
+      nnx: its classes in `flax.nnx`.
+      keras: its gates in the order of Keras.
+      haiku: its class in Haiku.
+      missing: by framework, why that framework cannot have the weights.
     """
 
     cell: Cell
     title: str
+    function: str
     gates: tuple[str, ...]
+    linen: str
     activations: tuple[str, ...] = ("tanh",)
-
-
-GRU = Layout(CELLS["gru"], "GRU", ("r", "z", "n"))
-LSTM = Layout(CELLS["lstm"], "LSTM", ("i", "f", "g", "o"))
-MGU = Layout(CELLS["mgu"], "MGU", ("f", "n"))
-SIMPLE = Layout(CELLS["simple_tanh"], "simple cell", ("",), activations=("tanh", "relu"))
-LAYOUTS = (GRU, LSTM, MGU, SIMPLE)
-
-
-def layout_of(params: Any) -> Layout | None:
-    """Returns the layout of parameters, or None if they belong to no cell."""
-    return next((layout for layout in LAYOUTS if isinstance(params, layout.cell.params)), None)
+    biased_operand: str = "i"
+    required_bias: tuple[str, str] | None = None
+    nnx: tuple[str, ...] = ()
+    keras: tuple[str, ...] = ()
+    haiku: str = ""
+    missing: Mapping[str, str] = field(default_factory=dict)
 
 
 def pack(

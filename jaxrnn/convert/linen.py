@@ -6,31 +6,14 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrnn.convert.arrays import alternatives, describe, keys_of
+from jaxrnn.convert.cells import LAYOUTS
 from jaxrnn.convert.checks import check_params
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
-from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE
 
 if TYPE_CHECKING:
     from jax import Array
 
-    from jaxrnn.convert.layout import Params
-
-# The classes of each cell, with an article.
-CELLS = {
-    GRU: "a GRUCell",
-    LSTM: "an LSTMCell or OptimizedLSTMCell",
-    MGU: "an MGUCell",
-    SIMPLE: "a SimpleCell",
-}
-# Biases without which a cell computes something else: the layer, and the reason.
-REQUIRED_BIASES = {
-    MGU: (
-        "hn",
-        "the layer hn has no bias, so this is an MGUCell with reset_gate=False, which computes tanh(x_n + W_hn h), but "
-        "jaxrnn.mgu computes tanh(x_n + f * (W_hn h + b_hn)). Weights cannot be converted: train a new MGUCell with "
-        "reset_gate=True, or run this one in jaxrnn.linen.RNN",
-    )
-}
+    from jaxrnn.cells import Params
 
 
 def from_linen(tree: Any) -> Params:
@@ -51,13 +34,13 @@ def from_linen(tree: Any) -> Params:
     """
     if isinstance(tree, Mapping) and "params" in tree:  # tree holds all variables of a module
         tree = tree["params"]
-    for layout in CELLS:
+    for layout in LAYOUTS:
         if keys_of(tree) == set(dense_names(layout)):
-            layer, reason = REQUIRED_BIASES.get(layout, (None, None))
+            layer, reason = layout.required_bias or (None, None)
             if layer is not None and "bias" not in keys_of(tree[layer]):
                 raise ValueError(f"from_linen: {reason}")
             return from_dense("from_linen", layout, tree)
-    wanted = [f"of {classes} ({', '.join(dense_names(layout))})" for layout, classes in CELLS.items()]
+    wanted = [f"of {layout.linen} ({', '.join(dense_names(layout))})" for layout in LAYOUTS]
     raise ValueError(f"from_linen takes the parameters {alternatives(wanted)}, got {describe(tree)}")
 
 

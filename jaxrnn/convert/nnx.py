@@ -9,22 +9,20 @@ import jax
 import numpy as np
 
 from jaxrnn.convert.arrays import alternatives, describe, read_arrays
+from jaxrnn.convert.cells import cells_of
+from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
-from jaxrnn.convert.dense import biased_operand, dense_names, from_dense, read_dense, to_dense
-from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, biases_of, pack, two_biases
+from jaxrnn.convert.dense import dense_names, from_dense, read_dense, to_dense
+from jaxrnn.convert.layout import biases_of, pack, two_biases
 
 if TYPE_CHECKING:
-    from jaxrnn.convert.layout import Layout, Params
+    from jaxrnn.cells import Params
+    from jaxrnn.convert.layout import Layout
 
-# The classes of each cell, and the class that has a layer per operand and gate instead of a layer per operand.
-CELLS = {GRU: ("GRUCell",), LSTM: ("LSTMCell", "OptimizedLSTMCell"), SIMPLE: ("SimpleCell",)}
+CELLS = cells_of("nnx")
+# The class that has a layer per operand and gate instead of a layer per operand.
 UNFUSED, UNFUSED_CLASS = LSTM, "LSTMCell"
 FUSED_LAYERS = ["dense_i", "dense_h"]
-# Why NNX cannot have the weights of a cell.
-MISSING = {
-    MGU: "Flax's NNX has no MGUCell. Convert to linen's with to_linen, or hold the arrays in nnx.Param and call "
-    "jaxrnn.mgu"
-}
 UNFUSED_LAYERS = ["if_" if name == "if" else name for name in dense_names(UNFUSED)]
 
 
@@ -52,7 +50,7 @@ def from_nnx(source: Any) -> Params:
     if "hn_bias" in tree:
         named["hn_bias"] = tree["hn_bias"]
     arrays = read_arrays("from_nnx", named, named)
-    layout, inputs, hidden = find_layout("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel", tuple(CELLS))
+    layout, inputs, hidden = find_layout("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel", CELLS)
     _check_formula("from_nnx", source, layout)
     wide = layout.cell.gates * hidden
     shapes: dict[str, tuple[int, ...]] = {"dense_i.kernel": (inputs, wide), "dense_h.kernel": (hidden, wide)}
@@ -78,12 +76,12 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
       ValueError: `b_hn` is not zero and the cell has none; the cell is another one, has other sizes, or computes
         something else, as for `from_nnx`; NNX has no such cell.
     """
-    layout = check_params("to_nnx", params, missing=MISSING)
+    layout = check_params("to_nnx", params, framework="nnx")
     given = None if isinstance(cell, str) else _tree("to_nnx", cell)
     unfused = cell == UNFUSED_CLASS if given is None else _is_unfused(given)
-    if (given is None and cell not in CELLS[layout]) or (unfused and layout is not UNFUSED):
+    if (given is None and cell not in layout.nnx) or (unfused and layout is not UNFUSED):
         got = repr(cell) if given is None else f"a {type(cell).__name__} with {describe(given)}"
-        raise ValueError(f"to_nnx: {type(params).__name__} are for {alternatives(CELLS[layout])}, got {got}")
+        raise ValueError(f"to_nnx: {type(params).__name__} are for {alternatives(layout.nnx)}, got {got}")
     if given is not None:
         _check_formula("to_nnx", cell, layout)
     tree: dict[str, Any]
@@ -91,7 +89,7 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
         tree = {"if_" if name == "if" else name: entry for name, entry in to_dense(layout, params).items()}
     else:
         tree = {"dense_i": {"kernel": params.w_ih}, "dense_h": {"kernel": params.w_hh}}
-        tree[f"dense_{biased_operand(layout)}"]["bias"] = biases_of(layout, params)[0]
+        tree[f"dense_{layout.biased_operand}"]["bias"] = biases_of(layout, params)[0]
         _add_recurrent_bias(tree, layout, params, {} if given is None else given)
     if given is not None:
         _check_fits(tree, given)
@@ -107,7 +105,7 @@ def _add_recurrent_bias(tree: dict[str, Any], layout: Layout, params: Params, gi
     b_hn = biases_of(layout, params)[1]
     if b_hn is not None and "hn_bias" in given:
         tree["hn_bias"] = b_hn
-    elif biased_operand(layout) == "i" and given.get("dense_h", {}).get("bias") is not None:
+    elif layout.biased_operand == "i" and given.get("dense_h", {}).get("bias") is not None:
         tree["dense_h"]["bias"] = two_biases(layout, params)[1]
     elif isinstance(b_hn, jax.core.Tracer):
         raise ValueError("to_nnx: Flax's NNX GRUCell has no b_hn, and inside jit b_hn cannot be checked to be zero")
@@ -124,7 +122,7 @@ def _check_formula(source: str, cell: Any, layout: Layout) -> None:
     if getattr(cell, "residual", False):
         raise ValueError(
             f"{source}: the {type(cell).__name__} has residual=True, which adds h to the hidden product, but "
-            "jaxrnn.simple_rnn does not. Set residual=False; trained weights then compute the same if you add the "
+            f"{layout.function} does not. Set residual=False; trained weights then compute the same if you add the "
             "identity matrix to dense_h.kernel"
         )
 
@@ -142,7 +140,7 @@ def _tree(source: str, cell: Any) -> dict[str, Any]:
     layers = next((names for names in (FUSED_LAYERS, UNFUSED_LAYERS) if entries.keys() >= set(names)), [])
     known = {*layers, "hn_bias"} if layers is FUSED_LAYERS else set(layers)
     if not layers or not entries.keys() <= known:
-        fused = alternatives([name for names in CELLS.values() for name in names if name != UNFUSED_CLASS])
+        fused = alternatives([name for layout in CELLS for name in layout.nnx if name != UNFUSED_CLASS])
         raise ValueError(
             f"{source} takes an nnx.{fused} ({', '.join(FUSED_LAYERS)}) or an nnx.{UNFUSED_CLASS} "
             f"({', '.join(UNFUSED_LAYERS)}), or the state of one; got a {type(cell).__name__} with {describe(entries)}"

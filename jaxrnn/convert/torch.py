@@ -7,17 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrnn.convert.arrays import describe, read_arrays, to_numpy
+from jaxrnn.convert.cells import cells_of
+from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import GRU, LSTM, MGU, SIMPLE, pack, two_biases
+from jaxrnn.convert.layout import pack, two_biases
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from jaxrnn.convert.layout import Params
-
-CELLS = (GRU, LSTM, SIMPLE)
-# Why torch.nn cannot have the weights of a cell.
-MISSING = {MGU: "torch.nn has no MGU. Run the weights in JAX with jaxrnn.mgu, or train a GRU, which both have"}
+    from jaxrnn.cells import Params
 
 
 def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
@@ -53,7 +51,9 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
             raise ValueError(f"from_torch: {projection} and {names[0]} must be matrices")
         (width, hidden), inputs, layout = arrays[projection].shape, arrays[names[0]].shape[1], LSTM
     else:
-        layout, inputs, hidden = find_layout("from_torch", arrays, names[0], names[1], CELLS, transposed=True)
+        layout, inputs, hidden = find_layout(
+            "from_torch", arrays, names[0], names[1], cells_of("torch"), transposed=True
+        )
         width = hidden
     wide = layout.cell.gates * hidden
     shapes = dict(zip(names, ((wide, inputs), (wide, width), (wide,), (wide,)), strict=True))
@@ -84,7 +84,7 @@ def to_torch(
     """
     if layer is None and reverse:
         raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: do not pass reverse")
-    layout = check_params("to_torch", params, missing=MISSING, projected=True)
+    layout = check_params("to_torch", params, framework="torch", projected=True)
     suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
     b_i, b_h = two_biases(layout, params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias_ih": b_i, "bias_hh": b_h}

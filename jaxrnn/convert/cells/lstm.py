@@ -1,0 +1,16 @@
+"""The weights of the LSTM, here and in other frameworks."""
+
+from jaxrnn.cells import CELLS
+from jaxrnn.convert.layout import Layout
+
+LSTM = Layout(
+    cell=CELLS["lstm"],
+    title="LSTM",
+    function="jaxrnn.lstm",
+    gates=("i", "f", "g", "o"),
+    linen="an LSTMCell or OptimizedLSTMCell",
+    biased_operand="h",
+    nnx=("LSTMCell", "OptimizedLSTMCell"),
+    keras=("i", "f", "g", "o"),
+    haiku="LSTM",
+)
