@@ -20,7 +20,11 @@ def step(gates, x_last, states, ACCURACY: tl.constexpr):
     g = tanh(a_g, ACCURACY)
     f = sigmoid(a_f, ACCURACY)
     o = sigmoid(a_o, ACCURACY)
-    c = f * states[1] + i * g
+    # one of the two products is rounded; which one would otherwise depend on the compiler and the loop
+    if ACCURACY == "fast":
+        c = tl.fma(i, g, f * states[1])
+    else:
+        c = tl.fma(f, states[1], i * g)
     tanh_c = tanh(c, ACCURACY)
     return (o * tanh_c, c), (i, f, g, o, tanh_c)
 
