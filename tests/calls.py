@@ -100,6 +100,12 @@ def with_gradients(call):
     return both
 
 
+def launches(function, *args):
+    """Returns how often the traced `function` launches a forward and a backward kernel."""
+    text = str(jax.make_jaxpr(function)(*args))
+    return text.count("direction=fwd"), text.count("direction=bwd")
+
+
 @functools.cache
 def reference(cell, **options):
     """Returns `with_gradients` of a plain call with `lax.scan`, compiled once per process and shape."""

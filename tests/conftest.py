@@ -10,6 +10,9 @@
 `TRITON_INTERPRET`, if set, overrides the table. The marker `several_gpus` is also left out if `gpu` is, or if there is
 only one GPU. Without PyTorch or Triton, all tests that need either are left out: those with the marker `torch` or a
 marker of kernels. All other tests must pass without both.
+
+A file is in the folder of what most of its tests need: `cpu`, `interpreted` for those that run kernels, which a GPU
+compiles, `compiled` or `gpu`. What files share is beside the folders.
 """
 
 import importlib.util

@@ -18,6 +18,7 @@ from calls import (
     assert_close,
     every_implementation,
     kernels_only,
+    launches,
     loss_of,
     random_like,
     reference,
@@ -25,7 +26,6 @@ from calls import (
     stack,
     with_gradients,
 )  # fmt: skip
-from test_transformations import launches
 
 import jaxrnn
 from jaxrnn import kernel_vjp

@@ -26,6 +26,7 @@ from calls import (
     every_cell,
     every_implementation,
     kernels_only,
+    launches,
     loss_of,
     projected_too,
     random_like,
@@ -418,12 +419,6 @@ def test_gradients_through_branches_and_loops_equal_python(cell, implementation,
 def residual_sizes(function, *args):
     """Returns the number of elements of each residual of the backward pass."""
     return [x.size for x in jax.tree.leaves(jax.vjp(function, *args)[1])]
-
-
-def launches(function, *args):
-    """Returns how often the traced `function` launches a forward and a backward kernel."""
-    text = str(jax.make_jaxpr(function)(*args))
-    return text.count("direction=fwd"), text.count("direction=bwd")
 
 
 @kernels_only

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 spec = importlib.util.spec_from_file_location(
-    "recurrent_ppo", Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
+    "recurrent_ppo", Path(__file__).parents[2] / "examples" / "recurrent_ppo.py"
 )
 recurrent_ppo = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(recurrent_ppo)

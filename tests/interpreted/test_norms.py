@@ -10,12 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
+import trees
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 import jaxrnn
 from jaxrnn import _bridge, norms
+
+assert_close = functools.partial(trees.assert_close, tol=1e-5, atol=2e-5)
 
 FUNCTIONS = {"rms": jaxrnn.rms_norm, "layer": jaxrnn.layer_norm}
 DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
@@ -329,11 +332,6 @@ def mapped(in_axes, size=S):
     shapes = [s if at is None else (*s[:at], size, *s[at:]) for s, at in zip(SHAPES, in_axes, strict=True)]
     args = [draw(*shape, seed=i) for i, shape in enumerate(shapes)]
     return args, lambda s: [x if at is None else jnp.take(x, s, at) for x, at in zip(args, in_axes, strict=True)]
-
-
-def assert_close(got, want):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5), *jax.device_get((got, want)))
 
 
 MAPPED = {

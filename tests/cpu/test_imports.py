@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 JAX_SIDE = ("jax", "jaxlib", "flax", "jaxrnn")
 TORCH_SIDE = ("torch", "triton")
 CONVERTED = ("equinox", "haiku", "keras")
@@ -186,6 +186,17 @@ def test_modules_of_torch_bridge_import_only_what_they_may(module):
     if within(module, "torch_bridge.tiling", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]
+
+
+def test_no_test_imports_another():
+    files = list(ROOT.joinpath("tests").rglob("*.py"))
+    tests = {path.stem for path in files if path.stem.startswith("test_")}
+    assert tests
+    for path in files:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        assert not names & tests, path
 
 
 # The words that name a cell, and the names of its own files; beside these, only tables and exports name it.

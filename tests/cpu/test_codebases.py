@@ -18,16 +18,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agents import ActorCritic, agents_rnn
 from flax import nnx, traverse_util
 from flax.linen.dtypes import promote_dtype
-from test_linen import ActorCritic, agents_rnn, assert_close, assert_identical, normal, some_carry, some_resets
+from trees import assert_close, assert_identical, normal, some_carry, some_resets
 
 import jaxrnn
 import jaxrnn.nnx
 
 T, B, D, H = 3, 2, 5, 6
 OBS = 3  # equals the number of logits of ActorCritic
-DOCS = Path(__file__).resolve().parents[1] / "docs" / "codebases.md"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "codebases.md"
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", DOCS.read_text(), re.DOTALL | re.MULTILINE))
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
 
@@ -508,7 +509,7 @@ class LearnedStart(nn.Module):
 )
 @IMPLEMENTATIONS
 def test_jaxued(implementation, cell, start, with_carry):
-    carry = some_carry(cell, (B,)) if with_carry else None
+    carry = some_carry(cell, (B,), H) if with_carry else None
 
     def run(rnn):
         network = LearnedStart(rnn, cell, start)
@@ -587,7 +588,7 @@ def test_memorax(implementation, cell):
             carry, ys = network.apply(variables, xs, mask, initial_carry=carry)
             return jnp.mean(jnp.sin(ys)), (carry, ys)
 
-        carry = some_carry(cell, (B,))
+        carry = some_carry(cell, (B,), H)
         grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(variables, carry, xs)
         rollout = jax.jit(lambda carry: jax.lax.scan(env_step, carry, (xs.swapaxes(0, 1), mask.T)))(carry)
         without_carry = jax.jit(lambda variables: network.apply(variables, xs, mask))(variables)
@@ -724,7 +725,7 @@ def test_an_agent_in_nnx(implementation, monkeypatch):
     module = names["Recurrent"](D, H, rngs=nnx.Rngs(0))
     own = nnx.OptimizedLSTMCell(D, H, rngs=nnx.Rngs(0))
     assert_identical(nnx.to_pure_dict(nnx.state(module.rnn.cell)), nnx.to_pure_dict(nnx.state(own)))
-    carry, xs, resets = some_carry("OptimizedLSTMCell", (B,)), normal(1, (T, B, D)), some_resets((T, B))
+    carry, xs, resets = some_carry("OptimizedLSTMCell", (B,), H), normal(1, (T, B, D)), some_resets((T, B))
 
     def scanned_steps(cell, carry, xs, resets):
         def step(carry, x):

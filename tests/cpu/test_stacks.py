@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from trees import assert_close, normal, random_tree
 
 import jaxrnn
 from jaxrnn import linen, recurrent
@@ -17,16 +18,6 @@ from jaxrnn import linen, recurrent
 T, B, D, H = 7, 3, 5, 6
 CELL_OF = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell", "SimpleRNN": "SimpleCell"}
 STACKS = list(CELL_OF)
-
-
-def normal(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def random_tree(seed, tree):
-    """Replaces every array of `tree` by a random one: zero biases would hide where they are added."""
-    rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape) / 2, x.dtype), tree)
 
 
 def make(cell, **options):
@@ -37,13 +28,6 @@ def make(cell, **options):
     shapes = jax.eval_shape(functools.partial(stack.init, time_major=True), rngs, xs)
     plain = stack.clone(learned_carry=False)
     return stack, random_tree(0, shapes), random_tree(1, plain.initialize_carry(jax.random.key(0), (B, D)))
-
-
-def assert_close(got, want, tol=2e-6):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
 
 
 def outputs_and_gradients(function, *args):

@@ -19,6 +19,7 @@ from calls import (
     every_cell,
     every_implementation,
     kernels_only,
+    launches,
     loss_of,
     projected_too,
     random_like,
@@ -28,8 +29,7 @@ from calls import (
 )
 from cases import Case
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from test_tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
-from test_transformations import launches
+from tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 
 from jaxrnn import cells
 from jaxrnn.kernel_vjp import chunks

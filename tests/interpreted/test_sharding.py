@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
@@ -19,6 +20,8 @@ from meshes import make_mesh
 import jaxrnn
 from jaxrnn import _bridge
 from jaxrnn.kernel_vjp import chunks
+
+assert_close = functools.partial(trees.assert_close, tol=1e-5, atol=2e-5)
 
 
 @pytest.fixture(
@@ -62,10 +65,6 @@ def loss(cell, implementation, params, carry, xs, reset_state, resets, *, axis=N
 
 def with_gradients(cell, implementation, **options):
     return jax.value_and_grad(functools.partial(loss, cell, implementation, **options), range(4), has_aux=True)
-
-
-def assert_close(got, want):
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-5), *jax.device_get((got, want)))
 
 
 def place(mesh, specs, arguments):

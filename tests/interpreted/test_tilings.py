@@ -8,28 +8,14 @@ import cases
 import jax
 import numpy as np
 import pytest
+from tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 
 from torch_bridge import cells
 from torch_bridge.tiling import PROFILES, Device, KernelConfig, candidates, heuristic, with_residual_dtypes
 
-CELLS, DIRECTIONS = ("gru", "lstm"), ("fwd", "bwd")
+CELLS = ("gru", "lstm")
 # The sequences of two models, with two groups each, fill whole tiles and parts of tiles.
 LAYOUT = {"models": 2, "groups": 4, "batch": 11, "steps": 9}
-
-
-def outputs(problem, device, tiling, place):
-    """Runs a launch; returns the bits of the arrays that it writes, as `np.ndarray` by name."""
-    import torch
-    from problems import Run, make_arrays, outputs_of
-
-    arrays = make_arrays(problem, place)
-    Run(problem, device, tiling, arrays)()
-    results = {}
-    for name in outputs_of(problem):
-        x = arrays[name].cpu().contiguous()
-        assert bool(x.isfinite().all()), name
-        results[name] = x.view(torch.int16).numpy()
-    return results
 
 
 def assert_same(problem, device, tiling, place, tiles):
@@ -80,19 +66,6 @@ def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, dir
 
 
 # Each variant has hidden sizes, a tiling for them, and sizes of tiles.
-COMPILED = {
-    "one-program-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1), (8, 16)),
-    "one-program-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1), (8, 16)),
-    "shared-16": ((192,), KernelConfig(16, 16, 32, 12, 4, 2), (16, 32)),
-    "shared-64": ((256, 300), KernelConfig(64, 16, 32, 4, 8, 2), (16, 32)),
-    "resident-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1, "resident"), (1, 4, 8, 16)),
-    "resident-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1, "resident"), (1, 2, 4, 8, 16)),
-    "split": ((192, 300), KernelConfig(64, 8, 64, 3, 4, 1, "split"), (8, 16, 32)),
-    "rows": ((512, 300), KernelConfig(32, 64, 32, 12, 4, 1, "rows"), (64, 128)),
-    "split-of-8-warps": ((256,), KernelConfig(64, 16, 64, 4, 8, 1, "split"), (16, 32)),
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["tf32", "bf16"])
 @pytest.mark.parametrize("variant", COMPILED)
@@ -113,17 +86,6 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
         sizes = [b for b in tiles if fits(problem, device, with_tiles_of(b, fitted))]
         if len(sizes) > 1:
             assert_same(problem, device, fitted, "cuda", sizes)
-
-
-def for_width(tiling, hidden):
-    """Returns the tiling with as many programs as share `hidden` units, a multiple of four for rows kernels."""
-    rows = tiling.loop == "rows"
-    splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
-    return dataclasses.replace(tiling, splits=splits)
-
-
-def fits(problem, device, tiling):
-    return tiling.shared_memory(problem) <= device.shared_memory
 
 
 @pytest.mark.parametrize("profile", PROFILES)
@@ -186,13 +148,13 @@ def test_problems_made_for_torch_match_those_of_jax(monkeypatch, cell, reset_sta
     jax.jit(functools.partial(cases._with_gradients, case, "triton")).lower(inputs)
     kind, halves = {None: "zeros", "h": "fixed", "tbh": "stepped"}[reset_state], reset_state is not None
     assert [problem.direction for problem, _, _ in found] == ["fwd", "bwd"]
-    for problem, shapes, outputs in found:
+    for problem, shapes, results in found:
         made = make_problem(cell, problem.direction, "tf32", 40, 5, steps=3, reset_state=kind, halves=halves)
         assert dict(made.dtypes) == dict(problem.dtypes)
         backward = {} if problem.direction == "fwd" else {"reset_state": "zeros"}  # the backward pass does not use it
         assert dataclasses.replace(made, dtypes=problem.dtypes, **backward) == problem
         assert shapes == {name: shape_of(made, name) for name in shapes}
-        assert sorted(outputs) == sorted(outputs_of(made))
+        assert sorted(results) == sorted(outputs_of(made))
         arrays = make_arrays(made, "cpu")
         assert {name: str(x.dtype).removeprefix("torch.") for name, x in arrays.items()} == dict(made.dtypes)
         assert {name: tuple(x.shape) for name, x in arrays.items()} == shapes

@@ -687,7 +687,7 @@ def test_source_arrays_may_be_overwritten_after_a_conversion():
 
 @pytest.mark.torch
 def test_snippet_of_the_documentation_runs(torch):
-    page = Path(__file__).resolve().parents[1] / "docs" / "convert.md"
+    page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
     (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names = {}
     exec(compile(snippet, page.name, "exec"), names)

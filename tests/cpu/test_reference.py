@@ -33,13 +33,6 @@ def full_precision():
         yield
 
 
-def assert_close(got, want, bound=CLOSE):
-    """Asserts that the trees have the same structure and each leaf a relative error of at most `bound`, in norm."""
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for (path, x), y in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        assert cases.oracle.error(x, y) <= bound, jax.tree_util.keystr(path)
-
-
 def random_like(tree, seed=0):
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype), tree)
@@ -156,7 +149,7 @@ def test_matches_flax_linen(cell, function, convert):
     def ours(tree, carry, xs):
         return function(convert(tree), carry, xs, resets=resets)
 
-    assert_close(value_and_vjp(ours, tree, carry, xs), value_and_vjp(flax_loop, tree, carry, xs))
+    calls.assert_close(value_and_vjp(ours, tree, carry, xs), value_and_vjp(flax_loop, tree, carry, xs), CLOSE)
 
 
 @pytest.mark.torch
@@ -195,7 +188,7 @@ def test_matches_torch(cell):
     want_last = jax.tree.map(lambda x: x.detach().numpy()[0], last)
     want_weights = tuple(parameter.grad.numpy() for parameter in module.parameters())
     want_carry = jax.tree.map(lambda x: x.grad.numpy()[0], carry_t)
-    assert_close(got, ((ys.detach().numpy(), want_last), (want_weights, want_carry, xs_t.grad.numpy())), EXACT)
+    calls.assert_close(got, ((ys.detach().numpy(), want_last), (want_weights, want_carry, xs_t.grad.numpy())), EXACT)
 
 
 @functools.cache
@@ -239,7 +232,7 @@ def test_resetting_equals_running_episodes_separately(cell, resets, seed):
                 else:
                     jax.tree.leaves(d_carry)[k][b] = d_start
                 jax.tree.leaves(last)[k][b] = jax.tree.leaves(end)[k]
-    assert_close(got, ((last, ys), (d_params, d_carry, d_xs, d_state)), 1e-5)
+    calls.assert_close(got, ((last, ys), (d_params, d_carry, d_xs, d_state)), 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +270,7 @@ def test_extra_batch_axes_equal_one_flattened_axis(cell, state_axes, time_major)
         return jax.tree.map(lambda x: x.reshape(*x.shape[:-2], B, A, H), (last, ys))
 
     args = (params, carry, xs, state)
-    assert_close(value_and_vjp(with_batch_axes, *args), value_and_vjp(folded, *args))
+    calls.assert_close(value_and_vjp(with_batch_axes, *args), value_and_vjp(folded, *args), CLOSE)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -296,7 +289,7 @@ def test_no_batch_axis_equals_a_batch_of_one(cell):
         return jax.tree.map(lambda x: jnp.squeeze(x, -2), outputs)
 
     args = (params, carry, xs, states)
-    assert_close(value_and_vjp(single, *args), value_and_vjp(batch_of_one, *args))
+    calls.assert_close(value_and_vjp(single, *args), value_and_vjp(batch_of_one, *args), CLOSE)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -310,7 +303,7 @@ def test_reverse_equals_forward_on_flipped_time(cell):
         return last, ys[::-1]
 
     got = value_and_vjp(functools.partial(function, resets=resets, reverse=True), *args)
-    assert_close(got, value_and_vjp(flipped, *args))
+    calls.assert_close(got, value_and_vjp(flipped, *args), CLOSE)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -326,7 +319,7 @@ def test_resets_at_all_steps_equal_single_steps(cell):
         lasts, ys = function(params, states, xs[None])
         return jax.tree.map(lambda x: x[-1], lasts), ys[0]
 
-    assert_close(value_and_vjp(together, params, xs, states), value_and_vjp(apart, params, xs, states))
+    calls.assert_close(value_and_vjp(together, params, xs, states), value_and_vjp(apart, params, xs, states), CLOSE)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
@@ -340,7 +333,9 @@ def test_two_halves_equal_one_run(cell):
         carry, second = function(params, carry, xs[2:], resets=resets[2:])
         return carry, jnp.concatenate([first, second])
 
-    assert_close(value_and_vjp(functools.partial(function, resets=resets), *args), value_and_vjp(halves, *args))
+    calls.assert_close(
+        value_and_vjp(functools.partial(function, resets=resets), *args), value_and_vjp(halves, *args), CLOSE
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -370,7 +365,7 @@ def test_every_nonzero_value_resets(bad):
     where = np.random.default_rng(0).random((T, B)) < 0.3
     dtype = jnp.int32 if isinstance(bad, int) else jnp.float32
     got = gru(params, carry, xs, resets=jnp.where(where, jnp.asarray(bad, dtype), jnp.asarray(0, dtype)))
-    assert_close(got, gru(params, carry, xs, resets=where), 0)
+    calls.assert_close(got, gru(params, carry, xs, resets=where), 0)
 
 
 @pytest.mark.parametrize("carry_dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda x: x.__name__)

@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import trees
 from flax import nnx
+from trees import assert_close, normal, some_resets
 
 import jaxrnn
 import jaxrnn.nnx as fused
@@ -21,17 +23,8 @@ T, B, D, H = 7, 4, 5, 6
 CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell"]
 
 
-def normal(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def some_resets(shape):
-    return jnp.asarray(np.random.default_rng(9).random(shape) < 0.3)
-
-
 def some_carry(cell, batch=(B,)):
-    h = normal(5, (*batch, H))
-    return (normal(6, (*batch, H)), h) if "LSTM" in cell else h
+    return trees.some_carry(cell, batch, H)
 
 
 def randomized(module, seed=0):
@@ -68,13 +61,6 @@ def assert_identical(got, want):
     for path, x in want.items():
         assert (got[path].shape, got[path].dtype) == (x.shape, x.dtype), path
         assert bool(jnp.all(got[path] == x)), path
-
-
-def assert_close(got, want, tol=2e-6):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
 
 
 def outputs_and_gradients(module, *args, **kwargs):

@@ -14,7 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import serialization, traverse_util
+import trees
+from agents import ActorCritic, agents_rnn
+from flax import serialization
+from trees import assert_close, assert_identical, normal, some_resets
 
 import jaxrnn
 import jaxrnn.nnx
@@ -25,37 +28,12 @@ T, B, D, H = 7, 4, 5, 6
 CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "MGUCell", "SimpleCell"]
 
 
+def some_carry(cell, batch=(B,), seed=5):
+    return trees.some_carry(cell, batch, H, seed)
+
+
 class OwnCell(nn.GRUCell):
     """A cell of the user's, which no class of `jaxrnn` replaces."""
-
-
-def normal(seed, shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def some_resets(shape):
-    return jnp.asarray(np.random.default_rng(9).random(shape) < 0.3)
-
-
-def some_carry(cell, batch=(B,), seed=5):
-    h = normal(seed, (*batch, H))
-    return (normal(seed + 1, (*batch, H)), h) if "LSTM" in cell else h
-
-
-def assert_identical(got, want):
-    """Asserts that two trees have the same paths, shapes, dtypes and values."""
-    got, want = (traverse_util.flatten_dict(tree, sep="/") for tree in (got, want))
-    assert got.keys() == want.keys()
-    for path, value in want.items():
-        assert (got[path].shape, got[path].dtype) == (value.shape, value.dtype), path
-        np.testing.assert_array_equal(got[path], value, err_msg=path)
-
-
-def assert_close(got, want, tol=2e-6):
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=tol)
 
 
 def random_variables(module, *args, **kwargs):
@@ -89,39 +67,6 @@ def outputs_and_gradients(module, variables, *args, **kwargs):
 # --- the class that agents carry -------------------------------------------------------------------------------------
 
 
-def agents_rnn(cell, hidden_first):
-    """Returns the recurrent module as JAX RL code bases define it; those that learn Q values use `hidden_first`."""
-
-    class ScannedRNN(nn.Module):
-        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
-        @nn.compact
-        def __call__(self, carry, x):
-            ins, resets = x
-            hidden = jax.tree.leaves(carry)[0].shape[-1]
-            sizes = (hidden, *resets.shape) if hidden_first else (resets.shape, hidden)
-            carry = jax.tree.map(
-                lambda new, old: jnp.where(resets[..., None], new, old), self.initialize_carry(*sizes), carry
-            )
-            return getattr(nn, cell)(features=hidden)(carry, ins)
-
-        if hidden_first:
-
-            @staticmethod
-            def initialize_carry(hidden, *batch):
-                dummy = getattr(nn, cell)(features=hidden, parent=None)
-                return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch, hidden))
-
-        else:
-
-            @staticmethod
-            def initialize_carry(batch, hidden):
-                batch = batch if isinstance(batch, tuple) else (batch,)
-                dummy = getattr(nn, cell)(features=hidden)
-                return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch, hidden))
-
-    return ScannedRNN
-
-
 CELL_TYPES = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm", "MGUCell": "mgu", "SimpleCell": "simple"}
 
 
@@ -135,21 +80,6 @@ def replacement(cell, hidden_first):
         cell_type: str = CELL_TYPES[cell]
 
     return ScannedRNN
-
-
-class ActorCritic(nn.Module):
-    """A recurrent agent as in purejaxrl, built around a given recurrent module."""
-
-    rnn: type[nn.Module]
-
-    @nn.compact
-    def __call__(self, carry, x):
-        obs, dones = x
-        embedding = nn.relu(nn.Dense(D, kernel_init=nn.initializers.orthogonal(1.4))(obs))
-        carry, embedding = self.rnn()(carry, (embedding, dones))
-        logits = nn.Dense(3, kernel_init=nn.initializers.orthogonal(0.01))(nn.relu(nn.Dense(H)(embedding)))
-        value = nn.Dense(1)(nn.relu(nn.Dense(H)(embedding)))
-        return carry, logits, value[..., 0]
 
 
 AGENTS = [

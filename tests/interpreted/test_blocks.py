@@ -16,11 +16,11 @@ from calls import (
     every_cell,
     every_implementation,
     kernels_only,
+    launches,
     loss_of,
     run_bidirectional,
     runner,
 )
-from test_transformations import launches
 
 import jaxrnn
 from jaxrnn.cells import CELLS

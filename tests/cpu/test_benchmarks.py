@@ -21,7 +21,7 @@ from benchmarks.oracle import TOLERANCE, Oracle, errors
 from benchmarks.results import AccuracyRow, Report, Row
 from benchmarks.settings import Settings
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
 
 # The targets of the project: milliseconds in TF32 and in bfloat16, by B, T, H.

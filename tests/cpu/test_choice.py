@@ -15,7 +15,7 @@ from benchmarks import choice, machine, report
 from benchmarks.results import Report, Row
 from benchmarks.settings import Settings
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_problems_cover_the_shapes_of_agents():
@@ -170,7 +170,7 @@ def machine_of(cubin, folder):
 
 def test_running_as_another_gpu_without_a_gpu_exits_with_a_message():
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
-    for arguments in (["benchmarks", "choice", "--as", "a100"], ["pytest", "--as", "a100", "tests/test_choice.py"]):
+    for arguments in (["benchmarks", "choice", "--as", "a100"], ["pytest", "--as", "a100", "tests/cpu/test_choice.py"]):
         result = subprocess.run(
             [sys.executable, "-m", *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
         )

@@ -1,0 +1,44 @@
+"""Tilings of the compiled kernels, and the bits of a launch with one of them, which two test files share."""
+
+import dataclasses
+
+from torch_bridge.tiling import KernelConfig
+
+DIRECTIONS = ("fwd", "bwd")
+COMPILED = {
+    "one-program-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1), (8, 16)),
+    "one-program-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1), (8, 16)),
+    "shared-16": ((192,), KernelConfig(16, 16, 32, 12, 4, 2), (16, 32)),
+    "shared-64": ((256, 300), KernelConfig(64, 16, 32, 4, 8, 2), (16, 32)),
+    "resident-64": ((64, 40), KernelConfig(64, 8, 64, 1, 4, 1, "resident"), (1, 4, 8, 16)),
+    "resident-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1, "resident"), (1, 2, 4, 8, 16)),
+    "split": ((192, 300), KernelConfig(64, 8, 64, 3, 4, 1, "split"), (8, 16, 32)),
+    "rows": ((512, 300), KernelConfig(32, 64, 32, 12, 4, 1, "rows"), (64, 128)),
+    "split-of-8-warps": ((256,), KernelConfig(64, 16, 64, 4, 8, 1, "split"), (16, 32)),
+}
+
+
+def outputs(problem, device, tiling, place):
+    """Runs a launch; returns the bits of the arrays that it writes, as `np.ndarray` by name."""
+    import torch
+    from problems import Run, make_arrays, outputs_of
+
+    arrays = make_arrays(problem, place)
+    Run(problem, device, tiling, arrays)()
+    results = {}
+    for name in outputs_of(problem):
+        x = arrays[name].cpu().contiguous()
+        assert bool(x.isfinite().all()), name
+        results[name] = x.view(torch.int16).numpy()
+    return results
+
+
+def for_width(tiling, hidden):
+    """Returns the tiling with as many programs as share `hidden` units, a multiple of four for rows kernels."""
+    rows = tiling.loop == "rows"
+    splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
+    return dataclasses.replace(tiling, splits=splits)
+
+
+def fits(problem, device, tiling):
+    return tiling.shared_memory(problem) <= device.shared_memory
