@@ -17,9 +17,9 @@ from torch_bridge.kernels.cells.activations import sigmoid, tanh
 def step(gates, x_last, states, ACCURACY: tl.constexpr):
     a_i, a_f, a_g, a_o = gates
     i = sigmoid(a_i, ACCURACY)
-    g = tanh(a_g, ACCURACY)
     f = sigmoid(a_f, ACCURACY)
     o = sigmoid(a_o, ACCURACY)
+    g = tanh(a_g, ACCURACY)
     # one of the two products is rounded; which one would otherwise depend on the compiler and the loop
     if ACCURACY == "fast":
         c = tl.fma(i, g, f * states[1])

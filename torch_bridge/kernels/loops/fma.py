@@ -8,7 +8,6 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels.gluon_common import (
-    add_inputs,
     backward_rows,
     barrier,
     forward_rows,
@@ -70,12 +69,15 @@ def _forward_step(
     barrier()
     operand = load_operand(buffers[0], w[0])
     started = ()
-    for k in gl.static_range(GATES):
-        started += (_row_sums(w[product_order(k, GATES)], operand),)
-    products = ()
+    for k in gl.static_range(GATES):  # inputs are added at once, not after the last product: fewer registers spill
+        if SEPARATE and product_order(k, GATES) == GATES - 1:
+            started += (_row_sums(w[product_order(k, GATES)], operand) + b_hn,)
+        else:
+            added = x[product_order(k, GATES)].to(gl.float32)
+            started += (_row_sums(w[product_order(k, GATES)], operand) + added,)
+    gates = ()
     for gate in gl.static_range(GATES):
-        products += (started[product_order(gate, GATES)],)
-    gates = add_inputs(products, x, b_hn, SEPARATE)
+        gates += (started[product_order(gate, GATES)],)
     x_last = x[GATES - 1].to(gl.float32)
     inputs = _load_step(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE)
     states, activations = STEP(gates, x_last, before, ACCURACY)

@@ -186,7 +186,7 @@ def backward_kernel(
             dh += dy.to(gl.float32)
             local_grads, factors = unpack_residuals(saved, 4, False)
             dc += dh * factors[0]
-            grads, carried = grad_step((dh, dc), local_grads, factors)
+            grads = grad_step((dh, dc), local_grads, factors)[0]
             d_i, d_f, d_g, d_o = grads
             sent += 1
             scale = zeros
@@ -217,7 +217,7 @@ def backward_kernel(
             prefetch_rows(dc_dh_ptr, next_rows, first, 1, 0, H)
             later_rows = backward_rows(row, i + 2, T, stride, REVERSE)
             prefetch_rows(dhs_ptr, later_rows, first, 1, 0, H)
-            dc = carried[0]
+            dc = dc * factors[1]  # as `grad_step` returns it, but not before dc is read for the last time
             if reset_ptr is not None:
                 if dreset_c_ptr is not None:
                     at = backward_rows(row, i, T, stride, REVERSE)[:, None] * H + unit[None, :]
