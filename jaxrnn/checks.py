@@ -33,7 +33,7 @@ _ALIASES = {
 # The names that `jax.lax.dot_general` accepts besides those of `jax.lax.DotAlgorithmPreset`.
 _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32", "highest", "float32")
 # By package, the function of `jaxrnn.convert` that takes a module of it.
-_CONVERTERS = {
+CONVERTERS = {
     "torch": "from_torch", "flax.linen": "from_linen", "flax.nnx": "from_nnx", "equinox": "from_equinox",
     "keras": "from_keras",
 }  # fmt: skip
@@ -184,16 +184,17 @@ def check_implementation(name: Any, caller: Caller) -> None:
 
 def check_precision(precision: Any, caller: Caller) -> None:
     """Raises ValueError unless `jax.lax.dot_general` accepts a precision."""
-    pair = precision if isinstance(precision, tuple) and len(precision) == 2 else (precision,)
-    if not all(_is_precision(one) for one in pair):
-        wrong = next(one for one in pair if not _is_precision(one))
+    if not _is_precision(precision):
         raise ValueError(
             f"{caller('precision')} must be None, a jax.lax.Precision, one of {', '.join(_PRECISIONS)}, a pair of "
-            f"these, or a jax.lax.DotAlgorithmPreset, got {shown(precision)}{suggest(wrong, _PRECISIONS)}"
+            f"these, or a jax.lax.DotAlgorithmPreset, got {shown(precision)}{suggest(precision, _PRECISIONS)}"
         )
 
 
 def _is_precision(precision: Any) -> bool:
+    if isinstance(precision, tuple):
+        are_names = all(isinstance(one, str) and one in _PRECISIONS for one in precision)
+        return len(precision) == 2 and (are_names or all(isinstance(one, jax.lax.Precision) for one in precision))
     if isinstance(precision, str):
         return precision in _PRECISIONS or precision in jax.lax.DotAlgorithmPreset.__members__
     kinds = jax.lax.Precision, jax.lax.DotAlgorithmPreset, jax.lax.DotAlgorithm
@@ -311,21 +312,21 @@ def _params_remedy(params: Any, cell: Cell) -> str:
             return f"; use {kind}(**params)"
         is_torch = any("weight_ih" in str(name) for name in params)
         source = "a PyTorch module" if is_torch else "a Flax cell"
-        converter = _CONVERTERS["torch" if is_torch else converter_of(params) or "flax.linen"]
+        converter = CONVERTERS["torch" if is_torch else package_of(params) or "flax.linen"]
         return f"; use jaxrnn.convert.{converter} for the weights of {source}"
     if type(params) in (tuple, list) and len(params) == len(cell.params._fields):
         return f"; use {kind}(*params)"
-    package = converter_of(params)
+    package = package_of(params)
     if package is not None:
-        return f"; use jaxrnn.convert.{_CONVERTERS[package]} for weights of {package}"
+        return f"; use jaxrnn.convert.{CONVERTERS[package]} for weights of {package}"
     return f"; make them with jaxrnn.{kind}, or with a function of jaxrnn.convert"
 
 
-def converter_of(x: Any) -> str | None:
+def package_of(x: Any) -> str | None:
     """Returns the package, among those that `jaxrnn.convert` knows, to which the type of `x` or a base belongs."""
     bases = x.__mro__ if isinstance(x, type) else type(x).__mro__
     names = [base.__module__ for base in bases]
-    return next((package for package in _CONVERTERS for name in names if f"{name}.".startswith(f"{package}.")), None)
+    return next((package for package in CONVERTERS for name in names if f"{name}.".startswith(f"{package}.")), None)
 
 
 def check_carry(name: str, carry: Any) -> None:
@@ -445,6 +446,8 @@ def describe(x: Any) -> str:
         return "None"
     if isinstance(x, type):
         return f"the class {x.__name__}"
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return "a jax.ShapeDtypeStruct"
     if _is_array(x):
         return f"an array {x.dtype}[{', '.join(map(str, x.shape))}]"
     if isinstance(x, str):

@@ -160,8 +160,9 @@ class RNN(nn.RNN):
           initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
             `cell.initialize_carry`.
           init_key: the key for `cell.initialize_carry`, which ignores the key unless `carry_init` is random.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0). Outputs beyond
+            the end are not zeroed. With `reverse`, padding stays at the end.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.

@@ -70,9 +70,10 @@ class FusedStack(nn.Module):
           initial_carry: the carry before the first step of each direction; by default the result of
             `initialize_carry`.
           init_key: the key for `initialize_carry`, which ignores the key unless `carry_init` is random.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
-            and are not zeroed. May be combined with `resets`.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0), and the backward
+            direction starts at that end. Outputs beyond the end are meaningless and are not zeroed. May be combined
+            with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.

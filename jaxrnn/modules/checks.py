@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxrnn.checks import Caller, check_array, check_float_dtype, check_rank, check_real, check_size, describe, shown
+from jaxrnn.checks import (
+    Caller,
+    check_array,
+    check_float_dtype,
+    check_rank,
+    check_real,
+    check_size,
+    describe,
+    package_of,
+    shown,
+)
 from jaxrnn.modules.recurrence import check_carry
 
 if TYPE_CHECKING:
@@ -20,7 +30,7 @@ def caller_of(module: Any, *, has_time_major: bool = True, **arguments: str) -> 
 
 
 def check_cell(caller: Caller, cell: Any, base: type, example: str) -> None:
-    """Raises ValueError unless `cell` is a cell of the framework whose cells derive from `base`.
+    """Raises ValueError unless `cell` is a cell of the framework whose cells derive from `base`, or has its attributes.
 
     Args:
       caller: what the user called.
@@ -28,9 +38,10 @@ def check_cell(caller: Caller, cell: Any, base: type, example: str) -> None:
       base: the base class of the cells.
       example: the arguments of a cell's class.
     """
-    if isinstance(cell, base):
-        return
     framework = "nnx" if ".nnx" in base.__module__ else "linen"
+    has_attributes = not isinstance(cell, type) and hasattr(cell, "num_feature_axes")
+    if isinstance(cell, base) or (has_attributes and package_of(cell) in (f"flax.{framework}", None)):
+        return
     if isinstance(cell, type):
         remedy = f"make an instance, such as {cell.__name__ if issubclass(cell, base) else 'GRUCell'}({example})"
     elif hasattr(cell, "num_layers"):
@@ -131,8 +142,6 @@ def as_array(name: str, x: Any) -> jax.Array:
     try:
         array = jax.numpy.asarray(x)
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{name} must be an array of numbers, got {describe(x)}; convert it with jnp.asarray"
-        ) from None
+        raise ValueError(f"{name} must be an array, got {describe(x)}; pass an array of numbers") from None
     check_array(name, array)
     return array

@@ -150,9 +150,10 @@ class FusedStack(nnx.Module):
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
           initial_carry: the carry before the first step of each direction; by default the result of
             `initialize_carry`.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
-            and are not zeroed. May be combined with `resets`.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0), and the backward
+            direction starts at that end. Outputs beyond the end are meaningless and are not zeroed. May be combined
+            with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.

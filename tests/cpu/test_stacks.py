@@ -451,7 +451,7 @@ BAD = [
     ("GRU", {"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
     ("GRU", {"dropout_rate": 1.5}, {}, "dropout_rate must be between 0 and 1, got 1.5"),
     ("GRU", {"dropout_rate": -0.1}, {}, "dropout_rate must be between 0 and 1"),
-    ("LSTM", {"proj_size": 0}, {}, "proj_size must be at least 1, or None"),
+    ("LSTM", {"proj_size": 0}, {}, "proj_size must be at least 1, got 0"),
     (
         "LSTM",
         {"proj_size": 4},
