@@ -71,15 +71,15 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
     if x.ndim == 0:
         raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
     modules.check_dtypes(norm)
+    modules.check_norm(norm, mask, x.ndim)
     for parameter in ("scale", "bias"):
         if norm.has_variable("params", parameter):
-            (width,) = jnp.shape(nn.meta.unbox(norm.get_variable("params", parameter)))
-            if width != x.shape[-1]:
+            shape = jnp.shape(nn.meta.unbox(norm.get_variable("params", parameter)))
+            if len(shape) == 1 and shape != x.shape[-1:]:
                 raise ValueError(
-                    f"{name}: x must have the width of the parameter {parameter}, {width}, got {x.shape[-1]}; pass an "
-                    "array of that width, or call init with this one"
+                    f"{name}: x must have the width of the parameter {parameter}, {shape[0]}, got {x.shape[-1]}; pass "
+                    "an array of that width, or call init with this one"
                 )
-    modules.check_norm(norm, mask, x.ndim)
     scale, bias = (
         norm.param(name, getattr(norm, f"{name}_init"), x.shape[-1:], norm.param_dtype)
         if getattr(norm, f"use_{name}", False)

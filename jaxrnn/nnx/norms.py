@@ -77,8 +77,8 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
     if x.ndim == 0:
         raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
     modules.check_dtypes(norm)
-    modules.check_width(f"{name}: x", "num_features", norm.num_features, x.shape[-1])
     modules.check_norm(norm, mask, x.ndim)
+    modules.check_width(f"{name}: x", "num_features", norm.num_features, x.shape[-1])
     given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
     promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)
     dtype = dtypes.canonicalize_dtype(*promoted, dtype=norm.dtype)
