@@ -141,7 +141,8 @@ class FusedCell(nn.RNNCellBase):
                 f"{kind}: the parameters at {path} must have {name}, got {given}; pass the variables that init of this "
                 'module returned, {"params": ...}'
             )
-        shape = jnp.shape(nn.meta.unbox(self.get_variable("params", name).get("kernel")))
+        kernel = nn.meta.unbox(self.get_variable("params", name).get("kernel"))
+        shape = getattr(kernel, "shape", ())  # Flax's error names a kernel that is missing
         if not name.startswith("i") or shape == (input_features, hidden) or len(shape) != 2:
             return
         if shape[0] != input_features:
