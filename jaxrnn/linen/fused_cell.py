@@ -142,7 +142,7 @@ class FusedCell(nn.RNNCellBase):
                 'module returned, {"params": ...}'
             )
         kernel = nn.meta.unbox(self.get_variable("params", name).get("kernel"))
-        shape = getattr(kernel, "shape", ())  # Flax's error names a kernel that is missing
+        shape: tuple[int, ...] = getattr(kernel, "shape", ())  # Flax's error names a kernel that is missing
         if not name.startswith("i") or shape == (input_features, hidden) or len(shape) != 2:
             return
         if shape[0] != input_features:
