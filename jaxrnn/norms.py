@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
-from jaxrnn.checks import Implementation, check_floating, check_implementation
+from jaxrnn.checks import Caller, Implementation, check_floating, check_implementation, describe
 from jaxrnn.numerics import broadcast_to_rank
 
 Kind = Literal["rms", "layer"]
@@ -120,53 +120,66 @@ def normalize(
     epsilon: float,
     implementation: Implementation,
     dtype: DTypeLike | None = None,
+    caller: Caller | None = None,
 ) -> Any:
-    """Computes `rms_norm` or `layer_norm`, with `y` in `dtype`; the default is the dtype of `x`."""
-    _check(kind, x, weight, bias, residual, epsilon)
+    """Computes `rms_norm` or `layer_norm`, with `y` in `dtype`; the default is the dtype of `x`.
+
+    Error messages name `caller`, by default the function.
+    """
+    caller = Caller(f"{kind}_norm") if caller is None else caller
+    _check(caller, x, weight, bias, residual, epsilon)
+    check_implementation(implementation, caller)
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
     static = _NormSpec(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
-    run = _run_triton if _use_triton(implementation, x, weight, bias, static.dtype) else _xla
+    run = _run_triton if _use_triton(implementation, x, weight, bias, static.dtype, caller) else _xla
     y, total = run(static, x, weight, bias, residual)
     return y if residual is None else (y, total)
 
 
-def _check(kind: Kind, x: Any, weight: Any, bias: Any, residual: Any, epsilon: Any) -> None:
+def _check(caller: Caller, x: Any, weight: Any, bias: Any, residual: Any, epsilon: Any) -> None:
     """Raises ValueError unless the norm accepts these arguments."""
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     for name, array in arrays.items():
         if array is not None or name == "x":
-            check_floating(name, array)
+            check_floating(caller(name), array)
     shape = jnp.shape(x)
     if not shape:
-        raise ValueError("x must be [*rows, N], got a scalar")
+        raise ValueError(f"{caller('x')} must be [*rows, N], got a scalar; add the axes that are missing")
     for name in ("weight", "bias"):
         if arrays[name] is not None and jnp.shape(arrays[name]) != shape[-1:]:
-            raise ValueError(f"{name} must be [N] = {shape[-1:]} as in x {shape}, got {jnp.shape(arrays[name])}")
+            raise ValueError(
+                f"{caller(name)} must be [N] = {shape[-1:]} as in x {shape}, got {jnp.shape(arrays[name])}; the norm "
+                "is over the last axis of x"
+            )
     if residual is not None:
         expected, got = (f"{jnp.result_type(array)}{list(jnp.shape(array))}" for array in (x, residual))
         if expected != got:
-            raise ValueError(f"residual must have the shape and dtype of x, {expected}, got {got}")
+            raise ValueError(
+                f"{caller('residual')} must have the shape and dtype of x, {expected}, got {got}; broadcast or convert "
+                "it"
+            )
     if isinstance(epsilon, (bool, jax.Array)) or not isinstance(epsilon, (int, float, np.number)):
         raise ValueError(
-            f"epsilon of {kind}_norm must be a number, got {type(epsilon).__name__}: it must be known at trace time"
+            f"{caller('epsilon')} must be a number, got {describe(epsilon)}; pass a Python float, which is known when "
+            "the program is traced"
         )
     if not 0 <= epsilon < math.inf:
-        raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
+        raise ValueError(f"{caller('epsilon')} must be finite and not negative, got {epsilon}; the default is 1e-6")
 
 
-def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> bool:
+def _use_triton(
+    implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any, caller: Caller
+) -> bool:
     """Returns whether to run the Triton kernels; if there is nothing to compute, XLA gives the empty results.
 
     Raises:
-      ValueError: no implementation has that name.
       NotImplementedError: "triton" was requested and cannot run; the message says why.
     """
-    check_implementation(implementation)
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
     if implementation == "xla" or (implementation is None and not (_bridge.on_gpu() and preferred(rows, columns))):
         return False
     dtypes = [dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
-    reason = _bridge.unsupported_norm(dtypes, columns)
+    reason = _bridge.symbolic_size([x]) or _bridge.unsupported_norm(dtypes, columns)
     spec = sharding.spec_of(x)
     if reason is None and spec[-1] is not None:
         reason = (
@@ -174,7 +187,7 @@ def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array
             'other axes only, or pass implementation="xla"'
         )
     if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"the Triton implementation {reason}")
+        raise NotImplementedError(f"{caller.name}: the Triton implementation {reason}")
     return reason is None and 0 not in x.shape
 
 

@@ -16,10 +16,11 @@ from jaxrnn import _bridge, kernel_vjp, scan, sharding
 from jaxrnn.blocks import has_blocks, run_blocks
 from jaxrnn.cells import Cell
 from jaxrnn.checks import (
+    Caller,
     Implementation,
     check_arguments,
     check_flags,
-    check_implementation,
+    check_options,
     check_same_types,
     join_carry,
     split_carry,
@@ -41,6 +42,7 @@ def run(
     precision: jax.lax.PrecisionLike = None,
     remat: bool = False,
     implementation: Implementation = None,
+    caller: Caller | None = None,
 ) -> tuple[Any, tuple[Array, ...]]:
     """Runs a recurrence; the functions of the cells, such as `jaxrnn.gru`, document the other arguments and errors.
 
@@ -58,20 +60,24 @@ def run(
       precision: the precision of every matmul.
       remat: whether to recompute the gates in the backward pass.
       implementation: "triton", "xla" or None.
+      caller: what the user called, for error messages; by default the function of the cell.
 
     Returns:
       The last carry, and the hidden states of all steps, followed by the other states if `return_states`.
     """
+    caller = Caller(cell.function) if caller is None else caller
     reverse, time_major, remat, return_states = check_flags(
-        reverse=reverse, time_major=time_major, remat=remat, return_cells=return_states
+        caller, reverse=reverse, time_major=time_major, remat=remat, return_cells=return_states
     )
-    check_arguments(cell, params, carry, xs, resets, reset_state, time_major)
+    check_options(implementation, precision, caller)
+    check_arguments(cell, params, carry, xs, resets, reset_state, time_major, caller)
     if has_blocks(params):
 
         def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
             return run(
                 cell, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
                 return_states=return_states, precision=precision, remat=remat, implementation=implementation,
+                caller=caller,
             )  # fmt: skip
 
         results: tuple[Any, tuple[Array, ...]] = run_blocks(cell, run_block, params, carry, reset_state)
@@ -79,7 +85,7 @@ def run(
     states, reset_states = split_carry(cell, "carry", carry), _split_reset_state(cell, reset_state)
     params, states, xs, resets, reset_states = jax.tree.map(jnp.asarray, (params, states, xs, resets, reset_states))
     returned = cell.states if return_states else cell.states[:1]
-    if _use_triton(implementation, precision, time_major, states, xs, params):
+    if _use_triton(implementation, precision, time_major, states, xs, params, caller):
         last, sequences = kernel_vjp.run_kernels(
             cell, params, states, xs, resets, reset_states, reverse, time_major, precision, remat, returned,
             may_scan=implementation is None,
@@ -105,6 +111,7 @@ def run_bidirectional(
     precision: jax.lax.PrecisionLike = None,
     remat: bool = False,
     implementation: Implementation = None,
+    caller: Caller | None = None,
 ) -> tuple[Any, Any]:
     """Runs one recurrence forward in time and another in reverse, both in a single kernel launch.
 
@@ -128,6 +135,7 @@ def run_bidirectional(
       precision: as in `run`.
       remat: as in `run`.
       implementation: as in `run`.
+      caller: as in `run`.
 
     Returns:
       The results of the two calls, a pair.
@@ -136,10 +144,14 @@ def run_bidirectional(
       ValueError: as in `run`, or the two elements of a pair differ in shape or dtype.
       NotImplementedError: as in `run`.
     """
-    time_major, remat, return_states = check_flags(time_major=time_major, remat=remat, return_cells=return_states)
+    caller = Caller(cell.function) if caller is None else caller
+    time_major, remat, return_states = check_flags(
+        caller, time_major=time_major, remat=remat, return_cells=return_states
+    )
+    check_options(implementation, precision, caller)
     directions = split_directions(params, carry, resets, reset_state)
     for params_, carry_, resets_, state in directions:
-        check_arguments(cell, params_, carry_, xs, resets_, state, time_major)
+        check_arguments(cell, params_, carry_, xs, resets_, state, time_major, caller)
     check_same_types(directions)
     if has_blocks(params[0]):
 
@@ -147,6 +159,7 @@ def run_bidirectional(
             return run_bidirectional(
                 cell, params, carry, xs, resets=resets, reset_state=reset_state, time_major=time_major,
                 return_states=return_states, precision=precision, remat=remat, implementation=implementation,
+                caller=caller,
             )  # fmt: skip
 
         results: tuple[Any, Any] = run_blocks(cell, run_block, params, carry, reset_state)
@@ -156,7 +169,7 @@ def run_bidirectional(
     states = tuple(split_carry(cell, "carry", one) for one in carry)
     reset_states = tuple(_split_reset_state(cell, one) for one in reset_state)
     returned = cell.states if return_states else cell.states[:1]
-    if _use_triton(implementation, precision, time_major, states[0], xs, params[0]):
+    if _use_triton(implementation, precision, time_major, states[0], xs, params[0], caller):
         both = kernel_vjp.run_kernels(
             cell, params, states, xs, resets, reset_states, "bidirectional", time_major, precision, remat, returned,
             may_scan=implementation is None,
@@ -197,24 +210,24 @@ def _xla(
 
 
 def _use_triton(
-    implementation: Any, precision: Any, time_major: bool, states: tuple[Array, ...], xs: Array, params: Any
-) -> bool:
+    implementation: Any, precision: Any, time_major: bool, states: tuple[Array, ...], xs: Array, params: Any,
+    caller: Caller,
+) -> bool:  # fmt: skip
     """Returns whether to run the Triton kernels; if there is nothing to compute, `lax.scan` gives the empty results.
 
     Raises:
-      ValueError: no implementation has that name.
       NotImplementedError: "triton" was requested and cannot run; the message says why.
     """
-    check_implementation(implementation)
     if implementation == "xla" or (
         implementation is None and not _bridge.is_preferred(xs.shape[0 if time_major else -2])
     ):
         return False
     hidden = states[-1].shape[-1]
-    reason = _bridge.unsupported([x.dtype for x in jax.tree.leaves((states, xs, params))], hidden)
+    arrays = jax.tree.leaves((states, xs, params))
+    reason = _bridge.symbolic_size(arrays) or _bridge.unsupported([x.dtype for x in arrays], hidden)
     if reason is None and kernel_vjp.kernel_precision(precision, hidden) is None:
         precision = jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]
         reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
     if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"the Triton implementation {reason}")
+        raise NotImplementedError(f"{caller.name}: the Triton implementation {reason}")
     return reason is None and 0 not in (*xs.shape[:-1], hidden)

@@ -9,7 +9,7 @@ its CUDA graphs. `availability` says whether the kernels can run here. `reverse_
 
 from jaxrnn._bridge import lowering as lowering
 from jaxrnn._bridge import tracing as tracing
-from jaxrnn._bridge.availability import is_preferred, on_gpu, unsupported, unsupported_norm
+from jaxrnn._bridge.availability import is_preferred, on_gpu, symbolic_size, unsupported, unsupported_norm
 from jaxrnn._bridge.launch_kind import NamedOutput
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import is_projection_profitable, launch_projection
@@ -36,6 +36,7 @@ __all__ = [
     "on_gpu",
     "reverse_mode_only",
     "round_to_tf32",
+    "symbolic_size",
     "unsupported",
     "unsupported_norm",
 ]

@@ -19,6 +19,17 @@ def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
     return _unsupported(dtypes, functools.partial(_too_wide, hidden), multiplies=True)
 
 
+def symbolic_size(arrays: Sequence[Any]) -> str | None:
+    """Returns why the kernels cannot run arrays with a symbolic dimension of `jax.export`, or None if there is none."""
+    symbolic = next((x for x in arrays if not all(isinstance(size, int) for size in x.shape)), None)
+    if symbolic is None:
+        return None
+    return (
+        f"needs sizes that are known when the program is traced, but an array is {symbolic.shape}, with symbolic "
+        'dimensions of jax.export: pass implementation="xla"'
+    )
+
+
 def unsupported_norm(dtypes: Sequence[Any], columns: int) -> str | None:
     """Returns what `unsupported` returns, but for a norm over `columns` columns."""
     return _unsupported(dtypes, functools.partial(_too_many_columns, columns), multiplies=False)

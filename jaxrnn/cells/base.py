@@ -27,6 +27,7 @@ class Cell(CellSpec):
 
     Attributes:
       title: the cell in an error message, with an article.
+      function: the name of the function of `jaxrnn` that runs it.
       params: the `NamedTuple` of the weights: `w_ih [D, gates * H]`, `w_hh [H, gates * H]`, the field that `bias`
         names, and `b_hn [H]` if the last gate is separate.
       bias: the field `[gates * H]` of `params` that is added to the input projection.
@@ -41,6 +42,7 @@ class Cell(CellSpec):
     """
 
     title: str
+    function: str
     params: type[Any]
     bias: str
     step: Callable[[Sequence[Array], Any, States], tuple[States, tuple[Array, ...]]]

@@ -55,6 +55,6 @@ def _grad_step(
 
 
 GRU = Cell(
-    **vars(specs.GRU), title="a GRU", params=GRUParams, bias="b_ih", step=_step, compute_residuals=_compute_residuals,
-    grad_step=_grad_step,
+    **vars(specs.GRU), title="a GRU", function="gru", params=GRUParams, bias="b_ih", step=_step,
+    compute_residuals=_compute_residuals, grad_step=_grad_step,
 )  # fmt: skip

@@ -57,6 +57,6 @@ def _grad_step(
 
 
 LSTM = Cell(
-    **vars(specs.LSTM), title="an LSTM", params=LSTMParams, bias="b", step=_step, compute_residuals=_compute_residuals,
-    grad_step=_grad_step,
+    **vars(specs.LSTM), title="an LSTM", function="lstm", params=LSTMParams, bias="b", step=_step,
+    compute_residuals=_compute_residuals, grad_step=_grad_step,
 )  # fmt: skip

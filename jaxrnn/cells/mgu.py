@@ -55,6 +55,6 @@ def _grad_step(
 
 
 MGU = Cell(
-    **vars(specs.MGU), title="an MGU", params=MGUParams, bias="b_ih", step=_step, compute_residuals=_compute_residuals,
-    grad_step=_grad_step,
+    **vars(specs.MGU), title="an MGU", function="mgu", params=MGUParams, bias="b_ih", step=_step,
+    compute_residuals=_compute_residuals, grad_step=_grad_step,
 )  # fmt: skip

@@ -61,10 +61,10 @@ def _activations(states: States) -> tuple[Array, ...]:
 
 
 SIMPLE_TANH = Cell(
-    **vars(specs.SIMPLE_TANH), title="a simple cell", params=SimpleParams, bias="b", step=_step_tanh,
-    compute_residuals=_residuals_tanh, grad_step=_grad_step, activations_from_states=_activations,
+    **vars(specs.SIMPLE_TANH), title="a simple cell", function="simple_rnn", params=SimpleParams, bias="b",
+    step=_step_tanh, compute_residuals=_residuals_tanh, grad_step=_grad_step, activations_from_states=_activations,
 )  # fmt: skip
 SIMPLE_RELU = Cell(
-    **vars(specs.SIMPLE_RELU), title="a simple cell", params=SimpleParams, bias="b", step=_step_relu,
-    compute_residuals=_residuals_relu, grad_step=_grad_step, activations_from_states=_activations,
+    **vars(specs.SIMPLE_RELU), title="a simple cell", function="simple_rnn", params=SimpleParams, bias="b",
+    step=_step_relu, compute_residuals=_residuals_relu, grad_step=_grad_step, activations_from_states=_activations,
 )  # fmt: skip

@@ -9,15 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrnn.checks import CONVERTERS, package_of
+from jaxrnn.checks import describe as describe_value
+
 if TYPE_CHECKING:
     from jax import Array
 
 
-def read_arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = None) -> dict[str, Array]:
-    """Returns the arrays called `names`; raises ValueError if one is missing."""
+def read_arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = ...) -> dict[str, Array]:
+    """Returns the arrays called `names`; raises ValueError if one is missing.
+
+    Messages describe `whole`, what the user passed, by default `given`.
+    """
     missing = [name for name in names if name not in given]
     if missing:
-        raise ValueError(f"{source}: no {', '.join(missing)} in {describe(given if whole is None else whole)}")
+        whole = given if whole is ... else whole
+        raise ValueError(f"{source}: no {', '.join(missing)} in {describe(whole)}{remedy_for(source, whole)}")
     return {name: read_array(source, name, given[name]) for name in names}
 
 
@@ -25,14 +32,21 @@ def read_array(source: str, name: str, x: Any) -> Array:
     """Returns `x` as a JAX array of the same dtype that shares no memory with a writable array."""
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # x is a variable of NNX, or of Keras on JAX
         x = x.__jax_array__()
+    elif getattr(x, "is_meta", False):
+        raise ValueError(f"{source}: {name} must have values, got a tensor on the device meta; load the weights first")
     elif hasattr(x, "detach"):  # x is a PyTorch tensor; NumPy alone has no bfloat16, and float32 represents it exactly
         x = x.detach().cpu()
         x = x.float().numpy().astype(jnp.bfloat16) if str(x.dtype) == "torch.bfloat16" else x.numpy()
     elif hasattr(x, "value") and not callable(x.value):  # x is a box of linen or a variable of Keras
         return read_array(source, name, x.value)
-    array = x if isinstance(x, jax.Array) else np.array(x)
+    try:
+        array = x if isinstance(x, jax.Array) else np.array(x)
+    except ValueError:
+        array = np.array(None)  # rows of different lengths
+    if array.dtype.kind in "OUS":
+        raise ValueError(f"{source}: {name} must be floating point, got {describe_value(x)}; pass an array of numbers")
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise ValueError(f"{source}: {name} must be floating point, got {array.dtype} ({type(x).__name__})")
+        raise ValueError(f"{source}: {name} must be floating point, got {array.dtype}; convert it first")
     if isinstance(array, jax.Array):
         return array
     converted = jnp.asarray(array)
@@ -44,8 +58,10 @@ def read_array(source: str, name: str, x: Any) -> Array:
     return converted
 
 
-def to_numpy(x: Array) -> np.ndarray[Any, Any]:
-    """Returns a contiguous, writable copy."""
+def to_numpy(source: str, x: Array) -> np.ndarray[Any, Any]:
+    """Returns a contiguous, writable copy; raises ValueError if the values are not known."""
+    if isinstance(x, jax.core.Tracer):
+        raise ValueError(f"{source}: params must have known values, got traced arrays; call it outside of jax.jit")
     return np.array(x, order="C")
 
 
@@ -55,11 +71,37 @@ def keys_of(tree: Any) -> set[str]:
 
 
 def describe(tree: Any) -> str:
-    """Returns a description for messages: the keys of a mapping, or the type of anything else."""
+    """Returns a description for messages: the keys of a mapping, and the type or the shape of anything else."""
     if not isinstance(tree, Mapping):
-        return f"a {type(tree).__name__}"
+        named = describe_value(tree)
+        return f"a {named}" if named == type(tree).__name__ else named
     names = [str(name) for name in tree]
     return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "") if names else "nothing"
+
+
+def remedy_for(source: str, x: Any, otherwise: str = "") -> str:
+    """Returns which function converts `x` instead, after a semicolon, or `otherwise` if `source` or none does.
+
+    Args:
+      source: the name of the public function.
+      x: what was given to it: a module, parameters of jaxrnn, or weights in a mapping.
+      otherwise: what to pass instead, after a semicolon.
+    """
+    package = package_of(x)
+    if hasattr(x, "_fields"):
+        return "; parameters of jaxrnn are converted already"
+    if package is None and isinstance(x, Mapping):
+        if any("weight_ih" in str(name) for name in x):
+            package = "torch"
+        elif "params" in x or any(isinstance(one, Mapping) and "kernel" in one for one in x.values()):
+            package = "flax.nnx" if "dense_i" in x else "flax.linen"
+    converter = None if package is None else CONVERTERS[package]
+    if isinstance(x, type):
+        return "; pass an instance"
+    if converter in (None, source):
+        return otherwise
+    parameters = " with the parameters of its cell" if converter == "from_linen" and not isinstance(x, Mapping) else ""
+    return f"; use {converter}{parameters}"
 
 
 def alternatives(names: Sequence[str]) -> str:

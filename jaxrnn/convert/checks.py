@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrnn.checks import check_array
+from jaxrnn.checks import describe as describe_value
 from jaxrnn.convert.arrays import alternatives, describe, read_array
 from jaxrnn.convert.cells import LAYOUTS, layout_of
 
@@ -75,13 +77,18 @@ def check_params(source: str, params: Any, *, framework: str = "", projected: bo
     layout = layout_of(params)
     if layout is None:
         names = alternatives([layout.cell.params.__name__ for layout in LAYOUTS])
-        raise ValueError(f"{source} takes {names}, got {type(params).__name__}")
-    arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None}
+        raise ValueError(f"{source}: params must be {names}, got {describe_value(params)}; jaxrnn has these classes")
+    optional = {"w_hr"}
+    arrays = {f"params.{name}": x for name, x in params._asdict().items() if x is not None or name not in optional}
+    for name, x in arrays.items():
+        check_array(f"{source}: {name}", x)
     w_hr = arrays.get("params.w_hr")
     if w_hr is not None and not projected:
         raise ValueError(f"{source} cannot convert a projection, params.w_hr: only to_torch can")
     if w_hr is not None and w_hr.ndim != 2:
         raise ValueError(f"{source}: params.w_hr must be a matrix, got {w_hr.shape}")
+    if params.w_hh.ndim == 3:
+        raise ValueError(f"{source}: {_blocks_message(layout, params)}")
     check_matrices(source, arrays, "params.w_ih", "params.w_hh")
     cell, width = layout.cell, params.w_hh.shape[0]
     if w_hr is None and (not width or params.w_hh.shape[1] != cell.gates * width):
@@ -97,6 +104,22 @@ def check_params(source: str, params: Any, *, framework: str = "", projected: bo
     if framework in layout.missing:
         raise ValueError(f"{source}: {layout.missing[framework]}")
     return layout
+
+
+def _blocks_message(layout: Layout, params: Any) -> str:
+    """Returns why recurrent weights with three axes cannot be converted, and what to do."""
+    gates, shape = layout.cell.gates, params.w_hh.shape
+    expected = f"params.w_hh must be {_recurrent_shape(layout)}, got {shape}"
+    if params.w_ih.ndim == 3:
+        return (
+            f"{expected}, the stacked weights of several models; convert them one by one, or with jax.vmap if the "
+            "result has JAX arrays"
+        )
+    return (
+        f"{expected}, the blocks of a block-diagonal matrix, which cells of other frameworks do not have; make it "
+        "dense with jnp.concatenate([jax.scipy.linalg.block_diag(*w) for w in "
+        f"jnp.split(params.w_hh, {gates}, axis=-1)], axis=-1)"
+    )
 
 
 def check_activations(source: str, cell: Any, layout: Layout, *, gate: str, activation: str) -> None:

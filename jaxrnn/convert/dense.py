@@ -29,7 +29,10 @@ def from_dense(source: str, layout: Layout, tree: Mapping[str, Any]) -> Params:
     arrays = read_arrays(source, named, named)
     first = [arrays[f"{operand}{layout.gates[0]}.kernel"] for operand in "ih"]
     if any(x.ndim != 2 for x in first):
-        raise ValueError(f"{source}: kernels must be [D, H] and [H, H], got {first[0].shape} and {first[1].shape}")
+        remedy = "; convert stacked weights of several models with jax.vmap" if first[0].ndim == 3 else ""
+        raise ValueError(
+            f"{source}: kernels must be [D, H] and [H, H], got {first[0].shape} and {first[1].shape}{remedy}"
+        )
     (inputs, _), (hidden, _) = (x.shape for x in first)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.bias": (hidden,) for name in names}
     shapes |= {f"{name}.kernel": (inputs if name[0] == "i" else hidden, hidden) for name in names}
@@ -62,6 +65,8 @@ def to_dense(layout: Layout, params: Params) -> dict[str, dict[str, Array]]:
 
 def read_dense(source: str, name: str, entry: Any) -> dict[str, Any]:
     """Returns kernel and bias of a dense layer by name; the layer is a module or a mapping."""
+    if not isinstance(entry, Mapping) and not hasattr(entry, "kernel"):
+        raise ValueError(f"{source}: {name} must be a layer with a kernel, got {describe(entry)}; pass its parameters")
     if not isinstance(entry, Mapping):
         entry = {part: x for part in ("kernel", "bias") if (x := getattr(entry, part, None)) is not None}
     elif not entry.keys() <= {"kernel", "bias"}:

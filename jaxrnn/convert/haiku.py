@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxrnn.convert.arrays import describe, keys_of, read_arrays
+from jaxrnn.convert.arrays import describe, keys_of, read_arrays, remedy_for
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
@@ -54,9 +54,10 @@ def from_haiku(params: Mapping[str, Any]) -> Params:
         return _from_vanilla_rnn(params)
     if keys_of(params) != {"w", "b"}:
         raise ValueError(
-            "from_haiku takes the parameters of the linear layer in an hk.LSTM, w and b, like params['lstm/linear'], "
-            "or a mapping with the two layers of an hk.VanillaRNN, like vanilla_rnn/linear and vanilla_rnn/linear_1; "
-            f"got {describe(params)}"
+            "from_haiku: params must be the parameters of the linear layer in an hk.LSTM, w and b, like "
+            "params['lstm/linear'], or a mapping with the two layers of an hk.VanillaRNN, like vanilla_rnn/linear and "
+            "vanilla_rnn/linear_1; "
+            f"got {describe(params)}{remedy_for('from_haiku', params)}"
         )
     arrays = read_arrays("from_haiku", params, ("w", "b"))
     w, gates = arrays["w"], len(GATES)

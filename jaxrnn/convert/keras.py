@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxrnn.convert.arrays import read_arrays, to_numpy
+from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
 from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
@@ -37,6 +37,12 @@ def from_keras(source: Any) -> Params:
         of a SimpleRNN neither tanh nor relu (a list of weights does not show them); there are several cells; the layer
         is not built; or shapes are wrong.
     """
+    if isinstance(source, (str, Mapping)):
+        raise ValueError(
+            f"from_keras: source must be a layer, or the list that its get_weights() returns, got "
+            f"{'a string' if isinstance(source, str) else 'a mapping with ' + describe(source)}; pass the layer"
+            f"{remedy_for('from_keras', source)}"
+        )
     cell = None if isinstance(source, Sequence) else _cell(source)
     given = _weights(source if cell is None else cell)
     arrays = read_arrays("from_keras", given, (*WEIGHTS[:2], *(name for name in WEIGHTS[2:] if name in given)), source)
@@ -65,7 +71,7 @@ def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
     bias = biases_of(layout, params)[0]
     if layout.cell.last_gate_separate:
         bias = jnp.stack(two_biases(layout, params))
-    return [to_numpy(reorder(x, layout.gates, layout.keras)) for x in (params.w_ih, params.w_hh, bias)]
+    return [to_numpy("to_keras", reorder(x, layout.gates, layout.keras)) for x in (params.w_ih, params.w_hh, bias)]
 
 
 def _weights(source: Any) -> dict[str, Any]:
@@ -74,7 +80,7 @@ def _weights(source: Any) -> dict[str, Any]:
         return {name: x for name in WEIGHTS if (x := getattr(source, name, None)) is not None}
     if len(source) not in (2, 3):
         raise ValueError(
-            f"from_keras takes the kernel, recurrent kernel and bias of one layer, got {len(source)} arrays; "
+            f"from_keras: source must be the kernel, recurrent kernel and bias of one layer, got {len(source)} arrays; "
             "convert layers one by one"
         )
     return dict(zip(WEIGHTS, source, strict=False))

@@ -21,7 +21,6 @@ class Layout:
     Attributes:
       cell: the cell; one of them if several differ in their activation alone.
       title: its name in an error message.
-      function: the function of jaxrnn that runs the weights.
       gates: the names of its gates in Flax, in the order of `cell.params`; a single gate has an empty name.
       linen: its classes in `flax.linen`, with an article.
       activations: the activations of the last gate that jaxrnn computes.
@@ -35,7 +34,6 @@ class Layout:
 
     cell: Cell
     title: str
-    function: str
     gates: tuple[str, ...]
     linen: str
     activations: tuple[str, ...] = ("tanh",)
@@ -45,6 +43,11 @@ class Layout:
     keras: tuple[str, ...] = ()
     haiku: str = ""
     missing: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def function(self) -> str:
+        """The function of jaxrnn that runs the weights."""
+        return f"jaxrnn.{self.cell.function}"
 
 
 def pack(

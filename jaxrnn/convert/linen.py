@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrnn.convert.arrays import alternatives, describe, keys_of
+from jaxrnn.convert.arrays import alternatives, describe, keys_of, remedy_for
 from jaxrnn.convert.cells import LAYOUTS
 from jaxrnn.convert.checks import check_params
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
@@ -41,7 +41,28 @@ def from_linen(tree: Any) -> Params:
                 raise ValueError(f"from_linen: {reason}")
             return from_dense("from_linen", layout, tree)
     wanted = [f"of {layout.linen} ({', '.join(dense_names(layout))})" for layout in LAYOUTS]
-    raise ValueError(f"from_linen takes the parameters {alternatives(wanted)}, got {describe(tree)}")
+    raise ValueError(
+        f"from_linen: tree must be the parameters {alternatives(wanted)}, got {describe(tree)}{_remedy(tree)}"
+    )
+
+
+def _remedy(tree: Any) -> str:
+    """Returns what to pass instead, after a semicolon."""
+    if paths := [path for path, _ in zip(_paths_of_cells(tree), range(4), strict=False)]:
+        return f"; pass its part {alternatives(paths)}"
+    if hasattr(tree, "features") or hasattr(tree, "cell"):
+        return '; pass the parameters that init returned, variables["params"]'
+    return remedy_for("from_linen", tree, "; pass the parameters of one cell")
+
+
+def _paths_of_cells(tree: Any, path: str = "") -> Iterator[str]:
+    """Yields the paths of the cells in a tree of parameters, such as `["cell"]`."""
+    for name, part in tree.items() if isinstance(tree, Mapping) else ():
+        here = f"{path}[{name!r}]"
+        if any(keys_of(part) == set(dense_names(layout)) for layout in LAYOUTS):
+            yield here
+        else:
+            yield from _paths_of_cells(part, here)
 
 
 def to_linen(params: Params) -> dict[str, dict[str, Array]]:

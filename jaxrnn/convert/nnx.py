@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from jaxrnn.convert.arrays import alternatives, describe, read_arrays
+from jaxrnn.convert.arrays import alternatives, describe, read_arrays, remedy_for
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
@@ -142,10 +142,21 @@ def _tree(source: str, cell: Any) -> dict[str, Any]:
     if not layers or not entries.keys() <= known:
         fused = alternatives([name for layout in CELLS for name in layout.nnx if name != UNFUSED_CLASS])
         raise ValueError(
-            f"{source} takes an nnx.{fused} ({', '.join(FUSED_LAYERS)}) or an nnx.{UNFUSED_CLASS} "
-            f"({', '.join(UNFUSED_LAYERS)}), or the state of one; got a {type(cell).__name__} with {describe(entries)}"
+            f"{source}: {'cell' if source == 'to_nnx' else 'source'} must be an nnx.{fused} "
+            f"({', '.join(FUSED_LAYERS)}) or an nnx.{UNFUSED_CLASS} ({', '.join(UNFUSED_LAYERS)}), or the "
+            f"state of one; got {_described(cell, entries)}"
         )
     return {name: read_dense(source, name, x) if name in layers else x for name, x in entries.items()}
+
+
+def _described(cell: Any, entries: Mapping[str, Any]) -> str:
+    """Returns a description of what is no cell, and what to pass instead."""
+    remedy = remedy_for("from_nnx", cell, "; pass the cell itself")
+    for name, of in (("cell", "its cell"), ("layers", "an element of its layers")):
+        if hasattr(cell, name) and not isinstance(cell, type):
+            remedy = f"; pass {of}"
+    named = isinstance(cell, type) or cell is None
+    return f"{describe(cell) if named else f'a {type(cell).__name__} with {describe(entries)}'}{remedy}"
 
 
 def _check_fits(tree: dict[str, Any], given: dict[str, Any]) -> None:

@@ -6,7 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from jaxrnn.convert.arrays import describe, read_arrays, to_numpy
+from jaxrnn.checks import check_size
+from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.cells import Params
+
+
+OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells"
 
 
 def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
@@ -37,9 +41,12 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
     Raises:
       ValueError: there are no such weights, several fit, or shapes are wrong.
     """
-    state = source.state_dict() if hasattr(source, "state_dict") else source
+    state = source.state_dict() if hasattr(source, "state_dict") and not isinstance(source, type) else source
     if not isinstance(state, Mapping):
-        raise ValueError(f"from_torch takes a module or its state dict, got {type(source).__name__}")
+        remedy = remedy_for("from_torch", source, OTHERWISE)
+        raise ValueError(f"from_torch: source must be a module or its state dict, got {describe(source)}{remedy}")
+    if not isinstance(prefix, str):
+        raise ValueError(f"from_torch: prefix must be a string, got {describe(prefix)}; leave it out if there is none")
     suffix = _suffix(state, layer, reverse, prefix)
     names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     has_bias = names[2] in state or names[3] in state
@@ -82,6 +89,8 @@ def to_torch(
     Raises:
       ValueError: `params` are not those of such a module, or their shapes disagree.
     """
+    if layer is not None:
+        check_size("to_torch: layer", layer, least=0)
     if layer is None and reverse:
         raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: do not pass reverse")
     layout = check_params("to_torch", params, framework="torch", projected=True)
@@ -91,7 +100,7 @@ def to_torch(
     w_hr = getattr(params, "w_hr", None)
     if w_hr is not None:
         arrays["weight_hr"] = w_hr.T
-    return {f"{prefix}{name}{suffix}": to_numpy(x) for name, x in arrays.items()}
+    return {f"{prefix}{name}{suffix}": to_numpy("to_torch", x) for name, x in arrays.items()}
 
 
 def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, prefix: str) -> str:
@@ -101,10 +110,10 @@ def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, p
     here = [match for match in found if match["prefix"] == prefix]
     if not here:
         prefixes = sorted({repr(match["prefix"]) for match in found})
-        hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else ""
+        hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else remedy_for("from_torch", state, OTHERWISE)
         raise ValueError(
-            f"from_torch: expected {prefix}weight_ih_l0 (of a GRU, LSTM or RNN) or {prefix}weight_ih (of a cell), "
-            f"got {describe(state)}{hint}"
+            f"from_torch: source must have {prefix}weight_ih_l0 (of a GRU, LSTM or RNN) or {prefix}weight_ih (of a "
+            f"cell), got {describe(state)}{hint}"
         )
     choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
     layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}
@@ -115,4 +124,6 @@ def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, p
     for index, backward, suffix in choices:
         if layer in (None, index) and reverse in (None, backward):
             return suffix
-    raise ValueError(f"from_torch: there are no weights for layer={layer}, reverse={reverse}; got {describe(state)}")
+    raise ValueError(
+        f"from_torch: there are no weights for layer={layer!r}, reverse={reverse!r}; got {describe(state)}"
+    )

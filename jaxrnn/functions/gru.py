@@ -38,8 +38,8 @@ def gru(
         state of its own block alone. The blocks run as N models in one launch.
       carry: `[*batch, H]` the hidden state before the first step.
       xs: `[T, *batch, D]` inputs, time first; `[*batch, T, D]` if not `time_major`. Any number of batch axes.
-      resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
-        step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
+      resets: `[T, *batch]` (`[*batch, T]`), any real dtype; nonzero at the first step of an episode, that is, the
+        *previous* step's done. That step sees `reset_state`, not the carry, and no gradient crosses it.
       reset_state: the state from which an episode starts: None (zeros), `[H]` (a learned state), `[*batch, H]`, or a
         value for every step, `[T, *batch, H]` (`[*batch, T, H]`). It is differentiable.
       reverse: whether to run from the last step to the first; outputs stay in the order of the inputs.
@@ -49,6 +49,9 @@ def gru(
         saving them.
       implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
         fastest that can run the input. If you name one that cannot run it, a `NotImplementedError` says why.
+
+    T, D, H and batch axes may be 0: with T = 0 the carry is returned. Values are not checked: a NaN in the carry stays
+    until a reset. Without `jax_enable_x64`, NumPy arrays of float64 are rounded to float32, as everywhere in JAX.
 
     On an explicit mesh `xs` may be sharded over its batch axes: every device runs its shard, and the other arguments
     are resharded to match `xs`. If JAX manages the mesh (`AxisType.Auto`), the same holds for the first batch axis.

@@ -9,7 +9,7 @@ from jax import Array
 
 from jaxrnn import recurrent
 from jaxrnn.cells import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
-from jaxrnn.checks import Implementation
+from jaxrnn.checks import Implementation, shown, suggest
 
 _CELLS = {"tanh": SIMPLE_TANH, "relu": SIMPLE_RELU}
 
@@ -57,8 +57,10 @@ def simple_rnn(
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
     """
-    if activation not in _CELLS:
-        raise ValueError(f'activation must be "tanh" or "relu", got {activation!r}')
+    if not isinstance(activation, str) or activation not in _CELLS:
+        raise ValueError(
+            f'simple_rnn: activation must be "tanh" or "relu", got {shown(activation)}{suggest(activation, [*_CELLS])}'
+        )
     carry, (ys,) = recurrent.run(
         _CELLS[activation], params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse,
         time_major=time_major, precision=precision, remat=remat, implementation=implementation,

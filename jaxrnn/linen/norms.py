@@ -66,10 +66,20 @@ class LayerNorm(nn.LayerNorm):
 
 def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None) -> Any:
     """Normalises `x` with the parameters of a bound module, creating missing ones."""
-    x = jnp.asarray(x)
+    name = type(norm).__name__
+    x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:
-        raise ValueError("x must be [*rows, N], got a scalar")
+        raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
+    modules.check_dtypes(norm)
     modules.check_norm(norm, mask, x.ndim)
+    for parameter in ("scale", "bias"):
+        if norm.has_variable("params", parameter):
+            shape = jnp.shape(nn.meta.unbox(norm.get_variable("params", parameter)))
+            if len(shape) == 1 and shape != x.shape[-1:]:
+                raise ValueError(
+                    f"{name}: x must have the width of the parameter {parameter}, {shape[0]}, got {x.shape[-1]}; pass "
+                    "an array of that width, or call init with this one"
+                )
     scale, bias = (
         norm.param(name, getattr(norm, f"{name}_init"), x.shape[-1:], norm.param_dtype)
         if getattr(norm, f"use_{name}", False)
@@ -78,4 +88,4 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
     )
     dtype = canonicalize_dtype(x, scale, bias, dtype=norm.dtype)
     options = {"epsilon": norm.epsilon, "implementation": norm.implementation}
-    return modules.normalize(kind, x, scale, bias, residual, dtype, **options)
+    return modules.normalize(kind, x, scale, bias, residual, dtype, norm, **options)

@@ -14,10 +14,11 @@ from flax.typing import PRNGKey
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, must_scan
+from jaxrnn.checks import Caller, Implementation, must_scan
 from jaxrnn.linen import cells
 from jaxrnn.modules import Carry
 
+CELL_EXAMPLE = "features=128"
 SCAN_OPTIONS = {
     "variable_axes": {},
     "variable_broadcast": "params",
@@ -49,16 +50,20 @@ def run_cell(
     implementation: Implementation = None,
     init_key: PRNGKey | None = None,
     scan_options: Mapping[str, Any] = SCAN_OPTIONS,
+    caller: Caller,
 ) -> tuple[Carry, Array, Carry | None]:
-    """Runs a bound cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
+    """Runs a bound cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`.
+
+    Messages name `caller`.
+    """
     precision = getattr(cell, "precision", None) if precision is None else precision
     implementation = getattr(cell, "implementation", None) if implementation is None else implementation
     time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
-    modules.check_reset_carry(resets, reset_carry)
+    modules.check_reset_carry(resets, reset_carry, caller)
     if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
         reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
-    if must_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan"):
-        return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options)
+    if must_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan", caller):
+        return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options, caller)
     if type(cell) in cells.REPLACEMENTS:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
         scope: Any = cell.scope  # shared, so that the parameters keep the path of Flax's cell
@@ -73,6 +78,7 @@ def run_cell(
         return_carries=return_carries,
         precision=precision,
         implementation=implementation,
+        caller=caller,
     )
 
 
@@ -92,10 +98,11 @@ def scan_cell(
     reverse: bool,
     return_carries: bool,
     scan_options: Mapping[str, Any],
+    caller: Caller,
 ) -> tuple[Carry, Array, Carry | None]:
     """Runs any cell with `nn.scan`; returns what `run_cell` returns."""
     shape = xs.shape[: xs.ndim - cell.num_feature_axes]
-    stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
+    stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis, caller)
 
     def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
         x, *of_step = inputs
@@ -153,8 +160,9 @@ class RNN(nn.RNN):
           initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
             `cell.initialize_carry`.
           init_key: the key for `cell.initialize_carry`, which ignores the key unless `carry_init` is random.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0). Outputs beyond
+            the end are not zeroed. With `reverse`, padding stays at the end.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -177,6 +185,10 @@ class RNN(nn.RNN):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
+        caller = modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
+        modules.check_cell(caller, self.cell, nn.RNNCellBase, CELL_EXAMPLE)
+        modules.check_inputs(caller, inputs, time_major, self.cell.num_feature_axes)
+        modules.check_unroll(caller, self.unroll)
         time_axis = 0 if time_major else inputs.ndim - self.cell.num_feature_axes - 1
         carry = initial_carry_of(self.cell, init_key, inputs, time_axis) if initial_carry is None else initial_carry
         run = functools.partial(
@@ -187,6 +199,7 @@ class RNN(nn.RNN):
             implementation=self.implementation,
             init_key=init_key,
             scan_options={"unroll": self.unroll} | {name: getattr(self, name) for name in SCAN_OPTIONS},
+            caller=caller,
         )
         return modules.run_over_time(
             run,
@@ -200,6 +213,7 @@ class RNN(nn.RNN):
             reverse=reverse,
             keep_order=keep_order,
             return_carry=return_carry,
+            caller=caller,
         )
 
 
@@ -244,14 +258,14 @@ class ResetRNN(nn.Module):
           ValueError: shapes or dtypes disagree.
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
-        if not isinstance(inputs, (tuple, list)) or len(inputs) != 2:
-            raise ValueError(f"ResetRNN takes ((xs, resets)), got {type(inputs).__name__} instead of (xs, resets)")
-        xs, resets = inputs
+        caller = modules.caller_of(self, has_time_major=False, carry="initial_carry", reset_state="reset_carry")
+        modules.check_cell(caller, self.cell, nn.RNNCellBase, CELL_EXAMPLE)
+        xs, resets = modules.check_pair(caller, "inputs", inputs)
         carry = initial_carry
         if carry is None:
             carry = initial_carry_of(self.cell, None, xs, 0)
             if reset_carry is not None:
-                carry = jax.tree.map(first_reset_carry, carry, reset_carry)
+                carry = modules.first_reset_carry(carry, reset_carry, caller)
         carry, ys, _ = run_cell(
             self.cell,
             carry,
@@ -260,10 +274,6 @@ class ResetRNN(nn.Module):
             reset_carry=reset_carry,
             precision=self.precision,
             implementation=self.implementation,
+            caller=caller,
         )
         return carry, ys
-
-
-def first_reset_carry(like: Array, reset_carry: Array) -> Array:
-    """Returns the reset carry of the first step, broadcast to the shape of `like [*batch, H]`."""
-    return jnp.broadcast_to(reset_carry if jnp.ndim(reset_carry) <= like.ndim else reset_carry[0], like.shape)

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from flax.typing import Dtype
 from jax import Array
 
-from jaxrnn.checks import Implementation
+from jaxrnn import modules
+from jaxrnn.checks import Implementation, check_size, describe, shown, suggest
 from jaxrnn.linen.cells import CELL_TYPES
 from jaxrnn.linen.rnn import run_cell
 from jaxrnn.modules import Carry
@@ -42,7 +43,15 @@ def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | Non
     batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
     if hidden_size is None:
-        raise ValueError("hidden_size is missing: pass it to initialize_carry, or set hidden_state_dim")
+        raise ValueError(
+            "ScannedRNN: hidden_size must be an integer, got None; pass it to initialize_carry, or set hidden_state_dim"
+        )
+    check_size("ScannedRNN: hidden_size", hidden_size)
+    if not modules.are_sizes(batch):
+        raise ValueError(
+            f"ScannedRNN: batch_size must be an integer or a tuple, got {shown(batch_size)}; pass the sizes of all "
+            "batch axes"
+        )
     cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
 
@@ -106,22 +115,31 @@ class ScannedRNN(nn.Module):
           ValueError: shapes or dtypes disagree, or the parameters belong to another cell or have another name.
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
-        if not isinstance(x, (tuple, list)) or len(x) != 2:
+        caller = modules.caller_of(self, has_time_major=False, xs="ins")
+        ins, resets = modules.check_pair(caller, "x", x)
+        if not (states := jax.tree.leaves(carry)) or not all(getattr(state, "ndim", 0) for state in states):
             raise ValueError(
-                f"ScannedRNN takes (carry, (ins, resets)), got {type(x).__name__} instead of (ins, resets)"
+                f"{caller('carry')} must be an array [*batch, H], or a pair (c, h) of them for an LSTM, got "
+                f"{describe(carry)}; initialize_carry returns one"
             )
-        ins, resets = x
-        if not (states := jax.tree.leaves(carry)) or not all(jnp.ndim(state) for state in states):
-            raise ValueError("carry must be [*batch, H], or a pair (c, h) for an LSTM: initialize_carry returns one")
         hidden = states[-1].shape[-1]
         if self.hidden_state_dim not in (None, hidden):
-            raise ValueError(f"the width of carry must be hidden_state_dim = {self.hidden_state_dim}, got {hidden}")
+            raise ValueError(
+                f"{caller('carry')} must be hidden_state_dim = {self.hidden_state_dim} wide, got {hidden}; "
+                "initialize_carry of this instance returns one"
+            )
         make = cell_class(self.cell_type)
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
         self._check_name(name)
         cell = make(features=hidden, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
         carry, ys, _ = run_cell(
-            cell, carry, ins, resets=resets, precision=self.precision, implementation=self.implementation
+            cell,
+            carry,
+            ins,
+            resets=resets,
+            precision=self.precision,
+            implementation=self.implementation,
+            caller=caller,
         )
         return carry, ys
 
@@ -130,7 +148,7 @@ class ScannedRNN(nn.Module):
         given = self.variables.get("params", {})
         if given and name not in given and not self.is_mutable_collection("params"):
             raise ValueError(
-                f"the parameters given to {type(self).__name__} are under {', '.join(given)}, not under {name}: "
+                f"{type(self).__name__}: the given parameters must be under {name}, got {', '.join(given)}; "
                 "subclass ScannedRNN, and set cell_type to the cell of these parameters and cell_name to their name"
             )
 
@@ -158,8 +176,11 @@ HiddenFirstScannedRNN.__name__ = "ScannedRNN"
 
 def cell_class(cell_type: str | type[nn.RNNCellBase]) -> Any:
     """Returns the cell class that `cell_type` is or names."""
-    if not isinstance(cell_type, str):
+    if isinstance(cell_type, str) and cell_type in CELL_TYPES:
+        return CELL_TYPES[cell_type]
+    if isinstance(cell_type, type) and issubclass(cell_type, nn.RNNCellBase):
         return cell_type
-    if cell_type not in CELL_TYPES:
-        raise ValueError(f"cell_type must be a cell class or one of {', '.join(CELL_TYPES)}, got {cell_type!r}")
-    return CELL_TYPES[cell_type]
+    raise ValueError(
+        f"ScannedRNN: cell_type must be a cell class of linen or one of {', '.join(CELL_TYPES)}, got "
+        f"{shown(cell_type)}{suggest(cell_type, [*CELL_TYPES])}"
+    )

@@ -12,7 +12,7 @@ from flax.typing import Dtype, Initializer, PRNGKey
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation
+from jaxrnn.checks import Caller, Implementation, check_flags
 from jaxrnn.linen.fused_cell import FusedCell
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
 from jaxrnn.modules import Carry
@@ -70,9 +70,10 @@ class FusedStack(nn.Module):
           initial_carry: the carry before the first step of each direction; by default the result of
             `initialize_carry`.
           init_key: the key for `initialize_carry`, which ignores the key unless `carry_init` is random.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
-            and are not zeroed. May be combined with `resets`.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0), and the backward
+            direction starts at that end. Outputs beyond the end are meaningless and are not zeroed. May be combined
+            with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -100,8 +101,11 @@ class FusedStack(nn.Module):
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
         keep_order = self.keep_order if keep_order is None else keep_order
+        caller = self.caller()
         self.check(reverse)
-        modules.check_reset_carry(resets, reset_carry)
+        (time_major,) = check_flags(caller, time_major=time_major)
+        modules.check_inputs(caller, inputs, time_major)
+        modules.check_reset_carry(resets, reset_carry, caller)
 
         def between(k: int, xs: Array) -> Array:
             if self.norm is not None:
@@ -129,12 +133,12 @@ class FusedStack(nn.Module):
         structure = self.named_widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
             layers,
-            modules.group_by_direction("initial_carry", initial_carry, *structure),
+            modules.group_by_direction(caller("carry"), initial_carry, *structure),
             inputs,
             resets=resets,
             reset_carry=None
             if reset_carry is None
-            else modules.group_by_direction("reset_carry", reset_carry, *structure),
+            else modules.group_by_direction(caller("reset_state"), reset_carry, *structure),
             seq_lengths=seq_lengths,
             between=between,
             dtype=self.dtype,
@@ -145,6 +149,7 @@ class FusedStack(nn.Module):
             precision=self.precision,
             implementation=self.implementation,
             remat=self.remat,
+            caller=caller,
         )
 
     @nn.nowrap
@@ -159,6 +164,8 @@ class FusedStack(nn.Module):
           ValueError: the carry is learned and the module is not bound to parameters: use
             `stack.apply(variables, rng, input_shape, method="initialize_carry")`.
         """
+        modules.check_sizes(self, "features", "num_layers")
+        modules.check_input_shape(self, input_shape, "rng, input_shape")
         if not self.learned_carry:
             keys = iter(jax.random.split(rng, 2 * self.num_layers * (1 + self.bidirectional)))
             shapes = [(*input_shape[:-1], width) for width in self.widths()]
@@ -169,15 +176,22 @@ class FusedStack(nn.Module):
             )
         if self.scope is None:
             raise ValueError(
-                "the learned carry is a parameter of the stack: call stack.apply(variables, rng, input_shape, "
-                'method="initialize_carry")'
+                f"{type(self).__name__}: learned_carry must be False for a stack without variables, got True; call "
+                'stack.apply(variables, rng, input_shape, method="initialize_carry")'
             )
         return modules.broadcast_carry(self.for_each(self.learned), input_shape[:-1])
 
     @nn.nowrap
     def check(self, reverse: bool) -> None:
         """Raises ValueError unless the attributes describe a valid stack."""
-        modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse, self.norm)
+        modules.check_sizes(self, "features")
+        modules.check_dtypes(self)
+        modules.check_stack(self.caller(), self.num_layers, self.dropout_rate, self.bidirectional, reverse, self.norm)
+
+    @nn.nowrap
+    def caller(self) -> Caller:
+        """Returns how messages name the stack and its arguments."""
+        return modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
 
     @nn.nowrap
     def widths(self) -> tuple[int, ...]:
@@ -219,7 +233,9 @@ class FusedStack(nn.Module):
     def make_norm(self, name: str) -> nn.Module:
         """Creates the norm of the outputs of one layer."""
         if isinstance(self.norm, nn.Module):
-            raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
+            raise ValueError(
+                f"{self.caller()('norm')} must make a module for each layer, got a module; pass its class or a function"
+            )
         if callable(self.norm):
             return self.norm(name=name)
         make = {"rms": RMSNorm, "layer": LayerNorm}[str(self.norm)]

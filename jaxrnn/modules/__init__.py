@@ -2,22 +2,54 @@
 
 from jaxrnn.modules.activations import is_relu, is_tanh
 from jaxrnn.modules.carries import Carry, broadcast_batch_axes, broadcast_carry, one_or_tuple
-from jaxrnn.modules.norms import check_norm, normalize
+from jaxrnn.modules.checks import (
+    are_sizes,
+    as_array,
+    caller_of,
+    check_cell,
+    check_dtypes,
+    check_function,
+    check_input_shape,
+    check_inputs,
+    check_pair,
+    check_rngs,
+    check_sizes,
+    check_step,
+    check_unroll,
+    check_width,
+)
+from jaxrnn.modules.norms import check_norm, check_norm_options, normalize
 from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
 from jaxrnn.modules.recurrence import cast, check_carry, run, state_names
-from jaxrnn.modules.resets import check_reset_carry, with_resets
+from jaxrnn.modules.resets import check_reset_carry, first_reset_carry, with_resets
 from jaxrnn.modules.rnn import run_over_time
 from jaxrnn.modules.stack import check_stack, group_by_direction, run_stack
 
 __all__ = [
     "Carry",
+    "are_sizes",
+    "as_array",
     "broadcast_batch_axes",
     "broadcast_carry",
+    "caller_of",
     "cast",
     "check_carry",
+    "check_cell",
+    "check_dtypes",
+    "check_function",
+    "check_input_shape",
+    "check_inputs",
     "check_norm",
+    "check_norm_options",
+    "check_pair",
     "check_reset_carry",
+    "check_rngs",
+    "check_sizes",
     "check_stack",
+    "check_step",
+    "check_unroll",
+    "check_width",
+    "first_reset_carry",
     "group_by_direction",
     "is_relu",
     "is_tanh",

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 if TYPE_CHECKING:
     from jax import Array
 
+    from jaxrnn.checks import Caller
+
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
 
 
@@ -24,7 +26,7 @@ def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
 
 
-def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+def broadcast_batch_axes(carry: Carry, inputs: Array, caller: Caller) -> tuple[Carry, Array]:
     """Broadcasts the batch axes of the carry and the inputs of a step against each other, as Flax's cells do."""
     batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
     if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):
@@ -33,7 +35,8 @@ def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
         batch = jnp.broadcast_shapes(*batches)
     except ValueError:
         raise ValueError(
-            f"the batch axes of carry and inputs cannot be broadcast together: {batches[:-1]} and {batches[-1]}"
+            f"{caller('carry')} must have batch axes that can be broadcast with those of inputs {batches[-1]}, got "
+            f"{batches[0]}; initialize_carry(rng, inputs.shape) returns such a carry"
         ) from None
     carry, inputs = jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, x.shape[-1])), (carry, inputs))
     return carry, inputs

@@ -4,26 +4,46 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrnn.checks import check_array
+from jaxrnn.checks import Caller, check_array
 
 if TYPE_CHECKING:
     from jax import Array
 
 
-def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...]) -> Array | None:
-    """Returns lengths as int32, or None; raises ValueError unless there is one integer per sequence."""
+def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...], steps: Any, caller: Caller) -> Array | None:
+    """Returns lengths as int32, or None.
+
+    Raises:
+      ValueError: there is not one integer per sequence, or a length is not between 0 and `steps`. The values are not
+        checked if they are traced or on another host.
+    """
     if seq_lengths is None:
         return None
     if isinstance(seq_lengths, int) and not isinstance(seq_lengths, bool):  # one sequence without batch axes
-        seq_lengths = jnp.asarray(seq_lengths)
-    check_array("seq_lengths", seq_lengths)
+        seq_lengths = np.asarray(seq_lengths)
+    name = caller("seq_lengths")
+    check_array(name, seq_lengths)
     if jnp.shape(seq_lengths) != batch:
-        raise ValueError(f"seq_lengths must be [*batch] = {batch} as in inputs, got {jnp.shape(seq_lengths)}")
+        raise ValueError(
+            f"{name} must be [*batch] = {batch} as in {caller.bare('xs')}, got {jnp.shape(seq_lengths)}; pass the "
+            "length of each sequence, not a mask"
+        )
     if not jnp.issubdtype(jnp.result_type(seq_lengths), jnp.integer):
-        raise ValueError(f"seq_lengths must be integers, got {jnp.result_type(seq_lengths)}")
+        raise ValueError(f"{name} must be integers, got {jnp.result_type(seq_lengths)}; convert it first")
+    if _is_known(seq_lengths) and isinstance(steps, int):
+        values = np.asarray(seq_lengths)
+        if wrong := values[(values < 0) | (values > steps)].tolist():
+            raise ValueError(f"{name} must be between 0 and T = {steps}, got {wrong[0]}; clip it, or pad the sequences")
     return jnp.asarray(seq_lengths, jnp.int32)
+
+
+def _is_known(x: Any) -> bool:
+    """Whether the values of an array are known while tracing, on this host."""
+    return not isinstance(x, jax.core.Tracer) and getattr(x, "is_fully_addressable", True)
 
 
 def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: int) -> Array:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jaxrnn import norms
+from jaxrnn.checks import Caller, check_size
+from jaxrnn.modules.checks import check_rngs
 
 if TYPE_CHECKING:
     from jax import Array
@@ -16,6 +18,14 @@ if TYPE_CHECKING:
 
 # The names that the argument `norm` of the stacks accepts.
 NORMS = ("rms", "layer")
+
+
+def check_norm_options(module: Any, num_features: Any, options: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the width and the generators of an NNX norm are valid."""
+    caller = Caller(type(module).__name__)
+    check_size(caller("num_features"), num_features)
+    if "rngs" in options:
+        check_rngs(caller, options["rngs"])
 
 
 def check_norm(module: Any, mask: Array | None, rank: int) -> None:
@@ -30,8 +40,8 @@ def check_norm(module: Any, mask: Array | None, rank: int) -> None:
         kind = type(module).__name__
         shown = "an array" if name == "mask" else value
         raise NotImplementedError(
-            f"{kind} of jaxrnn normalises the last axis, in float32, on one device: {name} cannot be {shown}. Use "
-            f"Flax's own {kind} instead"
+            f"{kind}: {name} cannot be {shown}, because jaxrnn normalises the last axis, in float32, on one device; "
+            f"use Flax's own {kind} instead"
         )
 
 
@@ -46,11 +56,16 @@ def normalize(
     bias: Array | None,
     residual: Array | None,
     dtype: DTypeLike,
+    module: Any,
     **options: Any,
 ) -> Any:
-    """Runs `jaxrnn.rms_norm` or `jaxrnn.layer_norm` with y in `dtype`; integers become float32, as in Flax."""
+    """Runs `jaxrnn.rms_norm` or `jaxrnn.layer_norm` with y in `dtype`; integers become float32, as in Flax.
+
+    Messages name `module`.
+    """
+    caller = Caller(type(module).__name__, {"weight": "scale"})
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         x = x.astype(jnp.float32)
         if residual is not None and not jnp.issubdtype(jnp.result_type(residual), jnp.inexact):
             residual = jnp.asarray(residual, jnp.float32)
-    return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, **options)
+    return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, caller=caller, **options)

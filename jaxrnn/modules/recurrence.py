@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrnn import recurrent
 from jaxrnn.cells import CELLS
-from jaxrnn.checks import join_carry, split_carry
+from jaxrnn.checks import Caller, check_array, join_carry, split_carry
 from jaxrnn.numerics import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -23,12 +23,10 @@ def state_names(cell: str) -> tuple[str, ...]:
     return CELLS[cell].states[::-1]
 
 
-def check_carry(cell: str, carry: Carry) -> None:
-    """Raises ValueError unless `carry` has the structure of the cell's carry: one array, or a pair."""
-    entry = CELLS[cell]
-    if len(entry.states) == 1 and isinstance(carry, (tuple, list)):
-        raise ValueError(f"the carry of {entry.title} is one array [*batch, H], got a {type(carry).__name__}")
-    split_carry(entry, "the carry", carry)
+def check_carry(cell: str, carry: Carry, caller: Caller) -> None:
+    """Raises ValueError unless `carry` has the structure of the cell's carry: one array, or a pair of arrays."""
+    for state in split_carry(CELLS[cell], caller("carry"), carry):
+        check_array(caller("carry"), state)
 
 
 def run(cell: str, params: Any, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> Results:

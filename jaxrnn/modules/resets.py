@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.checks import check_resets
+from jaxrnn.checks import Caller, check_array, check_resets, describe
 from jaxrnn.modules.lengths import is_last_step
 from jaxrnn.numerics import expand_resets, is_reset
 
@@ -19,27 +19,35 @@ if TYPE_CHECKING:
     from jaxrnn.modules.carries import Carry
 
 
-def check_reset_carry(resets: Array | None, reset_carry: Carry | None) -> None:
+def check_reset_carry(resets: Array | None, reset_carry: Carry | None, caller: Caller) -> None:
     """Raises ValueError if `reset_carry` is given without `resets`."""
     if resets is None and reset_carry is not None:
-        raise ValueError("reset_carry is given but resets is None: pass resets, or leave reset_carry out")
+        raise ValueError(f"{caller('reset_state')} is given but resets is None; pass resets, or leave it out")
 
 
 def check_steps(
-    resets: Array | None, reset_carry: Carry | None, carry: Carry, batch_and_time: tuple[int, ...], time_major: bool
+    resets: Array | None,
+    reset_carry: Carry | None,
+    carry: Carry,
+    batch_and_time: tuple[int, ...],
+    time_major: bool,
+    caller: Caller,
 ) -> None:
     """Raises ValueError unless the arrays with a time axis have the batch and time axes of the inputs.
 
     The check precedes the reversal of sequences, which would repeat the entries of an array that has too few.
     """
-    check_resets(resets, batch_and_time, time_major, "inputs")
+    check_resets(resets, batch_and_time, time_major, caller.bare("xs"), caller)
     if not _has_same_structure(reset_carry, carry):  # no reset carry, or one that the loop rejects
         return
     for new, old in zip(jax.tree.leaves(reset_carry, is_leaf=_is_none), jax.tree.leaves(carry), strict=True):
+        if new is not None:
+            check_array(caller("reset_state"), new)
         if _has_time_axis(new, old) and jnp.shape(new)[: len(batch_and_time)] != batch_and_time:
             axes = "[T, *batch, H]" if time_major else "[*batch, T, H]"
             raise ValueError(
-                f"reset_carry must be {axes} with batch and time {batch_and_time} as in inputs, got {jnp.shape(new)}"
+                f"{caller('reset_state')} must be {axes} with batch and time {batch_and_time} as in "
+                f"{caller.bare('xs')}, got {jnp.shape(new)}"
             )
 
 
@@ -58,6 +66,26 @@ def _has_time_axis(new: Array | None, old: Array) -> bool:
     return new is not None and jnp.ndim(new) > jnp.ndim(old)
 
 
+def first_reset_carry(carry: Carry, reset_carry: Carry, caller: Caller) -> Carry:
+    """Returns the reset carry of the first step, time first, broadcast to the shapes of `carry`.
+
+    Raises:
+      ValueError: it has another structure, or shapes that cannot be broadcast to those of `carry`.
+    """
+
+    def first(old: Array, new: Array) -> Array:
+        return jnp.broadcast_to(new if jnp.ndim(new) <= old.ndim else new[0], old.shape)
+
+    try:
+        return jax.tree.map(first, carry, reset_carry)
+    except ValueError:
+        expected, got = (jax.tree.map(jnp.shape, one) for one in (carry, reset_carry))
+        raise ValueError(
+            f"{caller('reset_state')} must have the structure of the carry and shapes that can be broadcast to "
+            f"{expected}, got {got}; initialize_carry of the cell returns one"
+        ) from None
+
+
 def flip_reset_carry(flip: Callable[[Array], Array], reset_carry: Carry | None, carry: Carry) -> Carry | None:
     """Applies `flip` to those arrays of a reset carry that have a time axis."""
     if not _has_same_structure(reset_carry, carry):  # no reset carry, or one that the loop rejects
@@ -68,7 +96,12 @@ def flip_reset_carry(flip: Callable[[Array], Array], reset_carry: Carry | None, 
 
 
 def with_resets(
-    carry: Carry, resets: Array | None, reset_carry: Carry | None, shape: tuple[int, ...], time_axis: int
+    carry: Carry,
+    resets: Array | None,
+    reset_carry: Carry | None,
+    shape: tuple[int, ...],
+    time_axis: int,
+    caller: Caller,
 ) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
     """Prepares resets for a loop over the steps of any cell.
 
@@ -79,18 +112,24 @@ def with_resets(
         addition.
       shape: the shape that `resets` must have.
       time_axis: the index of the time axis in `shape`.
+      caller: what the user called, for error messages.
 
     Returns:
       `(stepped, reset)`. `stepped` are the arrays of `reset_carry` that have a time axis, time first; the loop scans
       over them. `reset(carry, resets, stepped)`, with `resets` and `stepped` of one step, returns the carry from which
       the step starts.
     """
-    if resets is not None and jnp.shape(resets) != shape:
-        raise ValueError(f"resets must have the batch and time axes of the inputs, {shape}, got {jnp.shape(resets)}")
+    check_resets(resets, shape, time_axis == 0, caller.bare("xs"), caller)
     leaves: list[Array]
     treedef: Any
     leaves, treedef = jax.tree.flatten(carry)
-    new_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+    try:
+        new_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+    except ValueError:
+        raise ValueError(
+            f"{caller('reset_state')} must have the structure of the carry, {describe(carry)}, got "
+            f"{describe(reset_carry)}; initialize_carry of the cell returns one"
+        ) from None
     is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
 
     def apply(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:

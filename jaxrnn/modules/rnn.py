@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 
 import jax
 
+from jaxrnn.checks import check_flags
 from jaxrnn.modules.lengths import carry_at_end, checked_seq_lengths, flip_sequences
 from jaxrnn.modules.resets import check_steps, flip_reset_carry
 
 if TYPE_CHECKING:
     from jax import Array
 
+    from jaxrnn.checks import Caller
     from jaxrnn.modules.carries import Carry
 
 
@@ -30,17 +32,21 @@ def run_over_time(
     reverse: bool,
     keep_order: bool,
     return_carry: bool,
+    caller: Caller,
 ) -> Array | tuple[Carry, Array]:
     """Runs a loop and does what `nn.RNN` does around it: handles lengths, the order of the outputs and the results.
 
     The loop is `run(carry, inputs, resets=, reset_carry=, reverse=, return_carries=)`. It returns the same tuple as
-    `modules.run`.
+    `modules.run`. Messages name `caller`.
     """
+    time_major, reverse, keep_order, return_carry = check_flags(
+        caller, time_major=time_major, reverse=reverse, keep_order=keep_order, return_carry=return_carry
+    )
     batch_and_time = inputs.shape[: inputs.ndim - feature_axes]
     time_axis = 0 if time_major else len(batch_and_time) - 1
     batch = batch_and_time[:time_axis] + batch_and_time[time_axis + 1 :]
-    seq_lengths = checked_seq_lengths(seq_lengths, batch)
-    check_steps(resets, reset_carry, carry, batch_and_time, time_major)
+    seq_lengths = checked_seq_lengths(seq_lengths, batch, inputs.shape[time_axis], caller)
+    check_steps(resets, reset_carry, carry, batch_and_time, time_major, caller)
 
     def flip(x: Array) -> Array:
         return flip_sequences(x, seq_lengths, len(batch), time_axis)

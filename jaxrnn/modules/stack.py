@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jaxrnn.checks import check_reset_state, check_resets
+from jaxrnn.checks import check_flags, check_reset_state, check_resets, check_size, describe, shown, suggest
 from jaxrnn.modules.directions import Direction, run_layer
 from jaxrnn.modules.lengths import checked_seq_lengths, flip_sequences
 from jaxrnn.modules.norms import NORMS
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
     from jax import Array
     from jax.typing import DTypeLike
 
+    from jaxrnn.checks import Caller
     from jaxrnn.modules.carries import Carry
 
 
 def check_stack(
+    caller: Caller,
     num_layers: int,
     dropout_rate: float,
     bidirectional: bool,
@@ -29,14 +32,26 @@ def check_stack(
     norm: Any = None,
 ) -> None:
     """Raises ValueError unless the arguments describe a valid stack."""
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
-    if not 0.0 <= dropout_rate <= 1.0:
-        raise ValueError(f"dropout_rate must be between 0 and 1, got {dropout_rate}")
+    check_size(caller("num_layers"), num_layers)
+    if not isinstance(dropout_rate, (int, float, np.number)) or not 0.0 <= dropout_rate <= 1.0:
+        raise ValueError(
+            f"{caller('dropout_rate')} must be between 0 and 1, got {shown(dropout_rate)}; it is the rate of zeros"
+        )
+    if dropout_rate > 0.0 and num_layers == 1:
+        raise ValueError(
+            f"{caller('dropout_rate')} must be 0 with num_layers=1, got {dropout_rate}, because dropout is between "
+            "layers; set num_layers, or apply Flax's Dropout to the outputs"
+        )
+    bidirectional, reverse = check_flags(caller, bidirectional=bidirectional, reverse=reverse)
     if bidirectional and reverse:
-        raise ValueError("reverse must be False for a bidirectional stack, which already runs both directions")
+        raise ValueError(
+            f"{caller('reverse')} must be False for a bidirectional stack, got True; it already runs both directions"
+        )
     if norm is not None and not (callable(norm) or (isinstance(norm, str) and norm in NORMS)):
-        raise ValueError(f'norm must be "rms", "layer", None, or a class or function that makes a module, got {norm!r}')
+        raise ValueError(
+            f'{caller("norm")} must be "rms", "layer", None, or a class or function that makes a module, got '
+            f"{shown(norm)}{suggest(norm, NORMS)}"
+        )
 
 
 def group_by_direction(
@@ -45,7 +60,7 @@ def group_by_direction(
     """Returns the carry of a stack grouped by layer and direction, as `run_stack` takes it.
 
     Args:
-      name: the name of the carry in error messages.
+      name: how error messages name the carry.
       carry: a tuple with one entry per layer. With two directions, an entry is a pair by direction. The carry of one
         direction is `[..., width]`, or a pair of such arrays for an LSTM.
       widths: the widths of the arrays of one carry by name: that of h, or those of c and h.
@@ -59,21 +74,29 @@ def group_by_direction(
     one = f"an array [..., {widths['h']}]" if len(arrays) == 1 else f"a pair ({', '.join(arrays)})"
     each = f"a pair (forward, backward), each {one}" if bidirectional else one
     expected = f"{name} of this stack must be a tuple with one entry for each of {num_layers} layers: {each}"
+    remedy = "initialize_carry of the stack returns one"
 
     def split(x: Any, lengths: tuple[int, ...]) -> Any:
-        if not lengths and x is not None and not isinstance(x, (tuple, list, dict)):
+        if not lengths and hasattr(x, "shape"):
             return x
         if lengths and isinstance(x, (tuple, list)) and len(x) == lengths[0]:
             return tuple(split(part, lengths[1:]) for part in x)
-        raise ValueError(f"{expected}; got {jax.tree.structure(carry)}")
+        raise ValueError(f"{expected}; got {_structure(carry)}; {remedy}")
 
     states = len(widths)
     layers = split(carry, (num_layers, *((2,) * bidirectional), *((states,) * (states > 1))))
     leaves = jax.tree.leaves(layers)
     for width, leaf in zip([*widths.values()] * (len(leaves) // states), leaves, strict=True):
         if jnp.shape(leaf)[-1:] != (width,):
-            raise ValueError(f"{expected}; got an array {jnp.shape(leaf)}")
+            raise ValueError(f"{expected}; got an array {jnp.shape(leaf)}; {remedy}")
     return layers if bidirectional else tuple((layer,) for layer in layers)
+
+
+def _structure(x: Any) -> str:
+    """Returns a description of a carry with the descriptions of its parts."""
+    if type(x) not in (tuple, list):
+        return describe(x)
+    return f"({', '.join(map(_structure, x))}{',' * (len(x) == 1)})"
 
 
 def run_stack(
@@ -89,6 +112,7 @@ def run_stack(
     reverse: bool,
     keep_order: bool,
     return_carry: bool,
+    caller: Caller,
     **options: Any,
 ) -> Any:
     """Runs layers one after the other, each over the outputs of the previous layer.
@@ -105,14 +129,16 @@ def run_stack(
       reverse: whether the only direction is backward.
       keep_order: whether the outputs of the backward direction are in the order of the inputs.
       return_carry: whether to return the carry too.
+      caller: what the user called, for error messages.
       options: the options of `run_layer` and `jaxrnn.gru`.
     """
-    batch = xs.shape[1:-1] if time_major else xs.shape[:-2]
-    seq_lengths = checked_seq_lengths(seq_lengths, batch)
-    check_resets(options["resets"], xs.shape[:-1], time_major, f"xs {xs.shape}")
+    keep_order, return_carry = check_flags(caller, keep_order=keep_order, return_carry=return_carry)
+    batch, steps = (xs.shape[1:-1], xs.shape[0]) if time_major else (xs.shape[:-2], xs.shape[-2])
+    seq_lengths = checked_seq_lengths(seq_lengths, batch, steps, caller)
+    check_resets(options["resets"], xs.shape[:-1], time_major, f"{caller.bare('xs')} {xs.shape}", caller)
     if options["resets"] is not None and reset_carry is not None:
         for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
-            check_reset_state("reset_carry", new, options["resets"], old, xs, time_major)
+            check_reset_state(caller("reset_state"), new, options["resets"], old, xs, time_major)
     last = []
     for k, layer in enumerate(layers):
         if k:
@@ -129,6 +155,7 @@ def run_stack(
             time_major=time_major,
             reverse=reverse,
             return_carry=return_carry,
+            caller=caller,
             **options,
         )
         last.append(ends)

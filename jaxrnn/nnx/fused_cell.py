@@ -14,7 +14,7 @@ from flax.typing import Dtype
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, must_scan
+from jaxrnn.checks import Caller, Implementation, check_size, must_scan
 from jaxrnn.modules import Carry
 
 # The names of the layers that multiply x, and of those that multiply h.
@@ -67,6 +67,11 @@ class FusedCell(nnx.RNNCellBase):
         implementation: Implementation = None,
         **options: Any,
     ) -> None:
+        caller = modules.caller_of(self)
+        check_size(caller("in_features"), in_features)
+        check_size(caller("hidden_features"), hidden_features)
+        if "rngs" in options:
+            modules.check_rngs(caller, options["rngs"])
         super().__init__(in_features, hidden_features, **options)  # type: ignore[call-arg]
         self.precision = precision
         self.implementation = implementation
@@ -85,14 +90,31 @@ class FusedCell(nnx.RNNCellBase):
           ValueError: shapes or dtypes disagree.
           NotImplementedError: the named implementation cannot run this cell.
         """
-        if must_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan"):
+        caller = modules.caller_of(self, xs="inputs")
+        if must_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan", caller):
             return super().__call__(carry, inputs)
+        modules.check_dtypes(self)
+        modules.check_step(caller, entry_of(self).recurrence(self), carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
-        carry, inputs = modules.broadcast_batch_axes(carry, inputs)
-        options = {"precision": self.precision, "implementation": self.implementation}
-        carry, ys, _ = run_fused(self, carry, inputs[None], **options)
+        carry, inputs = modules.broadcast_batch_axes(carry, inputs, caller)
+        options: Any = {"precision": self.precision, "implementation": self.implementation}
+        carry, ys, _ = run_fused(self, carry, inputs[None], caller=caller, **options)
         return carry, ys[0]
+
+    def initialize_carry(self, input_shape: tuple[int, ...], *args: Any, **options: Any) -> Carry:
+        """Returns the carry of a new sequence, as Flax's cell does.
+
+        Args:
+          input_shape: the shape of the inputs of one step, `[*batch, D]`.
+          args: Flax's other arguments, such as the random number generator of `carry_init`.
+          options: the same by name.
+
+        Raises:
+          ValueError: `input_shape` is no shape.
+        """
+        modules.check_input_shape(self, input_shape, "input_shape, rngs")
+        return super().initialize_carry(input_shape, *args, **options)
 
 
 def entry_of(cell: Any) -> CellEntry:
@@ -115,12 +137,23 @@ def packed_params(cell: Any) -> Any:
     return entry.pack(cell, LayerWeights(*weights))
 
 
-def run_fused(cell: Any, carry: Carry, xs: Array, **options: Any) -> tuple[Carry, Array, Carry | None]:
+def run_fused(
+    cell: Any, carry: Carry, xs: Array, *, caller: Caller, **options: Any
+) -> tuple[Carry, Array, Carry | None]:
     """Calls `modules.run` with the parameters of a cell that can be fused, after checking the carry's structure."""
     recurrence, params = entry_of(cell).recurrence(cell), packed_params(cell)
-    modules.check_carry(recurrence, carry)
+    modules.check_carry(recurrence, carry, caller)
+    check_widths(recurrence, params, carry, xs, caller)
     dtype = dtypes.canonicalize_dtype(xs, jax.tree.leaves(carry)[-1], *params, dtype=cell.dtype)
-    return modules.run(recurrence, modules.cast(params, dtype), carry, jnp.asarray(xs, dtype), **options)
+    return modules.run(recurrence, modules.cast(params, dtype), carry, jnp.asarray(xs, dtype), caller=caller, **options)
+
+
+def check_widths(recurrence: str, params: Any, carry: Carry, xs: Array, caller: Caller) -> None:
+    """Raises ValueError unless inputs and carry have the widths for which a cell was made."""
+    modules.check_width(caller("xs"), "in_features", params.w_ih.shape[0], xs.shape[-1])
+    h = jax.tree.leaves(carry)[-1]
+    if getattr(params, "w_hr", None) is None and h.ndim:
+        modules.check_width(caller("carry"), "hidden_features", params.w_hh.shape[0], h.shape[-1])
 
 
 def reason_to_scan(cell: Any) -> str | None:

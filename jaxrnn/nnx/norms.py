@@ -29,6 +29,7 @@ class RMSNorm(nnx.RMSNorm):
     """
 
     def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+        modules.check_norm_options(self, num_features, options)
         super().__init__(num_features, **options)
         self.implementation = implementation
 
@@ -60,6 +61,7 @@ class LayerNorm(nnx.LayerNorm):
     """
 
     def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+        modules.check_norm_options(self, num_features, options)
         super().__init__(num_features, **options)
         self.implementation = implementation
 
@@ -70,10 +72,13 @@ class LayerNorm(nnx.LayerNorm):
 
 def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, names: tuple[str, ...]) -> Any:
     """Normalises `x` with those parameters among `names` that the module has."""
-    x = jnp.asarray(x)
+    name = type(norm).__name__
+    x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:
-        raise ValueError("x must be [*rows, N], got a scalar")
+        raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
+    modules.check_dtypes(norm)
     modules.check_norm(norm, mask, x.ndim)
+    modules.check_width(f"{name}: x", "num_features", norm.num_features, x.shape[-1])
     given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
     promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)
     dtype = dtypes.canonicalize_dtype(*promoted, dtype=norm.dtype)
@@ -83,4 +88,4 @@ def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array
         x = promoted[0]
     scale, bias = (*promoted[1:], None)[:2]
     options = {"epsilon": norm.epsilon, "implementation": norm.implementation}
-    return modules.normalize(kind, x, scale, bias, residual, dtype, **options)
+    return modules.normalize(kind, x, scale, bias, residual, dtype, norm, **options)

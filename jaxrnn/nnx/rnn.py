@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation, must_scan
+from jaxrnn.checks import Caller, Implementation, must_scan
 from jaxrnn.modules import Carry
 from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused
 
@@ -62,6 +62,9 @@ class RNN(nnx.RNN):
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation = None,
     ) -> None:
+        caller = modules.caller_of(self)
+        modules.check_cell(caller, cell, nnx.RNNCellBase, "in_features=64, hidden_features=128, rngs=rngs")
+        modules.check_unroll(caller, unroll)
         super().__init__(
             cell,
             time_major=time_major,
@@ -96,8 +99,9 @@ class RNN(nnx.RNN):
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`.
           initial_carry: the carry before the first step, `[*batch, H]` or a pair `(c, h)`; by default
             `cell.initialize_carry`.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0). Outputs beyond the end are not zeroed. With `reverse`, padding stays at the end.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0). Outputs beyond
+            the end are not zeroed. With `reverse`, padding stays at the end.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -118,7 +122,9 @@ class RNN(nnx.RNN):
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
         time_major = self.time_major if time_major is None else time_major
-        modules.check_reset_carry(resets, reset_carry)
+        caller = modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
+        modules.check_inputs(caller, inputs, time_major, self.cell.num_feature_axes)
+        modules.check_reset_carry(resets, reset_carry, caller)
         carry_init = getattr(self.cell, "carry_init", None)
         is_random = carry_init is not None and carry_init is not jax.nn.initializers.zeros
         if initial_carry is None or (resets is not None and reset_carry is None and is_random):
@@ -130,7 +136,7 @@ class RNN(nnx.RNN):
                 reset_carry = default
             initial_carry = default if initial_carry is None else initial_carry
         return modules.run_over_time(
-            functools.partial(self.run, time_major=time_major),
+            functools.partial(self.run, time_major=time_major, caller=caller),
             inputs,
             initial_carry,
             resets=resets,
@@ -141,6 +147,7 @@ class RNN(nnx.RNN):
             reverse=self.reverse if reverse is None else reverse,
             keep_order=self.keep_order if keep_order is None else keep_order,
             return_carry=self.return_carry if return_carry is None else return_carry,
+            caller=caller,
         )
 
     def run(
@@ -153,6 +160,7 @@ class RNN(nnx.RNN):
         reverse: bool,
         time_major: bool,
         return_carries: bool,
+        caller: Caller,
     ) -> tuple[Carry, Array, Carry | None]:
         """Runs the cell over time, fused if possible; returns `(carry, ys, carries of all steps or None)`."""
         precision = getattr(self.cell, "precision", None) if self.precision is None else self.precision
@@ -161,9 +169,9 @@ class RNN(nnx.RNN):
         reason = reason_to_scan(self.cell)
         if self.broadcast_rngs is not None or self.state_axes != DEFAULT_STATE_AXES:
             reason = "an RNN with non-default state_axes or broadcast_rngs"
-        if must_scan(reason, precision, implementation, "nnx.scan"):
+        if must_scan(reason, precision, implementation, "nnx.scan", caller):
             time_axis = 0 if time_major else xs.ndim - self.cell.num_feature_axes - 1
-            return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries)
+            return self.scan(carry, xs, time_axis, resets, reset_carry, reverse, return_carries, caller)
         return run_fused(
             self.cell,
             carry,
@@ -175,6 +183,7 @@ class RNN(nnx.RNN):
             return_carries=return_carries,
             precision=precision,
             implementation=implementation,
+            caller=caller,
         )
 
     def scan(
@@ -186,10 +195,11 @@ class RNN(nnx.RNN):
         reset_carry: Carry | None,
         reverse: bool,
         return_carries: bool,
+        caller: Caller,
     ) -> tuple[Carry, Array, Carry | None]:
         """Runs any cell with `nnx.scan`; returns what `run` returns."""
         shape = xs.shape[: xs.ndim - self.cell.num_feature_axes]
-        stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis)
+        stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis, caller)
         broadcast_rngs = nnx.All(nnx.RngState, self.broadcast_rngs)
         state_axes = nnx.StateAxes({broadcast_rngs: None, **self.state_axes})  # type: ignore[misc]
 

@@ -13,7 +13,7 @@ from flax.typing import Dtype, Initializer
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Implementation
+from jaxrnn.checks import Caller, Implementation, check_flags, check_size
 from jaxrnn.modules import Carry
 from jaxrnn.nnx.fused_cell import FusedCell, entry_of, packed_params, reason_to_scan
 from jaxrnn.nnx.norms import LayerNorm, RMSNorm
@@ -65,7 +65,11 @@ class FusedStack(nnx.Module):
         norm: str | Callable[..., nnx.Module] | None = None,
         rngs: nnx.Rngs,
     ) -> None:
-        modules.check_stack(num_layers, dropout_rate, bidirectional, reverse, norm)
+        caller = self.caller()
+        check_size(caller("in_features"), in_features)
+        check_size(caller("hidden_features"), hidden_features)
+        modules.check_stack(caller, num_layers, dropout_rate, bidirectional, reverse, norm)
+        modules.check_rngs(caller, rngs)
         self.in_features = in_features
         self.hidden_features = hidden_features
         self.num_layers = num_layers
@@ -108,7 +112,9 @@ class FusedStack(nnx.Module):
             if bidirectional:
                 self.carries_reverse = nnx.List([make() for _ in range(num_layers)])
         if isinstance(norm, nnx.Module):
-            raise ValueError("norm must make a module for each layer: pass its class or a function, not a module")
+            raise ValueError(
+                f"{caller('norm')} must make a module for each layer, got a module; pass its class or a function"
+            )
         if isinstance(norm, str):
             options: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
             norm = functools.partial({"rms": RMSNorm, "layer": LayerNorm}[norm], **options)
@@ -144,9 +150,10 @@ class FusedStack(nnx.Module):
           inputs: `[*batch, T, D]`, or `[T, *batch, D]` if `time_major`. Any number of batch axes.
           initial_carry: the carry before the first step of each direction; by default the result of
             `initialize_carry`.
-          seq_lengths: `[*batch]` integers. The returned carry is the one at the end of each sequence (`initial_carry`
-            if its length is 0), and the backward direction starts at that end. Outputs beyond the end are meaningless
-            and are not zeroed. May be combined with `resets`.
+          seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
+            returned carry is the one at the end of each sequence (`initial_carry` if its length is 0), and the backward
+            direction starts at that end. Outputs beyond the end are meaningless and are not zeroed. May be combined
+            with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -174,8 +181,13 @@ class FusedStack(nnx.Module):
         """
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
-        modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse)
-        modules.check_reset_carry(resets, reset_carry)
+        caller = self.caller()
+        modules.check_stack(caller, self.num_layers, self.dropout_rate, self.bidirectional, reverse)
+        (time_major,) = check_flags(caller, time_major=time_major)
+        modules.check_inputs(caller, inputs, time_major)
+        modules.check_width(caller("xs"), "in_features", self.in_features, inputs.shape[-1])
+        modules.check_dtypes(self)
+        modules.check_reset_carry(resets, reset_carry, caller)
 
         def between(k: int, xs: Array) -> Array:
             if self.norms is not None:
@@ -194,16 +206,16 @@ class FusedStack(nnx.Module):
         layers = self.by_layer("layers")
         for reason in (reason_to_scan(cell) for layer in layers for cell in layer):
             if reason is not None:
-                raise NotImplementedError(f"a stack cannot run {reason}: use one RNN per layer instead")
+                raise NotImplementedError(f"{caller.name}: a stack cannot run {reason}; use one RNN per layer instead")
         structure = self.widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
             [[(entry_of(cell).recurrence(cell), packed_params(cell)) for cell in layer] for layer in layers],
-            modules.group_by_direction("initial_carry", initial_carry, *structure),
+            modules.group_by_direction(caller("carry"), initial_carry, *structure),
             inputs,
             resets=resets,
             reset_carry=None
             if reset_carry is None
-            else modules.group_by_direction("reset_carry", reset_carry, *structure),
+            else modules.group_by_direction(caller("reset_state"), reset_carry, *structure),
             seq_lengths=seq_lengths,
             between=between,
             dtype=self.dtype,
@@ -214,6 +226,7 @@ class FusedStack(nnx.Module):
             precision=self.precision,
             implementation=self.implementation,
             remat=self.remat,
+            caller=caller,
         )
 
     def initialize_carry(self, input_shape: tuple[int, ...], rngs: Rngs = None) -> Any:
@@ -226,12 +239,16 @@ class FusedStack(nnx.Module):
         Raises:
           ValueError: `carry_init` is not zeros, and `rngs` is None.
         """
+        modules.check_input_shape(self, input_shape, "input_shape, rngs")
         if self.learned_carry:
             return modules.broadcast_carry(self.learned(), input_shape[:-1])
         if self.carry_init is jax.nn.initializers.zeros:
             next_key: Callable[[], Array] = functools.partial(jax.random.key, 0)
         elif rngs is None:
-            raise ValueError("a carry_init that is not zeros needs rngs: pass rngs=nnx.Rngs(carry=seed)")
+            raise ValueError(
+                f"{self.caller()('rngs')} must be an nnx.Rngs, got None, because a carry_init that is not zeros needs "
+                "rngs; pass rngs=nnx.Rngs(carry=seed)"
+            )
         else:
             next_key = rngs.carry if isinstance(rngs, nnx.Rngs) else rngs
 
@@ -240,6 +257,10 @@ class FusedStack(nnx.Module):
             return modules.one_or_tuple([self.carry_init(next_key(), shape, self.param_dtype) for shape in shapes])
 
         return self.as_carry("layers", make)
+
+    def caller(self) -> Caller:
+        """Returns how messages name the stack and its arguments."""
+        return modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
 
     def widths(self) -> dict[str, int]:
         """Returns the widths of the arrays of a cell's carry by name; the hidden state is the last."""

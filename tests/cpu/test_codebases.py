@@ -545,7 +545,7 @@ def test_reset_carry_may_differ_at_every_step():
 
 def test_reset_rnn_rejects_inputs_without_resets():
     rnn = documented("jaxued", "ResetRNN", None)(nn.GRUCell(H))
-    with pytest.raises(ValueError, match=r"takes \(\(xs, resets\)\), got"):
+    with pytest.raises(ValueError, match=r"ResetRNN: inputs must be the pair \(xs, resets\), got"):
         rnn.init(jax.random.key(0), jnp.zeros((T, B, D)))
 
 

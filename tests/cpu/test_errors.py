@@ -61,24 +61,28 @@ BOTH = [
     ({"implementation": True}, 'implementation must be "triton", "xla" or None, got True'),
 ]
 WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
-    ("gru", {"params": replaced("lstm")}, "gru takes GRUParams(w_ih, w_hh, b_ih, b_hn), got LSTMParams"),
-    ("gru", {"params": replaced("gru")._asdict()}, "gru takes GRUParams(w_ih, w_hh, b_ih, b_hn), got dict"),
-    ("gru", {"params": tuple(replaced("gru"))}, "gru takes GRUParams(w_ih, w_hh, b_ih, b_hn), got tuple"),
+    (
+        "gru",
+        {"params": replaced("lstm")},
+        "gru: params must be GRUParams(w_ih, w_hh, b_ih, b_hn), got LSTMParams",
+    ),
+    ("gru", {"params": replaced("gru")._asdict()}, "; use GRUParams(**params)"),
+    ("gru", {"params": tuple(replaced("gru"))}, "got a tuple of 4; use GRUParams(*params)"),
     ("gru", {"params": replaced("gru", w_ih=ZEROS((3 * H, D)))}, "params.w_ih must be (2, 15)"),
     ("gru", {"params": replaced("gru", w_hh=ZEROS((H, 4 * H)))}, "params.w_hh must be (5, 15)"),
     ("gru", {"params": replaced("gru", b_ih=ZEROS((H,)))}, "params.b_ih must be (15,)"),
     ("gru", {"params": replaced("gru", b_hn=ZEROS((3 * H,)))}, "params.b_hn must be (5,)"),
     ("gru", {"params": replaced("gru", b_hn=ZEROS((H,), int))}, "params.b_hn must be floating point, got int32"),
-    ("gru", {"xs": ZEROS((T, B, D + 1))}, "params.w_ih must be (3, 15) for inputs of width 3 and a carry of width 5"),
+    ("gru", {"xs": ZEROS((T, B, D + 1))}, "params.w_ih must be (3, 15) for xs of width 3 and a carry of width 5"),
     ("gru", {"carry": ZEROS((B, H + 1))}, "a carry of width 6, got (2, 15)"),
-    ("gru", {"carry": (ZEROS((B, H)),) * 2}, "carry must be one array [*batch, H], got a tuple of 2"),
+    ("gru", {"carry": (ZEROS((B, H)),) * 2}, "carry must be one array for a GRU, [*batch, H], got a tuple of 2"),
     ("gru", {"carry": ZEROS(())}, "carry must be [*batch, H], got a scalar"),
     ("gru", {"carry": ZEROS((H,))}, "carry must be [*batch, H] with batch axes (3,)"),
     ("gru", {"carry": ZEROS((B, H), jnp.int32)}, "carry must be floating point, got int32; convert it first"),
     (
         "gru",
         {"reset_state": ZEROS(H)},
-        "reset_state is given but resets is None: pass resets, or leave reset_state out",
+        "gru: reset_state is given but resets is None; pass resets, or leave it out",
     ),
     (
         "gru",
@@ -97,19 +101,19 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
         {"xs": ZEROS((B, T, D)), "time_major": False, "resets": RESETS},
         "resets must be [*batch, T] = (3, 4) as in xs (3, 4, 2), got (4, 3)",
     ),
-    ("lstm", {"params": replaced("gru")}, "lstm takes LSTMParams(w_ih, w_hh, b, w_hr), got GRUParams"),
+    ("lstm", {"params": replaced("gru")}, "lstm: params must be LSTMParams(w_ih, w_hh, b, w_hr), got GRUParams"),
     ("lstm", {"params": replaced("lstm", w_ih=ZEROS((4 * H, D)))}, "params.w_ih must be (2, 20)"),
     ("lstm", {"params": replaced("lstm", w_hh=ZEROS((H, 3 * H)))}, "params.w_hh must be (5, 20)"),
     ("lstm", {"params": replaced("lstm", b=ZEROS((3 * H,)))}, "params.b must be (20,)"),
-    ("lstm", {"carry": ZEROS((B, H))}, "carry of an LSTM is a pair (c, h), got"),
-    ("lstm", {"carry": (ZEROS((B, H)),) * 3}, "carry of an LSTM is a pair (c, h), got"),
+    ("lstm", {"carry": ZEROS((B, H))}, "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array"),
+    ("lstm", {"carry": (ZEROS((B, H)),) * 3}, "got a tuple of 3; initialize_carry of the cell returns one"),
     ("lstm", {"carry": (ZEROS((B, H + 1)), ZEROS((B, H)))}, "both [*batch, H]; got c (3, 6) and h (3, 5)"),
     ("lstm", {"carry": (ZEROS((B, H + 1)),) * 2}, "a carry of width 6, got (2, 20)"),
     ("lstm", {"carry": (ZEROS((B, H), int), ZEROS((B, H)))}, "carry[0] must be floating point, got int32"),
     ("lstm", {"carry": (ZEROS((B, H)), ZEROS((B, H), int))}, "carry[1] must be floating point, got int32"),
     ("lstm", {"carry": (ZEROS(()), ZEROS(()))}, "carry[1] must be [*batch, H], got a scalar"),
     ("lstm", {"reset_state": (ZEROS(H), ZEROS(H))}, "reset_state[0] is given but resets is None"),
-    ("lstm", {"resets": RESETS, "reset_state": ZEROS(H)}, "reset_state of an LSTM is a pair (c, h), got"),
+    ("lstm", {"resets": RESETS, "reset_state": ZEROS(H)}, "reset_state must be a pair (c, h) for an LSTM"),
     ("lstm", {"resets": RESETS, "reset_state": (ZEROS(H), ZEROS(1))}, "reset_state[1] must be [H] = (5,)"),
     ("lstm", {"resets": RESETS, "reset_state": (ZEROS(H, int), ZEROS(H))}, "reset_state[0] must be floating point"),
 ]
@@ -234,12 +238,12 @@ def test_triton_rejects_bfloat16_in_the_interpreter(cell, name):
 
 
 NO_ARRAYS = [
-    ({"xs": None}, "xs must be an array, got NoneType"),
-    ({"xs": [[0.0]]}, "xs must be an array, got list"),
-    ({"carry": None}, "carry must be an array, got NoneType"),
-    ({"carry": {"h": 0}}, "carry must be an array, got dict"),
-    ({"params": replaced("gru", b_hn=None)}, "params.b_hn must be an array, got NoneType"),
-    ({"resets": [[0] * B] * T}, "resets must be an array, got list"),
+    ({"xs": None}, "xs must be an array, got None"),
+    ({"xs": [[0.0]]}, "xs must be an array, got a list of 1"),
+    ({"carry": None}, "carry must be one array for a GRU, [*batch, H], got None; initialize_carry"),
+    ({"carry": {"h": 0}}, "carry must be one array for a GRU, [*batch, H], got a dict with h"),
+    ({"params": replaced("gru", b_hn=None)}, "params.b_hn must be an array, got None"),
+    ({"resets": [[0] * B] * T}, "resets must be an array, got a list of 4"),
     ({"reverse": "odd"}, "reverse must be True or False, got 'odd'"),
     ({"remat": 2}, "remat must be True or False, got 2"),
 ]
@@ -257,7 +261,7 @@ def test_key_resets_traced_flags_and_lists_are_rejected():
         jaxrnn.gru(**gru_call(resets=keys))
     with pytest.raises(ValueError, match="reverse must be known when the program is traced"):
         jax.jit(jaxrnn.gru)(**gru_call(), reverse=True)
-    with pytest.raises(ValueError, match="x must be an array, got list"):
+    with pytest.raises(ValueError, match="rms_norm: x must be an array, got a list of 2"):
         jaxrnn.rms_norm([1.0, 2.0])
 
 
@@ -265,7 +269,7 @@ def test_gru_rejects_a_pair_as_reset_state():
     call = gru_call()
     state = (call["carry"], call["carry"])
     resets = jnp.zeros(call["xs"].shape[:-1], bool)
-    with pytest.raises(ValueError, match="reset_state must be one array, got a tuple of 2"):
+    with pytest.raises(ValueError, match=r"reset_state must be one array for a GRU, .* got a tuple of 2"):
         jaxrnn.gru(**call, resets=resets, reset_state=state)
 
 

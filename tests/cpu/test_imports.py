@@ -133,7 +133,7 @@ ARROWS = {
     "cells": ("numerics",),
     "blocks": ("cells",),
     "checks": ("cells",),
-    "convert": ("cells",),
+    "convert": ("cells", "checks"),
     "sharding": (),
     "scan": ("cells", "numerics"),
     "_bridge": ("cells", "numerics", "sharding"),

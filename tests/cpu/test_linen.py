@@ -220,7 +220,7 @@ def test_cell_name_can_be_that_of_the_first_cell(dummy):
     variables, ours = (rnn().init(jax.random.key(3), carry, x) for rnn in (ScannedRNN, Replacement))
     assert_identical(ours, variables)
     assert_close(Replacement().apply(variables, carry, x), ScannedRNN().apply(variables, carry, x), tol=1e-5)
-    with pytest.raises(ValueError, match=r"are under GRUCell_0, not under GRUCell_1: .* cell_name"):
+    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got GRUCell_0; .* cell_name"):
         linen.ScannedRNN().apply(variables, carry, x)
 
 
@@ -228,7 +228,7 @@ def test_parameters_of_another_cell_are_rejected():
     x = jnp.zeros((T, B, D)), jnp.zeros((T, B))
     lstm = linen.ScannedRNN(cell_type="optimized_lstm")
     variables = lstm.init(jax.random.key(0), linen.ScannedRNN(cell_type="lstm").initialize_carry(B, H), x)
-    with pytest.raises(ValueError, match=r"under OptimizedLSTMCell_1, not under GRUCell_1: .* cell_type"):
+    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got OptimizedLSTMCell_1; .* cell_type"):
         linen.ScannedRNN().apply(variables, jnp.zeros((B, H)), x)
 
 
@@ -239,7 +239,7 @@ def test_parameters_of_another_cell_are_rejected():
             linen.ScannedRNN(),
             jnp.zeros((B, H)),
             jnp.zeros((T, B, D)),
-            r"takes \(carry, \(ins, resets\)\)",
+            r"x must be the pair \(ins, resets\)",
             id="no_resets",
         ),
         pytest.param(
@@ -267,21 +267,21 @@ def test_parameters_of_another_cell_are_rejected():
             linen.ScannedRNN(),
             (jnp.zeros((B, H)),) * 2,
             (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
-            "carry of a GRU is one array",
+            "carry must be one array for a GRU",
             id="pair_for_gru",
         ),
         pytest.param(
             linen.ScannedRNN(cell_type="lstm"),
             jnp.zeros((B, H)),
             (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
-            r"carry of an LSTM is a pair \(c, h\)",
+            r"carry must be a pair \(c, h\) for an LSTM",
             id="array_for_lstm",
         ),
         pytest.param(
             linen.ScannedRNN(cell_type="rnn"),
             jnp.zeros((B, H)),
             (jnp.zeros((T, B, D)), jnp.zeros((T, B))),
-            "cell_type must be a cell class or one of gru, lstm",
+            "cell_type must be a cell class of linen or one of gru, lstm",
             id="unknown_cell_type",
         ),
         pytest.param(
@@ -295,7 +295,7 @@ def test_parameters_of_another_cell_are_rejected():
             linen.ScannedRNN(cell_type=OwnCell),
             jnp.zeros((B, H)),
             (jnp.zeros((T, B, D)), jnp.zeros((B, T))),
-            "resets must have the batch and time axes",
+            r"resets must be \[T, \*batch\] = \(7, 4\) as in ins",
             id="resets_batch_major-any_cell",
         ),
     ],
@@ -827,7 +827,7 @@ def test_a_cell_broadcasts_its_carry_and_inputs(cell, state, inputs):
     ours, flax_cell = getattr(linen, cell)(H), getattr(nn, cell)(H)
     variables = random_variables(flax_cell, carry, x)
     assert_close(ours.apply(variables, carry, x), flax_cell.apply(variables, carry, x))
-    with pytest.raises(ValueError, match="batch axes of carry and inputs cannot be broadcast together"):
+    with pytest.raises(ValueError, match="carry must have batch axes that can be broadcast with those of inputs"):
         ours.apply(variables, jax.tree.map(lambda x: jnp.ones((5, H)), carry), jnp.ones((4, D)))
 
 

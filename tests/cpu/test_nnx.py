@@ -148,7 +148,7 @@ def test_a_stack_of_simple_rnns_has_one_activation():
         assert cell.activation_fn is nnx.relu
         want = nnx.RNN(cell)(want)
     assert_close(relu(xs), want)
-    with pytest.raises(NotImplementedError, match="neither tanh nor relu: use one RNN per layer"):
+    with pytest.raises(NotImplementedError, match="neither tanh nor relu; use one RNN per layer"):
         make(fused, "SimpleRNN", activation_fn=nnx.elu)(xs)
 
 
@@ -519,8 +519,8 @@ def test_rnn_with_non_default_state_axes_runs_under_scan():
         ("OwnCell", {"resets": jnp.zeros((T, B))}, r"resets must be \[\*batch, T\] = \(4, 7\)"),
         ("GRUCell", {"reset_carry": jnp.zeros((H,))}, "reset_carry is given but resets is None"),
         ("GRUCell", {"seq_lengths": jnp.array([1, 2])}, r"seq_lengths must be \[\*batch\] = \(4,\)"),
-        ("GRUCell", {"initial_carry": (jnp.zeros((B, H)),) * 2}, "carry of a GRU is one array"),
-        ("LSTMCell", {"initial_carry": jnp.zeros((B, H))}, r"carry of an LSTM is a pair \(c, h\)"),
+        ("GRUCell", {"initial_carry": (jnp.zeros((B, H)),) * 2}, "initial_carry must be one array for a GRU"),
+        ("LSTMCell", {"initial_carry": jnp.zeros((B, H))}, r"initial_carry must be a pair \(c, h\) for an LSTM"),
     ],
     ids=["resets", "resets-any_cell", "reset_carry", "seq_lengths", "pair_for_gru", "array_for_lstm"],
 )

@@ -451,7 +451,7 @@ BAD = [
     ("GRU", {"num_layers": 0}, {}, "num_layers must be at least 1, got 0"),
     ("GRU", {"dropout_rate": 1.5}, {}, "dropout_rate must be between 0 and 1, got 1.5"),
     ("GRU", {"dropout_rate": -0.1}, {}, "dropout_rate must be between 0 and 1"),
-    ("LSTM", {"proj_size": 0}, {}, "proj_size must be at least 1, or None"),
+    ("LSTM", {"proj_size": 0}, {}, "proj_size must be at least 1, got 0"),
     (
         "LSTM",
         {"proj_size": 4},
@@ -480,7 +480,7 @@ BAD = [
     ("GRU", {"reverse": True}, {"resets": RESETS[:, 0], "seq_lengths": LENGTHS}, r"resets must be .*, got \(7,\)"),
     ("GRU", {"reverse": True}, {"resets": RESETS[:1], "seq_lengths": LENGTHS}, r"resets must be .*, got \(1, 3\)"),
     ("GRU", {"bidirectional": True}, {"resets": RESETS[:, :1], "seq_lengths": LENGTHS}, r"got \(7, 1\)"),
-    ("GRU", {"bidirectional": True}, {"resets": RESETS.tolist()}, "resets must be an array, got list"),
+    ("GRU", {"bidirectional": True}, {"resets": RESETS.tolist()}, "resets must be an array, got a list of 7"),
     ("GRU", {"bidirectional": True}, {"resets": jax.random.split(jax.random.key(0), (T, B))}, "an array of numbers"),
     (
         "GRU",
@@ -488,7 +488,7 @@ BAD = [
         {"resets": RESETS, "reset_carry": (jnp.zeros((1, H)),), "seq_lengths": LENGTHS},
         r"reset_carry must be \[H\] = \(6,\), .* got \(1, 6\)",
     ),
-    ("GRU", {"reverse": True}, {"seq_lengths": [1, 2, 3]}, "seq_lengths must be an array, got list"),
+    ("GRU", {"reverse": True}, {"seq_lengths": [1, 2, 3]}, "seq_lengths must be an array, got a list of 3"),
 ]
 
 
@@ -500,7 +500,7 @@ def test_bad_arguments_raise(cell, options, call, message):
 
 
 def test_a_stack_of_simple_rnns_rejects_other_activations():
-    with pytest.raises(NotImplementedError, match="activation_fn is neither tanh nor relu: use one RNN per layer"):
+    with pytest.raises(NotImplementedError, match="activation_fn is neither tanh nor relu; use one RNN per layer"):
         linen.SimpleRNN(H, activation_fn=nn.elu).init(jax.random.key(0), jnp.zeros((B, T, D)))
 
 

@@ -97,7 +97,7 @@ def test_both_directions_have_blocks(cell):
     [
         ("gru", (5, 2, 6), "5 blocks, which do not divide a carry of width 12"),
         ("gru", (0, 4, 12), "0 blocks"),
-        ("gru", (3, 4, 9), r"params.w_hh must be \(3, 4, 12\) for inputs of width 2 and a carry of width 12"),
+        ("gru", (3, 4, 9), r"params.w_hh must be \(3, 4, 12\) for xs of width 2 and a carry of width 12"),
         ("lstm", (3, 4, 12), r"params.w_hh must be \(3, 4, 16\)"),
     ],
 )

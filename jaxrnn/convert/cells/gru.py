@@ -6,7 +6,6 @@ from jaxrnn.convert.layout import Layout
 GRU = Layout(
     cell=CELLS["gru"],
     title="GRU",
-    function="jaxrnn.gru",
     gates=("r", "z", "n"),
     linen="a GRUCell",
     nnx=("GRUCell",),

@@ -6,7 +6,6 @@ from jaxrnn.convert.layout import Layout
 LSTM = Layout(
     cell=CELLS["lstm"],
     title="LSTM",
-    function="jaxrnn.lstm",
     gates=("i", "f", "g", "o"),
     linen="an LSTMCell or OptimizedLSTMCell",
     biased_operand="h",

@@ -6,7 +6,6 @@ from jaxrnn.convert.layout import Layout
 MGU = Layout(
     cell=CELLS["mgu"],
     title="MGU",
-    function="jaxrnn.mgu",
     gates=("f", "n"),
     linen="an MGUCell",
     required_bias=(

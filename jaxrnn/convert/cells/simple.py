@@ -6,7 +6,6 @@ from jaxrnn.convert.layout import Layout
 SIMPLE = Layout(
     cell=CELLS["simple_tanh"],
     title="simple cell",
-    function="jaxrnn.simple_rnn",
     gates=("",),
     linen="a SimpleCell",
     activations=("tanh", "relu"),

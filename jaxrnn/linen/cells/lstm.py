@@ -69,8 +69,8 @@ class LSTM(FusedStack):
     @nn.nowrap
     def check(self, reverse: bool) -> None:
         """Raises ValueError unless the attributes describe a valid stack."""
-        if self.proj_size is not None and self.proj_size < 1:
-            raise ValueError(f"proj_size must be at least 1, or None for no projection, got {self.proj_size}")
+        if self.proj_size is not None:
+            modules.check_sizes(self, "proj_size")
         super().check(reverse)
 
     @nn.nowrap

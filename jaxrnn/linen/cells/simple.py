@@ -56,8 +56,11 @@ class SimpleRNN(FusedStack):
     def check(self, reverse: bool) -> None:
         """Raises ValueError unless the attributes describe a valid stack, NotImplementedError for an activation."""
         super().check(reverse)
+        modules.check_function(self.caller(), "activation_fn", self.activation_fn)
         if (reason := reason_to_scan(self.make_cell(parent=None))) is not None:
-            raise NotImplementedError(f"a stack cannot run {reason}: use one RNN per layer instead")
+            raise NotImplementedError(
+                f"{type(self).__name__}: a stack cannot run {reason}; use one RNN per layer instead"
+            )
 
     @nn.nowrap
     def cell_options(self) -> dict[str, Any]:

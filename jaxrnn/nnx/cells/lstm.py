@@ -8,6 +8,7 @@ from flax import nnx
 
 from jaxrnn import modules
 from jaxrnn.cells import LSTMParams
+from jaxrnn.checks import check_size
 from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
 from jaxrnn.nnx.stack import FusedStack
 
@@ -61,8 +62,8 @@ class LSTM(FusedStack):
     _cell = OptimizedLSTMCell
 
     def __init__(self, in_features: int, hidden_features: int, *, proj_size: int | None = None, **options: Any) -> None:
-        if proj_size is not None and proj_size < 1:
-            raise ValueError(f"proj_size must be at least 1, or None for no projection, got {proj_size}")
+        if proj_size is not None:
+            check_size(f"{type(self).__name__}: proj_size", proj_size)
         self.proj_size = proj_size
         super().__init__(in_features, hidden_features, **options)
 

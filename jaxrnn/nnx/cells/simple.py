@@ -47,6 +47,7 @@ class SimpleRNN(FusedStack):
         activation_fn: Callable[[Array], Array] = nnx.tanh,
         **options: Any,
     ) -> None:
+        modules.check_function(self.caller(), "activation_fn", activation_fn)
         self.activation_fn = activation_fn
         super().__init__(in_features, hidden_features, **options)
 
