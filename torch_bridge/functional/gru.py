@@ -54,9 +54,9 @@ def gru(
         and follow its settings.
       implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
         (PyTorch operations that autograd differentiates, slowly, to any order and in any mode); or None: the kernels
-        where they can run, elsewhere the loop in PyTorch operations, as one operator. With None, an eager call of a
-        single step in float32 or float64 runs PyTorch's own cell, which has less host overhead. If you name an
-        implementation that cannot run the input, a `NotImplementedError` says why.
+        where they can run, elsewhere the loop in PyTorch operations, as one operator with gradients of any order. With
+        None, an eager call of a single step in float32 or float64 runs PyTorch's own cell, which has less host
+        overhead. If you name an implementation that cannot run the input, a `NotImplementedError` says why.
 
     Returns:
       `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last one, both in the dtype of `h0`.
@@ -64,8 +64,8 @@ def gru(
 
     Raises:
       ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or a derivative that the operators do not
-        have (second-order or forward-mode) is requested; `implementation="torch"` has it.
+      NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
+        not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
     check_direction(GRU, xs, one, batch_first)

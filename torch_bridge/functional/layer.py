@@ -71,7 +71,9 @@ def _project_inputs(
         return without_projection(xps, layer, reverse, time)
     if len(layer) == 1:
         return linear(xs, layer[0].w_ih, biases[0])[None], layer
-    rows, w = math.prod(xs.shape[:-1]), torch.stack([one.w_ih for one in layer]).mT
+    rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
+    # Joined as vectors rather than stacked, so that the gradients of the weights are contiguous, as those of torch.nn.
+    w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
     x = xs.reshape(1, rows, xs.shape[-1]).expand(len(layer), rows, xs.shape[-1])
     given = [b for b in biases if b is not None]
     xp = torch.baddbmm(torch.stack(given)[:, None], x, w) if given else torch.bmm(x, w)

@@ -31,11 +31,18 @@ class MGU(RecurrentModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if "proj_size" in kwargs:
             raise ValueError("proj_size argument is only supported for LSTM, not MGU")
+        self._is_built = False
         super().__init__("GRU", *args, **kwargs)  # torch.nn.RNNBase accepts the modes of torch.nn only
-        self.mode = "MGU"
+        self.mode, self._is_built = "MGU", True
         for name, w in [*self.named_parameters()]:
             setattr(self, name, Parameter(w.detach()[: cells.MGU.gates * self.hidden_size].clone()))
         self._init_flat_weights()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters uniformly between -1 / sqrt(H) and 1 / sqrt(H)."""
+        if self._is_built:  # else they have a GRU's rows still, and drawing those would take other random numbers
+            super().reset_parameters()
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None

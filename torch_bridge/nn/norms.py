@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge import functional
-from torch_bridge.functional import Implementation
+from torch_bridge.functional.checks import Implementation, check_implementation
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -18,10 +18,14 @@ class RMSNorm(torch.nn.RMSNorm):
       args: see `torch.nn.RMSNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
       kwargs: see `torch.nn.RMSNorm`.
+
+    Raises:
+      ValueError: the implementation is unknown.
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_implementation(implementation)
         self.implementation = implementation
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
@@ -32,7 +36,8 @@ class RMSNorm(torch.nn.RMSNorm):
           residual: added to `x` before the norm, in the shape of `x`; or None.
 
         Returns:
-          The result of `torch.nn.RMSNorm`; with a residual, `(norm of x + residual, x + residual)`.
+          The result of `torch.nn.RMSNorm`, channels last if `x` is; with a residual,
+          `(norm of x + residual, x + residual)`.
 
         Raises:
           ValueError: shapes disagree.
@@ -48,10 +53,14 @@ class LayerNorm(torch.nn.LayerNorm):
       args: see `torch.nn.LayerNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
       kwargs: see `torch.nn.LayerNorm`.
+
+    Raises:
+      ValueError: the implementation is unknown.
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_implementation(implementation)
         self.implementation = implementation
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
@@ -81,13 +90,6 @@ def _normalize(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"the residual must be {tuple(x.shape)}, the shape of x, got {tuple(residual.shape)}")
 
-    def flat(y: Tensor | None) -> Any:
-        return y if y is None or len(shape) == 1 else y.flatten(-len(shape))
-
-    results = norm(
-        flat(x), flat(weight), flat(bias), residual=flat(residual), eps=module.eps,
-        implementation=module.implementation,
+    return norm(
+        x, shape, weight, bias=bias, residual=residual, eps=module.eps, implementation=module.implementation
     )  # fmt: skip
-    if len(shape) == 1:
-        return results
-    return results.reshape(x.shape) if residual is None else tuple(y.reshape(x.shape) for y in results)
