@@ -579,8 +579,8 @@ def test_trajectories_match_separate_episodes(kind, bidirectional):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @every_kind_of_torchrl
 def test_trajectories_match_torchrl(kind, bidirectional):
-    modules = pytest.importorskip("torchrl.modules", reason="pip install torchrl==0.14.1")
     from tensordict import TensorDict
+    from torchrl import modules
 
     module, xs, is_init, given = trajectories(kind, bidirectional)
     keys = ["hidden"] if kind == "GRU" else ["hidden", "cell"]
