@@ -139,9 +139,22 @@ def run_layer(
       precision: see `gru`.
       implementation: see `gru`.
 
+    Returns:
+      The results of each direction.
+
     Raises:
       ValueError: there are no steps, or the implementation or precision is unknown.
       NotImplementedError: see `gru`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import cells, functional
+      >>> def direction():
+      ...     w_ih, w_hh = torch.randn(12, 3), torch.randn(12, 4)
+      ...     return functional.Direction(w_ih, w_hh, None, None, None, (None,), None, (None,))
+      >>> forward, backward = functional.run_layer(cells.GRU, torch.randn(5, 2, 3), [direction(), direction()])
+      >>> torch.cat([forward.hs, backward.hs], -1).shape
+      torch.Size([5, 2, 8])
     """
     check_implementation(implementation)
     layout = Layout(xs, len(layer), batch_first)

@@ -62,6 +62,16 @@ def rms_norm(
       TypeError: an argument is unknown or is given twice.
       NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
         not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> x, weight = torch.randn(4, 8), torch.ones(8)
+      >>> y, total = functional.rms_norm(x, (8,), weight, residual=x)
+      >>> torch.allclose(y, torch.nn.functional.rms_norm(2 * x, (8,), weight), atol=1e-6)
+      True
+      >>> torch.equal(functional.rms_norm(x, weight), functional.rms_norm(x, (8,), weight))
+      True
     """
     shape, given = _arguments("rms_norm", ("weight", "eps"), args, kwargs)
     return _norm_over(
@@ -104,6 +114,14 @@ def layer_norm(
       ValueError: see `rms_norm`.
       TypeError: see `rms_norm`.
       NotImplementedError: see `rms_norm`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)
+      >>> y = functional.layer_norm(x, (8,), weight, bias)
+      >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,), weight, bias), atol=1e-6)
+      True
     """
     shape, given = _arguments("layer_norm", ("weight", "bias", "eps"), args, kwargs)
     return _norm_over(

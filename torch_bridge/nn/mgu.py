@@ -19,13 +19,24 @@ class MGU(RecurrentModule):
     values are uniform between -1 / sqrt(H) and 1 / sqrt(H).
 
     Args:
-      args: see `torch.nn.GRU`.
+      args: the arguments of `torch.nn.GRU`, see `GRU`.
       precision: see `GRU`.
       implementation: see `GRU`.
-      kwargs: see `torch.nn.GRU`.
+      kwargs: see `args`.
 
     Raises:
-      ValueError: see `torch.nn.GRU`.
+      ValueError: the precision or the implementation is unknown; see also `torch.nn.GRU`.
+      TypeError: see `torch.nn.GRU`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import MGU
+      >>> rnn = MGU(3, 4)
+      >>> xs, resets = torch.randn(5, 2, 3), torch.zeros(5, 2)
+      >>> ys, h_n = rnn(xs, resets=resets)
+      >>> ys, h_n = rnn(xs, h_n, resets=resets)  # goes on from there
+      >>> ys.shape
+      torch.Size([5, 2, 4])
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

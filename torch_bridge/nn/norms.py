@@ -15,12 +15,21 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: see `torch.nn.RMSNorm`.
+      args: the arguments of `torch.nn.RMSNorm`, by position or name: `normalized_shape`, `eps=None`,
+        `elementwise_affine=True`, `device`, `dtype`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: see `torch.nn.RMSNorm`.
+      kwargs: see `args`.
 
     Raises:
       ValueError: the implementation is unknown.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import RMSNorm
+      >>> norm, x, residual = RMSNorm(8), torch.randn(4, 8), torch.randn(4, 8)
+      >>> y, total = norm(x, residual)
+      >>> torch.equal(total, x + residual), torch.allclose(y, torch.nn.RMSNorm(8)(total), atol=1e-5)
+      (True, True)
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
@@ -32,7 +41,7 @@ class RMSNorm(torch.nn.RMSNorm):
         """Normalizes over the trailing axes.
 
         Args:
-          x: `[*batch, *normalized_shape]`.
+          x: `[*batch, *normalized_shape]`, floating point.
           residual: added to `x` before the norm, in the shape of `x`; or None.
 
         Returns:
@@ -40,7 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):
           `(norm of x + residual, x + residual)`.
 
         Raises:
-          ValueError: shapes disagree.
+          ValueError: shapes or devices disagree, or a dtype is not floating point.
           NotImplementedError: see `torch_bridge.functional.rms_norm`.
         """
         return _normalize(functional.rms_norm, self, x, residual, self.weight, None)
@@ -50,12 +59,21 @@ class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: see `torch.nn.LayerNorm`.
+      args: the arguments of `torch.nn.LayerNorm`, by position or name: `normalized_shape`, `eps=1e-5`,
+        `elementwise_affine=True`, `bias=True`, `device`, `dtype`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: see `torch.nn.LayerNorm`.
+      kwargs: see `args`.
 
     Raises:
       ValueError: the implementation is unknown.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import LayerNorm
+      >>> norm, x, residual = LayerNorm(8), torch.randn(4, 8), torch.randn(4, 8)
+      >>> y, total = norm(x, residual)
+      >>> torch.equal(total, x + residual), torch.allclose(y, torch.nn.LayerNorm(8)(total), atol=1e-5)
+      (True, True)
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
@@ -67,14 +85,14 @@ class LayerNorm(torch.nn.LayerNorm):
         """Normalizes over the trailing axes.
 
         Args:
-          input: `[*batch, *normalized_shape]`.
+          input: `[*batch, *normalized_shape]`, floating point.
           residual: added to `input` before the norm, in the shape of `input`; or None.
 
         Returns:
           The result of `torch.nn.LayerNorm`; with a residual, `(norm of input + residual, input + residual)`.
 
         Raises:
-          ValueError: shapes disagree.
+          ValueError: shapes or devices disagree, or a dtype is not floating point.
           NotImplementedError: see `torch_bridge.functional.layer_norm`.
         """
         return _normalize(functional.layer_norm, self, input, residual, self.weight, self.bias)
