@@ -122,5 +122,5 @@ $(VENV)-triton-%/.installed: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)-triton-$*
 	$(VENV)-triton-$*/bin/pip install -q --upgrade pip
 	$(call install_cpu_torch,$(VENV)-triton-$*,$(if $(filter $(TRITON_LOWEST),$*),$(TORCH_LOWEST),$(TORCH)),$*)
-	$(VENV)-triton-$*/bin/pip install -q -e '.[test]' $(if $(filter 3.6.%,$*),'numpy<2.4')
+	$(VENV)-triton-$*/bin/pip install -q -e '.[test-torch]' $(if $(filter 3.6.%,$*),'numpy<2.4')
 	touch $@

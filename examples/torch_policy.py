@@ -12,7 +12,7 @@ The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and th
 also take `resets`. The example compares it with the same policy over `torch.nn`, which has no resets and therefore
 packs the episodes.
 
-The example needs `pip install '.[torch,examples]'` in a checkout.
+The example needs `pip install '.[torch]' rich tqdm` in a checkout.
 """
 
 import argparse

@@ -4,6 +4,17 @@
 recurrence.
 """
 
+try:
+    import jax as _jax  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "jax":
+        raise
+    raise ModuleNotFoundError(
+        "jaxrnn needs JAX, which is not installed: pip install '.[jax]' in a checkout of jaxrnn, or '.[cuda13]' for a "
+        "GPU. PyTorch users import torch_bridge, which does not need JAX.",
+        name="jax",
+    ) from error
+
 from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, SimpleParams
 from jaxrnn.functions.gru import gru
 from jaxrnn.functions.lstm import lstm

@@ -18,10 +18,13 @@ class MGU(torch.nn.GRU):
     """An MGU by `torch.nn`: a GRU whose gates r and z have the same weights. Its parameters have rows f, n."""
 
     def __init__(self, *args, **kwargs):
+        seed = torch.get_rng_state()
         super().__init__(*args, **kwargs)
         for name, w in [*self.named_parameters()]:
             setattr(self, name, torch.nn.Parameter(w.detach()[: 2 * self.hidden_size].clone()))
         self.grus = [torch.nn.GRU(*args, **kwargs)]  # in a list, so that it is no submodule
+        torch.set_rng_state(seed)
+        self.reset_parameters()
 
     def forward(self, input, hx=None):
         tied = {name: torch.cat((w[: self.hidden_size], w)) for name, w in self.named_parameters()}

@@ -9,7 +9,7 @@ in float64 if the rows are float64. The operators of both kinds take the same ar
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -126,6 +126,27 @@ def _row_gradients(
     if dtotal is not None:
         dx = dx + dtotal.to(wide)
     return dx.to(x.dtype), dy * normalized, dy
+
+
+def _sum_rows(
+    x: Tensor, per_row: Sequence[Tensor], dtypes: Sequence[torch.dtype | None]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Returns the gradients of weight and bias from each row's contributions; an empty tensor where a dtype is None."""
+    dweight, dbias = (
+        op_common.empty_output(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
+        for rows, dtype in zip(per_row, dtypes, strict=True)
+    )
+    return dweight, dbias
+
+
+def _reference_gradients(
+    kind: Kind, epsilon: float, dtypes: Sequence[torch.dtype | None], dy: Tensor, x: Tensor, dtotal: Tensor | None,
+    weight: Tensor | None, *_: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Computes what the backward operator does, with the statistics as a function of `x`."""
+    found = normalize(x, None, None, None, kind=kind, epsilon=epsilon, dtype=x.dtype)
+    dx, *per_row = _row_gradients(kind, dy, x, dtotal, weight, found.mean, found.rstd)
+    return dx, *_sum_rows(x, per_row, dtypes)
 
 
 # Launches.
@@ -262,11 +283,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
             return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
         dx, *per_row = _row_gradients(kind, dy, x, dtotal, weight, mean, rstd)
-        dweight, dbias = (
-            op_common.empty_output(x, torch.float32) if dtype is None else rows.sum(1).to(dtype).contiguous()
-            for rows, dtype in zip(per_row, (dweight_dtype, dbias_dtype), strict=True)
-        )
-        return dx.contiguous(), dweight, dbias
+        return dx.contiguous(), *_sum_rows(x, per_row, (dweight_dtype, dbias_dtype))
 
     def backward_fake(
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
@@ -300,10 +317,19 @@ def _define(kind: Kind) -> tuple[Any, Any]:
                 _, _, mean, rstd = op_common.call(
                     forward_op, x, None, None, None, ctx.epsilon, ctx.dtype, True, ctx.implementation
                 )
-            dx, dweight, dbias = op_common.call(
-                backward_op, dy, x, dtotal, weight, mean if kind == "layer" else None, rstd,
-                of_weight if needs[1] else None, of_bias if needs[2] else None, ctx.implementation,
-            )  # fmt: skip
+            wanted = of_weight if needs[1] else None, of_bias if needs[2] else None
+            arrays = dy, x, dtotal, weight, mean if kind == "layer" else None, rstd
+            kernels = _should_launch_kernels(ctx.implementation, x, dy, dtotal, weight, rstd)
+
+            def compute(*arrays: Tensor | None, implementation: str | None = ctx.implementation) -> tuple[Tensor, ...]:
+                found: tuple[Tensor, ...] = op_common.call(backward_op, *arrays, *wanted, implementation)
+                return found
+
+            if kernels:
+                dx, dweight, dbias = compute(*arrays)
+            else:
+                reference = functools.partial(_reference_gradients, kind, ctx.epsilon, wanted)
+                dx, dweight, dbias = op_common.differentiable(compute, reference, *arrays)
             dweight, dbias = dweight if needs[1] else None, dbias if needs[2] else None
         dresidual = dx.to(of_residual) if needs[3] else None
         return dx.to(of_x) if needs[0] else None, dweight, dbias, dresidual, None, None, None, None

@@ -189,16 +189,63 @@ def no_setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
     ctx.set_materialize_grads(False)
 
 
-def no_second_order(*_: Any) -> Any:
-    """Raises NotImplementedError, as the gradient of a backward operator."""
-    raise NotImplementedError(
-        'the gradients of torch_bridge have no derivatives: pass implementation="torch", which has them'
-    )
-
-
 def _no_forward_mode(*_: Any) -> Any:
     raise NotImplementedError(
         'the operators of torch_bridge have no forward-mode derivative: pass implementation="torch", which has one'
+    )
+
+
+class _DifferentiableByReference(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(function: Callable[..., Any], _: Callable[..., Any], *args: Any) -> Any:
+        return function(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
+        _, ctx.reference, *args = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*args)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        args, reference, needs = ctx.saved_tensors, ctx.reference, ctx.needs_input_grad[2:]
+        places = [i for i, need in enumerate(needs) if need]
+
+        def of(*some: Tensor) -> tuple[Tensor, ...]:
+            given = dict(zip(places, some, strict=True))
+            results = reference(*[given.get(i, x) for i, x in enumerate(args)])
+            return tuple(x for x, d in zip(results, grads, strict=True) if d is not None)
+
+        found: dict[int, Tensor] = {}
+        if any(d is not None for d in grads):
+            pull: Any = torch.func.vjp(of, *[args[i] for i in places])[1]
+            pulled = pull(tuple(d for d in grads if d is not None))
+            found = dict(zip(places, pulled, strict=True))
+        return None, None, *(found.get(i) for i in range(len(args)))
+
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
+
+
+def differentiable(
+    function: Callable[..., tuple[Tensor, ...]], reference: Callable[..., tuple[Tensor, ...]], *args: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Returns `function(*args)`, whose derivatives of any order are those of `reference(*args)`.
+
+    `reference` computes the same results in operations that `torch.func` differentiates, and only runs if a derivative
+    is requested.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    results: tuple[Tensor, ...] = _DifferentiableByReference.apply(function, reference, *args)
+    return results
+
+
+def no_second_order(*_: Any) -> Any:
+    """Raises NotImplementedError, as the gradient of a backward operator."""
+    raise NotImplementedError(
+        'the gradients of the kernels of torch_bridge have no derivatives: pass implementation="torch", which has them'
     )
 
 

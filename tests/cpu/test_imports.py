@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -103,6 +104,30 @@ nnx.jit(nnx.grad(lambda model: model(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5
 @pytest.mark.torch
 def test_torch_bridge_imports_without_jax():
     run_without((*JAX_SIDE, *NOT_DEPENDENCIES), "\n".join(f"import {module}" for module in modules("torch_bridge")))
+
+
+def test_base_dependencies_and_those_of_torch_bridge_bring_no_jax():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    names = {re.match(r"[\w.-]+", one)[0] for one in (*project["dependencies"], *extras["torch"])}
+    assert names == {"numpy", "torch", "triton"}
+    for extra in ("cuda12", "cuda13", "examples"):
+        assert any(re.match(r"jaxrnn\[.*\bjax\b.*\]", one) for one in extras[extra]), extra
+
+
+def test_import_of_jaxrnn_without_jax_names_the_extra():
+    run_without(
+        JAX_SIDE[:3],
+        """
+try:
+    import jaxrnn
+except ModuleNotFoundError as error:
+    assert "pip install '.[jax]'" in str(error) and error.name == "jax", error
+else:
+    raise AssertionError("jaxrnn imports without JAX")
+import torch_bridge
+""",
+    )
 
 
 def test_shared_modules_of_torch_bridge_import_without_torch_and_jax():

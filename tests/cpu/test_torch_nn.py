@@ -483,6 +483,50 @@ def test_bad_resets_raise(kind, given, message):
         OURS[kind](D, H)(torch.zeros(T, B, D), **given)
 
 
+@every_kind
+def test_construction_draws_what_reset_parameters_draws(kind):
+    module = OURS[kind](D, H, 2, bidirectional=True)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        made = OURS[kind](D, H, 2, bidirectional=True)
+        after = torch.rand(3)
+        torch.manual_seed(seed)
+        module.reset_parameters()
+        assert torch.equal(torch.rand(3), after)
+        assert all(torch.equal(x, y) for x, y in zip(made.parameters(), module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("form", ["batch", "unbatched", "packed"])
+@every_stack
+def test_gradients_of_modules_are_contiguous(kind, options, form):
+    _, ours = pair(kind, **options)
+    shape = (T,) if form == "unbatched" else (B, T) if ours.batch_first else (T, B)
+    xs = torch.randn(*shape, D, dtype=torch.float64).requires_grad_()
+    hx = states(ours, *(() if form == "unbatched" else (B,)))
+    inputs = xs
+    if form == "packed":
+        inputs = torch.nn.utils.rnn.pack_padded_sequence(xs, [5, 3, 3, 1], ours.batch_first)
+    outputs = flat(ours(inputs, hx))
+    leaves = [
+        *flat(hx),
+        *ours.parameters(),
+        *([xs] if form != "packed" else []),
+    ]  # PyTorch's gradient of packing is not
+    gradients = torch.autograd.grad(sum(x.square().sum() for x in outputs if x.is_floating_point()), leaves)
+    assert not [x.shape for x in gradients if not x.is_contiguous()]
+
+
+@every_kind
+def test_packed_lengths_beyond_the_padded_length_raise(kind):
+    lengths = [T + 2, T, 1]
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, 3, D), lengths)  # PyTorch does not check them
+    with pytest.raises(ValueError, match="lengths of the input add up to 13 steps, and its data has 11: no length may"):
+        OURS[kind](D, H)(packed)
+    good = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, 3, D), [T, T, 1])
+    with pytest.raises(ValueError, match="lengths of resets add up to 11 steps, and its data has 10"):
+        OURS[kind](D, H)(good, resets=good._replace(data=torch.zeros(10)))
+
+
 def test_bad_resets_of_one_sequence_raise():
     module, xs = nn.GRU(D, H), torch.zeros(T, D)
     with pytest.raises(ValueError, match=r"resets must be \(5,\), .*, got \(5, 4\)"):
@@ -535,8 +579,8 @@ def test_trajectories_match_separate_episodes(kind, bidirectional):
 @pytest.mark.parametrize("bidirectional", [False, True])
 @every_kind_of_torchrl
 def test_trajectories_match_torchrl(kind, bidirectional):
-    modules = pytest.importorskip("torchrl.modules", reason="pip install torchrl==0.14.1")
     from tensordict import TensorDict
+    from torchrl import modules
 
     module, xs, is_init, given = trajectories(kind, bidirectional)
     keys = ["hidden"] if kind == "GRU" else ["hidden", "cell"]

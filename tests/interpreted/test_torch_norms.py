@@ -346,25 +346,111 @@ def test_unused_outputs_and_inputs_need_no_gradient(kind):
             close(*found)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by PyTorch's own forward mode
+PLAIN = {"rms": torch.nn.functional.rms_norm, "layer": torch.nn.functional.layer_norm}
+
+
+@pytest.mark.parametrize("shape", [5, (5,), [3, 5], torch.Size([2, 3, 5])], ids=str)
 @every_kind
-def test_second_derivative_raises_unless_implementation_is_torch(kind):
-    x, weight, bias, residual = (y[0] for y in arguments(torch.float64)[:4])
+def test_functions_take_a_normalized_shape_as_pytorch_does(kind, shape):
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    x, weight, bias = torch.randn(4, 2, 3, 5), torch.randn(sizes), torch.randn(sizes)
+    plain, ours = PLAIN[kind], FUNCTIONS[kind]
+    given = (weight, 1e-3) if kind == "rms" else (weight, bias, 1e-3)
+    for count in range(len(given) + 1):
+        want = plain(x, sizes, *given[:count])
+        close(ours(x, shape, *given[:count]), want)
+    close(ours(x, shape, weight=weight, eps=1e-3), plain(x, sizes, weight, eps=1e-3))
+    close(ours(x, normalized_shape=shape, weight=weight), plain(x, sizes, weight))
+    y, total = ours(x, shape, weight, residual=x)
+    close(total, 2 * x)
+    close(y, plain(2 * x, sizes, weight))
+    if len(sizes) == 1:  # the form without a normalized shape
+        close(ours(x, weight, bias), plain(x, sizes, weight) + bias if kind == "rms" else plain(x, sizes, weight, bias))
+        close(ours(x, weight=weight), plain(x, sizes, weight))
+
+
+@every_kind
+def test_bad_arguments_of_functions_raise(kind):
+    run, x, weight = FUNCTIONS[kind], torch.zeros(2, 3, 5), torch.ones(5)
+    for shape in (4, (2, 5), (), (1, 2, 3, 5)):
+        with pytest.raises(ValueError, match=r"x must be \[\*batch, \*normalized_shape\] with .*, got \(2, 3, 5\)"):
+            run(x, shape, weight)
+    with pytest.raises(ValueError, match=r"weight must be \(3, 5\) for x \(2, 3, 5\), got \(5,\)"):
+        run(x, (3, 5), weight)
+    with pytest.raises(ValueError, match="weight must be a tensor, got float"):
+        run(x, 5, 1.0)
+    with pytest.raises(ValueError, match="weight must be a tensor, got float"):
+        run(x, 1.0)
+    with pytest.raises(TypeError, match="_norm got several values for weight"):
+        run(x, (5,), weight, weight=weight)
+    with pytest.raises(TypeError, match="_norm has no argument elementwise_affine"):
+        run(x, (5,), weight, elementwise_affine=True)
+    with pytest.raises(TypeError, match="_norm takes weight, bias by position"):
+        run(x, weight, weight, weight)
+
+
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("rank", [4, 5])
+@every_kind
+def test_modules_keep_the_memory_format_that_torch_nn_keeps(kind, rank, axes, implementation):
+    shape = (2, 3, 4, 5, 6)[:rank]
+    x = torch.randn(shape).to(memory_format=torch.channels_last if rank == 4 else torch.channels_last_3d)
+    plain, ours = (make(shape[-axes:]) for make in PEERS[kind])
+    ours.implementation = implementation
+    for requires_grad in (False, True):
+        x = x.detach().requires_grad_(requires_grad)
+        want, got = plain(x), ours(x)
+        close(got, want)
+        if kind == "rms" or implementation is None:
+            assert got.stride() == want.stride()
+        y, total = ours(x, x)
+        close(total, 2 * x)
+        assert total.stride() == x.stride() and y.stride() == got.stride()
+    got.sum().backward()
+    assert x.grad.stride() == x.stride()
+    batched = torch.vmap(ours)(torch.stack([x, x]))
+    close(batched, torch.stack([want, want]))
+
+
+@every_kind
+def test_a_wrong_implementation_is_told_when_a_module_is_made(kind):
+    for name in ("loop", "Triton", "", 1):
+        with pytest.raises(ValueError, match='implementation must be "triton", "torch" or None'):
+            PEERS[kind][1](5, implementation=name)
+
+
+@pytest.mark.interpret
+@every_kind
+def test_second_derivative_of_kernels_raises(kind):
+    run = implementation_of(kind, "triton")
+    x, weight, bias, residual = (y[0] for y in arguments()[:4])
     for leaf in (x, weight):
-        y, total = FUNCTIONS[kind](x, weight, bias, residual=residual)
+        y, total = run(x, weight, bias, residual=residual)
         (first,) = torch.autograd.grad((y**3 + total**3).sum(), leaf, create_graph=True)
         with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
             torch.autograd.grad(first.sum(), x)
-    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
-        torch.func.hessian(lambda x: FUNCTIONS[kind](x).sum())(x.detach())
-    plain = implementation_of(kind, "torch")
-    args = (x, weight, bias, residual)
-    assert torch.autograd.gradcheck(lambda x, w, b, r: plain(x, w, b, residual=r), args)
-    assert torch.autograd.gradgradcheck(lambda x, w, b, r: plain(x, w, b, residual=r), args)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by PyTorch's own forward mode
+@every_kind
+def test_derivatives_of_any_order_and_forward_mode_of_implementation_torch(kind):
+    x, weight, bias, residual = (y[0] for y in arguments(torch.float64)[:4])
+    plain, args = implementation_of(kind, "torch"), (x, weight, bias, residual)
+    for run in (FUNCTIONS[kind], plain):
+        assert torch.autograd.gradcheck(lambda x, w, b, r, run=run: run(x, w, b, residual=r), args)
+        assert torch.autograd.gradgradcheck(lambda x, w, b, r, run=run: run(x, w, b, residual=r), args)
+        assert torch.autograd.gradgradcheck(lambda x, w, run=run: run(x, w), args[:2])
     _, tangent = torch.func.jvp(plain, (x.detach(),), (x.detach(),))
     close((plain(1.000001 * x) - plain(x)) * 1e6, tangent)
-    with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
-        torch.func.jvp(FUNCTIONS[kind], (x.detach(),), (x.detach(),))
+    for transform in (torch.func.jvp, lambda f, *x: torch.func.hessian(lambda x: f(x).sum())(*x[0])):
+        with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
+            transform(FUNCTIONS[kind], (x.detach(),), (x.detach(),))
+    cubed = [
+        torch.func.jacrev(torch.func.jacrev(lambda x, f=f: f(x).pow(3).sum()))(x.detach())
+        for f in (FUNCTIONS[kind], plain)
+    ]
+    close(*cubed)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised by PyTorch's own forward mode

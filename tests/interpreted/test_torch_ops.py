@@ -255,19 +255,59 @@ def test_gradients_of_batched_cotangents_match_a_loop(cell, order, implementatio
             torch.testing.assert_close(x[i], want, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.interpret
 @every_operator
-def test_second_derivatives_raise_unless_implementation_is_torch(cell):
-    args = weights(cell, dtype=torch.float64)
+def test_second_derivatives_of_kernels_raise(cell):
+    args = weights(cell)
     inputs = leaves(args)
     for x in inputs[0], inputs[-1], args[2][1]:  # xs, a reset state, w_hh
-        (first,) = torch.autograd.grad(loss(cell, *args), x, create_graph=True)
+        (first,) = torch.autograd.grad(loss(cell, *args, implementation="triton"), x, create_graph=True)
         with pytest.raises(NotImplementedError, match='pass implementation="torch"'):
             torch.autograd.grad(first.square().sum(), x)
-        if cell == "simple_relu" and x is not args[2][1]:
-            continue  # it is piecewise linear in its inputs and states
-        (first,) = torch.autograd.grad(loss(cell, *args, implementation="torch"), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x)
-        assert second.abs().max() > 0
+
+
+def higher_derivatives(cell, args, **options):
+    """Returns the gradients of a loss, of the sum of their squares, and of the sum of the squares of those."""
+    inputs, found, value = leaves(args), [], loss(cell, *args, **options)
+    for order in range(3):
+        some = torch.autograd.grad(value, inputs, create_graph=order < 2, allow_unused=True, materialize_grads=True)
+        value = sum(x.square().sum() for x in some)
+        found += some
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("order", ["forward", "reverse"])
+@every_operator
+def test_derivatives_of_any_order_match_those_of_implementation_torch(cell, order, dtype):
+    args = weights(cell, dtype=torch.float64)
+    want = higher_derivatives(cell, args, implementation="torch", reverse=order == "reverse")
+    args = torch.utils._pytree.tree_map(lambda x: x.detach().to(dtype) if x.is_floating_point() else x, args)
+    got = higher_derivatives(cell, args, reverse=order == "reverse")
+    assert got[-1].dtype == dtype
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-3
+    for x, y in zip(got, want, strict=True):
+        error = (x.double() - y).abs().max()
+        assert error <= tolerance * y.abs().max() + tolerance
+
+
+@every_operator
+def test_second_derivatives_under_torch_func_match_those_of_implementation_torch(cell):
+    xs, *rest = weights(cell, dtype=torch.float64)
+
+    def function(implementation):
+        def value(xs):
+            return call(cell, xs, *rest, implementation=implementation)[0].pow(3).sum()
+
+        def of_gradient(xs):
+            return torch.func.grad(value)(xs).square().sum()
+
+        batched = torch.vmap(torch.func.grad(of_gradient))(torch.stack([xs, 2 * xs]))
+        vectorized = torch.autograd.functional.hessian(value, xs, vectorize=True)
+        return batched, torch.func.jacrev(torch.func.jacrev(value))(xs), vectorized
+
+    for x, y in zip(function(None), function("torch"), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script. is deprecated:DeprecationWarning")  # raised by torch.func.jvp

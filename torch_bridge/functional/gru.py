@@ -38,7 +38,7 @@ def gru(
     Args:
       xs: inputs `[T, *batch, D]`, or `[*batch, T, D]` if `batch_first`, in the dtype of the weights.
       h0: hidden state before the first step, `[*batch, H]`, in the dtype of `xs` or in float32; None for zeros.
-      w_ih: `[3H, D]`.
+      w_ih: `[3H, D]`, in float32, float64, bfloat16 or float16.
       w_hh: `[3H, H]`.
       b_ih: `[3H]` or None.
       b_hh: `[3H]` or None.
@@ -54,18 +54,34 @@ def gru(
         and follow its settings.
       implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
         (PyTorch operations that autograd differentiates, slowly, to any order and in any mode); or None: the kernels
-        where they can run, elsewhere the loop in PyTorch operations, as one operator. With None, an eager call of a
-        single step in float32 or float64 runs PyTorch's own cell, which has less host overhead. If you name an
-        implementation that cannot run the input, a `NotImplementedError` says why.
+        where they can run, elsewhere the loop in PyTorch operations, as one operator with gradients of any order. With
+        None, an eager call of a single step in float32 or float64 runs PyTorch's own cell, which has less host
+        overhead. If you name an implementation that cannot run the input, a `NotImplementedError` says why.
 
     Returns:
       `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and the last one, both in the dtype of `h0`.
       Between steps the hidden state is float32, or float64 if `xs` is.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
-      NotImplementedError: the named implementation cannot run this input, or a derivative that the operators do not
-        have (second-order or forward-mode) is requested; `implementation="torch"` has it.
+      ValueError: shapes or dtypes disagree, an argument is not a tensor, there are no steps, `reset_state` is given
+        without `resets`, or the implementation or the precision is unknown.
+      NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
+        not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
+
+    Example:
+      Two sequences of five steps, of which the second starts a new episode at step 2:
+
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> xs, w_ih, w_hh = torch.randn(5, 2, 3), torch.randn(12, 3), torch.randn(12, 4)
+      >>> resets = torch.zeros(5, 2, dtype=torch.bool)
+      >>> resets[2, 1] = True
+      >>> ys, h_n = functional.gru(xs, None, w_ih, w_hh, resets=resets)
+      >>> ys.shape, h_n.shape
+      (torch.Size([5, 2, 4]), torch.Size([2, 4]))
+      >>> alone, _ = functional.gru(xs[2:, 1], None, w_ih, w_hh)
+      >>> torch.allclose(ys[2:, 1], alone, atol=1e-6)
+      True
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
     check_direction(GRU, xs, one, batch_first)

@@ -71,7 +71,9 @@ def _project_inputs(
         return without_projection(xps, layer, reverse, time)
     if len(layer) == 1:
         return linear(xs, layer[0].w_ih, biases[0])[None], layer
-    rows, w = math.prod(xs.shape[:-1]), torch.stack([one.w_ih for one in layer]).mT
+    rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
+    # Joined as vectors rather than stacked, so that the gradients of the weights are contiguous, as those of torch.nn.
+    w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
     x = xs.reshape(1, rows, xs.shape[-1]).expand(len(layer), rows, xs.shape[-1])
     given = [b for b in biases if b is not None]
     xp = torch.baddbmm(torch.stack(given)[:, None], x, w) if given else torch.bmm(x, w)
@@ -137,9 +139,22 @@ def run_layer(
       precision: see `gru`.
       implementation: see `gru`.
 
+    Returns:
+      The results of each direction.
+
     Raises:
       ValueError: there are no steps, or the implementation or precision is unknown.
       NotImplementedError: see `gru`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import cells, functional
+      >>> def direction():
+      ...     w_ih, w_hh = torch.randn(12, 3), torch.randn(12, 4)
+      ...     return functional.Direction(w_ih, w_hh, None, None, None, (None,), None, (None,))
+      >>> forward, backward = functional.run_layer(cells.GRU, torch.randn(5, 2, 3), [direction(), direction()])
+      >>> torch.cat([forward.hs, backward.hs], -1).shape
+      torch.Size([5, 2, 8])
     """
     check_implementation(implementation)
     layout = Layout(xs, len(layer), batch_first)

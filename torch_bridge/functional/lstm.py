@@ -44,7 +44,8 @@ def lstm(
 
     Args:
       xs: see `gru`.
-      state: `(h0, c0)`, each `[*batch, H]`, in PyTorch's order; None for zeros.
+      state: `(h0, c0)`, in PyTorch's order, `[*batch, H]` (`[*batch, P]` for h0 with a projection) and
+        `[*batch, H]`, each in the dtype of `xs` or in float32; None for zeros.
       w_ih: `[4H, D]`.
       w_hh: `[4H, H]`, or `[4H, P]`.
       b_ih: `[4H]` or None.
@@ -59,11 +60,20 @@ def lstm(
       implementation: see `gru`.
 
     Returns:
-      `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`.
+      `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`: the hidden (and the cell) states of all steps
+      in the layout of `xs`, and the last ones `[*batch, width]`, in the dtypes of `h0` and `c0`.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
+      ValueError: `state` or `reset_state` is not a pair; see also `gru`.
       NotImplementedError: see `gru`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> xs, w_ih, w_hh = torch.randn(5, 2, 3), torch.randn(16, 3), torch.randn(16, 4)
+      >>> ys, (h_n, c_n) = functional.lstm(xs, None, w_ih, w_hh, resets=torch.zeros(5, 2))
+      >>> ys.shape, c_n.shape
+      (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
     states, reset_states = split_state_pair("state", state), split_state_pair("reset_state", reset_state)
     one = Direction(w_ih, w_hh, b_ih, b_hh, w_hr, states, resets, reset_states)

@@ -56,8 +56,15 @@ def mgu(
       `(ys, h_n)`, see `gru`.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
+      ValueError: see `gru`.
       NotImplementedError: see `gru`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> ys, h_n = functional.mgu(torch.randn(5, 2, 3), None, torch.randn(8, 3), torch.randn(8, 4))
+      >>> ys.shape, h_n.shape
+      (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
     check_direction(MGU, xs, one, batch_first)

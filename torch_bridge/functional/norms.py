@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from torch_bridge import norm_ops, op_common
-from torch_bridge.functional.checks import Implementation, check_implementation
+from torch_bridge.functional.checks import Implementation, check_implementation, check_tensor
 
 # Whether PyTorch's own norm returns float32 under autocast on a GPU. On the CPU neither norm does.
 _AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
 
 
+@overload
 def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    eps: float | None = None,
-    implementation: Implementation = None,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    eps: float | None = None, implementation: Implementation = None,
+) -> Any: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None, *,
+    bias: Tensor | None = None, residual: Tensor | None = None, implementation: Implementation = None,
+) -> Any: ...  # fmt: skip
+def rms_norm(
+    x: Tensor, *args: Any, residual: Tensor | None = None, implementation: Implementation = None, **kwargs: Any
 ) -> Any:
     """Divides each row by its root mean square (Zhang and Sennrich, 2019), after adding a residual connection.
 
@@ -34,38 +39,58 @@ def rms_norm(
 
     Args:
       x: `[..., N]`, floating point.
-      weight: `[N]` in any floating-point dtype, or None for ones.
-      bias: `[N]` in any floating-point dtype, or None for zeros.
+      args: `weight` and `bias`; or, as in `torch.nn.functional.rms_norm`, `normalized_shape`, `weight` and `eps`. The
+        normalized shape is an int or a sequence of ints, the trailing axes of `x` that are one row; without it, a row
+        is the last axis, and N below is its length.
+      kwargs: these arguments by name. `weight` and `bias` are `[N]` or `normalized_shape`, in any floating-point dtype,
+        or None for ones and zeros. `eps` is added to the mean square; None is the machine epsilon of the dtype that the
+        norm is computed in, as in `torch.nn.functional.rms_norm`.
       residual: in the shape of `x`, or None.
-      eps: added to the mean square; None for the machine epsilon of the dtype that the norm is computed in, as in
-        `torch.nn.functional.rms_norm`.
       implementation: "triton" (the kernels, which need an NVIDIA GPU and float32, bfloat16 or float16); "torch"
         (PyTorch operations that autograd differentiates to any order and in any mode); or None: the kernels where they
-        can run, elsewhere PyTorch operations, as one operator. If you name an implementation that cannot run the input,
-        a `NotImplementedError` says why.
+        can run, elsewhere PyTorch operations, as one operator with gradients of any order. If you name an
+        implementation that cannot run the input, a `NotImplementedError` says why.
 
     Returns:
-      `y` in the shape and dtype of `x`. Under autocast on a GPU, `y` is float32 from PyTorch 2.12 on, like the result
-      of `torch.nn.functional.rms_norm`. With a residual, `(y, total)`: `total` has the dtype of `x + residual`, and the
-      norm is computed from that rounded sum.
+      `y` in the shape, dtype and memory format (contiguous or channels last) of `x`. Under autocast on a GPU, `y` is
+      float32 from PyTorch 2.12 on, like the result of `torch.nn.functional.rms_norm`. With a residual, `(y, total)`:
+      `total` has the dtype of `x + residual`, and the norm is computed from that rounded sum.
 
     Raises:
       ValueError: shapes or devices disagree, a dtype is not floating point, `eps` is not a number, is negative or is
         infinite, or the implementation is unknown.
-      NotImplementedError: the named implementation cannot run this input, or a derivative that the operators do not
-        have (second-order or forward-mode) is requested; `implementation="torch"` has it.
+      TypeError: an argument is unknown or is given twice.
+      NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
+        not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> x, weight = torch.randn(4, 8), torch.ones(8)
+      >>> y, total = functional.rms_norm(x, (8,), weight, residual=x)
+      >>> torch.allclose(y, torch.nn.functional.rms_norm(2 * x, (8,), weight), atol=1e-6)
+      True
+      >>> torch.equal(functional.rms_norm(x, weight), functional.rms_norm(x, (8,), weight))
+      True
     """
-    return _norm("rms", x, weight, bias, residual, eps, implementation)
+    shape, given = _arguments("rms_norm", ("weight", "eps"), args, kwargs)
+    return _norm_over(
+        "rms", x, shape, given.get("weight"), given.get("bias"), residual, given.get("eps"), implementation
+    )
 
 
+@overload
 def layer_norm(
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *,
-    residual: Tensor | None = None,
-    eps: float = 1e-5,
-    implementation: Implementation = None,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    eps: float = 1e-5, implementation: Implementation = None,
+) -> Any: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *, residual: Tensor | None = None, implementation: Implementation = None,
+) -> Any: ...  # fmt: skip
+def layer_norm(
+    x: Tensor, *args: Any, residual: Tensor | None = None, implementation: Implementation = None, **kwargs: Any
 ) -> Any:
     """Normalizes each row to mean 0 and variance 1 (Ba, Kiros and Hinton, 2016), after adding a residual connection.
 
@@ -76,20 +101,104 @@ def layer_norm(
 
     Args:
       x: see `rms_norm`.
-      weight: see `rms_norm`.
-      bias: see `rms_norm`.
+      args: `weight` and `bias`; or, as in `torch.nn.functional.layer_norm`, `normalized_shape`, `weight`, `bias` and
+        `eps`, see `rms_norm`.
+      kwargs: these arguments by name. `eps`, 1e-5 by default, is added to the variance.
       residual: see `rms_norm`.
-      eps: added to the variance.
       implementation: see `rms_norm`.
 
     Returns:
-      `y` or `(y, total)`, see `rms_norm`. Under autocast on a GPU, `y` is float32.
+      `y` or `(y, total)`, see `rms_norm`; `y` is contiguous. Under autocast on a GPU, `y` is float32.
 
     Raises:
       ValueError: see `rms_norm`.
+      TypeError: see `rms_norm`.
       NotImplementedError: see `rms_norm`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)
+      >>> y = functional.layer_norm(x, (8,), weight, bias)
+      >>> torch.allclose(y, torch.nn.functional.layer_norm(x, (8,), weight, bias), atol=1e-6)
+      True
     """
-    return _norm("layer", x, weight, bias, residual, eps, implementation)
+    shape, given = _arguments("layer_norm", ("weight", "bias", "eps"), args, kwargs)
+    return _norm_over(
+        "layer", x, shape, given.get("weight"), given.get("bias"), residual, given.get("eps", 1e-5), implementation
+    )
+
+
+def _arguments(
+    function: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[int, ...] | None, dict[str, Any]]:
+    """Returns the normalized shape, None if it is not given, and the other arguments by name.
+
+    `names` are those that PyTorch's function takes by position after a normalized shape.
+    """
+    given = {name: x for name, x in kwargs.items() if name != "normalized_shape"}
+    shape: Any = kwargs.get("normalized_shape")
+    if shape is None and args and isinstance(args[0], (int, torch.SymInt, Sequence)):
+        shape, args = args[0], args[1:]
+    elif shape is None:
+        names = ("weight", "bias")
+    if len(args) > len(names):
+        raise TypeError(f"{function} takes {', '.join(names)} by position after its first arguments, got {len(args)}")
+    for name, x in zip(names, args, strict=False):
+        if name in given:
+            raise TypeError(f"{function} got several values for {name}")
+        given[name] = x
+    if unknown := given.keys() - {"weight", "bias", "eps"}:
+        raise TypeError(f"{function} has no argument {', '.join(sorted(unknown))}")
+    for name in ("weight", "bias"):
+        check_tensor(name, given.get(name))
+    if shape is None:
+        return None, given
+    return (tuple(shape) if isinstance(shape, Sequence) else (shape,)), given
+
+
+def _is_channels_last(x: Tensor) -> bool:
+    """Whether `x` is dense and in the memory format of channels last, and not in that of contiguous tensors."""
+    if x.ndim not in (4, 5) or x.is_contiguous():
+        return False
+    channels, *spatial = x.shape[1:]
+    strides = [channels * math.prod(spatial), 1, *(channels * math.prod(spatial[i + 1 :]) for i in range(len(spatial)))]
+    return list(x.stride()) == strides
+
+
+def _norm_over(
+    kind: norm_ops.Kind, x: Tensor, normalized_shape: tuple[int, ...] | None, weight: Tensor | None,
+    bias: Tensor | None, residual: Tensor | None, eps: float | None, implementation: Implementation,
+) -> Any:  # fmt: skip
+    """Normalizes over the axes of a normalized shape, as one row. None stands for the last axis."""
+    check_tensor("x", x, optional=False)
+    check_tensor("residual", residual)
+    axes = 1
+    if normalized_shape is not None:
+        axes = len(normalized_shape)
+        if axes < 1 or tuple(x.shape[-axes:]) != normalized_shape:
+            raise ValueError(
+                f"x must be [*batch, *normalized_shape] with {normalized_shape} of one axis or more, "
+                f"got {tuple(x.shape)}"
+            )
+        for name, y, shape in (
+            ("weight", weight, normalized_shape), ("bias", bias, normalized_shape), ("residual", residual, x.shape)
+        ):  # fmt: skip
+            if y is not None and tuple(y.shape) != tuple(shape):
+                raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
+
+    def flat(y: Tensor | None) -> Any:
+        return y if y is None or axes == 1 else y.flatten(-axes)
+
+    def in_format(y: Tensor, keeps: bool) -> Tensor:
+        y = y if axes == 1 else y.reshape(x.shape)
+        return y.movedim(1, -1).contiguous().movedim(-1, 1) if keeps and _is_channels_last(x) else y
+
+    found = _norm(kind, flat(x), flat(weight), flat(bias), flat(residual), eps, implementation)
+    if residual is None:
+        return in_format(found, kind == "rms")  # PyTorch's layer_norm returns a contiguous tensor
+    y, total = found
+    return in_format(y, kind == "rms"), in_format(total, True)
 
 
 def _norm(

@@ -65,8 +65,16 @@ def rnn(
       `(ys, h_n)`, see `gru`.
 
     Raises:
-      ValueError: shapes or dtypes disagree, or the nonlinearity is unknown.
+      ValueError: the nonlinearity is unknown; see also `gru`.
       NotImplementedError: see `gru`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> xs, w_ih, w_hh = torch.randn(5, 2, 3), torch.randn(4, 3), torch.randn(4, 4)
+      >>> ys, h_n = functional.rnn(xs, None, w_ih, w_hh, nonlinearity="relu")
+      >>> ys.shape, h_n.shape
+      (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
     cell = cell_of(nonlinearity)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))

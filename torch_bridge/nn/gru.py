@@ -15,13 +15,25 @@ class GRU(RecurrentModule):
     """`torch.nn.GRU` with episode resets.
 
     Args:
-      args: see `torch.nn.GRU`.
+      args: the arguments of `torch.nn.GRU`, by position or name: `input_size`, `hidden_size`, `num_layers=1`,
+        `bias=True`, `batch_first=False`, `dropout=0.0`, `bidirectional=False`, `device`, `dtype`.
       precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
       implementation: see `torch_bridge.functional.gru`.
-      kwargs: see `torch.nn.GRU`.
+      kwargs: see `args`.
 
     Raises:
-      ValueError: see `torch.nn.GRU`.
+      ValueError: the precision or the implementation is unknown; see also `torch.nn.GRU`.
+      TypeError: see `torch.nn.GRU`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import GRU
+      >>> rnn = GRU(3, 4, num_layers=2)
+      >>> xs, resets = torch.randn(5, 2, 3), torch.zeros(5, 2)
+      >>> ys, h_n = rnn(xs, resets=resets)
+      >>> ys, h_n = rnn(xs, h_n, resets=resets)  # goes on from there
+      >>> ys.shape
+      torch.Size([5, 2, 4])
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -35,8 +47,10 @@ class GRU(RecurrentModule):
         """Runs the stack, starting afresh wherever `resets` is nonzero.
 
         Args:
-          input: `[T, B, D]` (`[B, T, D]` if `batch_first`), `[T, D]`, or a `PackedSequence`.
-          hx: `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), or None for zeros.
+          input: `[T, B, D]` (`[B, T, D]` if `batch_first`), `[T, D]`, or a `PackedSequence`, in the dtype of the
+            weights.
+          hx: `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), in the dtype of the input or in
+            float32; or None for zeros.
           resets: `[T, B]` (`[B, T]`, `[T]`), any dtype; nonzero at the first step of an episode, that is, the
             *previous* step's done. With packed inputs, a `PackedSequence` with the same lengths and order, whose data
             has an entry for every step. A backward direction starts an episode at the episode's last step.
@@ -45,10 +59,12 @@ class GRU(RecurrentModule):
             (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
 
         Returns:
-          `(output, h_n)`, see `torch.nn.GRU`.
+          `(output, h_n)`, see `torch.nn.GRU`: `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
+          `[layers * directions, B, H]`, in the dtype of `hx`.
 
         Raises:
-          ValueError: resets or reset states have other shapes; see also `torch.nn.GRU`.
+          ValueError: resets or reset states have other shapes or dtypes, or lengths of a `PackedSequence` exceed the
+            steps of its data; see also `torch.nn.GRU`.
           RuntimeError: see `torch.nn.GRU`.
           NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
             step.

@@ -17,13 +17,24 @@ class LSTM(RecurrentModule):
     """`torch.nn.LSTM` with episode resets.
 
     Args:
-      args: see `torch.nn.LSTM`.
+      args: the arguments of `torch.nn.LSTM`: those of `GRU`, and `proj_size=0`.
       precision: see `GRU`.
       implementation: see `GRU`.
-      kwargs: see `torch.nn.LSTM`.
+      kwargs: see `args`.
 
     Raises:
-      ValueError: see `torch.nn.LSTM`.
+      ValueError: the precision or the implementation is unknown; see also `torch.nn.LSTM`.
+      TypeError: see `torch.nn.LSTM`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import LSTM
+      >>> rnn = LSTM(3, 4)
+      >>> xs, resets = torch.randn(5, 2, 3), torch.zeros(5, 2)
+      >>> ys, state = rnn(xs, resets=resets)
+      >>> ys, state = rnn(xs, state, resets=resets)  # goes on from there
+      >>> ys.shape
+      torch.Size([5, 2, 4])
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -19,23 +19,41 @@ class MGU(RecurrentModule):
     values are uniform between -1 / sqrt(H) and 1 / sqrt(H).
 
     Args:
-      args: see `torch.nn.GRU`.
+      args: the arguments of `torch.nn.GRU`, see `GRU`.
       precision: see `GRU`.
       implementation: see `GRU`.
-      kwargs: see `torch.nn.GRU`.
+      kwargs: see `args`.
 
     Raises:
-      ValueError: see `torch.nn.GRU`.
+      ValueError: the precision or the implementation is unknown; see also `torch.nn.GRU`.
+      TypeError: see `torch.nn.GRU`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import MGU
+      >>> rnn = MGU(3, 4)
+      >>> xs, resets = torch.randn(5, 2, 3), torch.zeros(5, 2)
+      >>> ys, h_n = rnn(xs, resets=resets)
+      >>> ys, h_n = rnn(xs, h_n, resets=resets)  # goes on from there
+      >>> ys.shape
+      torch.Size([5, 2, 4])
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if "proj_size" in kwargs:
             raise ValueError("proj_size argument is only supported for LSTM, not MGU")
+        self._is_built = False
         super().__init__("GRU", *args, **kwargs)  # torch.nn.RNNBase accepts the modes of torch.nn only
-        self.mode = "MGU"
+        self.mode, self._is_built = "MGU", True
         for name, w in [*self.named_parameters()]:
             setattr(self, name, Parameter(w.detach()[: cells.MGU.gates * self.hidden_size].clone()))
         self._init_flat_weights()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draws all parameters uniformly between -1 / sqrt(H) and 1 / sqrt(H)."""
+        if self._is_built:  # else they have a GRU's rows still, and drawing those would take other random numbers
+            super().reset_parameters()
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None

@@ -8,34 +8,48 @@ import torch
 from torch import Tensor
 
 from torch_bridge import functional
-from torch_bridge.functional import Implementation
+from torch_bridge.functional.checks import Implementation, check_implementation
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: see `torch.nn.RMSNorm`.
+      args: the arguments of `torch.nn.RMSNorm`, by position or name: `normalized_shape`, `eps=None`,
+        `elementwise_affine=True`, `device`, `dtype`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: see `torch.nn.RMSNorm`.
+      kwargs: see `args`.
+
+    Raises:
+      ValueError: the implementation is unknown.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import RMSNorm
+      >>> norm, x, residual = RMSNorm(8), torch.randn(4, 8), torch.randn(4, 8)
+      >>> y, total = norm(x, residual)
+      >>> torch.equal(total, x + residual), torch.allclose(y, torch.nn.RMSNorm(8)(total), atol=1e-5)
+      (True, True)
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_implementation(implementation)
         self.implementation = implementation
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Normalizes over the trailing axes.
 
         Args:
-          x: `[*batch, *normalized_shape]`.
+          x: `[*batch, *normalized_shape]`, floating point.
           residual: added to `x` before the norm, in the shape of `x`; or None.
 
         Returns:
-          The result of `torch.nn.RMSNorm`; with a residual, `(norm of x + residual, x + residual)`.
+          The result of `torch.nn.RMSNorm`, channels last if `x` is; with a residual,
+          `(norm of x + residual, x + residual)`.
 
         Raises:
-          ValueError: shapes disagree.
+          ValueError: shapes or devices disagree, or a dtype is not floating point.
           NotImplementedError: see `torch_bridge.functional.rms_norm`.
         """
         return _normalize(functional.rms_norm, self, x, residual, self.weight, None)
@@ -45,27 +59,40 @@ class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: see `torch.nn.LayerNorm`.
+      args: the arguments of `torch.nn.LayerNorm`, by position or name: `normalized_shape`, `eps=1e-5`,
+        `elementwise_affine=True`, `bias=True`, `device`, `dtype`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: see `torch.nn.LayerNorm`.
+      kwargs: see `args`.
+
+    Raises:
+      ValueError: the implementation is unknown.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import LayerNorm
+      >>> norm, x, residual = LayerNorm(8), torch.randn(4, 8), torch.randn(4, 8)
+      >>> y, total = norm(x, residual)
+      >>> torch.equal(total, x + residual), torch.allclose(y, torch.nn.LayerNorm(8)(total), atol=1e-5)
+      (True, True)
     """
 
     def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        check_implementation(implementation)
         self.implementation = implementation
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """Normalizes over the trailing axes.
 
         Args:
-          input: `[*batch, *normalized_shape]`.
+          input: `[*batch, *normalized_shape]`, floating point.
           residual: added to `input` before the norm, in the shape of `input`; or None.
 
         Returns:
           The result of `torch.nn.LayerNorm`; with a residual, `(norm of input + residual, input + residual)`.
 
         Raises:
-          ValueError: shapes disagree.
+          ValueError: shapes or devices disagree, or a dtype is not floating point.
           NotImplementedError: see `torch_bridge.functional.layer_norm`.
         """
         return _normalize(functional.layer_norm, self, input, residual, self.weight, self.bias)
@@ -81,13 +108,6 @@ def _normalize(
     if residual is not None and residual.shape != x.shape:
         raise ValueError(f"the residual must be {tuple(x.shape)}, the shape of x, got {tuple(residual.shape)}")
 
-    def flat(y: Tensor | None) -> Any:
-        return y if y is None or len(shape) == 1 else y.flatten(-len(shape))
-
-    results = norm(
-        flat(x), flat(weight), flat(bias), residual=flat(residual), eps=module.eps,
-        implementation=module.implementation,
+    return norm(
+        x, shape, weight, bias=bias, residual=residual, eps=module.eps, implementation=module.implementation
     )  # fmt: skip
-    if len(shape) == 1:
-        return results
-    return results.reshape(x.shape) if residual is None else tuple(y.reshape(x.shape) for y in results)

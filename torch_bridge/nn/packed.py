@@ -18,6 +18,7 @@ def forward_packed(
 ) -> tuple[PackedSequence, tuple[Tensor, ...]]:
     """Runs over the padding too, which changes no result: it comes last, or, backward, a reset discards its states."""
     data, batch_sizes, order, inverse = packed
+    _check_steps("the input", packed)
     states = checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
     if resets is not None:
         if not isinstance(resets, PackedSequence) or not torch.equal(resets.batch_sizes, batch_sizes):
@@ -26,6 +27,7 @@ def forward_packed(
             )
         if resets.data.dim() != 1:
             raise ValueError(f"the data of resets must be [steps], got {tuple(resets.data.shape)}")
+        _check_steps("resets", resets)
     if any(x is not None and x.dim() > 3 for x in reset_states):
         raise NotImplementedError("packed inputs cannot have a reset state for every step: use pad_packed_sequence")
 
@@ -54,6 +56,16 @@ def forward_packed(
         results.append(ends)
     h_n = tuple(sort(torch.stack(x), inverse) for x in zip(*results, strict=True))
     return PackedSequence(pack_padded_sequence(ys, lengths).data, batch_sizes, order, inverse), h_n
+
+
+def _check_steps(name: str, packed: PackedSequence) -> None:
+    """Raises ValueError unless the data has a row for every step of every sequence."""
+    steps, rows = int(packed.batch_sizes.sum()), packed.data.shape[0]
+    if steps != rows:
+        raise ValueError(
+            f"the lengths of {name} add up to {steps} steps, and its data has {rows}: no length may exceed the padded "
+            "length T of what pack_padded_sequence is given, which does not check it"
+        )
 
 
 def _start_at_end(one: InitialStates, last: Tensor, xs: Tensor) -> InitialStates:

@@ -16,13 +16,25 @@ class RNN(RecurrentModule):
     """`torch.nn.RNN` with episode resets.
 
     Args:
-      args: see `torch.nn.RNN`.
+      args: the arguments of `torch.nn.RNN`: those of `GRU`, with `nonlinearity="tanh"` (or `"relu"`) after
+        `num_layers`.
       precision: see `GRU`.
       implementation: see `GRU`.
-      kwargs: see `torch.nn.RNN`.
+      kwargs: see `args`.
 
     Raises:
-      ValueError: see `torch.nn.RNN`.
+      ValueError: the precision or the implementation is unknown; see also `torch.nn.RNN`.
+      TypeError: see `torch.nn.RNN`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge.nn import RNN
+      >>> rnn = RNN(3, 4, nonlinearity="relu")
+      >>> xs, resets = torch.randn(5, 2, 3), torch.zeros(5, 2)
+      >>> ys, h_n = rnn(xs, resets=resets)
+      >>> ys, h_n = rnn(xs, h_n, resets=resets)  # goes on from there
+      >>> ys.shape
+      torch.Size([5, 2, 4])
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

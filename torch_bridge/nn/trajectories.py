@@ -27,10 +27,10 @@ def run_trajectories(
 
     Args:
       rnn: a GRU or an LSTM of this module or of `torch.nn`, which provides the weights.
-      input: `[B, T, D]`.
-      is_init: `[B, T]` or `[B, T, 1]`, nonzero at the first step of a trajectory.
-      hidden: `[B, T, layers * directions, H]`. A trajectory starts from the value at its first step; values at other
-        steps are not used.
+      input: `[B, T, D]`, in the dtype of the weights.
+      is_init: `[B, T]` or `[B, T, 1]`, any dtype; nonzero at the first step of a trajectory.
+      hidden: `[B, T, layers * directions, H]`, in the dtype of `input` or in float32. A trajectory starts from the
+        value at its first step; values at other steps are not used.
       cell: the cell states of an LSTM, like `hidden`.
 
     Returns:
@@ -40,6 +40,14 @@ def run_trajectories(
     Raises:
       ValueError: shapes disagree, there are no steps, or `rnn` is not a GRU or an LSTM.
       RuntimeError: the width of the input is wrong, as in `torch.nn`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import nn
+      >>> rnn, is_init = nn.GRU(3, 4), torch.zeros(2, 5, 1, dtype=torch.bool)
+      >>> features, hidden = nn.run_trajectories(rnn, torch.randn(2, 5, 3), is_init, torch.zeros(2, 5, 1, 4))
+      >>> features.shape, hidden.shape
+      (torch.Size([2, 5, 4]), torch.Size([2, 5, 1, 4]))
     """
     kind = _CELLS.get(rnn.mode)
     if kind is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,68 @@ def _forward_flops(xp: Any, w_hh: Any, *_: Any, **__: Any) -> int:
 
 def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
     return _forward_flops(hs, w_hh)
+
+
+def _split_gradient_arguments(cell: CellSpec, options: Sequence[Any], every: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Splits the tensors of a gradient into forward arguments, gradients of outputs by name, and `hs` and residuals.
+
+    The gradients of outputs are those of `{s}s`, then of `{s}_last`, for each state s.
+    """
+    count, outputs = len(cell.states), [f"{s}{end}" for end in ("s", "_last") for s in cell.states]
+    tensors = len(every) - 2 * count - 1 - len(cell.residuals)
+    grads = dict(zip(outputs, every[tensors : tensors + 2 * count], strict=True))
+    return (*every[:tensors], *options), grads, every[tensors + 2 * count :]
+
+
+def _first_gradients(
+    cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], backward_op: Any, *every: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of the arguments in `wanted`, by the backward operator."""
+    arguments, grads, (hs, *residuals) = _split_gradient_arguments(cell, options, every)
+    x = forward_arguments(cell, arguments)
+    dresets = x.resets is not None and any(f"reset_{s}" in wanted for s in cell.states)
+    found = op_common.call(
+        backward_op, x.w_hh, hs, *residuals, x.resets, *grads.values(), x.order, x.precision, dresets, x.implementation
+    )
+    found = dict(zip(backward_names(cell), found, strict=True))
+    returned = {"xp": found["dxp"]}
+    if "w_hh" in wanted:
+        returned["w_hh"] = weight_gradient(cell, x, hs, found)
+    if "b_hn" in wanted:
+        returned["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
+    for s, state, reset_state in zip(cell.states, x.states, x.reset_states, strict=True):
+        returned[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
+        if reset_state is not None and f"reset_{s}" in wanted:
+            dreset = found[f"dreset_{s}"]
+            returned[f"reset_{s}"] = (
+                reset_state_gradient(dreset, reset_state) if dresets else torch.zeros_like(reset_state)
+            )
+    return tuple(returned[name] for name in wanted)
+
+
+def _reference_gradients(
+    cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], *every: Tensor | None
+) -> tuple[Tensor, ...]:
+    """Computes what `_first_gradients` does, by differentiating the loop in PyTorch operations."""
+    arguments, grads, _ = _split_gradient_arguments(cell, options, every)
+    names = [*forward_types(cell)]
+    places = [names.index(name) for name in wanted]
+    given = {name: d for name, d in grads.items() if d is not None}
+
+    def loop(*some: Tensor) -> tuple[Tensor, ...]:
+        new = dict(zip(places, some, strict=True))
+        x = forward_arguments(cell, [new.get(i, y) for i, y in enumerate(arguments)])
+        arrays = x.xp, x.w_hh, x.b_hn, x.states, x.resets, x.reset_states
+        run = op_common.without_autocast(loops.forward)
+        found = run(*arrays, cell=cell, order=x.order, cells=x.cells, save=False)
+        return tuple(found[name].to(d.dtype) for name, d in given.items())
+
+    pull: Any = torch.func.vjp(loop, *[arguments[i] for i in places])[1]
+    dtype = forward_arguments(cell, arguments).w_hh.dtype  # that of the first gradient of `xp` and `b_hn`
+    return tuple(
+        d.to(dtype) if name in ("xp", "b_hn") else d
+        for name, d in zip(wanted, pull(tuple(given.values())), strict=True)
+    )
 
 
 class Operators(NamedTuple):
@@ -98,18 +161,21 @@ def _define(cell: CellSpec) -> Operators:
         residuals = [found[name] for name, _ in cell.residuals]
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*residuals)
-        unused = ("xp", "b_hn") if x.save else ()  # without residuals, they are needed to recompute these
+        # Without residuals, these are needed to recompute them; without kernels, for derivatives of the gradient.
+        unused = ("xp", "b_hn") if x.save and should_launch_kernels(x.implementation, x.w_hh) else ()
         arrays = [None if name in unused else y for name, y in zip(names, inputs[:tensors], strict=False)]
         ctx.save_for_backward(*arrays, found["hs"], *residuals)
         ctx.options = inputs[tensors:]
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         arrays, (hs, *residuals) = ctx.saved_tensors[:tensors], ctx.saved_tensors[tensors:]
-        x = forward_arguments(cell, (*arrays, *ctx.options))
-        given, needs = dict(zip(results, grads, strict=True)), dict(zip(names, ctx.needs_input_grad, strict=False))
+        options = ctx.options
+        x = forward_arguments(cell, (*arrays, *options))
+        given = dict(zip(results, grads, strict=True))
         dsequences = [given[f"{s}s"] if s == "h" or x.cells else None for s in cell.states]
         dlast = [given[f"{s}_last"] for s in cell.states]
-        if all(d is None for d in (*dsequences, *dlast)):
+        wanted = [name for name, need in zip(names, ctx.needs_input_grad, strict=False) if need]
+        if not wanted or all(d is None for d in (*dsequences, *dlast)):
             return (None,) * len(names)
         if not x.save:
             again = {"order": x.order, "precision": x.precision, "cells": False, "save": True}
@@ -117,24 +183,19 @@ def _define(cell: CellSpec) -> Operators:
             found = op_common.call(forward_op, *arrays, *(again[name] for name in names[tensors:]))
             found = dict(zip(results, found, strict=True))
             hs, residuals = found["hs"], [found[name] for name, _ in cell.residuals]
-        dresets = x.resets is not None and any(needs[f"reset_{s}"] for s in cell.states)
-        found = op_common.call(
-            backward_op, x.w_hh, hs, *residuals, x.resets, *dsequences, *dlast, x.order, x.precision, dresets,
-            x.implementation,
-        )  # fmt: skip
-        found = dict(zip(dresults, found, strict=True))
-        returned = {"xp": found["dxp"]}
-        if needs["w_hh"]:
-            returned["w_hh"] = weight_gradient(cell, x, hs, found)
-        if needs.get("b_hn"):
-            returned["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
-        for s, state, reset_state in zip(cell.states, x.states, x.reset_states, strict=True):
-            returned[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
-            if dresets and reset_state is not None and needs[f"reset_{s}"]:
-                returned[f"reset_{s}"] = reset_state_gradient(found[f"dreset_{s}"], reset_state)
-        return tuple(returned.get(name) for name in names)
+        compute = functools.partial(_first_gradients, cell, wanted, options, backward_op)
+        every = *arrays, *dsequences, *dlast, hs, *residuals
+        if should_launch_kernels(x.implementation, x.w_hh):
+            returned = compute(*every)
+        else:
+            returned = op_common.differentiable(
+                compute, functools.partial(_reference_gradients, cell, wanted, options), *every
+            )  # fmt: skip
+        by_name = dict(zip(wanted, returned, strict=True))
+        return tuple(by_name.get(name) for name in names)
 
     op_common.register(forward, forward_op, forward_fake, gradients, setup, vmap_rule(forward_op, "xp"))
+    # Gradients computed by the loop have derivatives, see `op_common.differentiable`; those of the kernels have none.
     # The backward operators take `hs` but do not read it. Autograd treats the residuals, which are marked
     # non-differentiable, as constants, although they depend on the inputs. `hs` connects the backward operators to
     # those inputs, so a second derivative reaches the backward operators, which raise.
