@@ -101,7 +101,7 @@ resolve: $(VENV)/bin/pip
 	$(VENV)/bin/python tests/resolve_extras.py
 
 clean:
-	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-latest-* .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(VENV)-triton-* $(VENV)-latest-* .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:
