@@ -1,0 +1,1 @@
+../../examples/packing_and_resets.py

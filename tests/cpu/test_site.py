@@ -1,0 +1,54 @@
+"""The pages of the site (`mkdocs.yml`): the API reference is complete, and every page of the repository is on it.
+
+`make docs` builds the site and checks its links.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = {
+    "jaxrnn": "jaxrnn",
+    "jaxrnn.linen": "linen",
+    "jaxrnn.nnx": "nnx",
+    "jaxrnn.convert": "convert",
+    "torch_bridge": "torch_bridge",
+    "torch_bridge.nn": "torch_bridge_nn",
+    "torch_bridge.functional": "torch_bridge_functional",
+}
+
+
+def public_names(package):
+    """Returns `__all__` of a package, read from its source: some packages need PyTorch to be imported."""
+    tree = ast.parse((ROOT / package.replace(".", "/") / "__init__.py").read_text())
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    return names
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_api_reference(package):
+    page = (ROOT / "site" / "api" / f"{PACKAGES[package]}.md").read_text()
+    documented = re.findall(rf"^::: {re.escape(package)}\.(\w+)$", page, re.MULTILINE)
+    # a package inside has its own page
+    linked = re.findall(rf"^- `{re.escape(package)}\.(\w+)`: \[", page, re.MULTILINE)
+    assert sorted(documented + linked) == sorted(public_names(package))
+
+
+def test_every_package_that_pages_import_is_in_the_api_reference():
+    texts = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+    imported = set(re.findall(r"(?:from|import) ((?:jaxrnn|torch_bridge)(?:\.\w+)*)", texts))
+    assert imported <= set(PACKAGES)
+
+
+def test_links_of_the_site_lead_to_files_of_the_repository():
+    links = [path for path in (ROOT / "site").rglob("*") if path.is_symlink()]
+    assert len(links) >= 10
+    for link in links:
+        assert link.resolve(strict=True).relative_to(ROOT) == link.relative_to(ROOT / "site")
