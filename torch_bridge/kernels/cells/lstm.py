@@ -20,11 +20,11 @@ def step(gates, x_last, states, ACCURACY: tl.constexpr):
     f = sigmoid(a_f, ACCURACY)
     o = sigmoid(a_o, ACCURACY)
     g = tanh(a_g, ACCURACY)
-    # one of the two products is rounded; which one would otherwise depend on the compiler and the loop
+    # one product is rounded: f c in loops with "fast", i g in the others, where an explicit `fma` costs registers
     if ACCURACY == "fast":
         c = tl.fma(i, g, f * states[1])
     else:
-        c = tl.fma(f, states[1], i * g)
+        c = i * g + f * states[1]
     tanh_c = tanh(c, ACCURACY)
     return (o * tanh_c, c), (i, f, g, o, tanh_c)
 
