@@ -307,8 +307,56 @@ def test_triton_is_hashed_while_its_driver_is_compiled(loading, monkeypatch):
     called = threading.Event()
     monkeypatch.setattr(triton.runtime.cache, "triton_key", called.set)
     monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=None)))
-    assert gpu.driver_fails.__wrapped__() is None
+    assert gpu.DriverCheck()() is None
     assert called.wait(60)
+
+
+def test_a_failure_of_the_driver_is_retried_and_a_success_is_not(monkeypatch):
+    """A full disk or a busy GPU may pass; a failed attempt may run the C compiler, so not every call makes one."""
+    import triton
+
+    from torch_bridge import gpu
+
+    now, answers = [100.0], [OSError("no space left on device"), OSError("no space left on device"), None]
+
+    class Driver:
+        @property
+        def active(self):
+            if answer := answers.pop(0):
+                raise answer
+            return types.SimpleNamespace(utils=None)
+
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    check = gpu.DriverCheck()
+    with pytest.warns(RuntimeWarning, match="no space left") as warned:
+        assert check() == check() == "OSError: no space left on device"
+        now[0] += gpu.RETRY_SECONDS
+        assert check() == "OSError: no space left on device"
+    assert (len(warned), len(answers)) == (1, 1)
+    now[0] += gpu.RETRY_SECONDS
+    assert check() is None and check() is None
+    assert not answers
+
+
+def test_operators_launch_kernels_again_after_a_failure_of_the_driver(monkeypatch):
+    import torch
+
+    from torch_bridge import gpu, norm_ops
+    from torch_bridge.rnn_ops import implementation
+    from torch_bridge.tiling import Device
+
+    pretend_gpus(monkeypatch, Device())
+    device, reasons = torch.device("cuda:0"), ["RuntimeError: out of memory"] * 2 + [None] * 2
+    monkeypatch.setattr(gpu, "driver_fails", lambda: reasons.pop(0))
+    ask = (
+        lambda: implementation._unsupported(device, torch.float32, 77),
+        lambda: norm_ops._unsupported(device, (torch.float32,), 77),
+    )
+    assert all("cannot be loaded here (RuntimeError: out of memory)" in each() for each in ask)
+    assert [each() for each in ask] == [None, None]
+    assert [each() for each in ask] == [None, None]  # from the cache
+    assert not reasons
 
 
 @pytest.mark.compile_only
