@@ -150,32 +150,34 @@ def ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *argumen
     """Returns a kernel, compiled and loaded onto one device at most once: waits for a thread's job or does it here.
 
     A job that is still queued is done here, ahead of queued jobs whose results may never be needed. A job that failed
-    in a thread is done here again, because its cause may have passed, such as an interrupt. An exception is kept only
-    for callers that already wait for the job: its traceback references the frames that it was raised through, and their
-    arrays.
+    in a thread is done here again, because its cause may have passed. So is a job whose thread was interrupted while
+    this call waited for it: an interrupt is meant for one thread. An exception is kept only for callers that already
+    wait for the job: its traceback references the frames that it was raised through, and their arrays.
     """
     key = ordinal, compile, *arguments
-    mine: Future[CompiledKernel] = Future()
-    mine.set_running_or_notify_cancel()
-    there = mine
-    try:
-        with _loading_lock:
-            there = _loading.get(key, mine)
-            if there.cancel() or (there.done() and there.exception() is not None):
-                there = mine
-            _loading[key] = there
-        if there is mine:
-            mine.set_result(load_kernel(compile(*arguments), ordinal))
-        return there.result()
-    except BaseException as error:
-        with _loading_lock:
-            if _loading.get(key) is there and (there is mine or there.done()):
-                del _loading[key]
-        if not mine.done():
-            mine.set_exception(error)
-        raise
-    finally:
-        del mine, there  # both reference the exception, whose traceback references this frame
+    while True:
+        mine: Future[CompiledKernel] = Future()
+        mine.set_running_or_notify_cancel()
+        there = mine
+        try:
+            with _loading_lock:
+                there = _loading.get(key, mine)
+                if there.cancel() or (there.done() and there.exception() is not None):
+                    there = mine
+                _loading[key] = there
+            if there is mine:
+                mine.set_result(load_kernel(compile(*arguments), ordinal))
+            return there.result()
+        except BaseException as error:
+            with _loading_lock:
+                if _loading.get(key) is there and (there is mine or there.done()):
+                    del _loading[key]
+            if not mine.done():
+                mine.set_exception(error)
+            if isinstance(error, Exception) or there is mine or not there.done() or there.exception() is not error:
+                raise
+        finally:
+            del mine, there  # both reference the exception, whose traceback references this frame
 
 
 def _reset_after_fork() -> None:

@@ -197,6 +197,62 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_retries
     assert loading.ensure_loaded(0, compile) == ("a kernel", 0)
 
 
+def test_an_interrupt_of_one_thread_is_not_raised_in_threads_that_wait_for_the_kernel(loading):
+    begun, go_on, results = threading.Event(), threading.Event(), {}
+    interrupts = [KeyboardInterrupt("of the first thread")]
+
+    def compile():
+        begun.set()
+        assert go_on.wait(60)
+        if interrupts:
+            raise interrupts.pop()
+        return "a kernel"
+
+    def load(name):
+        try:
+            results[name] = loading.ensure_loaded(0, compile)
+        except BaseException as error:
+            results[name] = repr(error)
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("first", "second", "third")]
+    threads[0].start()
+    assert begun.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.2)  # until both wait for the first
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    loaded = ("a kernel", 0)
+    assert results == {"first": "KeyboardInterrupt('of the first thread')", "second": loaded, "third": loaded}
+
+
+def test_an_error_is_raised_in_all_threads_that_wait_for_the_kernel(loading):
+    begun, go_on, results, compiled = threading.Event(), threading.Event(), [], []
+
+    def compile():
+        compiled.append(None)
+        begun.set()
+        assert go_on.wait(60)
+        raise RuntimeError("out of memory")
+
+    def load():
+        try:
+            loading.ensure_loaded(0, compile)
+        except RuntimeError as error:
+            results.append(str(error))
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    time.sleep(0.2)  # until it waits for the first
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert (results, len(compiled)) == (["out of memory"] * 2, 1)
+
+
 @pytest.mark.parametrize("where", ["here", "in a thread"])
 def test_a_failed_compilation_keeps_no_arrays_alive(where, loading):
     """The exception keeps no arrays alive, neither of the call that failed nor of a call that waited for it."""
