@@ -146,6 +146,13 @@ def begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *argumen
             _loading[key] = begun
 
 
+def is_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> bool:
+    """Whether `ensure_loaded` would return at once, because the kernel is compiled and loaded."""
+    with _loading_lock:
+        there = _loading.get((ordinal, compile, *arguments))
+    return there is not None and there.done() and not there.cancelled() and there.exception() is None
+
+
 def ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
     """Returns a kernel, compiled and loaded onto one device at most once: waits for a thread's job or does it here.
 

@@ -150,6 +150,10 @@ class Launch:
             for k in self.kernels
         ]
 
+    def is_loaded(self, ordinal: int) -> bool:
+        """Whether `load` would neither compile nor load, because the kernels are loaded onto a device already."""
+        return all(compiler.is_loaded(ordinal, compile_call, k.key, self._device.capability) for k in self.kernels)
+
     def compile(self) -> list[CompiledKernel]:
         """Compiles the kernels for the device that the constructor was given, without needing a GPU."""
         return [k.compile(self._device.capability) for k in self.kernels]

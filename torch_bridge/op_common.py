@@ -119,18 +119,19 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter.
 
     Raises:
-      RuntimeError: the current stream is being captured in a CUDA graph.
+      RuntimeError: the current stream is being captured in a CUDA graph, and a kernel is not loaded yet.
     """
     from torch_bridge import gpu
 
     if ordinal is None:
         return make(problem, tiling.Device(interpreted=True))
-    if torch.cuda.is_current_stream_capturing():
+    made = make(problem, gpu.device(ordinal))
+    # an earlier launch may have loaded the kernels: for another shape, or for this one before a cache dropped it
+    if torch.cuda.is_current_stream_capturing() and not made.is_loaded(ordinal):
         raise RuntimeError(
             "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "
             f"the captured code once with tensors of the same shapes and dtypes ({problem})"
         )
-    made = make(problem, gpu.device(ordinal))
     made.load(ordinal)
     return made
 

@@ -197,6 +197,53 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_retries
     assert loading.ensure_loaded(0, compile) == ("a kernel", 0)
 
 
+@pytest.mark.parametrize("state", ["never begun", "in progress", "failed", "loaded"])
+def test_a_kernel_is_loaded_once_its_job_has_succeeded(state, loading):
+    go_on = threading.Event()
+
+    def compile():
+        assert go_on.wait(60)
+        if state == "failed":
+            raise RuntimeError("out of memory")
+
+    if state != "never begun":
+        loading.begin_loading(0, compile)
+    if state != "in progress":
+        go_on.set()
+        wait(loading._loading.values())
+    assert loading.is_loaded(0, compile) == (state == "loaded")
+    go_on.set()
+    wait(loading._loading.values())
+
+
+def test_a_capture_launches_loaded_kernels_of_shapes_that_no_cache_remembers(loading, monkeypatch):
+    """The operators remember 4096 shapes. A kernel is loaded for every number of steps and sequences."""
+    import torch
+    from problems import make_problem
+
+    from torch_bridge import launch, op_common
+    from torch_bridge.recurrences import Launch
+    from torch_bridge.tiling import Device
+
+    pretend_gpus(monkeypatch, *[Device(80, 108, 166_912)] * 2)
+    compiled = []
+    monkeypatch.setattr(launch, "compile_call", lambda *what: compiled.append(what))
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    few, more = (make_problem("gru", "fwd", "tf32", 32, batch) for batch in (8, 16))
+    capturing.append("yes")
+    with pytest.raises(RuntimeError, match="not loaded yet"):
+        op_common.load(Launch, few, 0)
+    capturing.clear()
+    op_common.load(Launch, few, 0)
+    capturing.append("yes")
+    for problem in (few, more):
+        assert op_common.load(Launch, problem, 0).problem == problem
+    assert len(compiled) == 1
+    with pytest.raises(RuntimeError, match="not loaded yet"):
+        op_common.load(Launch, few, 1)
+
+
 def test_an_interrupt_of_one_thread_is_not_raised_in_threads_that_wait_for_the_kernel(loading):
     begun, go_on, results = threading.Event(), threading.Event(), {}
     interrupts = [KeyboardInterrupt("of the first thread")]
