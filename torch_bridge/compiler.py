@@ -84,8 +84,10 @@ def max_registers(num_warps: int, side_by_side: int = 1) -> int:
     return min(255, 65536 // (32 * num_warps * side_by_side))
 
 
-def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
-    """Loads a compiled kernel onto a device."""
+def load_kernel(compiled: CompiledKernel, ordinal: int | None) -> CompiledKernel:
+    """Loads a compiled kernel onto a device; does nothing if `ordinal` is None."""
+    if ordinal is None:
+        return compiled
     import torch
 
     with torch.cuda.device(ordinal):
@@ -138,8 +140,11 @@ def run_in_background(function: Callable[..., Any], *arguments: Any) -> Future[A
     return future
 
 
-def begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
-    """Starts to compile a kernel and to load it onto one device, in a thread, unless that is done or in progress."""
+def begin_loading(ordinal: int | None, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
+    """Starts to compile a kernel and to load it onto one device, in a thread, unless that is done or in progress.
+
+    If `ordinal` is None, the kernel is compiled and not loaded.
+    """
     key = ordinal, compile, *arguments
     with _loading_lock:
         if key not in _loading and (begun := run_in_background(lambda: load_kernel(compile(*arguments), ordinal))):
@@ -153,8 +158,10 @@ def is_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: 
     return there is not None and there.done() and not there.cancelled() and there.exception() is None
 
 
-def ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
+def ensure_loaded(ordinal: int | None, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
     """Returns a kernel, compiled and loaded onto one device at most once: waits for a thread's job or does it here.
+
+    If `ordinal` is None, the kernel is compiled and not loaded.
 
     A job that is still queued is done here, ahead of queued jobs whose results may never be needed. A job that failed
     in a thread is done here again, because its cause may have passed. So is a job whose thread was interrupted while

@@ -86,6 +86,11 @@ def device(ordinal: int = 0) -> Device:
     return dataclasses.replace(_profile, name=f"{_profile.name} on {properties(ordinal).name}")
 
 
+def binary_capability(capability: int) -> int:
+    """Returns the compute capability that kernels compiled for another one are assembled for; see `run_as`."""
+    return capability if _profile is None else properties().capability
+
+
 def run_as(profile: Device) -> None:
     """Makes later launches choose kernels for another GPU, compile them to its PTX and assemble that for this GPU.
 
