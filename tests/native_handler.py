@@ -1,4 +1,4 @@
-"""Runs the native handler without a GPU: on the CPU, in fresh processes, with a driver that records what it is called."""
+"""Runs the native handler on the CPU, in fresh processes, with a driver that records the calls that it gets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,11 @@ class Binary(NamedTuple):
 
 # The kernel of `fake_driver.c` that computes y = x + value, on four elements.
 ADD = Binary(
-    b"FAKE add\0", "add", (("array", "x"), ("array", "y"), ("i32", 4), ("fp32", 0.5), ("null", None)), grid=7, threads=64
+    b"FAKE add\0",
+    "add",
+    (("array", "x"), ("array", "y"), ("i32", 4), ("fp32", 0.5), ("null", None)),
+    grid=7,
+    threads=64,
 )
 
 
@@ -88,7 +92,7 @@ class Run(NamedTuple):
         return [text for name, text in self.calls if name == function]
 
 
-def run(code: str, *, driver: bool = True, parameters: str = "add:88448", **environment: str) -> Run:
+def run(code: str, *, parameters: str = "add:88448", **environment: str) -> Run:
     """Runs a program in a fresh process in which PyTorch and Triton cannot be imported, with the fake driver."""
     with tempfile.TemporaryDirectory() as temporary:
         log = Path(temporary, "log")
@@ -96,7 +100,7 @@ def run(code: str, *, driver: bool = True, parameters: str = "add:88448", **envi
         program = block + PREAMBLE.format(handler=str(folder() / "handler.so")) + code
         variables = os.environ | {"FAKE_CUDA_LOG": str(log), "FAKE_CUDA_PARAMETERS": parameters, "JAX_PLATFORMS": "cpu"}
         variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
-        variables |= {"LD_LIBRARY_PATH": str(folder()) if driver else temporary} | environment
+        variables |= {"LD_LIBRARY_PATH": str(folder())} | environment
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=temporary, env=variables, capture_output=True, text=True, timeout=300
         )

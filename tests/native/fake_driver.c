@@ -78,9 +78,10 @@ int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
 }
 int cuCtxGetCurrent(uintptr_t* context) { *context = current; return 0; }
 int cuCtxPushCurrent_v2(uintptr_t context) {
+  int status = record("cuCtxPushCurrent", "%lx", (unsigned long)context);
   if (current) abort();  // one deep is all that the handler needs
-  current = context;
-  return record("cuCtxPushCurrent", "%lx", (unsigned long)context);
+  if (!status) current = context;
+  return status;
 }
 int cuCtxPopCurrent_v2(uintptr_t* context) {
   *context = current;

@@ -1,6 +1,7 @@
 // The handler of `launch.c` for programs on the CPU: the same code, given a stream, which XLA has only on a GPU.
 //
-// The ordinal of the device is that of XLA, or with $FAKE_DEVICES the number of the calling thread modulo that.
+// The ordinal of the device is that of XLA, or with $FAKE_DEVICES the number of the calling thread modulo that. $FAKE_SHIFT is added to the
+// address of the first operand.
 #include "launch.c"
 
 #define PUBLIC __attribute__((visibility("default")))
@@ -26,6 +27,10 @@ static XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame, XLA_FFI_ExecutionStage st
   api.XLA_FFI_Stream_Get = get_stream;
   if (getenv("FAKE_DEVICES")) api.XLA_FFI_DeviceOrdinal_Get = get_ordinal;
   copy.api = &api, copy.stage = stage;
+  if (getenv("FAKE_SHIFT")) {
+    XLA_FFI_Buffer* buffer = frame->args.args[0];
+    buffer->data = (char*)buffer->data + atoi(getenv("FAKE_SHIFT"));
+  }
   return jaxrnn_launch_v1(&copy);
 }
 
