@@ -92,11 +92,13 @@ class Run(NamedTuple):
         return [text for name, text in self.calls if name == function]
 
 
-def run(code: str, *, parameters: str = "add:88448", **environment: str) -> Run:
-    """Runs a program in a fresh process in which PyTorch and Triton cannot be imported, with the fake driver."""
+def run(
+    code: str, *, parameters: str = "add:88448", blocked: tuple[str, ...] = ("torch", "triton"), **environment: str
+) -> Run:
+    """Runs a program in a fresh process with the fake driver; importing any of `blocked` raises ImportError there."""
     with tempfile.TemporaryDirectory() as temporary:
         log = Path(temporary, "log")
-        block = "import sys\nsys.modules.update(dict.fromkeys(('torch', 'triton')))\n"
+        block = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
         program = block + PREAMBLE.format(handler=str(folder() / "handler.so")) + code
         variables = os.environ | {"FAKE_CUDA_LOG": str(log), "FAKE_CUDA_PARAMETERS": parameters, "JAX_PLATFORMS": "cpu"}
         variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
@@ -104,6 +106,6 @@ def run(code: str, *, parameters: str = "add:88448", **environment: str) -> Run:
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=temporary, env=variables, capture_output=True, text=True, timeout=300
         )
-        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.returncode == 0, f"{done.returncode}: {done.stdout}{done.stderr}"
         lines = log.read_text().splitlines() if log.exists() else []
     return Run(done.stdout, [(name, text) for name, _, text in (line.partition(" ") for line in lines)])

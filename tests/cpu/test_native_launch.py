@@ -312,8 +312,8 @@ ERRORS = {
         {}, "shared_memory=200_000", "add uses 200000 bytes of shared memory, and Fake GPU 0 has 166912: compile",
     ),
     "alignment": (
-        {"FAKE_SHIFT": "4"}, "", "array 0 of the kernel add starts at 0x.*4, and kernels are compiled for arrays that are "
-        "aligned to 16 bytes",
+        {"FAKE_SHIFT": "4"}, "", "array 0 of the kernel add starts at 0x.*4, and kernels are compiled for arrays that "
+        "are aligned to 16 bytes",
     ),
     "name": ({}, "name='n' * 256", "attributes of kernel 0 of a launch are missing or malformed"),
     "grid": ({}, "grid=0", "attributes of kernel 0 of a launch are missing or malformed"),

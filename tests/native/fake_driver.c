@@ -43,6 +43,11 @@ static int record(const char* function, const char* format, ...) {
   return status;
 }
 
+static void fail(const char* reason, const char* what) {
+  fprintf(stderr, "the fake driver: %s %s\n", reason, what);
+  abort();
+}
+
 static int fact(int index) {
   int facts[5] = {80, 108, 166912, 12040, 2};
   const char* given = getenv("FAKE_CUDA_DEVICE");
@@ -79,7 +84,7 @@ int cuDevicePrimaryCtxRetain(uintptr_t* context, int device) {
 int cuCtxGetCurrent(uintptr_t* context) { *context = current; return 0; }
 int cuCtxPushCurrent_v2(uintptr_t context) {
   int status = record("cuCtxPushCurrent", "%lx", (unsigned long)context);
-  if (current) abort();  // one deep is all that the handler needs
+  if (current) fail("a context is current already", "");  // one deep is all that the handler needs
   if (!status) current = context;
   return status;
 }
@@ -124,12 +129,12 @@ int cuLaunchKernelEx(const Config* config, Function* function, void** parameters
     at += snprintf(attributes + at, sizeof attributes - (size_t)at, "%s%d:%u", i ? "," : "", config->attributes[i].id,
                    config->attributes[i].value.dimensions[0]);
   const char* sizes = strstr(getenv("FAKE_CUDA_PARAMETERS"), function->name);
-  if (!sizes || extra) abort();
+  if (!sizes || extra) fail("unknown parameters of", function->name);
   at = 0;
   int i = 0;
   for (sizes = strchr(sizes, ':') + 1; *sizes == '4' || *sizes == '8'; ++sizes, ++i) {
     size_t size = (size_t)(*sizes - '0');
-    if ((uintptr_t)parameters[i] % size) abort();  // the storage of a parameter has its alignment
+    if ((uintptr_t)parameters[i] % size) fail("a parameter is not aligned:", function->name);
     uint64_t value = 0;
     memcpy(&value, parameters[i], size);
     at += snprintf(values + at, sizeof values - (size_t)at, "%s%llx", i ? "," : "", (unsigned long long)value);
