@@ -149,10 +149,12 @@ def expected(binary):
     )  # fmt: skip
 
 
-def test_launches_are_partitioned_over_a_mesh(tmp_path):
-    """XLA partitions the launch over a mesh of `Auto` axes, and calls the handler on each device with its shard."""
+@pytest.mark.parametrize("axes", ["Auto", "Explicit", "shard_map"])
+def test_each_device_of_a_mesh_launches_its_shard(axes, tmp_path):
+    """Over a mesh of `Auto` axes, XLA partitions the launch."""
     done = native_handler.run(
-        """
+        f"axes = {axes!r}"
+        + """
 import functools
 import pytest
 from jax.interpreters import mlir
@@ -171,12 +173,14 @@ pretend_gpus(pytest.MonkeyPatch(), device)
 lowering._METHODS["cpu"] = lambda: method
 shard = lowering.shard_function(lambda: (device, ()), lambda: method)
 mlir.register_lowering(launch_shard_p, functools.partial(lowering._lower_shard, shard), platform="cpu")
-mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=devices)
+axis_type = AxisType.Explicit if axes == "Explicit" else AxisType.Auto
+mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,), devices=devices)
 x = jax.device_put(jnp.ones((4, 3, 256)), NamedSharding(mesh, P("data")))
-norm = jax.jit(functools.partial(jaxrnn.rms_norm, implementation="triton"))
-y = norm(x, jnp.ones(256))
-jax.block_until_ready(y)
-assert y.sharding.spec == P("data"), y.sharding
+norm = functools.partial(jaxrnn.rms_norm, implementation="triton")
+if axes == "shard_map":
+    norm = jax.shard_map(norm, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+y = jax.block_until_ready(jax.jit(norm)(x, jnp.ones(256)))
+assert y.sharding.shard_shape(y.shape) == (2, 3, 256), y.sharding
 """,
         blocked=(),
         parameters="norm_fwd_kernel:88884488",
@@ -186,6 +190,27 @@ assert y.sharding.spec == P("data"), y.sharding
     )
     rows = [described(text)[-1][3] for text in done.named("cuLaunchKernelEx")]
     assert rows == [6, 6]  # of 12
+
+
+def test_kernels_are_compiled_from_the_trace_on_and_loaded_by_the_handler_alone(native, monkeypatch):
+    from torch_bridge import compiler
+
+    events, begin, ensure = [], compiler.begin_loading, compiler.ensure_loaded
+
+    def record(kind, function, *what):
+        events.append((kind, what))
+        return function(*what)
+
+    monkeypatch.setattr(compiler, "begin_loading", functools.partial(record, "begin", begin))
+    monkeypatch.setattr(compiler, "ensure_loaded", functools.partial(record, "ensure", ensure))
+    pretend_gpus(monkeypatch, A100)
+    function, arrays = recurrence(Case("gru", T=2, B=4, H=48))
+    traced = jax.jit(function).trace(arrays)
+    assert {kind for kind, _ in events} == {"begin"}
+    begun = {what for _, what in events}
+    traced.lower(lowering_platforms=("cuda",))
+    assert {what for kind, what in events if kind == "ensure"} == begun and len(begun) == 2
+    assert {ordinal for ordinal, *_ in begun} == {None}
 
 
 def launches():
