@@ -81,8 +81,12 @@ def test_without_a_compiler_an_earlier_library_is_used_or_the_error_says_what_to
     monkeypatch.delenv("CC", raising=False)
     path_of_programs = os.environ["PATH"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(NativeLaunchError, match=r"found neither \$CC nor cc, gcc, clang: install one .*\"callback\""):
+    with pytest.raises(NativeLaunchError, match=r"there is no cc or gcc or clang: install one .*\"callback\""):
         build.build()
+    monkeypatch.setenv("CC", "icc -O3")
+    with pytest.raises(NativeLaunchError, match="CC, 'icc -O3', is not there: install one"):
+        build.build()
+    monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", path_of_programs)
     path = build.build()
     monkeypatch.setenv("PATH", str(tmp_path))

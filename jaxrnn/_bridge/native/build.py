@@ -18,6 +18,7 @@ import jax
 
 SOURCE = Path(__file__).with_name("launch.c")
 COMPILERS = ("cc", "gcc", "clang")
+_ANY_COMPILER = " or ".join(COMPILERS)
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _LIBRARIES = ("-ldl", "-lpthread")
 
@@ -62,9 +63,10 @@ def build() -> Path:
         # a machine that only runs programs may have the cache folder of one that has a compiler
         if built := sorted(folder.glob(f"launch-{made_from}-*.so")):
             return built[0]
+        sought = f"CC, {os.environ['CC']!r}, is not there" if os.environ.get("CC") else f"there is no {_ANY_COMPILER}"
         raise NativeLaunchError(
-            f"the native launch needs a C compiler, and found neither $CC nor {', '.join(COMPILERS)}: install one (apt "
-            f"install gcc), {_INSTEAD}"
+            f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), set CC to its path, "
+            f"{_INSTEAD}"
         )
     path = folder / f"launch-{made_from}-{_hash(*compiler, _version(compiler))}.so"
     if not path.exists():
@@ -86,10 +88,10 @@ def _hash(*parts: str | bytes) -> str:
 
 
 def _find_compiler() -> tuple[str, ...] | None:
-    """Returns the command of a C compiler: that of the environment variable CC, or else the first of `COMPILERS`."""
-    for command in (os.environ.get("CC", ""), *COMPILERS):
-        name, *options = shlex.split(command) or [""]
-        if name and (path := shutil.which(name)):
+    """Returns the command of the C compiler: that of the environment variable CC if set, else the first there is."""
+    for command in [os.environ["CC"]] if os.environ.get("CC") else COMPILERS:
+        name, *options = shlex.split(command)
+        if path := shutil.which(name):
             return path, *options
     return None
 
