@@ -18,6 +18,7 @@ from problems import make_problem
 
 import jaxrnn
 from jaxrnn._bridge.native import TARGET, call
+from jaxrnn.kernel_vjp import spec
 from torch_bridge import input_projections, norms, recurrences, weight_grads
 from torch_bridge.launch import Binary
 from torch_bridge.tiling import Device
@@ -62,6 +63,7 @@ def norm(shape):
 # The program, the GPU it is compiled for, and the number of kernels in each of its launches.
 PROGRAMS = {
     "gru-a100": (recurrence, Case("gru", T=4, B=3, H=48, D=5), A100, [1, 1]),
+    "gru-a100-in-place": (recurrence, Case("gru", T=4, B=3, H=64, D=5, precision="default"), A100, [1, 1]),
     "lstm-a100-cooperative": (recurrence, Case("lstm", T=3, B=2, H=512, D=5), A100, [1, 1]),
     "gru-h100-split": (recurrence, Case("gru", T=3, B=64, H=512, D=8), H100, [1, 1]),
     "gru-h100-weight-grads": (recurrence, Case("gru", T=128, B=64, H=128, D=128), H100, [1, 1, 1, 2]),
@@ -81,6 +83,8 @@ def parameter_sizes(binary, ptx):
 def test_an_exported_program_launches_its_kernels_without_torch_and_triton(name, native, monkeypatch, tmp_path):
     make, of, device, counts = PROGRAMS[name]
     pretend_gpus(monkeypatch, device)
+    if "in-place" in name:
+        monkeypatch.setattr(spec, "_IN_PLACE_BYTES", 0)
     ptx, original = {}, Binary.of.__func__
 
     def remember(cls, kernel, compiled, capability):
@@ -103,9 +107,10 @@ def test_an_exported_program_launches_its_kernels_without_torch_and_triton(name,
             chr(byte) if 32 <= byte < 127 and chr(byte) not in '"\\' else f"\\{byte:02X}" for byte in binary.cubin[:200]
         )
         assert escaped.replace("\\5C", "\\\\") in text
-    # a workspace of zeros is an operand whose memory is also that of a result
+    # a workspace of zeros is an operand whose memory is also that of a result; so are residuals in place
     zeroed = sum(len(names) - len(set(names)) for _, names in native)
-    assert text.count("#stablehlo.output_operand_alias<") == zeroed == (2 if "512" in str(of) else 0)
+    assert zeroed == (2 if "H512" in str(of) else 0)
+    assert text.count("#stablehlo.output_operand_alias<") == zeroed + (2 if "in-place" in name else 0)
 
     path = tmp_path / "program"
     path.write_bytes(exported.serialize())
