@@ -19,8 +19,6 @@ from problems import make_problem
 import jaxrnn
 from jaxrnn._bridge.native import TARGET, call
 from jaxrnn.kernel_vjp import spec
-from torch_bridge import input_projections, norms, recurrences, weight_grads
-from torch_bridge.launch import Binary
 from torch_bridge.tiling import Device
 
 pytestmark = pytest.mark.compile_only
@@ -33,6 +31,9 @@ def native(monkeypatch, tmp_path):
     """Chooses the native launch; returns the binaries that programs are given, in the order of their launches."""
     monkeypatch.setenv("JAXRNN_LAUNCH", "native")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    from torch_bridge import gpu
+
+    monkeypatch.setattr(gpu, "can_capture_early_launches", lambda: True)
     given, original = [], call.attributes
 
     def attributes(binaries, names):
@@ -81,6 +82,8 @@ def parameter_sizes(binary, ptx):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_exported_program_launches_its_kernels_without_torch_and_triton(name, native, monkeypatch, tmp_path):
+    from torch_bridge.launch import Binary
+
     make, of, device, counts = PROGRAMS[name]
     pretend_gpus(monkeypatch, device)
     if "in-place" in name:
@@ -218,24 +221,31 @@ def test_kernels_are_compiled_from_the_trace_on_and_loaded_by_the_handler_alone(
     assert {ordinal for ordinal, *_ in begun} == {None}
 
 
-def launches():
-    arrays = tuple((name, "float32") for name in ("x", "hs", "h0", "dxp", "dhn"))
-    gradients = weight_grads.Problem(1, 1, 64, 64, 128, 128, 384, arrays)
-    projection = input_projections.Problem(
-        1, 8192, 64, 384, (("x", "bfloat16"), ("w_ih_t", "bfloat16"), ("bias", "float32"), ("xp", "float16"))
-    )
-    rows = tuple((name, "float32") for name in ("dy", "x", "weight", "rstd", "dx", "dweight"))
-    yield from (
-        ("loop-a100", recurrences.Launch(make_problem("gru", "fwd", "tf32", 64, 8), A100), 1),
-        ("loop-h100-rows", recurrences.Launch(make_problem("gru", "bwd", "bf16", 512, 64), H100), 1),
-        ("weight-grads-h100", weight_grads.Launch(gradients, H100), 2),
-        ("projection-h100", input_projections.Launch(projection, H100), 1),
-        ("norm-h100", norms.Launch(norms.Problem("rms", "bwd", 1, 512, 256, 1e-6, rows), H100), 2),
-    )
+def make_launch(name):
+    from torch_bridge import input_projections, norms, recurrences, weight_grads
+
+    if name == "loop-a100":
+        return recurrences.Launch(make_problem("gru", "fwd", "tf32", 64, 8), A100)
+    if name == "loop-h100-rows":
+        return recurrences.Launch(make_problem("gru", "bwd", "bf16", 512, 64), H100)
+    if name == "weight-grads-h100":
+        arrays = tuple((name, "float32") for name in ("x", "hs", "h0", "dxp", "dhn"))
+        return weight_grads.Launch(weight_grads.Problem(1, 1, 64, 64, 128, 128, 384, arrays), H100)
+    if name == "projection-h100":
+        arrays = (("x", "bfloat16"), ("w_ih_t", "bfloat16"), ("bias", "float32"), ("xp", "float16"))
+        return input_projections.Launch(input_projections.Problem(1, 8192, 64, 384, arrays), H100)
+    assert name == "norm-h100"
+    arrays = tuple((name, "float32") for name in ("dy", "x", "weight", "rstd", "dx", "dweight"))
+    return norms.Launch(norms.Problem("rms", "bwd", 1, 512, 256, 1e-6, arrays), H100)
 
 
-@pytest.mark.parametrize(("launch", "count"), [pytest.param(made, n, id=name) for name, made, n in launches()])
-def test_binaries_have_the_parameters_and_the_block_size_of_their_ptx(launch, count):
+# The number of kernels of each launch.
+LAUNCHES = {"loop-a100": 1, "loop-h100-rows": 1, "weight-grads-h100": 2, "projection-h100": 1, "norm-h100": 2}
+
+
+@pytest.mark.parametrize("name", LAUNCHES)
+def test_binaries_have_the_parameters_and_the_block_size_of_their_ptx(name):
+    launch, count = make_launch(name), LAUNCHES[name]
     binaries, compiled = launch.binaries(), launch.compile()
     assert len(binaries) == count
     for binary, kernel, one in zip(binaries, launch.kernels, compiled, strict=True):
@@ -250,7 +260,9 @@ def test_binaries_have_the_parameters_and_the_block_size_of_their_ptx(launch, co
 
 
 def test_a_kernel_that_needs_scratch_memory_raises(monkeypatch):
-    (_, launch, _), *_ = launches()
+    from torch_bridge.launch import Binary
+
+    launch = make_launch("loop-a100")
     (compiled,) = launch.compile()
     metadata = compiled.metadata._replace(global_scratch_size=128)
     monkeypatch.setattr(compiled, "metadata", metadata)
