@@ -15,6 +15,7 @@ except ModuleNotFoundError as error:
         name="jax",
     ) from error
 
+from jaxrnn._bridge import LaunchMethod, launch_method, register_native_launch
 from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, SimpleParams
 from jaxrnn.functions.gru import gru
 from jaxrnn.functions.lstm import lstm
@@ -25,6 +26,6 @@ from jaxrnn.norms import layer_norm, rms_norm
 __version__ = "0.1.0"
 
 __all__ = [
-    "GRUParams", "LSTMParams", "MGUParams", "SimpleParams", "gru", "layer_norm", "lstm", "mgu", "rms_norm",
-    "simple_rnn",
+    "GRUParams", "LSTMParams", "LaunchMethod", "MGUParams", "SimpleParams", "gru", "launch_method", "layer_norm",
+    "lstm", "mgu", "register_native_launch", "rms_norm", "simple_rnn",
 ]  # fmt: skip

@@ -84,8 +84,10 @@ def max_registers(num_warps: int, side_by_side: int = 1) -> int:
     return min(255, 65536 // (32 * num_warps * side_by_side))
 
 
-def load_kernel(compiled: CompiledKernel, ordinal: int) -> CompiledKernel:
-    """Loads a compiled kernel onto a device."""
+def load_kernel(compiled: CompiledKernel, ordinal: int | None) -> CompiledKernel:
+    """Loads a compiled kernel onto a device; does nothing if `ordinal` is None."""
+    if ordinal is None:
+        return compiled
     import torch
 
     with torch.cuda.device(ordinal):
@@ -138,44 +140,58 @@ def run_in_background(function: Callable[..., Any], *arguments: Any) -> Future[A
     return future
 
 
-def begin_loading(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
-    """Starts to compile a kernel and to load it onto one device, in a thread, unless that is done or in progress."""
+def begin_loading(ordinal: int | None, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> None:
+    """Starts to compile a kernel and to load it onto one device, in a thread, unless that is done or in progress.
+
+    If `ordinal` is None, the kernel is compiled and not loaded.
+    """
     key = ordinal, compile, *arguments
     with _loading_lock:
         if key not in _loading and (begun := run_in_background(lambda: load_kernel(compile(*arguments), ordinal))):
             _loading[key] = begun
 
 
-def ensure_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
+def is_loaded(ordinal: int, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> bool:
+    """Whether `ensure_loaded` would return at once, because the kernel is compiled and loaded."""
+    with _loading_lock:
+        there = _loading.get((ordinal, compile, *arguments))
+    return there is not None and there.done() and not there.cancelled() and there.exception() is None
+
+
+def ensure_loaded(ordinal: int | None, compile: Callable[..., CompiledKernel], *arguments: Hashable) -> CompiledKernel:
     """Returns a kernel, compiled and loaded onto one device at most once: waits for a thread's job or does it here.
 
+    If `ordinal` is None, the kernel is compiled and not loaded.
+
     A job that is still queued is done here, ahead of queued jobs whose results may never be needed. A job that failed
-    in a thread is done here again, because its cause may have passed, such as an interrupt. An exception is kept only
-    for callers that already wait for the job: its traceback references the frames that it was raised through, and their
-    arrays.
+    in a thread is done here again, because its cause may have passed. So is a job whose thread was interrupted while
+    this call waited for it: an interrupt is meant for one thread. An exception is kept only for callers that already
+    wait for the job: its traceback references the frames that it was raised through, and their arrays.
     """
     key = ordinal, compile, *arguments
-    mine: Future[CompiledKernel] = Future()
-    mine.set_running_or_notify_cancel()
-    there = mine
-    try:
-        with _loading_lock:
-            there = _loading.get(key, mine)
-            if there.cancel() or (there.done() and there.exception() is not None):
-                there = mine
-            _loading[key] = there
-        if there is mine:
-            mine.set_result(load_kernel(compile(*arguments), ordinal))
-        return there.result()
-    except BaseException as error:
-        with _loading_lock:
-            if _loading.get(key) is there and (there is mine or there.done()):
-                del _loading[key]
-        if not mine.done():
-            mine.set_exception(error)
-        raise
-    finally:
-        del mine, there  # both reference the exception, whose traceback references this frame
+    while True:
+        mine: Future[CompiledKernel] = Future()
+        mine.set_running_or_notify_cancel()
+        there = mine
+        try:
+            with _loading_lock:
+                there = _loading.get(key, mine)
+                if there.cancel() or (there.done() and there.exception() is not None):
+                    there = mine
+                _loading[key] = there
+            if there is mine:
+                mine.set_result(load_kernel(compile(*arguments), ordinal))
+            return there.result()
+        except BaseException as error:
+            with _loading_lock:
+                if _loading.get(key) is there and (there is mine or there.done()):
+                    del _loading[key]
+            if not mine.done():
+                mine.set_exception(error)
+            if isinstance(error, Exception) or there is mine or not there.done() or there.exception() is not error:
+                raise
+        finally:
+            del mine, there  # both reference the exception, whose traceback references this frame
 
 
 def _reset_after_fork() -> None:

@@ -26,9 +26,11 @@ class _DLTensor(ctypes.Structure):
     )
 
 
-_get_pointer = ctypes.pythonapi.PyCapsule_GetPointer
-_get_pointer.restype = ctypes.c_void_p
-_get_pointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
+# A prototype of its own: `ctypes.pythonapi.PyCapsule_GetPointer` is one object for the whole process, and other
+# libraries set its argument types too.
+_get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
 
 
 @dataclass(frozen=True)

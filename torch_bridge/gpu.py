@@ -6,6 +6,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import time
 import warnings
 from typing import Any
 
@@ -14,23 +15,49 @@ import triton
 from torch_bridge.compiler import run_in_background
 from torch_bridge.tiling import Device
 
+# A failed attempt is repeated after this many seconds, not on every call: it may run the C compiler for a second.
+RETRY_SECONDS = 10.0
 
-@functools.cache
-def driver_fails() -> str | None:
-    """Returns why Triton cannot load kernels in this process, or None if it can.
 
-    Before its first load, Triton compiles a C module, which can fail. A failure causes a warning, because there is a
-    GPU, and calls that name no implementation then run a slower one.
+class DriverCheck:
+    """Finds out whether Triton can load kernels in this process. Success is remembered for the life of the process.
+
+    A failure is remembered for `RETRY_SECONDS`, because its cause may pass: a full disk, or a GPU out of memory.
     """
-    # begin the hash of all of Triton, which Triton computes before it compiles anything
-    run_in_background(triton.runtime.cache.triton_key)
-    try:
-        triton.runtime.driver.active.utils  # noqa: B018
-    except Exception as error:  # a broken compiler, header or driver raises errors of many types
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2)
-        return reason
-    return None
+
+    def __init__(self) -> None:
+        self._works = False
+        self._failure: tuple[float, str] | None = None
+        self._warned: set[str] = set()
+
+    def __call__(self) -> str | None:
+        """Returns why Triton cannot load kernels in this process, or None if it can.
+
+        Before its first load, Triton compiles a C module, which can fail. Each new reason causes a warning, because
+        there is a GPU, and calls that name no implementation then run a slower one.
+        """
+        if self._works:
+            return None
+        if self._failure is not None and time.monotonic() < self._failure[0] + RETRY_SECONDS:
+            return self._failure[1]
+        # begin the hash of all of Triton, which Triton computes before it compiles anything
+        run_in_background(triton.runtime.cache.triton_key)
+        try:
+            triton.runtime.driver.active.utils  # noqa: B018
+        except Exception as error:  # a broken compiler, header or driver raises errors of many types
+            reason = f"{type(error).__name__}: {error}"
+            self._failure = time.monotonic(), reason
+            if reason not in self._warned:
+                self._warned.add(reason)
+                warnings.warn(
+                    f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2
+                )
+            return reason
+        self._works = True
+        return None
+
+
+driver_fails = DriverCheck()
 
 
 @functools.cache
@@ -57,6 +84,11 @@ def device(ordinal: int = 0) -> Device:
     if _profile is None:
         return properties(ordinal)
     return dataclasses.replace(_profile, name=f"{_profile.name} on {properties(ordinal).name}")
+
+
+def binary_capability(capability: int) -> int:
+    """Returns the compute capability that kernels compiled for another one are assembled for; see `run_as`."""
+    return capability if _profile is None else properties().capability
 
 
 def run_as(profile: Device) -> None:

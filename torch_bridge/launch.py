@@ -81,6 +81,61 @@ class KernelCall(NamedTuple):
         return compile_call(self.key, capability)
 
 
+class Binary(NamedTuple):
+    """A compiled kernel and its launch, for a launcher that needs neither Triton nor Python.
+
+    Attributes:
+      cubin: the binary.
+      name: the kernel's symbol in it.
+      capability: the compute capability that the binary is for, times ten.
+      grid: number of thread blocks.
+      threads: threads per block.
+      shared_memory: bytes of dynamic shared memory per block.
+      cluster: blocks per cluster.
+      cooperative: whether all blocks must run at once.
+      early: whether the kernel may start before the previous one has ended.
+      parameters: `(type, value)` of each parameter of the kernel: "array" and the array's name, "null" and None, or a
+        type of `compiler.SCALARS` and a number.
+    """
+
+    cubin: bytes
+    name: str
+    capability: int
+    grid: int
+    threads: int
+    shared_memory: int
+    cluster: int
+    cooperative: bool
+    early: bool
+    parameters: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, call: KernelCall, compiled: CompiledKernel, capability: int) -> Binary:
+        """Returns the launch of a compiled kernel as Triton's own launcher does it.
+
+        Raises:
+          NotImplementedError: the kernel needs memory that Triton's launcher allocates.
+        """
+        metadata = compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise NotImplementedError(
+                f"the kernel {compiled.name} needs scratch memory (of Triton's profiler or tensor descriptors), which "
+                "only Triton's launcher allocates: turn the profiler off, or launch through the callback"
+            )
+        constants, scalars = dict(call.constants), dict(call.scalars)
+        names = [name for name in call.function.arg_names if name not in constants]
+        parameters = [
+            (compiler.SCALARS[name], scalars[name]) if name in scalars else ("array", name.removesuffix("_ptr"))
+            for name in names
+        ]
+        parameters += [("null", None)] * 2  # Triton's pointers to scratch memory
+        return cls(
+            compiled.kernel, compiled.name, capability, call.grid * metadata.num_ctas,
+            metadata.num_warps * metadata.warp_size, metadata.shared, metadata.num_ctas,
+            bool(metadata.launch_cooperative_grid), bool(metadata.launch_pdl), tuple(parameters),
+        )  # fmt: skip
+
+
 def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     """Compiles the kernel of a `KernelCall` with this key, without needing a GPU."""
     function, constants, dtypes, options = key
@@ -136,8 +191,8 @@ class Launch:
             )
         )
 
-    def begin_loading(self, ordinal: int) -> None:
-        """Starts the work of `load` in the background."""
+    def begin_loading(self, ordinal: int | None) -> None:
+        """Starts the work of `load` in the background, or that of `binaries` if `ordinal` is None."""
         for k in self.kernels:
             compiler.begin_loading(ordinal, compile_call, k.key, self._device.capability)
 
@@ -148,6 +203,23 @@ class Launch:
         self._ready[ordinal] = [
             (compiler.ensure_loaded(ordinal, compile_call, k.key, self._device.capability), k.grid, k.arguments())
             for k in self.kernels
+        ]
+
+    def is_loaded(self, ordinal: int) -> bool:
+        """Whether `load` would neither compile nor load, because the kernels are loaded onto a device already."""
+        return all(compiler.is_loaded(ordinal, compile_call, k.key, self._device.capability) for k in self.kernels)
+
+    def binaries(self) -> list[Binary]:
+        """Returns the compiled kernels and their launches, without loading anything onto a device.
+
+        Each kernel is compiled at most once in a process.
+        """
+        if len(self.kernels) > 1:
+            self.begin_loading(None)
+        capability = self._device.capability
+        target = gpu.binary_capability(capability)
+        return [
+            Binary.of(k, compiler.ensure_loaded(None, compile_call, k.key, capability), target) for k in self.kernels
         ]
 
     def compile(self) -> list[CompiledKernel]:

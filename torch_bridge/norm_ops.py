@@ -20,7 +20,7 @@ from torch_bridge import op_common
 Kind = Literal["rms", "layer"]
 
 
-@functools.cache
+@op_common.cached_reason
 def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
     """Returns why the kernels cannot run on a device with these dtypes and this many columns, or None if they can."""
     for dtype in dtypes:

@@ -20,8 +20,30 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Launches.
 
 
+class DriverFailsError(RuntimeError):
+    """Triton cannot load kernels now; the message says why, and what to do."""
+
+
+def cached_reason(function: Callable[..., str | None]) -> Callable[..., str | None]:
+    """Caches a function that returns why kernels cannot run, except for a `DriverFailsError`, whose cause may pass."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def reason(*args: Any) -> str | None:
+        try:
+            return cached(*args)
+        except DriverFailsError as error:
+            return str(error)
+
+    return reason
+
+
 def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | str:
-    """Returns the facts about a device if kernels can run there on arrays of this dtype; else a string says why not."""
+    """Returns the facts about a device if kernels can run there on arrays of this dtype; else a string says why not.
+
+    Raises:
+      DriverFailsError: Triton cannot load kernels now.
+    """
     if reason := _triton_fails():
         return f"{reason}: pip install 'triton>=3.6'"
     from torch_bridge import compiler, gpu
@@ -35,7 +57,7 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | st
     if device.type != "cuda" or torch.version.cuda is None:
         return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
     if reason := gpu.driver_fails():
-        return f"cannot be loaded here ({reason}): fix that, or leave implementation out"
+        raise DriverFailsError(f"cannot be loaded here ({reason}): fix that, or leave implementation out")
     facts = gpu.device(ordinal(device))
     if facts.capability < rules.LOWEST_CAPABILITY:
         return (
@@ -97,18 +119,19 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter.
 
     Raises:
-      RuntimeError: the current stream is being captured in a CUDA graph.
+      RuntimeError: the current stream is being captured in a CUDA graph, and a kernel is not loaded yet.
     """
     from torch_bridge import gpu
 
     if ordinal is None:
         return make(problem, tiling.Device(interpreted=True))
-    if torch.cuda.is_current_stream_capturing():
+    made = make(problem, gpu.device(ordinal))
+    # an earlier launch may have loaded the kernels: for another shape, or for this one before a cache dropped it
+    if torch.cuda.is_current_stream_capturing() and not made.is_loaded(ordinal):
         raise RuntimeError(
             "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "
             f"the captured code once with tensors of the same shapes and dtypes ({problem})"
         )
-    made = make(problem, gpu.device(ordinal))
     made.load(ordinal)
     return made
 

@@ -3,14 +3,17 @@
 Every launch binds one primitive (`primitive`), whose parameter `kind` says what is launched: `recurrence`, `norm`,
 `projection` or `weight_grads` (the base class is in `launch_kind`). `vmap` adds groups, rows or models to a launch,
 but never a launch. `tracing` and `lowering` have the rules of the primitive, and `partitioning` those for a mesh of
-`Auto` axes. `callback` has the functions that XLA calls with its own buffers and stream; XLA captures these calls in
-its CUDA graphs. `availability` says whether the kernels can run here. `reverse_mode` makes forward mode raise.
+`Auto` axes. Launches reach a GPU by one of two methods, and `method` chooses: `callback` has the functions that XLA
+calls with its own buffers and stream, and `native` a handler in C. XLA captures the calls of both in its CUDA graphs.
+`availability` says whether the kernels can run here. `reverse_mode` makes forward mode raise.
 """
 
 from jaxrnn._bridge import lowering as lowering
 from jaxrnn._bridge import tracing as tracing
 from jaxrnn._bridge.availability import is_preferred, on_gpu, symbolic_size, unsupported, unsupported_norm
 from jaxrnn._bridge.launch_kind import NamedOutput
+from jaxrnn._bridge.method import LaunchMethod, launch_method
+from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import is_projection_profitable, launch_projection
 from jaxrnn._bridge.recurrence import Output, launch, may_have_float32_residuals, round_to_tf32
@@ -22,6 +25,7 @@ from jaxrnn._bridge.weight_grads import (
 )
 
 __all__ = [
+    "LaunchMethod",
     "NamedOutput",
     "Output",
     "is_features_first_profitable",
@@ -29,11 +33,13 @@ __all__ = [
     "is_projection_profitable",
     "is_weight_grads_launch_profitable",
     "launch",
+    "launch_method",
     "launch_norm",
     "launch_projection",
     "launch_weight_grads",
     "may_have_float32_residuals",
     "on_gpu",
+    "register_native_launch",
     "reverse_mode_only",
     "round_to_tf32",
     "symbolic_size",

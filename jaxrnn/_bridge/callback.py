@@ -1,9 +1,12 @@
-"""The host callbacks that XLA calls with its buffers to launch a kernel."""
+"""The launch by host callbacks, which XLA calls with its buffers and stream."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
+from jax.experimental.buffer_callback import buffer_callback
 
 
 class Callback:
@@ -28,3 +31,41 @@ class InterpretedCallback(Callback):
 
         tensors = [torch.utils.dlpack.from_dlpack(buffer) for buffer in (*out, *arrays)]
         self.launch.interpret(dict(zip(self.names, tensors, strict=True)))
+
+
+class CallbackMethod:
+    """Launches by a host callback. `jaxrnn._bridge.native.NativeMethod` has the same interface.
+
+    Attributes:
+      captured: whether XLA may capture launches in its CUDA graphs.
+      uses_host_callbacks: whether lowering a launch registers a host callback.
+    """
+
+    uses_host_callbacks = True
+
+    def __init__(self, callback: type[Callback], captured: bool):
+        self._callback = callback
+        self.captured = captured
+
+    def begin(self, launch: Any, ordinals: Sequence[int]) -> None:
+        """Starts to compile the kernels of a launch, and to load them onto the first device, in the background."""
+        launch.begin_loading(ordinals[0])
+
+    def call(
+        self, launch: Any, ordinals: Sequence[int], inputs: Sequence[str], outputs: Sequence[str],
+        results: Sequence[jax.ShapeDtypeStruct], aliases: Mapping[int, int],
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Returns the function of arrays, named by `inputs`, that launches and returns those named by `outputs`.
+
+        Compiles the kernels and loads them onto all devices: the callback has time only to launch.
+        """
+        for ordinal in ordinals:
+            launch.load(ordinal)
+        return buffer_callback(
+            self._callback(launch, inputs, outputs), results, input_output_aliases=dict(aliases),
+            command_buffer_compatible=self.captured,
+        )  # fmt: skip
+
+
+CUDA = CallbackMethod(Callback, captured=True)
+INTERPRETED = CallbackMethod(InterpretedCallback, captured=False)

@@ -1,4 +1,4 @@
-"""The lowering of a launch: compiles its kernel, and registers the callback that XLA calls to launch it."""
+"""The lowering of a launch: compiles its kernel, and adds the call that launches it to the program."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.buffer_callback import buffer_callback
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from jaxrnn._bridge.availability import cpu_device, cuda_device
-from jaxrnn._bridge.callback import Callback, InterpretedCallback
+from jaxrnn._bridge.method import Method, cuda_method, interpreted_method
 from jaxrnn._bridge.partitioning import PartitionedCallback, partitioned
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
 
@@ -39,11 +38,11 @@ def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
 
 
 def shard_function(
-    device: Callable[[], tuple[Any, Sequence[int]]], callback: type[Callback], captured: bool
+    device: Callable[[], tuple[Any, Sequence[int]]], choose_method: Callable[[], Method]
 ) -> Callable[..., list[Array]]:
     """Returns the function that computes a shard. Tracing it compiles the kernel for all local devices.
 
-    The compiled function calls `callback`, which launches the kernel.
+    The compiled function launches the kernel by the method that `choose_method` returns when it is traced.
     """
 
     def call(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
@@ -51,9 +50,7 @@ def shard_function(
         facts, ordinals = device()
         if kind.should_scan(arrays, params, facts):
             return kind.scan(arrays, params)
-        launch = kind.launch(arrays, params, facts)
-        for ordinal in ordinals:  # while tracing: the callback has time only to launch
-            launch.load(ordinal)
+        launch, method = kind.launch(arrays, params, facts), choose_method()
         # outside of the barriers, where XLA drops a cast of a launch together with its inverse in the gradient's launch
         array_dtypes = kind.array_dtypes(launch)
         arrays = tuple(
@@ -64,7 +61,7 @@ def shard_function(
             jax.ShapeDtypeStruct(x.shape, jnp.dtype(array_dtypes.get(output.name, x.dtype)))
             for output, x in zip(params["outputs"], results, strict=True)
         ]
-        if captured:
+        if method.captured:
             arrays = (*_prevent_slice_fusion(arrays),)
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
@@ -75,12 +72,9 @@ def shard_function(
                 aliases[len(arrays) - 1] = len(results)
             results.append(jax.ShapeDtypeStruct((length,), dtype))
             outputs.append(name)
-        function = buffer_callback(
-            callback(launch, inputs, outputs), results, input_output_aliases=aliases,
-            command_buffer_compatible=captured,
-        )  # fmt: skip
+        function = method.call(launch, ordinals, inputs, outputs, results, aliases)
         written = list(function(*arrays)[: len(params["outputs"])])
-        written = _prevent_slice_fusion(written) if captured else written
+        written = _prevent_slice_fusion(written) if method.captured else written
         return [x.astype(output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
 
     return call
@@ -113,9 +107,13 @@ def _lower(ctx: Any, *operands: Any, kind: LaunchKind, mesh_marker: Any, **param
     if not managed or not getattr(jax.config, "jax_use_shardy_partitioner", True):
         function = functools.partial(_on_one_device, kind, params)
         return mlir.lower_fun(function, multiple_results=True)(ctx, *operands)
-    slot = PartitionedCallback()
-    slot.index = len(ctx.module_context.host_callbacks)
-    ctx.module_context.add_host_callback(slot)
+    slot = None
+    if any(
+        _METHODS[platform]().uses_host_callbacks for platform in ctx.module_context.platforms if platform in _METHODS
+    ):
+        slot = PartitionedCallback()
+        slot.index = len(ctx.module_context.host_callbacks)
+        ctx.module_context.add_host_callback(slot)
     return mlir.lower_fun(partitioned(kind, slot, params), multiple_results=True)(ctx, *operands)
 
 
@@ -124,9 +122,8 @@ def _on_one_device(kind: LaunchKind, params: dict[str, Any], *arrays: Array) -> 
     return kind.merge_model_axis(kind.bind_shard(None, kind.split_model_axis(arrays, params), params), params)
 
 
+_METHODS: dict[str, Callable[[], Method]] = {"cuda": cuda_method, "cpu": interpreted_method}
 mlir.register_lowering(launch_p, _lower)
-for _platform, _function in (
-    ("cuda", shard_function(cuda_device, Callback, captured=True)),
-    ("cpu", shard_function(cpu_device, InterpretedCallback, captured=False)),
-):
+for _platform, _device in (("cuda", cuda_device), ("cpu", cpu_device)):
+    _function = shard_function(_device, _METHODS[_platform])
     mlir.register_lowering(launch_shard_p, functools.partial(_lower_shard, _function), platform=_platform)

@@ -42,8 +42,11 @@ class PartitionedCallback:
         return callback(ctx, *buffers)
 
 
-def partitioned(kind: LaunchKind, slot: PartitionedCallback, params: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a launch as a `custom_partitioning`: XLA may shard each of its independent axes separately."""
+def partitioned(kind: LaunchKind, slot: PartitionedCallback | None, params: dict[str, Any]) -> Callable[..., Any]:
+    """Returns a launch as a `custom_partitioning`: XLA may shard each of its independent axes separately.
+
+    `slot` is None if launches use no host callbacks.
+    """
     inputs = params["inputs"]
     names = (*inputs, *(output.name for output in params["outputs"]))
     # devices add up their sums in float32

@@ -11,6 +11,7 @@ from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrnn._bridge import availability
+from jaxrnn._bridge.method import cuda_method
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
 from jaxrnn._bridge.reverse_mode import refuse_to_differentiate
 
@@ -40,7 +41,7 @@ def _compile_in_background(kind: LaunchKind, avals: Sequence[Any], params: dict[
     ]
     device, ordinals = availability.cuda_device()
     if not kind.should_scan(arrays, params, device):
-        kind.launch(arrays, params, device).begin_loading(ordinals[0])
+        cuda_method().begin(kind.launch(arrays, params, device), ordinals)
 
 
 def _abstract_eval(

@@ -321,9 +321,8 @@ def test_failing_triton_driver_warns_once_and_xla_runs(monkeypatch):
         def active(self):
             raise RuntimeError("Failed to find C compiler")
 
-    loads = functools.cache(gpu.driver_fails.__wrapped__)
     pretend_gpus(monkeypatch, Device())
-    monkeypatch.setattr(gpu, "driver_fails", loads)
+    monkeypatch.setattr(gpu, "driver_fails", gpu.DriverCheck())
     monkeypatch.setattr(triton.runtime, "driver", Driver())
     text = "RuntimeError: Failed to find C compiler"
     with pytest.warns(RuntimeWarning, match=text):

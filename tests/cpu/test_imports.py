@@ -153,7 +153,7 @@ SHARED = ("torch_bridge.cells", "torch_bridge.rules")
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
 # `linen` and `nnx` may import Flax.
 ARROWS = {
-    "": ("cells", "functions", "norms"),
+    "": ("_bridge", "cells", "functions", "norms"),
     "numerics": (),
     "cells": ("numerics",),
     "blocks": ("cells",),

@@ -197,6 +197,109 @@ def test_an_error_is_raised_where_the_kernel_is_needed_and_the_next_call_retries
     assert loading.ensure_loaded(0, compile) == ("a kernel", 0)
 
 
+@pytest.mark.parametrize("state", ["never begun", "in progress", "failed", "loaded"])
+def test_a_kernel_is_loaded_once_its_job_has_succeeded(state, loading):
+    go_on = threading.Event()
+
+    def compile():
+        assert go_on.wait(60)
+        if state == "failed":
+            raise RuntimeError("out of memory")
+
+    if state != "never begun":
+        loading.begin_loading(0, compile)
+    if state != "in progress":
+        go_on.set()
+        wait(loading._loading.values())
+    assert loading.is_loaded(0, compile) == (state == "loaded")
+    go_on.set()
+    wait(loading._loading.values())
+
+
+def test_a_capture_launches_loaded_kernels_of_shapes_that_no_cache_remembers(loading, monkeypatch):
+    """The operators remember 4096 shapes. A kernel is loaded for every number of steps and sequences."""
+    import torch
+    from problems import make_problem
+
+    from torch_bridge import launch, op_common
+    from torch_bridge.recurrences import Launch
+    from torch_bridge.tiling import Device
+
+    pretend_gpus(monkeypatch, *[Device(80, 108, 166_912)] * 2)
+    compiled = []
+    monkeypatch.setattr(launch, "compile_call", lambda *what: compiled.append(what))
+    capturing = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
+    few, more = (make_problem("gru", "fwd", "tf32", 32, batch) for batch in (8, 16))
+    capturing.append("yes")
+    with pytest.raises(RuntimeError, match="not loaded yet"):
+        op_common.load(Launch, few, 0)
+    capturing.clear()
+    op_common.load(Launch, few, 0)
+    capturing.append("yes")
+    for problem in (few, more):
+        assert op_common.load(Launch, problem, 0).problem == problem
+    assert len(compiled) == 1
+    with pytest.raises(RuntimeError, match="not loaded yet"):
+        op_common.load(Launch, few, 1)
+
+
+def test_an_interrupt_of_one_thread_is_not_raised_in_threads_that_wait_for_the_kernel(loading):
+    begun, go_on, results = threading.Event(), threading.Event(), {}
+    interrupts = [KeyboardInterrupt("of the first thread")]
+
+    def compile():
+        begun.set()
+        assert go_on.wait(60)
+        if interrupts:
+            raise interrupts.pop()
+        return "a kernel"
+
+    def load(name):
+        try:
+            results[name] = loading.ensure_loaded(0, compile)
+        except BaseException as error:
+            results[name] = repr(error)
+
+    threads = [threading.Thread(target=load, args=(name,)) for name in ("first", "second", "third")]
+    threads[0].start()
+    assert begun.wait(60)
+    for thread in threads[1:]:
+        thread.start()
+    time.sleep(0.2)  # until both wait for the first
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    loaded = ("a kernel", 0)
+    assert results == {"first": "KeyboardInterrupt('of the first thread')", "second": loaded, "third": loaded}
+
+
+def test_an_error_is_raised_in_all_threads_that_wait_for_the_kernel(loading):
+    begun, go_on, results, compiled = threading.Event(), threading.Event(), [], []
+
+    def compile():
+        compiled.append(None)
+        begun.set()
+        assert go_on.wait(60)
+        raise RuntimeError("out of memory")
+
+    def load():
+        try:
+            loading.ensure_loaded(0, compile)
+        except RuntimeError as error:
+            results.append(str(error))
+
+    threads = [threading.Thread(target=load) for _ in range(2)]
+    threads[0].start()
+    assert begun.wait(60)
+    threads[1].start()
+    time.sleep(0.2)  # until it waits for the first
+    go_on.set()
+    for thread in threads:
+        thread.join(60)
+    assert (results, len(compiled)) == (["out of memory"] * 2, 1)
+
+
 @pytest.mark.parametrize("where", ["here", "in a thread"])
 def test_a_failed_compilation_keeps_no_arrays_alive(where, loading):
     """The exception keeps no arrays alive, neither of the call that failed nor of a call that waited for it."""
@@ -307,8 +410,56 @@ def test_triton_is_hashed_while_its_driver_is_compiled(loading, monkeypatch):
     called = threading.Event()
     monkeypatch.setattr(triton.runtime.cache, "triton_key", called.set)
     monkeypatch.setattr(triton.runtime, "driver", types.SimpleNamespace(active=types.SimpleNamespace(utils=None)))
-    assert gpu.driver_fails.__wrapped__() is None
+    assert gpu.DriverCheck()() is None
     assert called.wait(60)
+
+
+def test_a_failure_of_the_driver_is_retried_and_a_success_is_not(monkeypatch):
+    """A full disk or a busy GPU may pass; a failed attempt may run the C compiler, so not every call makes one."""
+    import triton
+
+    from torch_bridge import gpu
+
+    now, answers = [100.0], [OSError("no space left on device"), OSError("no space left on device"), None]
+
+    class Driver:
+        @property
+        def active(self):
+            if answer := answers.pop(0):
+                raise answer
+            return types.SimpleNamespace(utils=None)
+
+    monkeypatch.setattr(triton.runtime, "driver", Driver())
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    check = gpu.DriverCheck()
+    with pytest.warns(RuntimeWarning, match="no space left") as warned:
+        assert check() == check() == "OSError: no space left on device"
+        now[0] += gpu.RETRY_SECONDS
+        assert check() == "OSError: no space left on device"
+    assert (len(warned), len(answers)) == (1, 1)
+    now[0] += gpu.RETRY_SECONDS
+    assert check() is None and check() is None
+    assert not answers
+
+
+def test_operators_launch_kernels_again_after_a_failure_of_the_driver(monkeypatch):
+    import torch
+
+    from torch_bridge import gpu, norm_ops
+    from torch_bridge.rnn_ops import implementation
+    from torch_bridge.tiling import Device
+
+    pretend_gpus(monkeypatch, Device())
+    device, reasons = torch.device("cuda:0"), ["RuntimeError: out of memory"] * 2 + [None] * 2
+    monkeypatch.setattr(gpu, "driver_fails", lambda: reasons.pop(0))
+    ask = (
+        lambda: implementation._unsupported(device, torch.float32, 77),
+        lambda: norm_ops._unsupported(device, (torch.float32,), 77),
+    )
+    assert all("cannot be loaded here (RuntimeError: out of memory)" in each() for each in ask)
+    assert [each() for each in ask] == [None, None]
+    assert [each() for each in ask] == [None, None]  # from the cache
+    assert not reasons
 
 
 @pytest.mark.compile_only

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import get_args
 
 import torch
@@ -16,7 +15,7 @@ Precision = rules.Precision | None
 PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
 
 
-@functools.cache
+@op_common.cached_reason
 def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
     """Returns why the kernels cannot run on a device with weights of this dtype and width, or None if they can."""
     facts = op_common.device_facts(device, dtype)

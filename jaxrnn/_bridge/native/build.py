@@ -1,0 +1,154 @@
+"""Builds the handler's library from `launch.c` with the system's C compiler, once, into a private cache folder."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+import jax
+
+SOURCE = Path(__file__).with_name("launch.c")
+COMPILERS = ("cc", "gcc", "clang")
+_ANY_COMPILER = " or ".join(COMPILERS)
+_FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
+_LIBRARIES = ("-ldl", "-lpthread")
+
+
+class NativeLaunchError(RuntimeError):
+    """The native launch cannot be used on this machine; the message says why, and what to do."""
+
+
+_INSTEAD = 'or set JAXRNN_LAUNCH to "callback", which needs none of this'
+
+
+@functools.cache
+def load() -> ctypes.CDLL:
+    """Returns the handler's library, built if no earlier process of this user has built it.
+
+    Raises:
+      NativeLaunchError: there is no compiler, it fails, or the cache folder cannot be used.
+    """
+    path = build()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NativeLaunchError(
+            f"the library of the native launch cannot be loaded ({error}): set XDG_CACHE_HOME to a folder on a file "
+            f"system that allows programs, {_INSTEAD}"
+        ) from error
+
+
+def build() -> Path:
+    """Returns the path of the library, which it builds if it is missing.
+
+    The name contains hashes of all that the library is made from: first the source, XLA's headers, the flags and the
+    processor, then the compiler. Processes may build it at the same time: each writes a file of its own, and then moves
+    it to the name.
+    """
+    folder = _cache_folder()
+    made_from = _hash(
+        SOURCE.read_bytes(), *(path.read_bytes() for path in _headers()), *_FLAGS, *_LIBRARIES, platform.machine()
+    )
+    compiler = _find_compiler()
+    if compiler is None:
+        # a machine that only runs programs may have the cache folder of one that has a compiler
+        if built := sorted(folder.glob(f"launch-{made_from}-*.so")):
+            return built[0]
+        sought = f"CC, {os.environ['CC']!r}, is not there" if os.environ.get("CC") else f"there is no {_ANY_COMPILER}"
+        raise NativeLaunchError(
+            f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), set CC to its path, "
+            f"{_INSTEAD}"
+        )
+    path = folder / f"launch-{made_from}-{_hash(*compiler, _version(compiler))}.so"
+    if not path.exists():
+        _compile(compiler, path)
+    return path
+
+
+def _headers() -> list[Path]:
+    """Returns the headers of XLA that the source includes."""
+    return [Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")]
+
+
+def _hash(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:16]
+
+
+def _find_compiler() -> tuple[str, ...] | None:
+    """Returns the command of the C compiler: that of the environment variable CC if set, else the first there is."""
+    for command in [os.environ["CC"]] if os.environ.get("CC") else COMPILERS:
+        name, *options = shlex.split(command)
+        if path := shutil.which(name):
+            return path, *options
+    return None
+
+
+def _version(compiler: tuple[str, ...]) -> str:
+    done = subprocess.run((*compiler, "--version"), capture_output=True, text=True)
+    return done.stdout
+
+
+def _compile(compiler: tuple[str, ...], path: Path) -> None:
+    """Compiles the source into a temporary file beside `path`, and moves that to `path`, which is atomic."""
+    try:
+        number, temporary = tempfile.mkstemp(suffix=".tmp", prefix=path.stem, dir=path.parent)
+    except OSError as error:
+        raise NativeLaunchError(_not_writable(path.parent, error)) from error
+    os.close(number)
+    try:
+        command = (*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", temporary, *_LIBRARIES)
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise NativeLaunchError(
+                f"the C compiler cannot build the native launch: repair it, set CC to another one, {_INSTEAD}. "
+                f"{shlex.join(command)} returned {done.returncode}:\n{done.stderr[-2000:]}"
+            )
+        os.chmod(temporary, 0o700)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise NativeLaunchError(_not_writable(path.parent, error)) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+
+
+def _cache_folder() -> Path:
+    """Returns the folder for libraries, created if missing; only this user may write to it, as code is loaded from it.
+
+    Raises:
+      NativeLaunchError: the folder cannot be created, or another user may write to it.
+    """
+    import platformdirs
+
+    folder = Path(platformdirs.user_cache_dir("jaxrnn"), "native")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise NativeLaunchError(_not_writable(folder, error)) from error
+    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
+        raise NativeLaunchError(
+            f"{folder} belongs to another user, or others may write to it, and the native launch would load code from "
+            f"it: chown it to this user and chmod it to 700, set XDG_CACHE_HOME to a private folder, {_INSTEAD}"
+        )
+    return folder
+
+
+def _not_writable(folder: Path, error: OSError) -> str:
+    return (
+        f"the native launch cannot write its library to {folder} ({error}): make the folder writable, set "
+        f"XDG_CACHE_HOME to one that is, {_INSTEAD}"
+    )

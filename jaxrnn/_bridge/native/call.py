@@ -1,0 +1,77 @@
+"""The native launch as a call in a program: its attributes contain the binaries and everything about the launches."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrnn._bridge.native import target
+
+# The kinds of parameters, in the order of the enum in `launch.c`, and the types of `torch_bridge.launch.Binary`.
+_KINDS = ("array", "null", "i32", "i64", "fp32")
+
+
+class NativeMethod:
+    """Launches by the handler in C. `jaxrnn._bridge.callback.CallbackMethod` has the same interface."""
+
+    captured = True
+    uses_host_callbacks = False
+
+    def begin(self, launch: Any, ordinals: Sequence[int]) -> None:
+        """Starts to compile the kernels of a launch in the background."""
+        del ordinals  # the handler loads kernels where a program is initialised
+        launch.begin_loading(None)
+
+    def call(
+        self, launch: Any, ordinals: Sequence[int], inputs: Sequence[str], outputs: Sequence[str],
+        results: Sequence[jax.ShapeDtypeStruct], aliases: Mapping[int, int],
+    ) -> Callable[..., Any]:  # fmt: skip
+        """Returns the function of arrays, named by `inputs`, that launches and returns those named by `outputs`.
+
+        Compiles the kernels, and registers the handler.
+        """
+        del ordinals
+        target.register()
+        function = jax.ffi.ffi_call(target.TARGET, results, input_output_aliases=dict(aliases))
+        given = attributes(launch.binaries(), [*inputs, *outputs])
+        return lambda *arrays: function(*arrays, **given)
+
+
+def attributes(binaries: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
+    """Returns the attributes of a call that launches these binaries; `names` are those of its operands and results."""
+    found: dict[str, Any] = {"kernels": np.int64(len(binaries))}
+    for k, binary in enumerate(binaries):
+        launch = (
+            binary.grid, 1, 1, binary.threads, binary.shared_memory, binary.cluster, binary.cooperative, binary.early,
+            binary.capability,
+        )  # fmt: skip
+        parameters = [number for kind, value in binary.parameters for number in _encode(kind, value, names)]
+        found |= {
+            f"cubin_{k}": binary.cubin,
+            f"name_{k}": binary.name,
+            f"key_{k}": _key(binary),
+            f"launch_{k}": np.array(launch, np.int64),
+            f"parameters_{k}": np.array(parameters, np.int64),
+        }
+    return found
+
+
+def _encode(kind: str, value: Any, names: Sequence[str]) -> tuple[int, int]:
+    """Returns a parameter's kind and value, as `launch.c` reads them."""
+    if kind == "array":
+        value = names.index(value)
+    elif kind == "fp32":
+        (value,) = struct.unpack("<I", struct.pack("<f", value))
+    return _KINDS.index(kind), value or 0
+
+
+def _key(binary: Any) -> str:
+    """Returns the key under which the handler remembers a loaded kernel: a hash of all that loading it depends on."""
+    digest = hashlib.sha256(f"{binary.name}\0{binary.shared_memory}\0".encode())
+    digest.update(binary.cubin)
+    return digest.hexdigest()
