@@ -143,15 +143,34 @@ def _check(kind: Kind, x: Any, weight: Any, bias: Any, residual: Any, epsilon: A
         if arrays[name] is not None and jnp.shape(arrays[name]) != shape[-1:]:
             raise ValueError(f"{name} must be [N] = {shape[-1:]} as in x {shape}, got {jnp.shape(arrays[name])}")
     if residual is not None:
-        expected, got = (f"{jnp.result_type(array)}{list(jnp.shape(array))}" for array in (x, residual))
-        if expected != got:
-            raise ValueError(f"residual must have the shape and dtype of x, {expected}, got {got}")
+        _check_residual(x, residual)
     if isinstance(epsilon, (bool, jax.Array)) or not isinstance(epsilon, (int, float, np.number)):
         raise ValueError(
             f"epsilon of {kind}_norm must be a number, got {type(epsilon).__name__}: it must be known at trace time"
         )
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
+
+
+def _check_residual(x: Any, residual: Any) -> None:
+    """Raises ValueError unless the residual has the shape and dtype of `x`."""
+    expected, got = (f"{jnp.result_type(array)}{list(jnp.shape(array))}" for array in (x, residual))
+    if expected != got:
+        raise ValueError(f"residual must have the shape and dtype of x, {expected}, got {got}")
+
+
+def add_residual(x: Array, residual: Array) -> Array:
+    """Returns `x + residual` as the norms return it: in the dtype of `x`, sharded like `x`.
+
+    Raises:
+      ValueError: the residual does not have the shape and dtype of `x`.
+    """
+    _check_residual(x, residual)
+    residual = jnp.asarray(residual)
+    if sharding.on_explicit_mesh(x):
+        mesh, spec = jax.typeof(x).sharding.mesh, PartitionSpec(*sharding.spec_of(x))
+        (residual,) = sharding.reshard((residual,), mesh, (spec,))
+    return _sum(x, residual)
 
 
 def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from jaxrnn.modules.activations import is_relu, is_tanh
 from jaxrnn.modules.carries import Carry, broadcast_batch_axes, broadcast_carry, one_or_tuple
-from jaxrnn.modules.norms import check_norm, normalize
+from jaxrnn.modules.norms import normalize, option_of_flax, run_flax
 from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
 from jaxrnn.modules.recurrence import cast, check_carry, run, state_names
 from jaxrnn.modules.resets import check_reset_carry, with_resets
@@ -15,7 +15,6 @@ __all__ = [
     "broadcast_carry",
     "cast",
     "check_carry",
-    "check_norm",
     "check_reset_carry",
     "check_stack",
     "group_by_direction",
@@ -23,9 +22,11 @@ __all__ = [
     "is_tanh",
     "normalize",
     "one_or_tuple",
+    "option_of_flax",
     "reason_to_scan_gates",
     "reason_to_scan_unlisted",
     "run",
+    "run_flax",
     "run_over_time",
     "run_stack",
     "state_names",
