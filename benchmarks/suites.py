@@ -362,6 +362,8 @@ def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
         if config.implementation == "auto":
             check_kernels_run(config)
         results = [example.train(config) for _ in range(runs)]
+        if not all(result.finished for result in results):
+            raise KeyboardInterrupt  # which `train` turned into a shorter run
     except Exception as error:
         return harness.failed(row, error)
     speed = timing.Spread.of([result.steps_per_second for result in results], runs)  # all seeds together

@@ -10,6 +10,8 @@ loss of log(symbols).
 Under `vmap` every network has its own weights. Flax's scan then computes 16 small products per step. The kernels of
 jaxrnn have an axis for models, so one launch runs all networks over all steps.
 
+Results are written after both trainings. Ctrl-C ends a training early and keeps what it has learned until then.
+
 The example needs `pip install '.[examples]'` in a checkout.
 """
 
@@ -20,6 +22,7 @@ import importlib.metadata
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -162,6 +165,7 @@ class Result:
     compile_seconds: float
     seconds: float  # total of all calls except the first, which warms up
     losses: np.ndarray  # [S, updates]
+    finished: bool = True  # False if Ctrl-C ended the training
 
     @property
     def milliseconds_per_update(self) -> float:
@@ -176,7 +180,13 @@ class Result:
 
 
 def train(config: Config) -> Result:
-    """Trains `config.seeds` networks at once and shows a progress bar."""
+    """Trains `config.seeds` networks at once and shows a progress bar. Ctrl-C ends the training early.
+
+    Raises:
+      KeyboardInterrupt: Ctrl-C was pressed before the second call ended.
+    """
+    name = f"{config.seeds:>3} at once"
+    print(f"{name}: compiling ...", end="\r", file=sys.stderr, flush=True)  # the progress bar replaces it
     init, run = make_train(config)
     began = time.perf_counter()
     state = init(config.seed + jnp.arange(config.seeds))
@@ -184,17 +194,22 @@ def train(config: Config) -> Result:
     compile_seconds = time.perf_counter() - began
 
     losses: list[np.ndarray] = []
-    with tqdm(total=config.updates, desc=f"{config.seeds:>3} at once", unit=" updates") as bar:
-        started = time.perf_counter()
-        for call in range(config.updates // config.updates_per_call):
-            state, submitted = run(state)
-            losses.append(np.asarray(submitted))
-            if call == 0:
-                started = time.perf_counter()
-            bar.set_postfix_str(f"loss {losses[-1].mean():.2f}", refresh=False)
-            bar.update(config.updates_per_call)
-        seconds = time.perf_counter() - started
-    return Result(config, compile_seconds, seconds, np.concatenate(losses, axis=1))
+    finished, started, ended = False, time.perf_counter(), 0.0
+    with tqdm(total=config.updates, desc=name, unit=" updates") as bar:
+        try:
+            for call in range(config.updates // config.updates_per_call):
+                state, submitted = run(state)
+                losses.append(np.asarray(submitted))
+                if call == 0:
+                    started = time.perf_counter()
+                ended = time.perf_counter()
+                bar.set_postfix_str(f"loss {losses[-1].mean():.2f}", refresh=False)
+                bar.update(config.updates_per_call)
+            finished = True
+        except KeyboardInterrupt:
+            if len(losses) < 2:
+                raise
+    return Result(config, compile_seconds, ended - started, np.concatenate(losses, axis=1), finished)
 
 
 # Output.
@@ -219,7 +234,7 @@ def table_of(results: Sequence[Result]) -> Table:
     for result in results:
         count, loss = result.config.seeds, result.final_loss
         table.add_row(
-            str(count),
+            str(count) if result.finished else f"{count}, stopped",
             f"{result.milliseconds_per_update:.2f}",
             f"{result.milliseconds_per_update / count:.2f}",
             f"{loss.mean():.2f}" + (f" ± {loss.std():.2f}" if count > 1 else ""),
@@ -237,7 +252,7 @@ def plot(result: Result, single: Result, path: Path) -> None:
     for i, losses in enumerate(result.losses):
         axes.plot(updates, losses, color="#0072b2", linewidth=0.7, alpha=0.3, label="one seed" if i == 0 else None)
     axes.plot(updates, result.losses.mean(axis=0), color="#0072b2", linewidth=2, label=f"mean of {len(result.losses)}")
-    axes.set(xlabel="updates", ylabel="cross entropy", ylim=(0, None), xmargin=0.01)
+    axes.set(xlabel="updates", ylabel="cross entropy (lower is better)", ylim=(0, None), xmargin=0.01)
     together, alone = result.milliseconds_per_update, single.milliseconds_per_update
     axes.set_title(f"{result.config.seeds} networks in {together:.1f} ms per update, one in {alone:.1f} ms")
     axes.grid(alpha=0.25)
@@ -246,19 +261,45 @@ def plot(result: Result, single: Result, path: Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+def whole_number(text: str) -> int:
+    """Returns the int that `text` is in any notation, such as 1000000, 1_000_000 or 1e6."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000, 1_000 or 1e3, got {text!r}")
+    return int(value)
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--seeds", type=int, default=Config.seeds, help="networks trained at once (default: %(default)s)")
-    add("--updates", type=int, default=Config.updates, help="updates of each network (default: %(default)s)")
-    add("--updates-per-call", type=int, default=Config.updates_per_call, help="updates per call (default: %(default)s)")
-    add("--symbols", type=int, default=Config.symbols, help="number of symbols (default: %(default)s)")
-    add("--steps", type=int, default=Config.steps, help="steps per update (default: %(default)s)")
-    add("--batch", type=int, default=Config.batch, help="sequences per update (default: %(default)s)")
-    add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
-    add("--mean-length", type=int, default=Config.mean_length, help="mean steps per episode (default: %(default)s)")
+    add("--seeds", type=whole_number, default=Config.seeds, help="networks trained at once (default: %(default)s)")
+    add("--updates", type=whole_number, default=Config.updates, help="updates of each network (default: %(default)s)")
+    add(
+        "--updates-per-call",
+        type=whole_number,
+        default=Config.updates_per_call,
+        help="updates per call (default: %(default)s)",
+    )
+    add("--symbols", type=whole_number, default=Config.symbols, help="number of symbols (default: %(default)s)")
+    add("--steps", type=whole_number, default=Config.steps, help="steps per update (default: %(default)s)")
+    add("--batch", type=whole_number, default=Config.batch, help="sequences per update (default: %(default)s)")
+    add("--hidden", type=whole_number, default=Config.hidden, help="width of the GRU (default: %(default)s)")
+    add(
+        "--mean-length",
+        type=whole_number,
+        default=Config.mean_length,
+        help="mean steps per episode (default: %(default)s)",
+    )
     add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
-    add("--seed", type=int, default=Config.seed, help="first seed; the others count up from it (default: %(default)s)")
+    add(
+        "--seed",
+        type=whole_number,
+        default=Config.seed,
+        help="first seed; the others count up from it (default: %(default)s)",
+    )
     add("--implementation", choices=["triton", "xla"], help="GRU implementation (default: the fastest that works here)")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
     namespace = parser.parse_args(arguments)
@@ -266,21 +307,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
         if namespace.implementation == "triton":
             jax.eval_shape(make_train(namespace.config).init, jnp.arange(1))  # raises if the kernels cannot run
-    except (NotImplementedError, ValueError) as error:
+        namespace.out.mkdir(parents=True, exist_ok=True)
+    except (NotImplementedError, OSError, ValueError) as error:
         parser.error(str(error))
     return namespace
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Result]:
-    options = parse_arguments(arguments)
-    results = [train(dataclasses.replace(options.config, seeds=count)) for count in (1, options.config.seeds)]
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / "many_seeds"
-    plot(results[1], results[0], stem.with_suffix(".png"))
+def write(config: Config, results: Sequence[Result], stem: Path) -> None:
+    """Writes the figures of the trainings so far, and the plot once there are both."""
     runs = [
         {
             "seeds": result.config.seeds,
+            "finished": result.finished,
             "milliseconds_per_update": result.milliseconds_per_update,
             "compile_seconds": result.compile_seconds,
             "final_loss": result.final_loss.tolist(),
@@ -288,11 +326,30 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         }
         for result in results
     ]
-    report = {"machine": machine(), "config": dataclasses.asdict(options.config), "runs": runs}
+    report = {"machine": machine(), "config": dataclasses.asdict(config), "runs": runs}
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    if len(results) == 2:
+        plot(results[1], results[0], stem.with_suffix(".png"))
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Result]:
+    options = parse_arguments(arguments)
+    config, stem = options.config, options.out / "many_seeds"
+    results: list[Result] = []
+    try:
+        for count in (1, config.seeds):
+            results.append(train(dataclasses.replace(config, seeds=count)))
+            write(config, results, stem)
+            if not results[-1].finished:
+                break
+    except KeyboardInterrupt:
+        pass
     console = Console()
-    console.print(table_of(results))
-    console.print(f"learning curves: {stem.with_suffix('.png')}, figures: {stem.with_suffix('.json')}", soft_wrap=True)
+    if results:
+        console.print(table_of(results))
+        console.print(f"learning curves and figures: {stem}.*", soft_wrap=True)
+    if len(results) < 2 or not results[-1].finished:
+        sys.exit("interrupted")
     return results
 
 

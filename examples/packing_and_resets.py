@@ -12,7 +12,8 @@ A rollout is `xs [T, B, D]` with `resets [T, B]`, which is true where step t is 
    this.
 3. jaxrnn: call `jaxrnn.gru(..., resets=resets)`. This is one launch on an NVIDIA GPU, and jaxrnn's own scan elsewhere.
 
-All three give the same outputs, last state and gradients, which is checked before anything is timed.
+All three give the same outputs, last state and gradients, which is checked before anything is timed. Results are
+written after every mean length; Ctrl-C keeps those.
 
 The example needs `pip install '.[examples]'` in a checkout.
 """
@@ -22,7 +23,9 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import math
 import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -213,9 +216,11 @@ def measure(config: Config, mean_length: int, programs: dict[Any, tuple[Any, flo
         arguments = (params, rollout.carry, rollout.xs, layout)
         key = name, *(x.shape for x in jax.tree.leaves(arguments))
         if key not in programs:
+            bar.set_postfix_str("compiling ...")
             began = time.perf_counter()
             program = with_gradients(run).lower(*arguments).compile()
             programs[key] = program, time.perf_counter() - began
+            bar.set_postfix_str("")
         program, compile_seconds = programs[key]
         call = functools.partial(program, *arguments)
         got = jax.device_get(call())
@@ -257,9 +262,10 @@ def describe(config: Config) -> str:
 
 
 def table_of(config: Config, measurements: Sequence[Measurement]) -> Table:
-    table = Table(title=f"GRU forward and backward, {describe(config)}", caption=machine())
-    headers = ("mean episode", "method", "ms", "host ms", "compile", f"programs in {config.rollouts} rollouts")
-    for header in (*headers, "sequential steps", "wasted steps"):
+    title = f"GRU forward and backward, {describe(config)}; programs for {config.rollouts} rollouts"
+    table = Table(title=title, caption=machine())
+    headers = ("mean length", "method", "ms", "host ms", "compile", "programs", "steps in turn", "wasted steps")
+    for header in headers:
         table.add_column(header, justify="left" if header == "method" else "right")
     for mean_length, steps, costs in measurements:
         for name, cost in costs.items():
@@ -281,18 +287,19 @@ def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> Non
     figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     lengths = [m.mean_length for m in measurements]
-    for name, color in zip(METHODS, ("#0072b2", "#d55e00", "#009e73"), strict=True):
+    styles = (("#0072b2", "o-"), ("#d55e00", "s-"), ("#009e73", "^--"))
+    for name, (color, style) in zip(METHODS, styles, strict=True):
         costs = [m.costs[name] for m in measurements]
-        left.plot(lengths, [c.milliseconds + c.host_milliseconds for c in costs], "o-", color=color, label=name)
+        left.plot(lengths, [c.milliseconds + c.host_milliseconds for c in costs], style, color=color, label=name)
         computed = [c.computed / m.steps for c, m in zip(costs, measurements, strict=True)]
-        right.plot(lengths, computed, "o--" if name == "jaxrnn" else "o-", color=color)
-    left.set(ylabel="milliseconds for forward and backward", title="Time", ylim=(0, None))
-    right.set(ylabel="steps computed per step of the rollout", title="Work", ylim=(0, None))
+        right.plot(lengths, computed, style, color=color, markersize=8 if name == "scan" else 5)
+    left.set(ylabel="ms for forward and backward", title="Time (lower is better)", ylim=(0, None))
+    right.set(ylabel="steps computed per step of the rollout", title="Work (lower is better)", ylim=(0, None))
     for axes in (left, right):
         axes.set_xscale("log")
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.minorticks_off()
-        axes.set_xlabel("mean length of an episode")
+        axes.set_xlabel("mean length of an episode (log scale)")
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
@@ -300,20 +307,41 @@ def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> Non
     figure.savefig(path, dpi=150)
 
 
+def whole_number(text: str) -> int:
+    """Returns the int that `text` is in any notation, such as 1000000, 1_000_000 or 1e6."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000, 1_000 or 1e3, got {text!r}")
+    return int(value)
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--steps", type=int, default=Config.steps, help="steps per rollout (default: %(default)s)")
-    add("--envs", type=int, default=Config.envs, help="environments per rollout (default: %(default)s)")
-    add("--features", type=int, default=Config.features, help="width of the inputs (default: %(default)s)")
-    add("--hidden", type=int, default=Config.hidden, help="width of the GRU (default: %(default)s)")
+    add("--steps", type=whole_number, default=Config.steps, help="steps per rollout (default: %(default)s)")
+    add("--envs", type=whole_number, default=Config.envs, help="environments per rollout (default: %(default)s)")
+    add("--features", type=whole_number, default=Config.features, help="width of the inputs (default: %(default)s)")
+    add("--hidden", type=whole_number, default=Config.hidden, help="width of the GRU (default: %(default)s)")
     add(
-        "--mean-lengths", type=int, nargs="+", default=Config.mean_lengths,
+        "--mean-lengths", type=whole_number, nargs="+", default=Config.mean_lengths,
         help="mean steps per episode, one or more (default: %(default)s)",
     )  # fmt: skip
-    add("--rollouts", type=int, default=Config.rollouts, help="rollouts to count programs over (default: %(default)s)")
-    add("--repeats", type=int, default=Config.repeats, help="calls per timing, fastest counts (default: %(default)s)")
-    add("--seed", type=int, default=Config.seed, help="seed of all random numbers (default: %(default)s)")
+    add(
+        "--rollouts",
+        type=whole_number,
+        default=Config.rollouts,
+        help="rollouts to count programs over (default: %(default)s)",
+    )
+    add(
+        "--repeats",
+        type=whole_number,
+        default=Config.repeats,
+        help="calls per timing, fastest counts (default: %(default)s)",
+    )
+    add("--seed", type=whole_number, default=Config.seed, help="seed of all random numbers (default: %(default)s)")
     add("--implementation", choices=["triton", "xla"], help="jaxrnn implementation (default: fastest that works here)")
     add("--precision", choices=["default", "highest"], default=Config.precision, help="precision of all products")
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
@@ -323,23 +351,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         namespace.config = Config(**(fields | {"mean_lengths": tuple(namespace.mean_lengths)}))
         if namespace.implementation == "triton":
             try_jaxrnn(namespace.config)
-    except (NotImplementedError, ValueError) as error:
+        namespace.out.mkdir(parents=True, exist_ok=True)
+    except (NotImplementedError, OSError, ValueError) as error:
         parser.error(str(error))
     return namespace
 
 
-def main(arguments: Sequence[str] | None = None) -> list[Measurement]:
-    options = parse_arguments(arguments)
-    config = options.config
-    programs: dict[Any, tuple[Any, float]] = {}
-    with (
-        jax.default_matmul_precision(config.precision),
-        tqdm(total=len(METHODS) * len(config.mean_lengths)) as bar,
-    ):
-        measurements = [measure(config, mean_length, programs, bar) for mean_length in config.mean_lengths]
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / "packing_and_resets"
+def write(config: Config, measurements: Sequence[Measurement], stem: Path) -> None:
+    """Writes the plot and the figures of the measurements so far."""
     plot(config, measurements, stem.with_suffix(".png"))
     costs = [
         {"mean_length": m.mean_length, "steps": m.steps} | {name: cost._asdict() for name, cost in m.costs.items()}
@@ -347,9 +366,30 @@ def main(arguments: Sequence[str] | None = None) -> list[Measurement]:
     ]
     report = {"machine": machine(), "config": dataclasses.asdict(config), "measurements": costs}
     stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> list[Measurement]:
+    options = parse_arguments(arguments)
+    config, stem = options.config, options.out / "packing_and_resets"
+    programs: dict[Any, tuple[Any, float]] = {}
+    measurements: list[Measurement] = []
+    try:
+        with (
+            jax.default_matmul_precision(config.precision),
+            tqdm(total=len(METHODS) * len(config.mean_lengths)) as bar,
+        ):
+            for mean_length in config.mean_lengths:
+                measurements.append(measure(config, mean_length, programs, bar))
+                write(config, measurements, stem)
+    except KeyboardInterrupt:
+        pass
     console = Console()
-    console.print(table_of(config, measurements))
-    console.print(f"plot: {stem.with_suffix('.png')}, figures: {stem.with_suffix('.json')}", soft_wrap=True)
+    if measurements:
+        console.print(table_of(config, measurements))
+        plotted, figures = stem.with_suffix(".png"), stem.with_suffix(".json")
+        console.print(f"plot: {plotted}, figures: {figures}", soft_wrap=True)
+    if len(measurements) < len(config.mean_lengths):
+        sys.exit("interrupted")
     return measurements
 
 

@@ -12,6 +12,8 @@ The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and th
 also take `resets`. The example compares it with the same policy over `torch.nn`, which has no resets and therefore
 packs the episodes.
 
+Results are written after every policy; Ctrl-C keeps those.
+
 The example needs `pip install '.[torch]' rich tqdm` in a checkout.
 """
 
@@ -20,6 +22,7 @@ import dataclasses
 import json
 import math
 import platform
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -198,6 +201,8 @@ def train(
         return reward, detach(state)
 
     torch.manual_seed(config.seed)
+    if "compiled" in name:
+        print(f"{name:>22}: compiling ...", end="\r", file=sys.stderr, flush=True)  # the progress bar replaces it
     started = time.perf_counter()
     for i in tqdm(range(config.updates), desc=f"{name:>22}", unit=" updates"):
         reward, state = update(episodes.draw(), state)
@@ -228,8 +233,11 @@ def machine(config: Config) -> str:
 
 def table_of(config: Config, results: Sequence[Result], flops: dict[str, int]) -> Table:
     size = f"{config.cell.upper()}-{config.hidden}, {config.batch} x {config.steps} steps per update"
-    table = Table(title=f"RepeatFirst, {config.symbols} symbols, {size}", caption=machine(config))
-    for header in ("policy", "final reward", "ms / update", "steps/s", "GFLOP/s", "first update"):
+    table = Table(
+        title=f"RepeatFirst, {config.symbols} symbols, {size}",
+        caption=f"reward: mean of the last tenth; first: first update, with compilation. {machine(config)}",
+    )
+    for header in ("policy", "reward", "ms / update", "steps/s", "GFLOP/s", "first"):
         table.add_column(header, justify="left" if header == "policy" else "right")
     for result in results:
         rate = 1e3 / result.milliseconds
@@ -259,19 +267,40 @@ def unusable(device: str) -> str | None:
     return None
 
 
+def whole_number(text: str) -> int:
+    """Returns the int that `text` is in any notation, such as 1000000, 1_000_000 or 1e6."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value.is_integer():
+        raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000, 1_000 or 1e3, got {text!r}")
+    return int(value)
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--cell", choices=["gru", "lstm"], default=Config.cell, help="default: %(default)s")
-    add("--updates", type=int, default=Config.updates, help="updates of each policy (default: %(default)s)")
-    add("--symbols", type=int, default=Config.symbols, help="number of symbols (default: %(default)s)")
-    add("--steps", type=int, default=Config.steps, help="steps per update (default: %(default)s)")
-    add("--batch", type=int, default=Config.batch, help="environments per update (default: %(default)s)")
-    add("--hidden", type=int, default=Config.hidden, help="width of the recurrence (default: %(default)s)")
-    add("--mean-length", type=int, default=Config.mean_length, help="mean steps per episode (default: %(default)s)")
+    add("--updates", type=whole_number, default=Config.updates, help="updates of each policy (default: %(default)s)")
+    add("--symbols", type=whole_number, default=Config.symbols, help="number of symbols (default: %(default)s)")
+    add("--steps", type=whole_number, default=Config.steps, help="steps per update (default: %(default)s)")
+    add("--batch", type=whole_number, default=Config.batch, help="environments per update (default: %(default)s)")
+    add("--hidden", type=whole_number, default=Config.hidden, help="width of the recurrence (default: %(default)s)")
+    add(
+        "--mean-length",
+        type=whole_number,
+        default=Config.mean_length,
+        help="mean steps per episode (default: %(default)s)",
+    )
     add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
     add("--entropy", type=float, default=Config.entropy, help="weight of the entropy bonus (default: %(default)s)")
-    add("--seed", type=int, default=Config.seed, help="seed of weights, episodes and actions (default: %(default)s)")
+    add(
+        "--seed",
+        type=whole_number,
+        default=Config.seed,
+        help="seed of weights, episodes and actions (default: %(default)s)",
+    )
     device = "cuda" if torch.cuda.is_available() else "cpu"
     add("--device", default=device, help="device that PyTorch computes on (default here: %(default)s)")
     add("--compile", action="store_true", help="train a compiled policy too")
@@ -280,7 +309,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     namespace = parser.parse_args(arguments)
     try:
         namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
-    except ValueError as error:
+        namespace.out.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
         parser.error(str(error))
     if reason := unusable(namespace.device):
         parser.error(f"PyTorch cannot compute on device {namespace.device!r}: {reason}")
@@ -302,22 +332,28 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
         graphs = {"mode": "reduce-overhead"} if options.backend == "inductor" else {}
         return torch.compile(step, fullgraph=True, backend=options.backend, **graphs)
 
-    results = [
-        train(config, "torch.nn, packed", make(PackedPolicy)),
-        train(config, "torch_bridge", make(Policy)),
+    plans: list[tuple[str, type[torch.nn.Module], Callable[[Step], Step]]] = [
+        ("torch.nn, packed", PackedPolicy, lambda step: step),
+        ("torch_bridge", Policy, lambda step: step),
     ]
     if options.compile:
-        results.append(train(config, "torch_bridge, compiled", make(Policy), compiled))
-    flops = count_flops(config)
-
-    options.out.mkdir(parents=True, exist_ok=True)
-    path = options.out / "torch_policy.json"
-    report = {"machine": machine(config), "config": dataclasses.asdict(config), "flops": flops}
-    path.write_text(json.dumps(report | {"runs": [dataclasses.asdict(r) for r in results]}, indent=1) + "\n")
+        plans.append(("torch_bridge, compiled", Policy, compiled))
+    flops, path = count_flops(config), options.out / "torch_policy.json"
+    results: list[Result] = []
+    try:
+        for name, kind, wrap in plans:
+            results.append(train(config, name, make(kind), wrap))
+            report = {"machine": machine(config), "config": dataclasses.asdict(config), "flops": flops}
+            path.write_text(json.dumps(report | {"runs": [dataclasses.asdict(r) for r in results]}, indent=1) + "\n")
+    except KeyboardInterrupt:
+        pass
     console = Console()
-    console.print(table_of(config, results, flops))
-    console.print(flops_table(flops))
-    console.print(f"figures: {path}", soft_wrap=True)
+    if results:
+        console.print(table_of(config, results, flops))
+        console.print(flops_table(flops))
+        console.print(f"figures: {path}", soft_wrap=True)
+    if len(results) < len(plans):
+        sys.exit("interrupted")
     return results
 
 

@@ -152,12 +152,7 @@ def _check(caller: Caller, x: Any, weight: Any, bias: Any, residual: Any, epsilo
                 "is over the last axis of x"
             )
     if residual is not None:
-        expected, got = (f"{jnp.result_type(array)}{list(jnp.shape(array))}" for array in (x, residual))
-        if expected != got:
-            raise ValueError(
-                f"{caller('residual')} must have the shape and dtype of x, {expected}, got {got}; broadcast or convert "
-                "it"
-            )
+        _check_residual(caller, x, residual)
     if isinstance(epsilon, (bool, jax.Array)) or not isinstance(epsilon, (int, float, np.number)):
         raise ValueError(
             f"{caller('epsilon')} must be a number, got {describe(epsilon)}; pass a Python float, which is known when "
@@ -165,6 +160,29 @@ def _check(caller: Caller, x: Any, weight: Any, bias: Any, residual: Any, epsilo
         )
     if not 0 <= epsilon < math.inf:
         raise ValueError(f"{caller('epsilon')} must be finite and not negative, got {epsilon}; the default is 1e-6")
+
+
+def _check_residual(caller: Caller, x: Any, residual: Any) -> None:
+    """Raises ValueError unless the residual has the shape and dtype of `x`."""
+    expected, got = (f"{jnp.result_type(array)}{list(jnp.shape(array))}" for array in (x, residual))
+    if expected != got:
+        raise ValueError(
+            f"{caller('residual')} must have the shape and dtype of x, {expected}, got {got}; broadcast or convert it"
+        )
+
+
+def add_residual(x: Array, residual: Array, *, caller: Caller) -> Array:
+    """Returns `x + residual` as the norms return it: in the dtype of `x`, sharded like `x`.
+
+    Raises:
+      ValueError: the residual does not have the shape and dtype of `x`; the message names `caller`.
+    """
+    _check_residual(caller, x, residual)
+    residual = jnp.asarray(residual)
+    if sharding.on_explicit_mesh(x):
+        mesh, spec = jax.typeof(x).sharding.mesh, PartitionSpec(*sharding.spec_of(x))
+        (residual,) = sharding.reshard((residual,), mesh, (spec,))
+    return _sum(x, residual)
 
 
 def _use_triton(

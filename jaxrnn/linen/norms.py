@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -16,37 +19,38 @@ from jaxrnn.checks import Implementation
 class RMSNorm(nn.RMSNorm):
     """`flax.linen.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
-    `reduction_axes` and `feature_axes` must be the last axis. Other axes, `mask`, `axis_name`, `axis_index_groups` and
-    `force_float32_reductions=False` raise NotImplementedError.
+    `jaxrnn.rms_norm` normalises the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
+    `mask`, `axis_name`, `axis_index_groups` or `force_float32_reductions=False`, Flax's own norm runs.
 
     Attributes:
       epsilon: added to the mean square, inside the root. All attributes not listed here are Flax's.
       dtype: the dtype of the result; None uses the dtype to which inputs and parameters promote. The norm is computed
         in float32.
-      use_fast_variance: has no effect: the variance is always the mean of squared differences.
-      implementation: as in `jaxrnn.rms_norm`.
+      use_fast_variance: has no effect unless Flax's own norm runs: `jaxrnn` always computes the variance as the mean of
+        squared differences.
+      implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
     """
 
     implementation: Implementation = None
 
     @nn.compact
     def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
-        """Normalises the last axis.
+        """Normalises the last axis, or `reduction_axes`.
 
         Args:
           x: `[*rows, N]`.
           residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass.
-          mask: an argument of Flax's norm; must be None.
+          mask: booleans of a shape that broadcasts to that of `x`, or None. Mean and variance are those of the elements
+            where it is true; every element is normalised.
 
         Returns:
           `y`, which has the shape of `x`. With a residual, `(y, x + residual)`; the sum has the dtype of `x`.
 
         Raises:
           ValueError: shapes or dtypes disagree.
-          NotImplementedError: the named implementation cannot run this input, or only Flax supports the value of an
-            attribute; the message says which.
+          NotImplementedError: the named implementation cannot run this input or these attributes; the message says why.
         """
-        return run_norm(self, "rms", x, residual, mask)
+        return run_norm(self, "rms", x, residual, mask, super().__call__)
 
 
 class LayerNorm(nn.LayerNorm):
@@ -61,17 +65,22 @@ class LayerNorm(nn.LayerNorm):
     @nn.compact
     def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
         """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
-        return run_norm(self, "layer", x, residual, mask)
+        return run_norm(self, "layer", x, residual, mask, super().__call__)
 
 
-def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None) -> Any:
+def run_norm(
+    norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, flax_norm: Callable[..., Any]
+) -> Any:
     """Normalises `x` with the parameters of a bound module, creating missing ones."""
     name = type(norm).__name__
     x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:
         raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
     modules.check_dtypes(norm)
-    modules.check_norm(norm, mask, x.ndim)
+    if (option := modules.option_of_flax(norm, mask, x.ndim)) is not None:
+        # without Flax's wrapper, so that `capture_intermediates` and interceptors see one call
+        call = functools.partial(inspect.unwrap(flax_norm), norm, mask=mask)
+        return modules.run_flax(norm, option, x, residual, call)
     for parameter in ("scale", "bias"):
         if norm.has_variable("params", parameter):
             shape = jnp.shape(nn.meta.unbox(norm.get_variable("params", parameter)))

@@ -64,9 +64,10 @@ def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Car
 class ScannedRNN(nn.Module):
     """The recurrent module of JAX RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`.
 
-    It replaces the `ScannedRNN` of JaxMARL, Craftax_Baselines, Kinetix, Stoix and Mava: changing the import changes
-    neither the parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results. purejaxrl and
-    popjaxrl have the parameters at `ScannedRNN_0/GRUCell_0/...`: set `cell_name` for these.
+    It replaces the `ScannedRNN` of JaxMARL, Craftax_Baselines, Stoix and Mava: changing the import changes neither the
+    parameters (`ScannedRNN_0/GRUCell_1/...`), nor their initial values, nor the results. Kinetix calls
+    `initialize_carry(batch_size)`: set `hidden_state_dim` to 256 for it. purejaxrl and popjaxrl have the parameters at
+    `ScannedRNN_0/GRUCell_0/...`: set `cell_name` for these.
     H is the width of the carry and may differ from D. Rollouts call the module with T = 1, and updates call it with
     whole sequences.
 

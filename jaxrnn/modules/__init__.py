@@ -18,7 +18,7 @@ from jaxrnn.modules.checks import (
     check_unroll,
     check_width,
 )
-from jaxrnn.modules.norms import check_norm, check_norm_options, normalize
+from jaxrnn.modules.norms import check_norm_options, normalize, option_of_flax, run_flax
 from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
 from jaxrnn.modules.recurrence import cast, check_carry, run, state_names
 from jaxrnn.modules.resets import check_reset_carry, first_reset_carry, with_resets
@@ -39,7 +39,6 @@ __all__ = [
     "check_function",
     "check_input_shape",
     "check_inputs",
-    "check_norm",
     "check_norm_options",
     "check_pair",
     "check_reset_carry",
@@ -55,9 +54,11 @@ __all__ = [
     "is_tanh",
     "normalize",
     "one_or_tuple",
+    "option_of_flax",
     "reason_to_scan_gates",
     "reason_to_scan_unlisted",
     "run",
+    "run_flax",
     "run_over_time",
     "run_stack",
     "state_names",

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
 from jaxrnn import norms
-from jaxrnn.checks import Caller, check_size
+from jaxrnn.checks import Caller, check_implementation, check_size
 from jaxrnn.modules.checks import check_rngs
 
 if TYPE_CHECKING:
@@ -28,21 +28,40 @@ def check_norm_options(module: Any, num_features: Any, options: Mapping[str, Any
         check_rngs(caller, options["rngs"])
 
 
-def check_norm(module: Any, mask: Array | None, rank: int) -> None:
-    """Raises NotImplementedError unless Flax's options ask for a norm of the last axis, in float32, on one device."""
+def option_of_flax(module: Any, mask: Array | None, rank: int) -> str | None:
+    """Returns the option of Flax's norm that the functions of `jaxrnn` do not have, as `name=value`, or None.
+
+    They compute a norm of the last axis, of every element, in float32, on one device.
+    """
     given = {name: getattr(module, name) for name in ("reduction_axes", "feature_axes")}
     wrong = {name: axes for name, axes in given.items() if not _axes(axes) or {*_axes(axes)} - {-1, rank - 1}}
-    given = {name: getattr(module, name) for name in ("axis_name", "axis_index_groups")} | {"mask": mask}
+    given = {name: getattr(module, name) for name in ("axis_name", "axis_index_groups")}
     wrong |= {name: value for name, value in given.items() if value is not None}
     if not getattr(module, "force_float32_reductions", True):
         wrong["force_float32_reductions"] = False
-    for name, value in wrong.items():
-        kind = type(module).__name__
-        shown = "an array" if name == "mask" else value
+    if mask is not None:
+        return "a mask"
+    return next((f"{name}={value}" for name, value in wrong.items()), None)
+
+
+def run_flax(module: Any, option: str, x: Array, residual: Array | None, run: Callable[[Array], Array]) -> Any:
+    """Runs Flax's own norm on `x + residual`, for an `option_of_flax`; returns what `normalize` returns.
+
+    Raises:
+      ValueError: no implementation has the name that the module has, or the residual is not like `x`.
+      NotImplementedError: the module asks for the kernels.
+    """
+    caller = Caller(type(module).__name__)
+    check_implementation(module.implementation, caller)
+    if module.implementation == "triton":
         raise NotImplementedError(
-            f"{kind}: {name} cannot be {shown}, because jaxrnn normalises the last axis, in float32, on one device; "
-            f"use Flax's own {kind} instead"
+            f"the Triton implementation normalises the last axis, every element of it, in float32, on one device, and "
+            f'{type(module).__name__} has {option}: use implementation=None or "xla", which run Flax\'s own norm'
         )
+    if residual is None:
+        return run(x)
+    total = norms.add_residual(*_floating(x, residual), caller=caller)
+    return run(total), total
 
 
 def _axes(axes: int | Sequence[int]) -> Sequence[int]:
@@ -64,8 +83,14 @@ def normalize(
     Messages name `module`.
     """
     caller = Caller(type(module).__name__, {"weight": "scale"})
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        x = x.astype(jnp.float32)
-        if residual is not None and not jnp.issubdtype(jnp.result_type(residual), jnp.inexact):
-            residual = jnp.asarray(residual, jnp.float32)
+    x, residual = _floating(x, residual)
     return norms.normalize(kind, x, scale, bias, residual, dtype=dtype, caller=caller, **options)
+
+
+def _floating(x: Array, residual: Array | None) -> tuple[Array, Any]:
+    """Returns both arrays, in float32 if `x` is not floating-point."""
+    if jnp.issubdtype(x.dtype, jnp.inexact):
+        return x, residual
+    if residual is not None and not jnp.issubdtype(jnp.result_type(residual), jnp.inexact):
+        residual = jnp.asarray(residual, jnp.float32)
+    return x.astype(jnp.float32), residual

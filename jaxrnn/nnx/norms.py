@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -16,16 +18,17 @@ from jaxrnn.checks import Implementation
 class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
-    `reduction_axes` and `feature_axes` must be the last axis. Other axes, `mask`, `axis_name` and `axis_index_groups`
-    raise NotImplementedError.
+    `jaxrnn.rms_norm` normalises the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
+    `mask`, `axis_name` or `axis_index_groups`, Flax's own norm runs.
 
     Attributes:
       num_features: N.
       epsilon: added to the mean square, inside the root. All arguments and attributes not listed here are Flax's.
       dtype: the dtype of the result, to which inputs are rounded first; None uses the dtype to which inputs and
         parameters promote. The norm is computed in float32.
-      use_fast_variance: has no effect: the variance is always the mean of squared differences.
-      implementation: as in `jaxrnn.rms_norm`.
+      use_fast_variance: has no effect unless Flax's own norm runs: `jaxrnn` always computes the variance as the mean of
+        squared differences.
+      implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
     """
 
     def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
@@ -34,23 +37,23 @@ class RMSNorm(nnx.RMSNorm):
         self.implementation = implementation
 
     def __call__(self, x: Array, mask: Array | None = None, *, residual: Array | None = None) -> Any:
-        """Normalises the last axis.
+        """Normalises the last axis, or `reduction_axes`.
 
         Args:
           x: `[*rows, N]`.
-          mask: an argument of Flax's norm; must be None.
+          mask: booleans of a shape that broadcasts to that of `x`, or None. Mean and variance are those of the elements
+            where it is true; every element is normalised.
           residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass. With a residual,
-            neither array is rounded to `dtype`.
+            neither array is rounded to `dtype`; Flax's own norm rounds their sum to it.
 
         Returns:
           `y`, which has the shape of `x`. With a residual, `(y, x + residual)`; the sum has the dtype of `x`.
 
         Raises:
           ValueError: shapes or dtypes disagree.
-          NotImplementedError: the named implementation cannot run this input, or only Flax supports the value of an
-            attribute; the message says which.
+          NotImplementedError: the named implementation cannot run this input or these attributes; the message says why.
         """
-        return run_norm(self, "rms", x, residual, mask, ("scale",))
+        return run_norm(self, "rms", x, residual, mask, super().__call__, ("scale",))
 
 
 class LayerNorm(nnx.LayerNorm):
@@ -67,17 +70,26 @@ class LayerNorm(nnx.LayerNorm):
 
     def __call__(self, x: Array, *, mask: Array | None = None, residual: Array | None = None) -> Any:
         """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
-        return run_norm(self, "layer", x, residual, mask, ("scale", "bias"))
+        return run_norm(self, "layer", x, residual, mask, super().__call__, ("scale", "bias"))
 
 
-def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, names: tuple[str, ...]) -> Any:
+def run_norm(
+    norm: Any,
+    kind: str,
+    x: Array,
+    residual: Array | None,
+    mask: Array | None,
+    flax_norm: Callable[..., Any],
+    names: tuple[str, ...],
+) -> Any:
     """Normalises `x` with those parameters among `names` that the module has."""
     name = type(norm).__name__
     x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:
         raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
     modules.check_dtypes(norm)
-    modules.check_norm(norm, mask, x.ndim)
+    if (option := modules.option_of_flax(norm, mask, x.ndim)) is not None:
+        return modules.run_flax(norm, option, x, residual, functools.partial(flax_norm, mask=mask))
     modules.check_width(f"{name}: x", "num_features", norm.num_features, x.shape[-1])
     given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
     promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)

@@ -670,6 +670,27 @@ def test_figures_are_drawn(tmp_path):
     assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
 
 
+def test_bars_have_the_ratio_to_ours_and_gaps_have_a_reason():
+    absent, slow = (str(case) for case in list(cases.HEADLINE)[1:3])
+    rows = [row for row in headline().rows if (row.case, row.provider) not in ((absent, "flax"), (slow, "flax"))]
+    rows.append(Row(slow, "flax", "unfinished", "first call unfinished after 25 s"))
+    (axes,) = plot.headline(Report("headline", MACHINE, {}, rows)).axes
+    texts = [text.get_text() for text in axes.texts]
+    assert sorted(texts) == ["8.0x"] * (len(cases.HEADLINE) - 2) + ["first call unfinished", "not measured"]
+    assert "lower is better" in axes.get_ylabel() and "log scale" in axes.get_ylabel()
+    assert "the time of jaxrnn" in axes.get_legend().get_title().get_text() and "TF32" in axes.get_title()
+
+
+def test_lines_have_a_marker_each_and_stop_where_a_figure_is_missing():
+    rows = [row for case in cases.SMALL for row in rows_of(case, jaxrnn=1.0, flax=3.0) if case.B != 8 or case.T != 128]
+    (axes,) = plot.small(Report("small", MACHINE, {}, rows)).axes
+    assert len({line.get_marker() for line in axes.lines}) == len(axes.lines) == 2
+    for line in axes.lines:
+        assert [int(x) for x, y in zip(*line.get_data(), strict=True) if np.isnan(y)] == [8]
+    for styles in (plot.STYLES, plot.NORM_STYLES):
+        assert len({marker for _, marker, *_ in styles.values()}) == len(styles)
+
+
 @pytest.mark.parametrize(
     ("x", "text"), [(0.0012345, "0.00123"), (0.35, "0.350"), (9.16, "9.16"), (37.1, "37.1"), (490_000, "490,000")]
 )

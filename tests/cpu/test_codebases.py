@@ -1,7 +1,7 @@
 """Compares the recurrent module of each code base with its replacement in `docs/codebases.md`.
 
-The modules here have the interfaces of those in the code bases. A module and its replacement get the same keys, and run
-under the transformations that the code base applies. Their initial values must be identical, and their results equal to
+The modules of the code bases are in `tests/codebases.py`. A module and its replacement get the same keys, and run under
+the transformations that the code base applies. Their initial values must be identical, and their results equal to
 rounding.
 """
 
@@ -13,12 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import codebases
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agents import ActorCritic, agents_rnn
+from agents import ActorCritic
+from codebases import STOIX_CELLS, ResetRNN
 from flax import nnx, traverse_util
 from flax.linen.dtypes import promote_dtype
 from trees import assert_close, assert_identical, normal, some_carry, some_resets
@@ -156,36 +158,19 @@ def make_train(networks, initialize_carry, init_batch, batch, average: Callable[
 # --- the ScannedRNN of policy gradients ------------------------------------------------------------------------------
 
 
-def purejaxrl_rnn(cell="GRUCell"):
-    """No cell is made but the one that has the parameters."""
-
-    class ScannedRNN(nn.Module):
-        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
-        @nn.compact
-        def __call__(self, carry, x):
-            ins, resets = x
-            carry = jax.tree.map(lambda old: jnp.where(resets[:, None], jnp.zeros_like(old), old), carry)
-            return getattr(nn, cell)(features=jax.tree.leaves(carry)[0].shape[-1])(carry, ins)
-
-        @staticmethod
-        def initialize_carry(batch_size, hidden_size):
-            zeros = jnp.zeros((batch_size, hidden_size))
-            return zeros if cell == "GRUCell" else (zeros, zeros)
-
-    return ScannedRNN
-
-
 @IMPLEMENTATIONS
 def test_your_own_class(implementation):
     """The class has an LSTM, under the name that it has if no dummy cell is created."""
 
     def run(rnn):
-        init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,))
+        init, train = make_train(
+            [ActorCritic(rnn, embedding=H)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,)
+        )
         variables = init(jax.random.key(11))
         return variables, jax.jit(train)(variables, jax.random.key(0))
 
     ours = documented("Your own class: names, and LSTMs", "ScannedRNN", implementation)
-    paths = both("own", run, purejaxrl_rnn("LSTMCell"), ours)
+    paths = both("own", run, codebases.purejaxrl("LSTMCell"), ours)
     assert "network_0/params/ScannedRNN_0/LSTMCell_0/hi/bias" in paths
 
 
@@ -193,7 +178,9 @@ def test_your_own_class(implementation):
 @IMPLEMENTATIONS
 def test_purejaxrl_and_popjaxrl(implementation, seeds):
     def run(rnn):
-        init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,))
+        init, train = make_train(
+            [ActorCritic(rnn, embedding=H)], lambda batch: rnn.initialize_carry(*batch, H), (B,), (B,)
+        )
         if seeds:  # popjaxrl creates the networks inside of `vmap` too
             keys = jax.random.split(jax.random.key(0), seeds)
             variables, trained = jax.jit(jax.vmap(lambda key: (made := init(key), train(made, key))))(keys)
@@ -206,59 +193,42 @@ def test_purejaxrl_and_popjaxrl(implementation, seeds):
         return variables, trained
 
     ours = documented("purejaxrl and popjaxrl", "ScannedRNN", implementation)
-    paths = both(("purejaxrl", seeds), run, purejaxrl_rnn(), ours)
+    paths = both(("purejaxrl", seeds), run, codebases.purejaxrl(), ours)
     assert "network_0/params/ScannedRNN_0/GRUCell_0/hn/bias" in paths
 
 
+@pytest.mark.parametrize("theirs", [codebases.jaxmarl_ppo, codebases.craftax_baselines])
 @IMPLEMENTATIONS
-def test_jaxmarl_ppo_craftax_baselines_and_kinetix(implementation):
+def test_jaxmarl_ppo_and_craftax_baselines(implementation, theirs):
     """Like MAPPO, uses an actor and a critic, under `vmap` of `jit`.
 
     Both are created for the environments and run for environments times agents.
     """
 
     def run(rnn):
-        networks = [ActorCritic(rnn), ActorCritic(rnn)]
+        networks = [ActorCritic(rnn, embedding=H), ActorCritic(rnn, embedding=H)]
         init, train = make_train(networks, lambda batch: rnn.initialize_carry(*batch, H), (B,), (2 * B,))
         keys = jax.random.split(jax.random.key(1), 2)
         variables = initial(init, keys)
         return variables, jax.vmap(jax.jit(train))(variables, keys)
 
-    ours = documented("JaxMARL (IPPO and MAPPO), Craftax_Baselines, Kinetix", "ScannedRNN", implementation)
-    paths = both("jaxmarl", run, agents_rnn("GRUCell", hidden_first=False), ours)
+    ours = documented("JaxMARL (IPPO and MAPPO), Craftax_Baselines", "ScannedRNN", implementation)
+    paths = both(theirs.__name__, run, theirs(), ours)
     assert "network_1/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
 
 
-STOIX_CELLS = {
-    "gru": nn.GRUCell,
-    "lstm": nn.LSTMCell,
-    "optimised_lstm": nn.OptimizedLSTMCell,
-    "mgu": nn.MGUCell,
-    "simple": nn.SimpleCell,
-}
+@IMPLEMENTATIONS
+def test_kinetix(implementation):
+    """All its scripts call `initialize_carry(batch_size)`; one also passes the width. Inputs have another width."""
 
+    def run(rnn):
+        init, train = make_train([ActorCritic(rnn)], lambda batch: rnn.initialize_carry(*batch), (B,), (B,))
+        variables = init(jax.random.key(12))
+        carries = rnn.initialize_carry(B, 256), rnn.initialize_carry(batch_size=B, hidden_size=256)
+        return variables, (jax.jit(train)(variables, jax.random.key(0)), carries)
 
-def stoix_rnn():
-    """Its width and cell are attributes, and an instance makes the carry."""
-
-    class ScannedRNN(nn.Module):
-        hidden_state_dim: int
-        cell_type: str
-
-        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
-        @nn.compact
-        def __call__(self, carry, x):
-            ins, resets = x
-            fresh = self.initialize_carry(ins.shape[0])
-            carry = jax.tree.map(lambda new, old: jnp.where(resets[:, None], new, old), fresh, carry)
-            return STOIX_CELLS[self.cell_type](features=self.hidden_state_dim)(carry, ins)
-
-        @nn.nowrap
-        def initialize_carry(self, batch_size):
-            dummy = STOIX_CELLS[self.cell_type](features=self.hidden_state_dim)
-            return dummy.initialize_carry(jax.random.PRNGKey(0), (batch_size, self.hidden_state_dim))
-
-    return ScannedRNN
+    paths = both("kinetix", run, codebases.kinetix(), documented("Kinetix", "ScannedRNN", implementation))
+    assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
 
 
 @pytest.mark.parametrize(
@@ -274,7 +244,7 @@ def test_stoix(cell, implementation):
         networks = [ActorCritic(rnn)] * (2 if cell == "gru" else 1)
         init, train = make_train(
             networks,
-            lambda batch: rnn().initialize_carry(*batch),
+            lambda batch: rnn().initialize_carry(batch_size=batch[0]),
             (B,),
             (B,),
             average=lambda grads: jax.lax.pmean(jax.lax.pmean(grads, axis_name="batch"), axis_name="device"),
@@ -285,7 +255,7 @@ def test_stoix(cell, implementation):
         train = jax.pmap(jax.vmap(train, axis_name="batch"), axis_name="device")
         return variables, train(copied, keys)
 
-    paths = both(("stoix", cell), run, stoix_rnn(), documented("Stoix", "ScannedRNN", implementation))
+    paths = both(("stoix", cell), run, codebases.stoix(), documented("Stoix", "ScannedRNN", implementation))
     name = STOIX_CELLS[cell].__name__
     assert any(path.startswith(f"network_0/params/ScannedRNN_0/{name}_1/") for path in paths)
 
@@ -304,36 +274,14 @@ def test_stoix_with_other_cells(cell):
 
         return variables, jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))(variables, carry)
 
-    paths = both(("stoix", cell), run, stoix_rnn(), documented("Stoix", "ScannedRNN", None))
+    paths = both(("stoix", cell), run, codebases.stoix(), documented("Stoix", "ScannedRNN", None))
     assert any(path.startswith(f"params/ScannedRNN_0/{STOIX_CELLS[cell].__name__}_1/") for path in paths)
-
-
-def mava_rnn():
-    """Agents are an axis of their own: `ins [T, B, A, F]`, `resets [T, B, A]`."""
-
-    class ScannedRNN(nn.Module):
-        hidden_state_dim: int = 128
-
-        @functools.partial(nn.scan, variable_broadcast="params", in_axes=0, out_axes=0, split_rngs={"params": False})
-        @nn.compact
-        def __call__(self, carry, x):
-            ins, resets = x
-            fresh = self.initialize_carry(ins.shape[:2], self.hidden_state_dim)
-            carry = jnp.where(resets[:, :, None], fresh, carry)
-            return nn.GRUCell(features=ins.shape[-1])(carry, ins)
-
-        @staticmethod
-        def initialize_carry(batch_size, hidden_size):
-            dummy = nn.GRUCell(features=hidden_size)
-            return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch_size, hidden_size))
-
-    return ScannedRNN
 
 
 @IMPLEMENTATIONS
 def test_mava(implementation):
     def run(rnn):
-        networks = [ActorCritic(functools.partial(rnn, H))] * 2
+        networks = [ActorCritic(functools.partial(rnn, H), embedding=H)] * 2
         init, train = make_train(
             networks,
             lambda batch: rnn.initialize_carry(batch, H),
@@ -346,20 +294,21 @@ def test_mava(implementation):
         keys = jax.random.split(jax.random.key(5), 2)
         return variables, jax.jit(jax.vmap(train, axis_name="batch"))(copied, keys)
 
-    paths = both("mava", run, mava_rnn(), documented("Mava", "ScannedRNN", implementation))
+    paths = both("mava", run, codebases.mava(), documented("Mava", "ScannedRNN", implementation))
     assert "network_0/params/ScannedRNN_0/GRUCell_1/hn/bias" in paths
 
 
 # --- the ScannedRNN of Q-learning ------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("theirs", [codebases.jaxmarl_q_learning, codebases.pqn])
 @IMPLEMENTATIONS
-def test_jaxmarl_q_learning(implementation):
+def test_jaxmarl_q_learning(implementation, theirs):
     """`vmap` over agents, with shared weights, runs inside `vmap` over seeds; targets need the forward pass only."""
     num_agents, steps = 3, T + 1
 
     def run(rnn):
-        network = ActorCritic(rnn)
+        network = ActorCritic(rnn, embedding=D if theirs is codebases.pqn else H)
         apply = jax.vmap(network.apply, in_axes=(None, 0, 0))
 
         def init(key):
@@ -392,7 +341,7 @@ def test_jaxmarl_q_learning(implementation):
         return variables, jax.jit(jax.vmap(train))(variables, targets, keys)
 
     ours = documented("JaxMARL (Q-learning)", "ScannedRNN", implementation)
-    paths = both("jaxmarl-q", run, agents_rnn("GRUCell", hidden_first=True), ours)
+    paths = both(theirs, run, theirs(), ours)
     assert "params/ScannedRNN_0/GRUCell_0/hn/bias" in paths
 
 
@@ -415,7 +364,7 @@ class RecurrentQ(nn.Module):
 
 @IMPLEMENTATIONS
 def test_purejaxql(implementation):
-    """The cells are LSTMs. The rollout stores the carries of all steps, and the update starts from the first one."""
+    """As `pqn_rnn_craftax.py`: LSTMs. The rollout stores the carries of all steps; the update starts from the first."""
 
     def run(rnn):
         network = RecurrentQ(rnn)
@@ -450,30 +399,11 @@ def test_purejaxql(implementation):
         return variables, jax.jit(jax.vmap(train))(variables, keys)
 
     ours = documented("purejaxql", "ScannedRNN", implementation)
-    paths = both("purejaxql", run, agents_rnn("OptimizedLSTMCell", hidden_first=True), ours)
+    paths = both("purejaxql", run, codebases.pqn("OptimizedLSTMCell"), ours)
     assert {f"params/ScannedRNN_{i}/OptimizedLSTMCell_0/hi/bias" for i in range(2)} <= paths
 
 
 # --- modules around a cell -------------------------------------------------------------------------------------------
-
-
-class ResetRNN(nn.Module):
-    """With the interface of jaxued's."""
-
-    cell: nn.RNNCellBase
-
-    @nn.compact
-    def __call__(self, inputs, *, initial_carry=None, reset_carry=None):
-        if reset_carry is None:
-            reset_carry = self.cell.initialize_carry(jax.random.PRNGKey(0), inputs[0].shape[1:])
-
-        def step(cell, carry, inputs):
-            x, resets = inputs
-            carry = jax.tree.map(lambda new, old: jnp.where(resets[:, None], new, old), reset_carry, carry)
-            return cell(carry, x)
-
-        scan = nn.scan(step, variable_broadcast="params", split_rngs={"params": False}, in_axes=0, out_axes=0)
-        return scan(self.cell, reset_carry if initial_carry is None else initial_carry, inputs)
 
 
 class LearnedStart(nn.Module):
@@ -549,53 +479,61 @@ def test_reset_rnn_rejects_inputs_without_resets():
         rnn.init(jax.random.key(0), jnp.zeros((T, B, D)))
 
 
-class MaskRNN(nn.Module):
-    """With the interface of memorax's `RNN`: batch first, and what is called a mask is true where episodes begin."""
+class Torso(nn.Module):
+    """As memorax's `Network`, which passes everything but the inputs by keyword, more than its `RNN` needs."""
 
-    cell: nn.RNNCellBase
+    torso: nn.Module
 
     @nn.compact
-    def __call__(self, inputs, mask, initial_carry=None, **kwargs):
-        fresh = self.cell.initialize_carry(jax.random.key(0), (inputs.shape[0], inputs.shape[-1]))
-
-        def step(cell, carry, x, mask):
-            carry = jax.tree.map(lambda new, old: jnp.where(mask[:, None], new, old), fresh, carry)
-            return cell(carry, x)
-
-        scan = nn.scan(step, in_axes=1, out_axes=1, variable_broadcast="params", split_rngs={"params": False})
-        return scan(self.cell, fresh if initial_carry is None else initial_carry, inputs, mask)
+    def __call__(self, observation, done, action, initial_carry=None):
+        x = nn.relu(nn.Dense(D)(observation))
+        carry, x = self.torso(x, done=done, action=action, reward=None, initial_carry=initial_carry)
+        return carry, nn.Dense(1)(x)
 
     @nn.nowrap
-    def initialize_carry(self, key, input_shape):
-        return self.cell.initialize_carry(key, input_shape)
+    def initialize_carry(self, input_shape):
+        return self.torso.initialize_carry(jax.random.key(0), input_shape)
 
 
 @pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell"])
 @IMPLEMENTATIONS
 def test_memorax(implementation, cell):
-    xs, mask = normal(1, (B, T, D)), some_resets((B, T))
+    obs, done = normal(1, (B, T, OBS)), some_resets((B, T))
+    action = jnp.zeros((B, T), int)
 
     def run(rnn):
-        network = rnn(cell=getattr(nn, cell)(features=H))
-        carry = network.initialize_carry(jax.random.key(0), (B, D))
-        variables = network.init(jax.random.key(9), xs[:, :1], mask[:, :1].astype(jnp.float32), initial_carry=carry)
+        network = Torso(rnn(cell=getattr(nn, cell)(features=H)))
+        zeros = network.initialize_carry((B, None))
+        first = obs[:, :1], done[:, :1].astype(jnp.float32), action[:, :1]
+        variables = network.init(jax.random.key(9), *first, initial_carry=zeros)
 
         def env_step(carry, x):
-            carry, y = network.apply(variables, *(leaf[:, None] for leaf in x), initial_carry=carry, action=None)
+            carry, y = network.apply(variables, *(leaf[:, None] for leaf in x), initial_carry=carry)
             return carry, y[:, 0]
 
-        def loss(variables, carry, xs):
-            carry, ys = network.apply(variables, xs, mask, initial_carry=carry)
-            return jnp.mean(jnp.sin(ys)), (carry, ys)
+        def loss(variables, carry, obs):
+            carry, values = network.apply(variables, obs, done, action, carry)
+            return jnp.mean(jnp.sin(values)), (carry, values)
 
         carry = some_carry(cell, (B,), H)
-        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(variables, carry, xs)
-        rollout = jax.jit(lambda carry: jax.lax.scan(env_step, carry, (xs.swapaxes(0, 1), mask.T)))(carry)
-        without_carry = jax.jit(lambda variables: network.apply(variables, xs, mask))(variables)
-        return variables, (grads, rollout, without_carry)
+        grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(variables, carry, obs)
+        rollout = jax.jit(lambda carry: jax.lax.scan(env_step, carry, (obs.swapaxes(0, 1), done.T, action.T)))(carry)
+        without_carry = jax.jit(lambda variables: network.apply(variables, obs, done, action))(variables)
+        return variables, (zeros, grads, rollout, without_carry)
 
-    paths = both(("memorax", cell), run, MaskRNN, documented("memorax", "RNN", implementation))
-    assert all(path.startswith("params/cell/") for path in paths)
+    paths = both(("memorax", cell), run, codebases.RNN, documented("memorax", "RNN", implementation))
+    assert "params/torso/cell/hn/bias" in paths or "params/torso/cell/hi/bias" in paths
+
+
+def test_memorax_calls_with_positional_arguments():
+    """memorax's `RL2Wrapper` passes `(inputs, done, carry)`."""
+    xs, done, carry = normal(1, (B, T, D)), some_resets((B, T)), some_carry("GRUCell", (B,), H)
+    results = []
+    for rnn in (codebases.RNN, documented("memorax", "RNN", None)):
+        network = rnn(cell=nn.GRUCell(features=H))
+        variables = network.init(jax.random.key(9), xs, done, carry)
+        results.append(network.apply(variables, xs, done, carry))
+    assert_close(results[1], results[0], tol=1e-5)
 
 
 # --- a function in place of a scan -----------------------------------------------------------------------------------
@@ -825,7 +763,12 @@ def test_subclass_sets_an_attribute_as_the_docs_say():
 
 
 def test_every_code_base_in_the_table_has_a_section():
-    links = re.findall(r"\]\(#(.*?)\)", DOCS.read_text())
+    links = re.findall(r"^\| .*\]\(#(.*?)\)", DOCS.read_text(), re.MULTILINE)
     anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
-    assert len(links) == len(set(links)) == 12
+    assert len(links) == len(set(links)) == 13
     assert set(links) <= anchors
+
+
+def test_docs_name_the_commits_of_the_code_bases():
+    rows = re.findall(r"^\| \[([\w-]+)\]\(https://github\.com/\S+\) \| `([0-9a-f]{7})`", DOCS.read_text(), re.MULTILINE)
+    assert dict(rows) == codebases.COMMITS

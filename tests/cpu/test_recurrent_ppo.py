@@ -176,6 +176,23 @@ def test_updates_are_split_into_equal_calls_with_little_left_over(updates):
     assert updates <= config.updates <= updates * 1.01 + 1
 
 
+def test_the_learning_rate_is_annealed_where_the_task_is_solved_in_time():
+    repeat = dataclasses.replace(TINY, env="repeat")
+    assert TINY.anneals_lr and not repeat.anneals_lr
+    assert dataclasses.replace(repeat, anneal_lr=True).anneals_lr
+    assert not dataclasses.replace(TINY, anneal_lr=False).anneals_lr
+    moved = []
+    for anneal in (False, True):
+        init, run = recurrent_ppo.make_train(dataclasses.replace(TINY, anneal_lr=anneal))
+        state = init(jnp.arange(1))
+        for _ in range(TINY.calls):
+            before = jax.tree.map(np.array, state.params)
+            state, _ = run(state)
+        distances = jax.tree.map(lambda now, start: np.abs(now - start).max(), state.params, before)
+        moved.append(max(jax.tree.leaves(distances)))
+    assert 0 < moved[1] < 0.5 * moved[0], "the last third of training has a sixth of the learning rate"
+
+
 def test_update_without_a_finished_episode_is_nan_in_the_curve_and_null_in_json():
     episodes, total_return = np.array([[0, 2, 0]]), np.array([[0.0, 1.0, 0.0]])
     result = recurrent_ppo.Result(TINY, 1.0, 1.0, 1.0, episodes, total_return)

@@ -151,40 +151,147 @@ def test_nnx_uses_a_given_promote_dtype():
     assert_alike(ours, nnx.LayerNorm(N, promote_dtype=promote, rngs=nnx.Rngs(0))(x))
 
 
-NOT_OURS = [
-    {"reduction_axes": (0,)},
+MASK = np.array([[[True], [False], [True]], [[True], [True], [True]]])  # broadcasts to [2, 3, N]
+OF_FLAX = [
+    {"reduction_axes": (0, 1)},
     {"reduction_axes": (-2, -1)},
-    {"feature_axes": 0},
-    {"feature_axes": 3},
-    {"feature_axes": ()},
+    {"reduction_axes": (0, 1), "use_fast_variance": False},
+    {"reduction_axes": (0, 1), "dtype": jnp.float16},
     {"axis_name": "batch"},
-    {"axis_index_groups": [[0]]},
+    {"mask": np.arange(2 * 3 * N).reshape(2, 3, N) % 3 > 0},
+    {"mask": MASK, "reduction_axes": (-2, -1), "param_dtype": jnp.float16},
+]
+OF_LINEN = [
+    {"feature_axes": 0},
+    {"feature_axes": (1, 2)},
+    {"feature_axes": (-1, 0), "reduction_axes": (1,)},
+    {"feature_axes": ()},
+    {"mask": MASK, "reduction_axes": (1, 2), "feature_axes": (0, 1), "scale_init": nn.initializers.normal(2.0)},
+    {"force_float32_reductions": False},
+    {"force_float32_reductions": False, "param_dtype": jnp.float16},
 ]
 
 
-@pytest.mark.parametrize("options", NOT_OURS, ids=str)
+def over_batch(options, run):
+    """Returns `run`, under a `vmap` over the axis that the options name."""
+    return jax.vmap(run, in_axes=(None, 0, None), axis_name="batch") if "axis_name" in options else run
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("options", OF_FLAX + OF_LINEN, ids=lambda options: "-".join(map(str, options)))
 @every_kind
-def test_options_that_only_flax_supports_raise(kind, options):
-    (name,) = options
-    text = rf"Norm: {name} cannot be .*, because jaxrnn normalises the last axis.*; use Flax's own"
-    x = normal(0, 2, N)
-    with pytest.raises(NotImplementedError, match=text):
-        OURS[kind][0](**options).init(jax.random.key(0), x)
-    with pytest.raises(NotImplementedError, match=text):
-        OURS[kind][1](N, **options, rngs=nnx.Rngs(0))(x)
+def test_linen_modules_have_the_other_options_of_flax(kind, options, inputs):
+    options = of_kind(kind, options)
+    mask = options.pop("mask", None)
+    x = normal(0, 2, 3, N, dtype=INPUTS[inputs])
+    ours, theirs = OURS[kind][0](**options), FLAX[kind][0](**options)
+    got, want = (
+        over_batch(options, lambda _, x, mask, m=module: m.init(jax.random.key(1), x, mask=mask))(None, x, mask)
+        for module in (ours, theirs)
+    )
+    assert_alike(got, want, tol=1e-30)
+    variables = random_like(jax.tree.map(lambda leaf: leaf[0], want) if "axis_name" in options else want)
+
+    def outputs_and_gradients(module):
+        apply = over_batch(options, lambda variables, x, mask: module.apply(variables, x, mask=mask))
+        loss = lambda variables: jnp.sum(jnp.sin(apply(variables, x, mask).astype(jnp.float32))) / 8  # noqa: E731
+        return apply(variables, x, mask), jax.jit(jax.grad(loss))(variables)
+
+    got, want = outputs_and_gradients(ours), outputs_and_gradients(theirs)
+    assert_alike(got, want, tol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@pytest.mark.parametrize("options", OF_FLAX, ids=lambda options: "-".join(map(str, options)))
+@every_kind
+def test_nnx_modules_have_the_other_options_of_flax(kind, options, inputs):
+    options = of_kind(kind, options)
+    mask = options.pop("mask", None)
+    x = normal(0, 2, 3, N, dtype=INPUTS[inputs])
+    results = []
+    for make in (OURS[kind][1], FLAX[kind][1]):
+        module = make(N, **options, rngs=nnx.Rngs(0))
+        state = nnx.state(module, nnx.Param)
+        nnx.replace_by_pure_dict(state, random_like(nnx.to_pure_dict(state)))
+        nnx.update(module, state)
+
+        def apply(module, options=options):
+            run = over_batch(options, lambda module, x, mask: module(x, mask=mask))
+            return run(module, x, mask)
+
+        grads = nnx.grad(lambda module, apply=apply: jnp.sum(jnp.sin(apply(module).astype(jnp.float32))) / 8)(module)
+        results.append((apply(module), nnx.to_pure_dict(grads)))
+    assert_alike(*results, tol=1e-6)
 
 
 @every_kind
-def test_masks_and_scalars_are_rejected(kind):
+def test_a_feature_axis_of_nnx_has_num_features(kind):
+    x, options = normal(0, N, 2, 3), {"feature_axes": 0, "reduction_axes": (1, 2)}
+    want = FLAX[kind][1](N, **options, rngs=nnx.Rngs(0))(x)
+    assert_alike(OURS[kind][1](N, **options, rngs=nnx.Rngs(0))(x), want, tol=1e-6)
+
+
+@pytest.mark.parametrize("inputs", INPUTS)
+@every_kind
+def test_a_residual_is_added_before_a_norm_of_flax_too(kind, inputs):
+    x, residual = (normal(seed, 2, 3, N, dtype=INPUTS[inputs]) for seed in (0, 1))
+    options = {"reduction_axes": (1, 2)}
+    of_linen, theirs = (
+        makes[kind][0](**options).bind({"params": random_like({"scale": x[0, 0], "bias": x[0, 0]})})
+        for makes in (OURS, FLAX)
+    )
+    of_nnx = OURS[kind][1](N, **options, rngs=nnx.Rngs(0))
+    for norm, flax_norm in ((of_linen, theirs), (of_nnx, FLAX[kind][1](N, **options, rngs=nnx.Rngs(0)))):
+        y, total = norm(x, residual=residual, mask=MASK)
+        want = (x + residual).astype(jnp.float32 if inputs == "int" else x.dtype)
+        np.testing.assert_array_equal(total, want)
+        assert total.dtype == want.dtype
+        assert_alike(y, flax_norm(want, mask=MASK), tol=1e-6)
+        with pytest.raises(ValueError, match="residual must have the shape and dtype of x"):
+            norm(x, residual=residual[0], mask=MASK)
+
+
+def test_a_norm_of_flax_counts_as_one_call():
+    """Intermediate results are captured once, although Flax's own norm runs inside of ours."""
+    module, x = linen.LayerNorm(reduction_axes=(0, 1)), normal(0, 2, N)
+    y, captured = module.apply(module.init(jax.random.key(0), x), x, capture_intermediates=True, mutable=True)
+    (captured_y,) = captured["intermediates"]["__call__"]
+    np.testing.assert_array_equal(captured_y, y)
+
+
+def test_norms_may_be_put_in_the_place_of_those_of_flax(monkeypatch):
+    x, mask = normal(0, 2, N), jnp.arange(N) > 1
+    module = nn.LayerNorm()
+    want = module.init_with_output(jax.random.key(0), x, mask=mask)
+    monkeypatch.setattr(nn, "LayerNorm", linen.LayerNorm)
+    assert_alike(nn.LayerNorm().init_with_output(jax.random.key(0), x, mask=mask), want)
+
+
+@pytest.mark.parametrize(
+    "options", [*OF_FLAX, *OF_LINEN, {"axis_index_groups": [[0]]}], ids=lambda options: "-".join(map(str, options))
+)
+@every_kind
+def test_the_kernels_do_not_have_these_options(kind, options):
+    options = of_kind(kind, options)
+    x, mask = normal(0, 2, 3, N), options.pop("mask", None)
+    text = r"the Triton implementation normalises the last axis.*Norm has (a mask|\w+=).*implementation=None or \"xla\""
+    with pytest.raises(NotImplementedError, match=text):
+        OURS[kind][0](**options, implementation="triton").init(jax.random.key(0), x, mask=mask)
+    if "force_float32_reductions" not in options:
+        with pytest.raises(NotImplementedError, match=text):
+            OURS[kind][1](N, **options, implementation="triton", rngs=nnx.Rngs(0))(x, mask=mask)
+
+
+@every_kind
+def test_scalars_and_unknown_implementations_are_rejected(kind):
     x = normal(0, 2, N)
-    of_linen = OURS[kind][0]().bind({"params": {"scale": x[0], "bias": x[0]}})
-    for norm in (of_linen, OURS[kind][1](N, rngs=nnx.Rngs(0))):
-        with pytest.raises(NotImplementedError, match="mask cannot be an array"):
-            norm(x, mask=x > 0)
+    of_linen = OURS[kind][0](implementation="cuda").bind({"params": {"scale": x[0], "bias": x[0]}})
+    for norm in (of_linen, OURS[kind][1](N, implementation="cuda", rngs=nnx.Rngs(0))):
+        for mask in (None, x > 0):
+            with pytest.raises(ValueError, match="implementation must be"):
+                norm(x, mask=mask)
         with pytest.raises(ValueError, match=r"x must be \[\*rows, N\], got a scalar"):
             norm(x[0, 0])
-    with pytest.raises(NotImplementedError, match="force_float32_reductions cannot be False"):
-        OURS[kind][0](force_float32_reductions=False).init(jax.random.key(0), x)
 
 
 @every_kind
