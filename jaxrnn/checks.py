@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrnn.context import Implementation as Implementation
+
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Cell
-
-Implementation = Literal["triton", "xla"] | None
 
 
 def check_arguments(
@@ -97,27 +97,6 @@ def check_same_types(directions: tuple[Any, Any]) -> None:
                 f"{name} of both directions must have the same shapes and dtypes, got {forward} and {backward}: "
                 "convert one, or call each direction by itself"
             )
-
-
-def check_implementation(name: Any) -> None:
-    """Raises ValueError unless `name` is an implementation or None."""
-    if name not in (None, "triton", "xla"):
-        raise ValueError(f'implementation must be "triton", "xla" or None, got {name!r}')
-
-
-def must_scan(reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str) -> bool:
-    """Returns whether there is a `reason` to run a cell under `scan`, which is "nn.scan" or "nnx.scan".
-
-    Raises NotImplementedError if there is a reason and "triton" or a precision is requested.
-    """
-    check_implementation(implementation)
-    if reason and implementation == "triton":
-        raise NotImplementedError(
-            f'implementation="triton" cannot run {reason}. Use implementation=None, which runs it with {scan}'
-        )
-    if reason and precision is not None:
-        raise NotImplementedError(f"precision cannot be set for {reason}. Use jax.default_matmul_precision instead")
-    return reason is not None
 
 
 def check_flags(**flags: Any) -> list[bool]:

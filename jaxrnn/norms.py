@@ -19,7 +19,8 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
-from jaxrnn.checks import Implementation, check_floating, check_implementation
+from jaxrnn.checks import Implementation, check_floating
+from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe
 from jaxrnn.numerics import broadcast_to_rank
 
 Kind = Literal["rms", "layer"]
@@ -125,8 +126,9 @@ def normalize(
     _check(kind, x, weight, bias, residual, epsilon)
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
     static = _NormSpec(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
-    run = _run_triton if _use_triton(implementation, x, weight, bias, static.dtype) else _xla
-    y, total = run(static, x, weight, bias, residual)
+    choice = _choose(kind, implementation, x, weight, bias, static.dtype)
+    run = functools.partial(_run_triton if choice.implementation == "triton" else _xla, static)
+    y, total = choice.mark(run)(x, weight, bias, residual)
     return y if residual is None else (y, total)
 
 
@@ -154,28 +156,30 @@ def _check(kind: Kind, x: Any, weight: Any, bias: Any, residual: Any, epsilon: A
         raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
 
 
-def _use_triton(implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> bool:
-    """Returns whether to run the Triton kernels; if there is nothing to compute, XLA gives the empty results.
-
-    Raises:
-      ValueError: no implementation has that name.
-      NotImplementedError: "triton" was requested and cannot run; the message says why.
-    """
-    check_implementation(implementation)
+def _choose(kind: Kind, implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any) -> Choice:
+    """Chooses the implementation of a norm; errors are those of `choose`."""
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    if implementation == "xla" or (implementation is None and not (_bridge.on_gpu() and preferred(rows, columns))):
-        return False
-    dtypes = [dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
-    reason = _bridge.unsupported_norm(dtypes, columns)
-    spec = sharding.spec_of(x)
-    if reason is None and spec[-1] is not None:
-        reason = (
-            f"needs the last axis of x unsharded, but x is sharded as {spec}: use jax.reshard to shard x over its "
-            'other axes only, or pass implementation="xla"'
-        )
-    if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"the Triton implementation {reason}")
-    return reason is None and 0 not in x.shape
+
+    def prefer_xla() -> str | None:
+        if not _bridge.on_gpu():
+            return NOT_ON_GPU
+        return None if preferred(rows, columns) else f"XLA is faster for fewer than {_MIN_KERNEL_ELEMENTS} elements"
+
+    def unsupported() -> str | None:
+        dtypes = [dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
+        reason = _bridge.unsupported_norm(dtypes, columns)
+        spec = sharding.spec_of(x)
+        if reason is None and spec[-1] is not None:
+            reason = (
+                f"needs the last axis of x unsharded, but x is sharded as {spec}: use jax.reshard to shard x over its "
+                'other axes only, or pass implementation="xla"'
+            )
+        return reason
+
+    return choose(
+        f"{kind}_norm", lambda: describe(x=x), implementation, prefer_xla=prefer_xla, unsupported=unsupported,
+        empty=0 in x.shape,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

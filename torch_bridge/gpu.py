@@ -6,7 +6,6 @@ import ctypes
 import dataclasses
 import functools
 import os
-import warnings
 from typing import Any
 
 import triton
@@ -19,17 +18,14 @@ from torch_bridge.tiling import Device
 def driver_fails() -> str | None:
     """Returns why Triton cannot load kernels in this process, or None if it can.
 
-    Before its first load, Triton compiles a C module, which can fail. A failure causes a warning, because there is a
-    GPU, and calls that name no implementation then run a slower one.
+    Before its first load, Triton compiles a C module, which can fail.
     """
     # begin the hash of all of Triton, which Triton computes before it compiles anything
     run_in_background(triton.runtime.cache.triton_key)
     try:
         triton.runtime.driver.active.utils  # noqa: B018
     except Exception as error:  # a broken compiler, header or driver raises errors of many types
-        reason = f"{type(error).__name__}: {error}"
-        warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2)
-        return reason
+        return f"{type(error).__name__}: {error}"
     return None
 
 

@@ -5,12 +5,23 @@ Every launch binds one primitive (`primitive`), whose parameter `kind` says what
 but never a launch. `tracing` and `lowering` have the rules of the primitive, and `partitioning` those for a mesh of
 `Auto` axes. `callback` has the functions that XLA calls with its own buffers and stream; XLA captures these calls in
 its CUDA graphs. `availability` says whether the kernels can run here. `reverse_mode` makes forward mode raise.
+`launch_record` describes launches for `jaxrnn.explain` and the log.
 """
 
 from jaxrnn._bridge import lowering as lowering
 from jaxrnn._bridge import tracing as tracing
-from jaxrnn._bridge.availability import is_preferred, on_gpu, unsupported, unsupported_norm
+from jaxrnn._bridge.availability import (
+    chosen_device,
+    has_nvidia_gpu,
+    is_preferred,
+    on_gpu,
+    profile,
+    unsupported,
+    unsupported_norm,
+    unusable,
+)
 from jaxrnn._bridge.launch_kind import NamedOutput
+from jaxrnn._bridge.launch_record import LaunchRecord, find_launches
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import is_projection_profitable, launch_projection
 from jaxrnn._bridge.recurrence import Output, launch, may_have_float32_residuals, round_to_tf32
@@ -22,8 +33,12 @@ from jaxrnn._bridge.weight_grads import (
 )
 
 __all__ = [
+    "LaunchRecord",
     "NamedOutput",
     "Output",
+    "chosen_device",
+    "find_launches",
+    "has_nvidia_gpu",
     "is_features_first_profitable",
     "is_preferred",
     "is_projection_profitable",
@@ -34,8 +49,10 @@ __all__ = [
     "launch_weight_grads",
     "may_have_float32_residuals",
     "on_gpu",
+    "profile",
     "reverse_mode_only",
     "round_to_tf32",
     "unsupported",
     "unsupported_norm",
+    "unusable",
 ]

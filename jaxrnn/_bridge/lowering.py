@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from jax.sharding import AxisType
 
 from jaxrnn._bridge.availability import cpu_device, cuda_device
 from jaxrnn._bridge.callback import Callback, InterpretedCallback
+from jaxrnn._bridge.launch_record import record_of
 from jaxrnn._bridge.partitioning import PartitionedCallback, partitioned
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn._bridge.launch_kind import LaunchKind
+
+logger = logging.getLogger("jaxrnn")
 
 # Up to this size, a barrier separates the operands and results of a launch from slices of a scan's inputs and outputs.
 # XLA would fuse these slices with the launch, and would not capture the fusion in its CUDA graphs, which costs 8 to 25
@@ -47,11 +51,19 @@ def shard_function(
     """
 
     def call(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
-        results = kind.types([x.shape for x in arrays], params)
         facts, ordinals = device()
-        if kind.should_scan(arrays, params, facts):
-            return kind.scan(arrays, params)
-        launch = kind.launch(arrays, params, facts)
+        launch = kind.choose(arrays, params, facts)
+        record = record_of(kind, launch, arrays, params)
+        logger.debug("%s", record)
+        with jax.named_scope(record.scope):
+            if launch is None:
+                return kind.scan(arrays, params)
+            return run(launch, ordinals, arrays, kind, params)
+
+    def run(
+        launch: Any, ordinals: Sequence[int], arrays: tuple[Array, ...], kind: LaunchKind, params: dict[str, Any]
+    ) -> list[Array]:
+        results = kind.types([x.shape for x in arrays], params)
         for ordinal in ordinals:  # while tracing: the callback has time only to launch
             launch.load(ordinal)
         # outside of the barriers, where XLA drops a cast of a launch together with its inverse in the gradient's launch

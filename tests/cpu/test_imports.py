@@ -128,22 +128,25 @@ SHARED = ("torch_bridge.cells", "torch_bridge.rules")
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
 # `linen` and `nnx` may import Flax.
 ARROWS = {
-    "": ("cells", "functions", "norms"),
+    "": ("cells", "choice", "context", "explanation", "functions", "norms"),
     "numerics": (),
     "cells": ("numerics",),
+    "context": (),
     "blocks": ("cells",),
-    "checks": ("cells",),
+    "checks": ("cells", "context"),
+    "choice": ("_bridge", "context"),
+    "explanation": ("_bridge", "choice", "context"),
     "convert": ("cells",),
     "sharding": (),
     "scan": ("cells", "numerics"),
-    "_bridge": ("cells", "numerics", "sharding"),
-    "norms": ("_bridge", "checks", "numerics", "sharding"),
+    "_bridge": ("cells", "context", "numerics", "sharding"),
+    "norms": ("_bridge", "checks", "choice", "numerics", "sharding"),
     "kernel_vjp": ("_bridge", "cells", "numerics", "sharding"),
-    "recurrent": ("_bridge", "blocks", "cells", "checks", "kernel_vjp", "scan", "sharding"),
+    "recurrent": ("_bridge", "blocks", "cells", "checks", "choice", "kernel_vjp", "scan", "sharding"),
     "functions": ("cells", "checks", "recurrent"),
     "modules": ("cells", "checks", "norms", "numerics", "recurrent"),
-    "linen": ("cells", "checks", "modules"),
-    "nnx": ("cells", "checks", "modules"),
+    "linen": ("cells", "checks", "choice", "modules"),
+    "nnx": ("cells", "checks", "choice", "modules"),
 }
 
 
