@@ -42,6 +42,13 @@ def run_gru(steps=T, **options):
     return jaxrnn.gru(gru_params(make=jnp.ones), jnp.ones((B, H)), jnp.ones((steps, B, D)), **options)
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu(request):
+    """Makes JAX compute on the CPU where there is a GPU, except in tests that pretend to have one."""
+    with jax.default_device(None if "h200" in request.fixturenames else jax.devices("cpu")[0]):
+        yield
+
+
 @pytest.fixture
 def h200(monkeypatch):
     """Makes this process see an H200."""
