@@ -522,5 +522,21 @@ def test_operations_of_a_launch_have_its_name_in_the_compiled_program():
     assert "gru_fwd_streamed" in text and "gru_bwd_streamed" in text
 
 
+@pytest.mark.torch
+def test_operations_in_a_program_for_a_gpu_have_the_names_of_their_kernels(h200, monkeypatch):
+    from torch_bridge import compiler
+
+    monkeypatch.setattr(compiler, "begin_loading", lambda *_: None)
+    monkeypatch.setattr(compiler, "ensure_loaded", lambda *_: None)
+
+    def loss(params, carry, xs):
+        return jaxrnn.gru(params, carry, xs)[1].sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(gru_params(128, 128), F32((64, 128)), F32((128, 64, 128)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    for name in ("projection_kernel", "gru_fwd_resident", "gru_bwd_resident", "weight_grads_kernel"):
+        assert f"/{name}/" in text
+
+
 def test_operations_of_a_recurrence_in_xla_have_its_name():
     assert "gru_xla" in text_of(jaxrnn.gru, gru_params(), F32((B, H)), F32((T, B, D)), implementation="xla")
