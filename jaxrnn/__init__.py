@@ -1,7 +1,7 @@
 """Exact GRU and LSTM for recurrent reinforcement learning in JAX: one launch runs the whole time loop and its resets.
 
 `mgu` and `simple_rnn` run smaller cells in the same way. `rms_norm` and `layer_norm` are norms for the layers around a
-recurrence.
+recurrence. `explain` says which implementation a program runs and why, and `default_implementation` sets it.
 """
 
 try:
@@ -17,6 +17,9 @@ except ModuleNotFoundError as error:
 
 from jaxrnn._bridge import LaunchMethod, launch_method, register_native_launch
 from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, SimpleParams
+from jaxrnn.choice import ImplementationWarning
+from jaxrnn.context import default_implementation
+from jaxrnn.explanation import Explanation, explain
 from jaxrnn.functions.gru import gru
 from jaxrnn.functions.lstm import lstm
 from jaxrnn.functions.mgu import mgu
@@ -26,6 +29,7 @@ from jaxrnn.norms import layer_norm, rms_norm
 __version__ = "0.1.0"
 
 __all__ = [
-    "GRUParams", "LSTMParams", "LaunchMethod", "MGUParams", "SimpleParams", "gru", "launch_method", "layer_norm",
-    "lstm", "mgu", "register_native_launch", "rms_norm", "simple_rnn",
+    "Explanation", "GRUParams", "ImplementationWarning", "LSTMParams", "LaunchMethod", "MGUParams", "SimpleParams",
+    "default_implementation", "explain", "gru", "launch_method", "layer_norm", "lstm", "mgu", "register_native_launch",
+    "rms_norm", "simple_rnn",
 ]  # fmt: skip

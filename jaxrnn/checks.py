@@ -9,20 +9,19 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn.cells import CELLS
+from jaxrnn.context import Implementation as Implementation
 
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Cell
-
-Implementation = Literal["triton", "xla"] | None
 
 # Names of implementations elsewhere, and the one that is meant.
 _IMPLEMENTATIONS = ("triton", "xla")
@@ -199,26 +198,6 @@ def _is_precision(precision: Any) -> bool:
         return precision in _PRECISIONS or precision in jax.lax.DotAlgorithmPreset.__members__
     kinds = jax.lax.Precision, jax.lax.DotAlgorithmPreset, jax.lax.DotAlgorithm
     return precision is None or isinstance(precision, kinds)
-
-
-def must_scan(
-    reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str, caller: Caller
-) -> bool:
-    """Returns whether there is a `reason` to run a cell under `scan`, which is "nn.scan" or "nnx.scan".
-
-    Raises NotImplementedError if there is a reason and "triton" or a precision is requested.
-    """
-    check_options(implementation, precision, caller)
-    if reason and implementation == "triton":
-        raise NotImplementedError(
-            f'{caller.name}: implementation="triton" cannot run {reason}; use implementation=None, which runs it with '
-            f"{scan}"
-        )
-    if reason and precision is not None:
-        raise NotImplementedError(
-            f"{caller('precision')} cannot be set for {reason}; use jax.default_matmul_precision instead"
-        )
-    return reason is not None
 
 
 def check_flags(caller: Caller, **flags: Any) -> list[bool]:

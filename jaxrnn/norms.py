@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.checks import Caller, Implementation, check_floating, check_implementation, describe
+from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
 from jaxrnn.numerics import broadcast_to_rank
 
 Kind = Literal["rms", "layer"]
@@ -131,8 +132,9 @@ def normalize(
     check_implementation(implementation, caller)
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
     static = _NormSpec(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
-    run = _run_triton if _use_triton(implementation, x, weight, bias, static.dtype, caller) else _xla
-    y, total = run(static, x, weight, bias, residual)
+    choice = _choose(kind, implementation, x, weight, bias, static.dtype, caller)
+    run = functools.partial(_run_triton if choice.implementation == "triton" else _xla, static)
+    y, total = choice.mark(run)(x, weight, bias, residual)
     return y if residual is None else (y, total)
 
 
@@ -185,28 +187,32 @@ def add_residual(x: Array, residual: Array, *, caller: Caller) -> Array:
     return _sum(x, residual)
 
 
-def _use_triton(
-    implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any, caller: Caller
-) -> bool:
-    """Returns whether to run the Triton kernels; if there is nothing to compute, XLA gives the empty results.
-
-    Raises:
-      NotImplementedError: "triton" was requested and cannot run; the message says why.
-    """
+def _choose(
+    kind: Kind, implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any, caller: Caller
+) -> Choice:
+    """Chooses the implementation of a norm; errors are those of `choose`."""
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-    if implementation == "xla" or (implementation is None and not (_bridge.on_gpu() and preferred(rows, columns))):
-        return False
-    dtypes = [dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
-    reason = _bridge.symbolic_size([x]) or _bridge.unsupported_norm(dtypes, columns)
-    spec = sharding.spec_of(x)
-    if reason is None and spec[-1] is not None:
-        reason = (
-            f"needs the last axis of x unsharded, but x is sharded as {spec}: use jax.reshard to shard x over its "
-            'other axes only, or pass implementation="xla"'
-        )
-    if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"{caller.name}: the Triton implementation {reason}")
-    return reason is None and 0 not in x.shape
+
+    def prefer_xla() -> str | None:
+        if not _bridge.on_gpu():
+            return NOT_ON_GPU
+        return None if preferred(rows, columns) else f"XLA is faster for fewer than {_MIN_KERNEL_ELEMENTS} elements"
+
+    def unsupported() -> str | None:
+        dtypes = [dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
+        reason = _bridge.symbolic_size([x]) or _bridge.unsupported_norm(dtypes, columns)
+        spec = sharding.spec_of(x)
+        if reason is None and spec[-1] is not None:
+            reason = (
+                f"needs the last axis of x unsharded, but x is sharded as {spec}: use jax.reshard to shard x over its "
+                'other axes only, or pass implementation="xla"'
+            )
+        return reason
+
+    return choose(
+        f"{kind}_norm", lambda: describe_arrays(x=x), implementation, prefer_xla=prefer_xla, unsupported=unsupported,
+        empty=0 in x.shape, caller=caller.name,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

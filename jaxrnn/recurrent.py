@@ -26,6 +26,7 @@ from jaxrnn.checks import (
     split_carry,
     split_directions,
 )
+from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
 
 
 def run(
@@ -85,16 +86,20 @@ def run(
     states, reset_states = split_carry(cell, "carry", carry), _split_reset_state(cell, reset_state)
     params, states, xs, resets, reset_states = jax.tree.map(jnp.asarray, (params, states, xs, resets, reset_states))
     returned = cell.states if return_states else cell.states[:1]
-    if _use_triton(implementation, precision, time_major, states, xs, params, caller):
-        last, sequences = kernel_vjp.run_kernels(
-            cell, params, states, xs, resets, reset_states, reverse, time_major, precision, remat, returned,
-            may_scan=implementation is None,
+    choice = _choose(cell, implementation, precision, time_major, states, xs, params, caller)
+
+    def compute(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any) -> Any:
+        if choice.implementation == "triton":
+            return kernel_vjp.run_kernels(
+                cell, params, states, xs, resets, reset_states, reverse, time_major, precision, remat, returned,
+                may_scan=choice.may_scan,
+            )  # fmt: skip
+        return _xla(
+            cell, remat, params, states, xs, resets, reset_states, reverse=reverse, time_major=time_major,
+            precision=precision, returned=returned,
         )  # fmt: skip
-        return join_carry(last), sequences
-    last, sequences = _xla(
-        cell, remat, params, states, xs, resets, reset_states, reverse=reverse, time_major=time_major,
-        precision=precision, returned=returned,
-    )  # fmt: skip
+
+    last, sequences = choice.mark(compute)(params, states, xs, resets, reset_states)
     return join_carry(last), sequences
 
 
@@ -169,19 +174,23 @@ def run_bidirectional(
     states = tuple(split_carry(cell, "carry", one) for one in carry)
     reset_states = tuple(_split_reset_state(cell, one) for one in reset_state)
     returned = cell.states if return_states else cell.states[:1]
-    if _use_triton(implementation, precision, time_major, states[0], xs, params[0], caller):
-        both = kernel_vjp.run_kernels(
-            cell, params, states, xs, resets, reset_states, "bidirectional", time_major, precision, remat, returned,
-            may_scan=implementation is None,
-        )  # fmt: skip
-    else:
-        both = [
+    choice = _choose(cell, implementation, precision, time_major, states[0], xs, params[0], caller, directions=2)
+
+    def compute(params: Any, states: Any, xs: Array, resets: Any, reset_states: Any) -> Any:
+        if choice.implementation == "triton":
+            return kernel_vjp.run_kernels(
+                cell, params, states, xs, resets, reset_states, "bidirectional", time_major, precision, remat, returned,
+                may_scan=choice.may_scan,
+            )  # fmt: skip
+        return [
             _xla(
                 cell, remat, *each[:2], xs, *each[2:], reverse=reverse, time_major=time_major, precision=precision,
                 returned=returned,
             )
             for reverse, each in zip((False, True), zip(params, states, resets, reset_states, strict=True), strict=True)
         ]  # fmt: skip
+
+    both = choice.mark(compute)(params, states, xs, resets, reset_states)
     forward, backward = ((join_carry(last), sequences) for last, sequences in both)
     return forward, backward
 
@@ -206,28 +215,36 @@ def _xla(
     def run(params: Any, states: Any, xs: Array, reset_states: Any) -> Any:
         return scan.run(cell, params, states, xs, resets, reset_states, time_major=time_major, **options)
 
-    return (jax.checkpoint(run) if remat else run)(params, states, xs, reset_states)
+    with jax.named_scope(f"{cell.name}_xla"):
+        return (jax.checkpoint(run) if remat else run)(params, states, xs, reset_states)
 
 
-def _use_triton(
-    implementation: Any, precision: Any, time_major: bool, states: tuple[Array, ...], xs: Array, params: Any,
-    caller: Caller,
-) -> bool:  # fmt: skip
-    """Returns whether to run the Triton kernels; if there is nothing to compute, `lax.scan` gives the empty results.
+def _choose(
+    cell: Cell, implementation: Any, precision: Any, time_major: bool, states: tuple[Array, ...], xs: Array,
+    params: Any, caller: Caller, directions: int = 1,
+) -> Choice:  # fmt: skip
+    """Chooses the implementation of a recurrence; errors are those of `choose`."""
+    steps, hidden = xs.shape[0 if time_major else -2], states[-1].shape[-1]
 
-    Raises:
-      NotImplementedError: "triton" was requested and cannot run; the message says why.
-    """
-    if implementation == "xla" or (
-        implementation is None and not _bridge.is_preferred(xs.shape[0 if time_major else -2])
-    ):
-        return False
-    hidden = states[-1].shape[-1]
-    arrays = jax.tree.leaves((states, xs, params))
-    reason = _bridge.symbolic_size(arrays) or _bridge.unsupported([x.dtype for x in arrays], hidden)
-    if reason is None and kernel_vjp.kernel_precision(precision, hidden) is None:
-        precision = jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]
-        reason = f'has no kernel for precision {precision!r}: pass a jax.lax.Precision, or implementation="xla"'
-    if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"{caller.name}: the Triton implementation {reason}")
-    return reason is None and 0 not in (*xs.shape[:-1], hidden)
+    def unsupported() -> str | None:
+        arrays = jax.tree.leaves((states, xs, params))
+        reason = _bridge.symbolic_size(arrays) or _bridge.unsupported([x.dtype for x in arrays], hidden)
+        if reason is not None or kernel_vjp.kernel_precision(precision, hidden) is not None:
+            return reason
+        used = jax.config.jax_default_matmul_precision if precision is None else precision  # type: ignore[attr-defined]
+        return f'has no kernel for precision {used!r}: pass a jax.lax.Precision, or implementation="xla"'
+
+    def prefer_xla() -> str | None:
+        if _bridge.is_preferred(steps):
+            return None
+        if not _bridge.on_gpu():
+            return NOT_ON_GPU
+        return "XLA is faster for a single step" if steps == 1 else "there is no step, or a symbolic number of steps"
+
+    def arguments() -> str:
+        return f"{describe_arrays(xs=xs)}, {hidden} units" + (", both directions" if directions == 2 else "")
+
+    return choose(
+        cell.name, arguments, implementation, prefer_xla=prefer_xla, unsupported=unsupported,
+        empty=0 in (*xs.shape[:-1], hidden), caller=caller.name,
+    )  # fmt: skip

@@ -11,7 +11,8 @@ def pretend_gpus(monkeypatch, *devices):
 
     from torch_bridge import compiler, gpu
 
-    gpus = [types.SimpleNamespace(local_hardware_id=i) for i in range(len(devices))]
+    client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    gpus = [types.SimpleNamespace(local_hardware_id=i, client=client) for i in range(len(devices))]
     monkeypatch.setattr(compiler, "interpreting", lambda: False)
     monkeypatch.setattr(gpu, "driver_fails", lambda: None)
     monkeypatch.setattr(gpu, "device", lambda ordinal: devices[ordinal])

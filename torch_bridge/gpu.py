@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 import time
-import warnings
 from typing import Any
 
 import triton
@@ -28,13 +27,11 @@ class DriverCheck:
     def __init__(self) -> None:
         self._works = False
         self._failure: tuple[float, str] | None = None
-        self._warned: set[str] = set()
 
     def __call__(self) -> str | None:
         """Returns why Triton cannot load kernels in this process, or None if it can.
 
-        Before its first load, Triton compiles a C module, which can fail. Each new reason causes a warning, because
-        there is a GPU, and calls that name no implementation then run a slower one.
+        Before its first load, Triton compiles a C module, which can fail.
         """
         if self._works:
             return None
@@ -47,11 +44,6 @@ class DriverCheck:
         except Exception as error:  # a broken compiler, header or driver raises errors of many types
             reason = f"{type(error).__name__}: {error}"
             self._failure = time.monotonic(), reason
-            if reason not in self._warned:
-                self._warned.add(reason)
-                warnings.warn(
-                    f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=2
-                )
             return reason
         self._works = True
         return None

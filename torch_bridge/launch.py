@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from triton.compiler import CompiledKernel
 
 from torch_bridge import compiler, gpu
+from torch_bridge.kernels import names
 from torch_bridge.tiling import Device
 
 
@@ -71,6 +72,11 @@ class KernelCall(NamedTuple):
         """Everything but the compute capability that the compiled kernel depends on."""
         constants = tuple((name, _Function(x) if callable(x) else x) for name, x in self.constants)
         return _Function(self.function), constants, self.dtypes, self.options
+
+    @property
+    def name(self) -> str:
+        """The name of the compiled kernel, as profilers show it."""
+        return names.name_of(self.function, dict(self.constants))
 
     def arguments(self) -> Arguments:
         """Returns the kernel's arguments, without the addresses of arrays."""

@@ -57,6 +57,7 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | st
     if device.type != "cuda" or torch.version.cuda is None:
         return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
     if reason := gpu.driver_fails():
+        _warn_of_driver(reason)
         raise DriverFailsError(f"cannot be loaded here ({reason}): fix that, or leave implementation out")
     facts = gpu.device(ordinal(device))
     if facts.capability < rules.LOWEST_CAPABILITY:
@@ -65,6 +66,12 @@ def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | st
             "leave implementation out"
         )
     return facts
+
+
+@functools.cache
+def _warn_of_driver(reason: str) -> None:
+    """Warns once: there is a GPU, and calls that name no implementation run a slower one."""
+    warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=3)
 
 
 @functools.cache

@@ -5,13 +5,25 @@ Every launch binds one primitive (`primitive`), whose parameter `kind` says what
 but never a launch. `tracing` and `lowering` have the rules of the primitive, and `partitioning` those for a mesh of
 `Auto` axes. Launches reach a GPU by one of two methods, and `method` chooses: `callback` has the functions that XLA
 calls with its own buffers and stream, and `native` a handler in C. XLA captures the calls of both in its CUDA graphs.
-`availability` says whether the kernels can run here. `reverse_mode` makes forward mode raise.
+`availability` says whether the kernels can run here. `reverse_mode` makes forward mode raise. `launch_record` describes
+launches for `jaxrnn.explain` and the log.
 """
 
 from jaxrnn._bridge import lowering as lowering
 from jaxrnn._bridge import tracing as tracing
-from jaxrnn._bridge.availability import is_preferred, on_gpu, symbolic_size, unsupported, unsupported_norm
+from jaxrnn._bridge.availability import (
+    chosen_device,
+    has_nvidia_gpu,
+    is_preferred,
+    on_gpu,
+    profile,
+    symbolic_size,
+    unsupported,
+    unsupported_norm,
+    unusable,
+)
 from jaxrnn._bridge.launch_kind import NamedOutput
+from jaxrnn._bridge.launch_record import LaunchRecord, find_launches
 from jaxrnn._bridge.method import LaunchMethod, launch_method
 from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
@@ -26,8 +38,12 @@ from jaxrnn._bridge.weight_grads import (
 
 __all__ = [
     "LaunchMethod",
+    "LaunchRecord",
     "NamedOutput",
     "Output",
+    "chosen_device",
+    "find_launches",
+    "has_nvidia_gpu",
     "is_features_first_profitable",
     "is_preferred",
     "is_projection_profitable",
@@ -39,10 +55,12 @@ __all__ = [
     "launch_weight_grads",
     "may_have_float32_residuals",
     "on_gpu",
+    "profile",
     "register_native_launch",
     "reverse_mode_only",
     "round_to_tf32",
     "symbolic_size",
     "unsupported",
     "unsupported_norm",
+    "unusable",
 ]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrnn import context
 from torch_bridge import rules
 
 
@@ -35,31 +35,52 @@ def unsupported_norm(dtypes: Sequence[Any], columns: int) -> str | None:
     return _unsupported(dtypes, functools.partial(_too_many_columns, columns), multiplies=False)
 
 
+def unusable() -> str | None:
+    """Returns why no kernel can run in this process, whatever its input, and a remedy; None if one can."""
+    return _not_installed() or _fails_here()
+
+
 def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], multiplies: bool) -> str | None:
-    missing = [name for name in ("torch", "triton") if _spec_missing(name)]
-    if missing:
-        return (
-            f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            "pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
-        )
+    if reason := _not_installed():
+        return reason
     if bad := [str(dtype) for dtype in dtypes if str(jnp.dtype(dtype)) not in rules.OPERAND_DTYPES]:
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
+    if reason := _fails_here():
+        return reason
+    device = chosen_device()
+    if device.interpreted and multiplies and jnp.bfloat16 in dtypes:
+        return (
+            "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there, or pass "
+            'implementation="xla"'
+        )
+    return too_wide(device)
+
+
+def _not_installed() -> str | None:
+    missing = [name for name in ("torch", "triton") if _spec_missing(name)]
+    if not missing:
+        return None
+    return (
+        f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
+        "pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
+    )
+
+
+def _fails_here() -> str | None:
+    """Returns why no kernel can run here although torch and triton are installed, or None."""
     if reason := _import_fails():
         return f"{reason}: pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
-    from torch_bridge import compiler, gpu, tiling
+    from torch_bridge import compiler, gpu
 
+    if context.other_device() is not None:
+        return None
     if compiler.interpreting():
-        if jax.default_backend() != "cpu":
-            return (
-                "runs in Triton's interpreter here, because TRITON_INTERPRET=1 is set, but the interpreter only "
-                'supports arrays on the CPU: unset it, set JAX_PLATFORMS=cpu, or pass implementation="xla"'
-            )
-        if multiplies and jnp.bfloat16 in dtypes:
-            return (
-                "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there, or pass "
-                'implementation="xla"'
-            )
-        return too_wide(tiling.Device())
+        if jax.default_backend() == "cpu":
+            return None
+        return (
+            "runs in Triton's interpreter here, because TRITON_INTERPRET=1 is set, but the interpreter only "
+            'supports arrays on the CPU: unset it, set JAX_PLATFORMS=cpu, or pass implementation="xla"'
+        )
     if jax.default_backend() != "gpu":
         return (
             f'needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: pass implementation="xla" (or '
@@ -86,7 +107,7 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
             f"needs compute capability 8.0 (Ampere) or newer, this GPU has {device.capability / 10}: "
             'pass implementation="xla"'
         )
-    return too_wide(device)
+    return None
 
 
 def _too_wide(hidden: int, device: Any) -> str | None:
@@ -108,14 +129,11 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
 
 @functools.cache
 def _import_fails() -> str | None:
-    """Returns why importing the kernels fails although torch and triton are installed, or None; warns on a GPU."""
+    """Returns why importing the kernels fails although torch and triton are installed, or None."""
     try:
         from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
-        reason = f"needs Triton 3.6 and torch 2.10 or newer, but with the installed versions its import fails ({error})"
-        if jax.default_backend() == "gpu":
-            warnings.warn(f"The Triton implementation of jaxrnn {reason}", RuntimeWarning, stacklevel=2)
-        return reason
+        return f"needs Triton 3.6 and torch 2.10 or newer, but with the installed versions its import fails ({error})"
     return None
 
 
@@ -137,9 +155,34 @@ def is_preferred(steps: int) -> bool:
 
 
 def on_gpu() -> bool:
-    """Whether JAX computes on a GPU by default."""
+    """Whether JAX computes on a GPU by default, or kernels are chosen for another GPU."""
+    if context.other_device() is not None:
+        return True
     default = jax.config.jax_default_device  # type: ignore[attr-defined]  # a device, a platform, or None
     return (getattr(default, "platform", default) or jax.default_backend()) in ("gpu", "cuda")
+
+
+def has_nvidia_gpu() -> bool:
+    """Whether the GPUs on which JAX computes by default are NVIDIA's."""
+    if not on_gpu():
+        return False
+    return "rocm" not in jax.local_devices(backend="gpu")[0].client.platform_version.lower()
+
+
+def profile(name: str) -> Any:
+    """Returns the facts about a GPU by which kernels are chosen for it, given its name in `torch_bridge.tiling`.
+
+    Raises:
+      ValueError: there is no GPU with this name.
+      NotImplementedError: kernels cannot be chosen because PyTorch or Triton is missing.
+    """
+    from torch_bridge.tiling import PROFILES
+
+    if name not in PROFILES:
+        raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}")
+    if reason := _not_installed() or _import_fails():
+        raise NotImplementedError(f"to choose kernels for {PROFILES[name].name}, the Triton implementation {reason}")
+    return PROFILES[name]
 
 
 def cuda_device() -> tuple[Any, Sequence[int]]:
@@ -165,4 +208,6 @@ def chosen_device() -> Any:
     """Returns the device that kernels are chosen for when launches are traced."""
     from torch_bridge.compiler import interpreting
 
+    if (device := context.other_device()) is not None:
+        return device
     return (cpu_device if interpreting() else cuda_device)()[0]

@@ -58,6 +58,18 @@ class LaunchKind:
         """Whether `scan` should replace a launch: if that is permitted and estimated to be faster."""
         return False
 
+    def choose(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
+        """Returns the `torch_bridge` launch of a shard, without compiling it; None if `scan` should replace it."""
+        return None if self.should_scan(arrays, params, device) else self.launch(arrays, params, device)
+
+    def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
+        """Returns the problem of a launch that `scan` may replace."""
+        raise NotImplementedError
+
+    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+        """Returns what a launch computes, such as "gru" or "rms_norm", and "fwd" or "bwd"."""
+        raise NotImplementedError
+
     def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
         """Computes the outputs of a launch with XLA."""
         raise NotImplementedError
@@ -117,6 +129,14 @@ class RowLaunchKind(LaunchKind):
         flat = [x.reshape(self.merged_shape(name, x.shape)) for name, x in zip(params["inputs"], arrays, strict=True)]
         results = launch_shard_p.bind(*flat, kind=self, slot=slot, **params)
         return [x.reshape(like.shape) for x, like in zip(results, types, strict=True)]
+
+
+def types_of_shard(kind: LaunchKind, avals: Sequence[Any], params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Returns the types of the arrays of `launch_shard_p` for a launch on one device, given those of `launch_p`."""
+    return [
+        jax.ShapeDtypeStruct(kind.merged_shape(name, aval.shape), aval.dtype)
+        for name, aval in zip(params["inputs"], avals, strict=True)
+    ]
 
 
 def dtypes_of(arrays: Sequence[Any], params: dict[str, Any]) -> tuple[tuple[str, str], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from jax.interpreters import mlir
 from jax.sharding import AxisType
 
 from jaxrnn._bridge.availability import cpu_device, cuda_device
+from jaxrnn._bridge.launch_record import record_of
 from jaxrnn._bridge.method import Method, cuda_method, interpreted_method
 from jaxrnn._bridge.partitioning import PartitionedCallback, partitioned
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn._bridge.launch_kind import LaunchKind
+
+logger = logging.getLogger("jaxrnn")
 
 # Up to this size, a barrier separates the operands and results of a launch from slices of a scan's inputs and outputs.
 # XLA would fuse these slices with the launch, and would not capture the fusion in its CUDA graphs, which costs 8 to 25
@@ -46,11 +50,19 @@ def shard_function(
     """
 
     def call(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
-        results = kind.types([x.shape for x in arrays], params)
         facts, ordinals = device()
-        if kind.should_scan(arrays, params, facts):
-            return kind.scan(arrays, params)
-        launch, method = kind.launch(arrays, params, facts), choose_method()
+        launch = kind.choose(arrays, params, facts)
+        record = record_of(kind, launch, arrays, params)
+        logger.debug("%s", record)
+        with jax.named_scope(record.scope):
+            if launch is None:
+                return kind.scan(arrays, params)
+            return run(launch, ordinals, arrays, kind, params)
+
+    def run(
+        launch: Any, ordinals: Sequence[int], arrays: tuple[Array, ...], kind: LaunchKind, params: dict[str, Any]
+    ) -> list[Array]:
+        results, method = kind.types([x.shape for x in arrays], params), choose_method()
         # outside of the barriers, where XLA drops a cast of a launch together with its inverse in the gradient's launch
         array_dtypes = kind.array_dtypes(launch)
         arrays = tuple(

@@ -50,6 +50,9 @@ class NormKind(RowLaunchKind):
         )
         return Launch(problem, device)
 
+    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+        return f"{params['norm']}_norm", params["direction"]
+
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         if name in ROW_WEIGHTS + WEIGHT_GRADS:
             return ("models", "columns")

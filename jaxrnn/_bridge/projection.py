@@ -56,6 +56,9 @@ class ProjectionKind(RowLaunchKind):
         (models, rows, inputs), gates = by_name["x"].shape, by_name["bias"].shape[-1]
         return Launch(Problem(models, rows, inputs, gates, dtypes_of(arrays, params)), device)
 
+    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+        return "input projection", "fwd"
+
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         if name == "w_ih_t":
             return ("models", "gates", "columns")

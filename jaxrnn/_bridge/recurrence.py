@@ -117,8 +117,13 @@ class RecurrenceKind(LaunchKind):
         from torch_bridge.recurrences import Launch
         from torch_bridge.tiling import with_residual_dtypes
 
-        problem = _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
-        return Launch(with_residual_dtypes(problem, device), device)
+        return Launch(with_residual_dtypes(self.problem(arrays, params), device), device)
+
+    def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
+        return _problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params)
+
+    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+        return params["cell"], params["direction"]
 
     def batch(
         self, arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
@@ -130,7 +135,7 @@ class RecurrenceKind(LaunchKind):
 
         if not params["may_scan"]:
             return False
-        return prefers_scan(_problem(arrays, _sizes(params["inputs"], [x.shape for x in arrays]), params), device)
+        return prefers_scan(self.problem(arrays, params), device)
 
     def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
         results = scan_launch.run(

@@ -10,7 +10,9 @@ import jax
 from jax.interpreters import ad, batching
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrnn import context
 from jaxrnn._bridge import availability
+from jaxrnn._bridge.launch_kind import types_of_shard
 from jaxrnn._bridge.method import cuda_method
 from jaxrnn._bridge.primitive import launch_p, launch_shard_p
 from jaxrnn._bridge.reverse_mode import refuse_to_differentiate
@@ -31,17 +33,15 @@ def _compile_in_background(kind: LaunchKind, avals: Sequence[Any], params: dict[
 
     if (
         interpreting()
+        or context.listener() is not None
         or not availability.on_gpu()
         or not all(isinstance(n, int) and n for aval in avals for n in aval.shape)
     ):
         return
-    arrays = [
-        jax.ShapeDtypeStruct(kind.merged_shape(name, aval.shape), aval.dtype)
-        for name, aval in zip(params["inputs"], avals, strict=True)
-    ]
     device, ordinals = availability.cuda_device()
-    if not kind.should_scan(arrays, params, device):
-        cuda_method().begin(kind.launch(arrays, params, device), ordinals)
+    launch = kind.choose(types_of_shard(kind, avals, params), params, device)
+    if launch is not None:
+        cuda_method().begin(launch, ordinals)
 
 
 def _abstract_eval(

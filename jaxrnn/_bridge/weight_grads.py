@@ -91,6 +91,9 @@ class WeightGradsKind(LaunchKind):
         problem = Problem(models, groups, steps, batch, inputs, hidden, gates, dtypes, params["reverse"])
         return Launch(problem, device)
 
+    def describe(self, params: dict[str, Any]) -> tuple[str, str]:
+        return "weight gradients", "bwd"
+
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
         return ("models", "length") if name == "sums" else axes_of_sequences(name, rank)
 

@@ -14,7 +14,8 @@ from flax.typing import PRNGKey
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Caller, Implementation, must_scan
+from jaxrnn.checks import Caller, Implementation
+from jaxrnn.choice import must_scan
 from jaxrnn.linen import cells
 from jaxrnn.modules import Carry
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 
-from jaxrnn import norms
+from jaxrnn import context, norms
 from jaxrnn.checks import Caller, check_implementation, check_size
 from jaxrnn.modules.checks import check_rngs
 
@@ -53,7 +53,7 @@ def run_flax(module: Any, option: str, x: Array, residual: Array | None, run: Ca
     """
     caller = Caller(type(module).__name__)
     check_implementation(module.implementation, caller)
-    if module.implementation == "triton":
+    if (module.implementation or context.default()) == "triton":
         raise NotImplementedError(
             f"the Triton implementation normalises the last axis, every element of it, in float32, on one device, and "
             f'{type(module).__name__} has {option}: use implementation=None or "xla", which run Flax\'s own norm'

@@ -14,7 +14,8 @@ from flax.typing import Dtype
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Caller, Implementation, check_size, must_scan
+from jaxrnn.checks import Caller, Implementation, check_size
+from jaxrnn.choice import must_scan
 from jaxrnn.modules import Carry
 
 # The names of the layers that multiply x, and of those that multiply h.

@@ -12,7 +12,8 @@ from flax import nnx
 from jax import Array
 
 from jaxrnn import modules
-from jaxrnn.checks import Caller, Implementation, must_scan
+from jaxrnn.checks import Caller, Implementation
+from jaxrnn.choice import must_scan
 from jaxrnn.modules import Carry
 from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused
 

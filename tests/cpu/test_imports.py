@@ -153,22 +153,25 @@ SHARED = ("torch_bridge.cells", "torch_bridge.rules")
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
 # `linen` and `nnx` may import Flax.
 ARROWS = {
-    "": ("_bridge", "cells", "functions", "norms"),
+    "": ("_bridge", "cells", "choice", "context", "explanation", "functions", "norms"),
     "numerics": (),
     "cells": ("numerics",),
+    "context": (),
     "blocks": ("cells",),
-    "checks": ("cells",),
+    "checks": ("cells", "context"),
+    "choice": ("_bridge", "checks", "context"),
+    "explanation": ("_bridge", "choice", "context"),
     "convert": ("cells", "checks"),
     "sharding": (),
     "scan": ("cells", "numerics"),
-    "_bridge": ("cells", "numerics", "sharding"),
-    "norms": ("_bridge", "checks", "numerics", "sharding"),
+    "_bridge": ("cells", "context", "numerics", "sharding"),
+    "norms": ("_bridge", "checks", "choice", "numerics", "sharding"),
     "kernel_vjp": ("_bridge", "cells", "numerics", "sharding"),
-    "recurrent": ("_bridge", "blocks", "cells", "checks", "kernel_vjp", "scan", "sharding"),
+    "recurrent": ("_bridge", "blocks", "cells", "checks", "choice", "kernel_vjp", "scan", "sharding"),
     "functions": ("cells", "checks", "recurrent"),
-    "modules": ("cells", "checks", "norms", "numerics", "recurrent"),
-    "linen": ("cells", "checks", "modules"),
-    "nnx": ("cells", "checks", "modules"),
+    "modules": ("cells", "checks", "context", "norms", "numerics", "recurrent"),
+    "linen": ("cells", "checks", "choice", "modules"),
+    "nnx": ("cells", "checks", "choice", "modules"),
 }
 
 

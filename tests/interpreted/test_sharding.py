@@ -605,9 +605,12 @@ def test_gradients_of_norms_ignore_padding_of_shards(norm):
 class WeightGradsInTorch:
     """A substitute for the launch that computes the gradients of weights, whose kernel cannot be interpreted."""
 
-    workspaces = ()
+    kernels = workspaces = ()
 
     def __init__(self, problem, device):
+        from torch_bridge import weight_grads
+
+        self.problem, self.tiling = problem, weight_grads.choose(problem, device)
         self.hidden = problem.hidden
 
     def load(self, ordinal):

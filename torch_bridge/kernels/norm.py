@@ -17,6 +17,7 @@ partial sums of the programs.
 import triton
 import triton.language as tl
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.sums import add_up, block_of_columns, launch_dependents, wait_for_dependencies
 
 
@@ -161,7 +162,7 @@ def _centered(x, mean, col, N: tl.constexpr, WHOLE: tl.constexpr, CENTERED: tl.c
     return x
 
 
-@triton.jit(do_not_specialize=["R", "tiles", "epsilon"])
+@triton.jit(do_not_specialize=["R", "tiles", "epsilon"], repr=names.of_norm("fwd"))
 def norm_fwd_kernel(
     x_ptr,         # [S, R, N]
     residual_ptr,  # [S, R, N] added to x before normalization, or None
@@ -285,7 +286,7 @@ def _load_tile(ptrs, mask, YIELD: tl.constexpr):
     return tl.load(ptrs, mask=mask, other=0.0, eviction_policy="evict_first" if YIELD else "")
 
 
-@triton.jit(do_not_specialize=["R", "tiles", "programs"])
+@triton.jit(do_not_specialize=["R", "tiles", "programs"], repr=names.of_norm("bwd"))
 def norm_bwd_kernel(
     dy_ptr,              # [S, R, N]
     x_ptr,               # [S, R, N]
@@ -385,7 +386,7 @@ def norm_bwd_kernel(
             nth += programs.to(tl.int64) * BLOCK_R
 
 
-@triton.jit(do_not_specialize=["R", "tiles", "programs"])
+@triton.jit(do_not_specialize=["R", "tiles", "programs"], repr=names.of_norm("bwd_columns"))
 def norm_columns_kernel(
     dy_ptr,              # [S, R, N]
     x_ptr,               # [S, R, N]

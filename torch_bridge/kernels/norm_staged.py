@@ -10,6 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.gluon_common import async_load
 
 
@@ -103,7 +104,7 @@ def _store_dx(dx_ptr, dtotals, row, a, normalized, rstd, mean_a, mean_ax, chunk:
     gl.store(dx_ptr + row * N + col, dx.to(dx_ptr.dtype.element_ty), mask=col < N)
 
 
-@gluon.jit(do_not_specialize=["R", "tiles", "programs"])
+@gluon.jit(do_not_specialize=["R", "tiles", "programs"], repr=names.of_norm("bwd_staged"))
 def norm_bwd_kernel(
     dy_ptr, x_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_weight_ptr, partial_bias_ptr,
     R, tiles, programs, N: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, CENTERED: gl.constexpr,

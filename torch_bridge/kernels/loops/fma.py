@@ -7,6 +7,7 @@ zeros. `fma_common` explains where weights and operands are kept.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.gluon_common import (
     backward_rows,
     barrier,
@@ -100,7 +101,7 @@ def _forward_step(
     return states, inputs
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q"])
+@gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "fwd"))
 def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
@@ -220,7 +221,7 @@ def _backward_step(
     return dstates, saved
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q"])
+@gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,

@@ -9,6 +9,7 @@ gate gradients, and the scale of their float16 operands, are not exchanged.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.cells.gru import grad_step, residuals, step
 from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
@@ -42,7 +43,7 @@ from torch_bridge.kernels.loops.split_common import (
 )
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split", "fwd", "gru"))
 def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, reset_ptr, hs_ptr, h_last_ptr, local_grads_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
@@ -126,7 +127,7 @@ def _load_saved(
     return saved, reset, load_gradient(dhs_ptr, rows, unit, mask, H)
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split", "bwd", "gru"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dh_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dreset_h_ptr,
     exchange_ptr,

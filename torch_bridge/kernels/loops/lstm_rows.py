@@ -7,6 +7,7 @@ and exchange what they do in `gru_rows.py`; each program also keeps the cell sta
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.cells.lstm import grad_step, residuals, step
 from torch_bridge.kernels.common import load_reset, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
@@ -46,7 +47,7 @@ from torch_bridge.kernels.loops.rows_common import (
 from torch_bridge.kernels.loops.split_common import opaque_zero
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("rows", "fwd", "lstm"))
 def forward_kernel(
     w_hh_t_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
@@ -122,7 +123,7 @@ def forward_kernel(
         gl.store(c_last_ptr + last, c, mask=mask)
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"])
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("rows", "bwd", "lstm"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,

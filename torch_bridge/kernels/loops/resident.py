@@ -14,6 +14,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.common import step_time
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
@@ -182,7 +183,7 @@ def _forward_step(
     return states, saved, scale, next_x, next_reset
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
 def forward_kernel(
     w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
@@ -428,7 +429,7 @@ def _backward_step(
     return dstates, dys, next_dys, saved, reset, bound
 
 
-@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"])
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
     dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,

@@ -16,6 +16,7 @@ before the write.
 import triton
 import triton.language as tl
 
+from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
     arrive,
     first_row,
@@ -254,7 +255,9 @@ def _forward_tile(
     return arrivals
 
 
-@triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
+@triton.jit(
+    do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"], repr=names.of_loop("streamed", "fwd")
+)
 def forward_kernel(
     w_hh_t_ptr,  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
     b_hn_ptr,  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate
@@ -433,7 +436,9 @@ def _backward_tile(
     return arrivals
 
 
-@triton.jit(do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"])
+@triton.jit(
+    do_not_specialize=["T", "B", "Q", "tiles", "items", "t_begin", "t_end"], repr=names.of_loop("streamed", "bwd")
+)
 def backward_kernel(
     w_hh_ptr,  # [S, H, GATES * H] recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
     local_grads_ptr,  # [G, T, B, H, 1, 2 or 4], or words if IN_PLACE, which dxp may overwrite

@@ -1,0 +1,193 @@
+"""The choice between the kernels and XLA for one recurrence or norm, and how users get to know of it.
+
+Every choice is logged to the logger "jaxrnn" at level DEBUG and told to a listening `jaxrnn.explain`. A warning says
+once a process that the kernels cannot run on the NVIDIA GPU that is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn import _bridge, context
+from jaxrnn.checks import Caller, check_options
+from jaxrnn.context import Implementation
+
+logger = logging.getLogger("jaxrnn")
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+NOT_ON_GPU = "JAX does not compute on a GPU here"
+# Beginning of the name of the functions that `jaxrnn.explain` finds in a program.
+MARK = "jaxrnn_choice_"
+
+
+class ImplementationWarning(RuntimeWarning):
+    """The kernels cannot run on the NVIDIA GPU of this process, and `implementation=None` runs XLA instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation that was chosen for a call, and why.
+
+    Attributes:
+      name: what was called, such as "gru" or "rms_norm".
+      arguments: shapes and dtypes of the call, for messages.
+      implementation: "triton" or "xla".
+      reason: why it was chosen.
+      unavailable: why "triton" cannot run the call, and what it needs; None if it can, or if nobody asked.
+      may_scan: whether `lax.scan` may replace a launch where that is faster.
+      index: the index among the choices of a listener, or None.
+      marked: whether `mark` marks the call in a traced program.
+    """
+
+    name: str
+    arguments: str
+    implementation: Literal["triton", "xla"]
+    reason: str
+    unavailable: str | None = None
+    may_scan: bool = False
+    index: int | None = None
+    marked: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name}({self.arguments}) runs {self.implementation}: {self.reason}"
+
+    def mark(self, function: _Function) -> _Function:
+        """Returns `function`, which computes the call; with a listener, it is marked in the traced program."""
+        if self.index is None:
+            return function
+
+        def marked(*arguments: Any) -> Any:
+            return function(*arguments)
+
+        marked.__name__ = f"{MARK}{self.index}"
+        return jax.jit(marked)  # type: ignore[return-value]
+
+
+def choose(
+    name: str,
+    arguments: Callable[[], str],
+    implementation: Any,
+    *,
+    prefer_xla: Callable[[], str | None],
+    unsupported: Callable[[], str | None],
+    empty: bool,
+    caller: str,
+) -> Choice:
+    """Chooses the implementation of a call; if there is nothing to compute, XLA gives the empty results.
+
+    Args:
+      name: what was called.
+      arguments: returns shapes and dtypes, for messages.
+      implementation: "triton", "xla" or None, as passed by the caller.
+      prefer_xla: returns why XLA is the faster implementation, or None if the kernels are.
+      unsupported: returns why the kernels cannot run the call, and a remedy; None if they can.
+      empty: whether the results are empty.
+      caller: the function or class that the user called, for messages.
+
+    Raises:
+      NotImplementedError: "triton" was requested and cannot run; the message says why.
+    """
+    source = f'implementation="{implementation}" was passed'
+    if implementation is None:
+        implementation = context.default()
+        source = f'jaxrnn.default_implementation("{implementation}") holds'
+    uses_kernels, reason, unavailable = False, source, None
+    if implementation is None and (faster := prefer_xla()) is not None:
+        reason = faster
+    elif implementation != "xla":
+        unavailable = unsupported()
+        if unavailable is not None and implementation == "triton":
+            raise NotImplementedError(f"{caller}: the Triton implementation {unavailable}")
+        if unavailable is not None:
+            _warn_if_unusable()
+            reason = f"the Triton implementation {unavailable}"
+        elif empty:
+            reason = "there is nothing to compute"
+        else:
+            uses_kernels = True
+            reason = "it is estimated to be the faster implementation" if implementation is None else source
+    listener = context.listener()
+    if listener is not None and not uses_kernels and unavailable is None:
+        unavailable = unsupported()
+    told = listener is not None or logger.isEnabledFor(logging.DEBUG)
+    choice = Choice(
+        name, arguments() if told else "", "triton" if uses_kernels else "xla", reason, unavailable,
+        may_scan=implementation is None,
+    )  # fmt: skip
+    return tell(choice) if told else choice
+
+
+def must_scan(
+    reason: str | None, precision: jax.lax.PrecisionLike, implementation: Implementation, scan: str, caller: Caller
+) -> bool:
+    """Returns whether there is a `reason` to run a cell under `scan`, which is "nn.scan" or "nnx.scan".
+
+    Raises NotImplementedError if there is a reason and "triton" or a precision is requested.
+    """
+    check_options(implementation, precision, caller)
+    if reason is None:
+        return False
+    requested = context.default() if implementation is None else implementation
+    if requested == "triton":
+        by = "implementation" if implementation is not None else "jaxrnn.default_implementation"
+        remedy = "use implementation=None" if implementation is not None else 'pass implementation="xla"'
+        raise NotImplementedError(
+            f'{caller.name}: {by}="triton" cannot run {reason}; {remedy}, which runs it with {scan}'
+        )
+    if precision is not None:
+        raise NotImplementedError(
+            f"{caller('precision')} cannot be set for {reason}; use jax.default_matmul_precision instead"
+        )
+    tell(Choice("cell", reason, "xla", f"{scan} runs it", f"cannot run {reason}", marked=False))
+    return True
+
+
+def tell(choice: Choice) -> Choice:
+    """Logs a choice and tells it to a listener; returns it with its index there."""
+    logger.debug("%s", choice)
+    if (listener := context.listener()) is None:
+        return choice
+    choice = dataclasses.replace(choice, index=len(listener.choices))
+    listener.choices.append(choice)
+    return choice
+
+
+def describe_arrays(**arrays: Any) -> str:
+    """Returns names, dtypes and shapes of arrays, without those that are None."""
+    present = {name: x for name, x in arrays.items() if x is not None}
+    return ", ".join(f"{name} {jnp.dtype(x.dtype).name}[{','.join(map(str, x.shape))}]" for name, x in present.items())
+
+
+def _warn_if_unusable() -> None:
+    """Warns if it is no matter of the input that the kernels cannot run, although there is an NVIDIA GPU."""
+    if context.other_device() is None and _bridge.has_nvidia_gpu() and _bridge.unusable() is not None:
+        _warn_once()
+
+
+@functools.cache
+def _warn_once() -> None:
+    warnings.warn(
+        "there is an NVIDIA GPU, but jaxrnn runs lax.scan and jax.numpy on it instead of its kernels: the Triton "
+        f"implementation {_bridge.unusable()}",
+        ImplementationWarning,
+        stacklevel=_stacklevel(),
+    )
+
+
+def _stacklevel() -> int:
+    """Returns the `stacklevel` with which `_warn_once` names the line outside of this package and JAX."""
+    packages = [str(Path(module.__file__ or "").parent) for module in (sys.modules["jaxrnn"], jax)]
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and any(frame.f_code.co_filename.startswith(package) for package in packages):
+        frame, level = frame.f_back, level + 1
+    return level

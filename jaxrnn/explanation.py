@@ -1,0 +1,192 @@
+"""`jaxrnn.explain`: which implementation a program would run, and why, without running it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxrnn import _bridge, context
+from jaxrnn._bridge import LaunchRecord
+from jaxrnn.choice import MARK, Choice
+
+if TYPE_CHECKING:
+    from torch_bridge.tiling import Device
+
+
+@dataclasses.dataclass(frozen=True)
+class CallExplanation:
+    """What one recurrence or norm of a program runs.
+
+    Attributes:
+      name: what is called: a cell or a norm by its name, such as "gru" or "rms_norm", or "cell" for a cell of Flax that
+        has no kernel.
+      arguments: shapes and dtypes.
+      implementation: "triton" or "xla".
+      reason: why it is chosen.
+      unavailable: why "triton" cannot run the call here, and what it needs; None if it can.
+      launches: what the call launches, forward and backward; empty for "xla".
+    """
+
+    name: str
+    arguments: str
+    implementation: Literal["triton", "xla"]
+    reason: str
+    unavailable: str | None
+    launches: tuple[LaunchRecord, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}({self.arguments}) runs {self.implementation}: {self.reason}"]
+        if self.unavailable is not None and self.unavailable not in self.reason:
+            lines.append(f'"triton" {self.unavailable}')
+        lines += map(str, self.launches)
+        return "\n  ".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """What the recurrences and norms of a program run, in the order of the program; `str` makes it readable.
+
+    Attributes:
+      device: the GPU that the kernels are chosen for, or None if no call runs them.
+      calls: the recurrences and norms.
+    """
+
+    device: str | None
+    calls: tuple[CallExplanation, ...]
+
+    @property
+    def implementation(self) -> Literal["triton", "xla"]:
+        """The implementation of the only call."""
+        return self._only().implementation
+
+    @property
+    def reason(self) -> str:
+        """Why the implementation of the only call is chosen."""
+        return self._only().reason
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why "triton" cannot run the only call, and what it needs; None if it can."""
+        return self._only().unavailable
+
+    @property
+    def launches(self) -> tuple[LaunchRecord, ...]:
+        """The launches of all calls."""
+        return tuple(launch for call in self.calls for launch in call.launches)
+
+    def _only(self) -> CallExplanation:
+        if len(self.calls) != 1:
+            raise ValueError(f"the function has {len(self.calls)} recurrences and norms, not one: use `calls`")
+        return self.calls[0]
+
+    def __str__(self) -> str:
+        calls = [str(call) for call in self.calls] or ["there is no recurrence or norm of jaxrnn"]
+        return "\n".join(calls if self.device is None else [f"on {self.device}:", *calls])
+
+
+def explain(
+    function: Callable[..., Any], *args: Any, device: str | None = None, gradients: bool | None = None, **kwargs: Any
+) -> Explanation:
+    """Says which implementation every recurrence and norm of a function would run, and why.
+
+        print(jaxrnn.explain(jaxrnn.gru, params, carry, xs, resets=resets))
+        print(jaxrnn.explain(model.apply, variables, xs, device="a100"))
+
+    The function is traced, and neither compiled nor run. The choices are those that the call itself makes: for the
+    implementation when it is traced, for the tiling when it is compiled.
+
+    Args:
+      function: any function that JAX can trace: `jaxrnn.gru`, `apply` of a Flax module, a loss or a training step.
+      *args: its arguments; arrays may be replaced by `jax.ShapeDtypeStruct`. What is not an array, such as a flag or a
+        string, is passed as it is.
+      device: None for this process as it is, or the name of a GPU, for which the kernels are then chosen although it is
+        not here: "a100", "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It takes PyTorch and
+        Triton, whose builds for the CPU are sufficient, and no GPU.
+      gradients: whether to trace the gradient of the function to its floating-point arguments, with the launches of a
+        training step. With None it is traced unless the function itself computes gradients with kernels.
+      **kwargs: its keyword arguments.
+
+    On a mesh that JAX manages (`AxisType.Auto`), the launches are those on the whole arrays: JAX shards them later.
+
+    Returns:
+      The choice and the launches of every recurrence and norm.
+
+    Raises:
+      ValueError: there is no GPU with the name `device`.
+      NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but PyTorch or
+        Triton is missing.
+    """
+    profile = None if device is None else _bridge.profile(device)
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    arrays = [x for x in leaves if _is_array(x)]
+
+    def call(arrays: list[Any]) -> Any:
+        given = iter(arrays)
+        args, kwargs = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
+        return function(*args, **kwargs)
+
+    if not gradients:
+        result = _trace(lambda arrays: _arrays_of(call(arrays)), arrays, profile)
+        launches = result.launches
+        if gradients is not None or not launches or any(launch.direction == "backward" for launch in launches):
+            return result
+
+    def differentiate(arrays: list[Any]) -> Any:
+        floats = [x for x in arrays if _is_floating(x)]
+
+        def outputs(floats: list[Any]) -> list[Any]:
+            given = iter(floats)
+            results = call([next(given) if _is_floating(x) else x for x in arrays])
+            return [x for x in _arrays_of(results) if _is_floating(x)]
+
+        results, pull = jax.vjp(outputs, floats)
+        return results, pull([jnp.zeros_like(x) for x in results])
+
+    try:
+        return _trace(differentiate, arrays, profile)
+    except Exception as error:
+        error.add_note("jaxrnn.explain traced the gradient of the function; gradients=False explains it without.")
+        raise
+
+
+def _trace(function: Callable[..., Any], arrays: list[Any], profile: Device | None) -> Explanation:
+    with context.listening(profile) as listener:
+        jaxpr = jax.make_jaxpr(function)(arrays)
+        choices: list[Choice] = listener.choices
+        device = _bridge.chosen_device() if any(choice.implementation == "triton" for choice in choices) else None
+        found: dict[str, list[LaunchRecord]] = {}
+        for name, record in _bridge.find_launches(jaxpr.jaxpr, device, prefix=MARK):
+            found.setdefault(name, []).extend([] if record is None else [record])
+    marked = [(choice, f"{MARK}{choice.index}") for choice in choices if choice.marked]
+    calls = [_explain_call(choice, found[name]) for choice, name in marked if name in found]
+    calls += dict.fromkeys(_explain_call(choice, []) for choice in choices if not choice.marked)
+    return Explanation(None if device is None else device.name or "Triton's interpreter", tuple(calls))
+
+
+def _explain_call(choice: Choice, records: list[LaunchRecord]) -> CallExplanation:
+    times: dict[LaunchRecord, int | None] = {}
+    for record in records:
+        one = dataclasses.replace(record, times=1)
+        before = times.get(one, 0)
+        times[one] = None if before is None or record.times is None else before + record.times
+    launches = tuple(dataclasses.replace(record, times=count) for record, count in times.items())
+    return CallExplanation(
+        choice.name, choice.arguments, choice.implementation, choice.reason, choice.unavailable, launches
+    )
+
+
+def _is_array(x: Any) -> bool:
+    return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
+
+
+def _is_floating(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _arrays_of(results: Any) -> list[Any]:
+    return [x for x in jax.tree.leaves(results) if _is_array(x)]

@@ -1,0 +1,66 @@
+"""A compiled kernel is named after what it computes, so that profiles tell the kernels of a program apart."""
+
+import pytest
+from problems import make_problem
+
+from torch_bridge.cells import CELLS
+from torch_bridge.tiling import PROFILES, KernelConfig
+
+H100 = PROFILES["h100"]
+LOOPS = {
+    "streamed": (KernelConfig(64, 16, 64, 1, 4, 1), 64),
+    "fma": (None, 64),
+    "resident": (KernelConfig(64, 8, 64, 1, 4, 1, "resident"), 64),
+    "split": (KernelConfig(64, 16, 64, 4, 4, 1, "split"), 256),
+    "rows": (KernelConfig(32, 64, 32, 8, 4, 1, "rows"), 256),
+}
+
+
+def launch(cell, direction, loop):
+    from torch_bridge import recurrences
+
+    tiling, hidden = LOOPS[loop]
+    result = recurrences.Launch(make_problem(cell, direction, "tf32", hidden, 16), H100, tiling)
+    assert result.config.loop == loop
+    return result
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(("cell", "loop"), [(c, loop) for c in CELLS for loop in LOOPS if loop in CELLS[c].loops])
+def test_name_of_a_time_loop_says_cell_direction_and_family(cell, loop, direction):
+    """The names are known without compiling, in the interpreter too."""
+    (call,) = launch(cell, direction, loop).kernels
+    assert call.name == f"{cell}_{direction}_{loop}"
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("loop", LOOPS)
+def test_compiled_time_loop_has_its_name(loop):
+    result = launch("gru", "fwd", loop)
+    (compiled,) = result.compile()
+    assert compiled.metadata.name == compiled.name == result.kernels[0].name
+    assert f".entry gru_fwd_{loop}(" in compiled.asm["ptx"]
+
+
+def norm(kind, direction, columns=256):
+    from torch_bridge import norms
+
+    arrays = {"fwd": ("x", "weight", "y"), "bwd": ("dy", "x", "weight", "rstd", "dx", "dweight")}[direction]
+    arrays += ("mean",) if kind == "layer" else ()
+    dtypes = tuple((name, "float32") for name in arrays)
+    return norms.Launch(norms.Problem(kind, direction, 1, 512, columns, 1e-6, dtypes), H100)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_name_of_the_kernel_of_a_norm_says_norm_and_direction(kind):
+    assert [call.name for call in norm(kind, "fwd").kernels] == [f"{kind}_norm_fwd"]
+    assert [call.name for call in norm(kind, "bwd").kernels] == [f"{kind}_norm_bwd", "norm_sum_kernel"]
+    assert norm(kind, "bwd", 16384).kernels[0].name == f"{kind}_norm_bwd_staged"
+
+
+@pytest.mark.compile_only
+def test_compiled_kernels_of_a_norm_have_their_names():
+    result = norm("layer", "bwd")
+    assert [compiled.metadata.name for compiled in result.compile()] == [call.name for call in result.kernels]

@@ -1,0 +1,542 @@
+"""Which implementation runs is visible: `explain`, the warning, the log, the default, and the names in profiles."""
+
+import functools
+import logging
+import re
+import subprocess
+import sys
+import threading
+import warnings
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from pretended import pretend_gpus
+
+import jaxrnn
+import jaxrnn.linen
+import jaxrnn.nnx
+from jaxrnn import _bridge, choice
+
+T, B, D, H = 12, 4, 8, 16
+F32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+
+
+def gru_params(inputs=D, hidden=H, make=F32):
+    return jaxrnn.GRUParams(*map(make, ((inputs, 3 * hidden), (hidden, 3 * hidden), (3 * hidden,), (hidden,))))
+
+
+def lstm_params(inputs=D, hidden=H, make=F32):
+    return jaxrnn.LSTMParams(*map(make, ((inputs, 4 * hidden), (hidden, 4 * hidden), (4 * hidden,))))
+
+
+def explain_gru(steps=T, batch=B, inputs=D, hidden=H, **options):
+    resets = jax.ShapeDtypeStruct((steps, batch), bool)
+    arguments = gru_params(inputs, hidden), F32((batch, hidden)), F32((steps, batch, inputs))
+    return jaxrnn.explain(jaxrnn.gru, *arguments, resets=resets, **options)
+
+
+def run_gru(steps=T, **options):
+    return jaxrnn.gru(gru_params(make=jnp.ones), jnp.ones((B, H)), jnp.ones((steps, B, D)), **options)
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(request):
+    """Makes JAX compute on the CPU where there is a GPU, except in tests that pretend to have one."""
+    with jax.default_device(None if "h200" in request.fixturenames else jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    """Makes this process see an H200."""
+    from torch_bridge import gpu, tiling
+
+    pretend_gpus(monkeypatch, tiling.PROFILES["h200"])
+    monkeypatch.setattr(gpu, "can_capture_early_launches", lambda: True)
+
+
+# explain
+
+
+def test_without_a_gpu_explain_says_that_xla_runs():
+    explanation = explain_gru()
+    assert explanation.implementation == "xla" and explanation.launches == () and explanation.device is None
+    assert explanation.reason == "JAX does not compute on a GPU here"
+    (call,) = explanation.calls
+    assert (call.name, call.arguments) == ("gru", "xs float32[12,4,8], 16 units")
+
+
+PROGRAM = """
+import sys
+sys.modules.update(dict.fromkeys({blocked}))
+import jax.numpy as jnp, jaxrnn
+params = jaxrnn.GRUParams(jnp.ones((2, 9)), jnp.ones((3, 9)), jnp.ones(9), jnp.ones(3))
+explanation = jaxrnn.explain(jaxrnn.gru, params, jnp.ones((1, 3)), jnp.ones((4, 1, 2)))
+print(explanation)
+assert explanation.unavailable in str(explanation)
+try:
+    jaxrnn.explain(jaxrnn.gru, params, jnp.ones((1, 3)), jnp.ones((4, 1, 2)), device="a100")
+except NotImplementedError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("blocked", "text"),
+    [
+        (("torch", "triton"), "needs torch and triton, which are not installed: pip install"),
+        pytest.param((), 'needs an NVIDIA GPU, but JAX computes on "cpu" here', marks=pytest.mark.torch),
+    ],
+)
+def test_unavailable_kernels_are_explained_in_a_fresh_process(blocked, text, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    program = PROGRAM.format(blocked=blocked)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    explained = done.stdout.splitlines()
+    assert explained[0] == "gru(xs float32[4,1,2], 3 units) runs xla: JAX does not compute on a GPU here"
+    assert text in explained[1]
+    assert len(explained) == (3 if blocked else 2)
+    if blocked:
+        assert "to choose kernels for NVIDIA A100" in explained[2] and text in explained[2]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    ("device", "hidden", "forward", "backward"),
+    [
+        ("a100", 32, "fma", "fma"),
+        ("h100", 128, "resident", "resident"),
+        ("rtx4090", 512, "streamed", "streamed"),
+        ("h200", 512, "split", "split"),
+        ("h200", 1024, "rows", "rows"),
+        ("a100", 1024, "scan", "streamed"),
+    ],
+)
+def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, forward, backward):
+    explanation = explain_gru(128, 64, 128, hidden, device=device)
+    assert explanation.implementation == "triton" and explanation.unavailable is None
+    loops = {launch.direction: launch.loop for launch in explanation.launches if launch.computes == "gru"}
+    assert loops == {"forward": forward, "backward": backward}
+    for launch in explanation.launches:
+        if launch.computes != "gru":
+            continue
+        short = {"forward": "fwd", "backward": "bwd"}[launch.direction]
+        assert launch.problem.hidden == hidden and launch.problem.sequences == 64 and launch.times == 1
+        if launch.loop == "scan":
+            assert launch.kernels == () and launch.tiling is None
+            assert "lax.scan, estimated to be faster than the kernel" in str(explanation)
+        else:
+            assert launch.kernels == (f"gru_{short}_{launch.loop}",) and launch.programs[0] >= 1
+            assert launch.tiling.loop == launch.loop
+            assert f"gru {launch.direction}: {launch.loop} loop, gru_{short}_{launch.loop} (" in str(explanation)
+
+
+@pytest.mark.torch
+def test_explain_lists_all_launches_of_a_call():
+    launches = explain_gru(128, 64, 128, 128, device="h100").launches
+    assert [launch.computes for launch in launches] == ["input projection", "gru", "gru", "weight gradients"]
+    assert launches[-1].kernels == ("weight_grads_kernel", "sum_kernel")
+    forward = explain_gru(128, 64, 128, 128, device="h100", gradients=False).launches
+    assert [launch.direction for launch in forward] == ["forward", "forward"]
+
+
+@pytest.mark.torch
+def test_explain_makes_the_choices_of_the_program(h200, monkeypatch):
+    """Tracing begins to compile what a launch runs, so what `explain` found must be what was begun."""
+    from torch_bridge import compiler
+    from torch_bridge.kernels import loop_kernel
+
+    begun = []
+    monkeypatch.setattr(compiler, "begin_loading", lambda ordinal, compile, key, capability: begun.append(key))
+    arrays = lstm_params(40, 200), (F32((100, 200)),) * 2, F32((128, 100, 40))
+
+    def loss(params, carry, xs):
+        return jaxrnn.lstm(params, carry, xs)[1].sum()
+
+    explanation = jaxrnn.explain(loss, *arrays)
+    assert explanation.implementation == "triton" and explanation.device == "NVIDIA H200"
+    assert not begun, "explain compiles nothing"
+    jax.jit(jax.grad(loss, (0, 1, 2))).trace(*arrays)
+    kernels = [(key[0].function, dict(key[1])) for key in begun]
+    assert len(kernels) == sum(len(launch.kernels) for launch in explanation.launches) == 3
+    loops = [launch for launch in explanation.launches if launch.computes == "lstm"]
+    for launch, direction in zip(loops, ("fwd", "bwd"), strict=True):
+        kernel = loop_kernel(launch.loop, "lstm", direction)
+        (constants,) = [constants for function, constants in kernels if function is kernel]
+        assert (constants["H"], constants["BLOCK_B"]) == (200, launch.tiling.block_b)
+
+
+@pytest.mark.torch
+def test_explain_counts_what_vmap_adds():
+    """`vmap` over weights adds models to a launch, and over inputs it adds sequences."""
+
+    def run(params, carry, xs):
+        return jaxrnn.gru(params, carry, xs)[1]
+
+    def stacked(tree):
+        return jax.tree.map(lambda x: F32((3, *x.shape)), tree)
+
+    arrays = gru_params(), F32((B, H)), F32((T, B, D))
+    seeds = jaxrnn.explain(jax.vmap(run), *stacked(arrays), device="h100")
+    assert {(x.problem.models, x.problem.sequences) for x in seeds.launches} == {(3, B)}
+    more = jaxrnn.explain(jax.vmap(run, (None, None, 0)), *arrays[:2], stacked(arrays[2]), device="h100")
+    assert {(x.problem.models, x.problem.sequences) for x in more.launches} == {(1, 3 * B)}
+
+
+@pytest.mark.torch
+def test_explain_reports_a_training_step_as_it_is():
+    """The step differentiates by itself, in a scan, and calls one jitted function twice."""
+    layer = jax.jit(lambda params, carry, xs: jaxrnn.gru(params, carry, xs)[1])
+
+    def step(params, carry, xs):
+        def loss(params):
+            return layer(params, carry, layer(params, carry, xs)).sum()
+
+        def update(params, _):
+            return jax.tree.map(jnp.subtract, params, jax.grad(loss)(params)), None
+
+        return jax.lax.scan(update, params, length=5)[0]
+
+    arrays = gru_params(H), F32((B, H)), F32((T, B, H))
+    explanation = jaxrnn.explain(step, *arrays, device="a100")
+    assert explanation.implementation == "triton"
+    assert [(x.direction, x.times) for x in explanation.launches] == [("forward", 10), ("backward", 10)]
+    assert ", 10 times;" in str(explanation)
+    with pytest.raises(NotImplementedError) as info:  # a derivative of gradients
+        jaxrnn.explain(step, *arrays, device="a100", gradients=True)
+    assert any("gradients=False" in note for note in info.value.__notes__)
+
+
+@pytest.mark.torch
+def test_launches_in_a_while_loop_have_no_number_of_times():
+    def run(params, carry, xs):
+        return jax.lax.while_loop(lambda ys: ys.sum() < 3, lambda ys: jaxrnn.gru(params, carry, ys)[1], xs)
+
+    arrays = gru_params(H), F32((B, H)), F32((T, B, H))
+    (launch,) = jaxrnn.explain(run, *arrays, device="a100", gradients=False).launches
+    assert launch.times is None and "in a while_loop" in str(launch)
+
+
+@pytest.mark.torch
+def test_explain_lists_the_recurrences_and_norms_of_a_flax_module():
+    model = jaxrnn.linen.GRU(H, num_layers=2, bidirectional=True, norm="rms")
+    xs = F32((B, T, D))
+    variables = jax.eval_shape(model.init, jax.random.key(0), jax.ShapeDtypeStruct(xs.shape, xs.dtype))
+    explanation = jaxrnn.explain(model.apply, variables, xs, device="h100")
+    assert [(x.name, x.implementation) for x in explanation.calls] == [
+        ("gru", "triton"), ("rms_norm", "xla"), ("gru", "triton"),
+    ]  # fmt: skip
+    assert "both directions" in explanation.calls[0].arguments
+    assert [len(x.launches) for x in explanation.calls] == [2, 0, 2]
+    assert explanation.calls[1].reason == "XLA is faster for fewer than 4194304 elements"
+    with pytest.raises(ValueError, match="3 recurrences and norms, not one"):
+        _ = explanation.implementation
+
+
+@pytest.mark.torch
+def test_explain_lists_a_module_of_nnx():
+    model = jaxrnn.nnx.LSTM(D, H, rngs=nnx.Rngs(0))
+    explanation = jaxrnn.explain(model, F32((B, T, D)), device="rtx3090")
+    assert {x.kernels[0] for x in explanation.launches} == {"lstm_fwd_fma", "lstm_bwd_fma"}
+
+
+def test_explain_says_why_a_cell_of_flax_has_no_kernel():
+    model = jaxrnn.linen.RNN(nn.GRUCell(H, activation_fn=nn.relu))
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.ones((B, T, D)))
+    explanation = jaxrnn.explain(model.apply, variables, jnp.ones((B, T, D)))
+    assert explanation.implementation == "xla"
+    assert (
+        explanation.unavailable == "cannot run a cell whose gate_fn is not sigmoid or whose activation_fn is not tanh"
+    )
+    assert "nn.scan runs it" in str(explanation)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_explain_shows_a_norm(norm):
+    function = {"rms": jaxrnn.rms_norm, "layer": jaxrnn.layer_norm}[norm]
+    explanation = jaxrnn.explain(function, F32((4096, 2048)), F32((2048,)), device="a100")
+    assert [x.kernels[0] for x in explanation.launches] == [f"{norm}_norm_fwd", f"{norm}_norm_bwd"]
+    assert [x.loop for x in explanation.launches] == [None, None]
+    small = jaxrnn.explain(function, F32((4, 2048)), device="a100")
+    assert small.implementation == "xla" and small.unavailable is None
+
+
+@pytest.mark.torch
+def test_explain_gives_the_reason_of_every_choice():
+    assert explain_gru(1, device="a100").reason == "XLA is faster for a single step"
+    assert explain_gru(device="a100", implementation="xla").reason == 'implementation="xla" was passed'
+    assert explain_gru(device="a100", implementation="triton").reason == 'implementation="triton" was passed'
+    assert explain_gru(batch=0, device="a100").reason == "there is nothing to compute"
+    with jaxrnn.default_implementation("xla"):
+        assert explain_gru(device="a100").reason == 'jaxrnn.default_implementation("xla") holds'
+    wide = explain_gru(hidden=10_000, device="a100")
+    assert wide.implementation == "xla" and "hidden width of 10000 is more than its 108" in wide.unavailable
+    assert wide.unavailable in wide.reason
+    precise = explain_gru(device="a100", precision="BF16_BF16_F32")
+    assert "no kernel for precision" in precise.unavailable
+
+
+@pytest.mark.torch
+def test_explaining_another_gpu_leaves_no_trace_in_later_calls():
+    """Programs traced for the other GPU must not be found in JAX's caches."""
+    run = jax.jit(functools.partial(jaxrnn.gru))
+    arrays = gru_params(make=jnp.ones), jnp.ones((B, H)), jnp.ones((T, B, D))
+    before = run(*arrays)
+    assert jaxrnn.explain(run, *arrays, device="a100").implementation == "triton"
+    assert "jaxrnn_launch" not in str(jax.make_jaxpr(run)(*arrays))
+    assert "jaxrnn_choice" not in str(jax.make_jaxpr(run)(*arrays))
+    assert jnp.array_equal(run(*arrays)[1], before[1])
+    assert jaxrnn.explain(run, *arrays).implementation == "xla"
+    fresh = jax.jit(functools.partial(jaxrnn.lstm))
+    arrays = lstm_params(make=jnp.ones), (jnp.ones((B, H)),) * 2, jnp.ones((T, B, D))
+    assert jaxrnn.explain(fresh, *arrays, device="a100").implementation == "triton"
+    assert fresh(*arrays)[1].shape == (T, B, H)
+
+
+def test_explain_rejects_an_unknown_gpu():
+    with pytest.raises(ValueError, match=r"one of a100, rtx3090, .*got 'a1000'"):
+        explain_gru(device="a1000")
+
+
+def test_explain_of_a_function_without_recurrences():
+    explanation = jaxrnn.explain(jnp.sin, F32((2,)))
+    assert explanation.calls == () and "no recurrence or norm" in str(explanation)
+
+
+@pytest.mark.interpret
+def test_explain_sees_the_interpreter():
+    explanation = explain_gru(implementation="triton")
+    assert explanation.device == "Triton's interpreter"
+    assert [x.loop for x in explanation.launches] == ["streamed", "streamed"]
+
+
+# the warning
+
+
+@pytest.fixture
+def warn_again(monkeypatch):
+    """Makes this process warn once more."""
+    monkeypatch.setattr(choice, "_warn_once", functools.cache(choice._warn_once.__wrapped__))
+
+
+def no_torch(monkeypatch):
+    monkeypatch.setattr(_bridge.availability, "_spec_missing", lambda name: name == "torch")
+
+
+def cpu_torch(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", None)
+
+
+def no_driver(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def old_gpu(monkeypatch):
+    from torch_bridge import gpu, tiling
+
+    monkeypatch.setattr(gpu, "device", lambda ordinal: tiling.Device(75, 40, 65_536))
+
+
+def old_triton(monkeypatch):
+    monkeypatch.setattr(_bridge.availability, "_import_fails", lambda: "needs Triton 3.6")
+
+
+CAUSES = {
+    no_torch: r"needs torch, which is not installed: pip install",
+    cpu_torch: r"finds no CUDA device: install the torch build that matches your driver",
+    no_driver: r"finds no CUDA device: install the torch build that matches your driver",
+    old_gpu: r"needs compute capability 8\.0 \(Ampere\) or newer, this GPU has 7\.5",
+    old_triton: r"needs Triton 3\.6.*pip install",
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+def test_kernels_that_cannot_run_on_the_gpu_warn_once_with_the_remedy(cause, h200, warn_again, monkeypatch):
+    cause(monkeypatch)
+    with pytest.warns(jaxrnn.ImplementationWarning, match=CAUSES[cause]) as caught:
+        for _ in range(2):
+            run_gru()
+            jax.jit(run_gru)()
+            jaxrnn.rms_norm(jnp.ones((2**11, 2**11)))
+    assert len(caught) == 1
+    assert 'implementation="xla"' in str(caught[0].message) and caught[0].filename == __file__
+
+
+@pytest.mark.torch
+def test_no_warning_where_the_user_chose_or_the_input_decides(h200, warn_again, monkeypatch):
+    """Only the cause that no kernel can run, whatever its input, is worth a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_gru(precision="BF16_BF16_F32")  # the kernels do not take this input
+        no_torch(monkeypatch)
+        run_gru(implementation="xla")
+        run_gru(steps=1)
+        jaxrnn.rms_norm(jnp.ones((4, 8)))
+        with jaxrnn.default_implementation("xla"):
+            run_gru()
+        with jax.default_device("cpu"):
+            run_gru()
+    with pytest.raises(NotImplementedError, match="needs torch"):
+        run_gru(implementation="triton")
+
+
+def test_no_warning_without_a_gpu(warn_again):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_gru()
+
+
+@pytest.mark.torch
+def test_no_warning_on_the_gpu_of_another_vendor(h200, warn_again, monkeypatch):
+    no_torch(monkeypatch)
+    client = jax.local_devices(backend="gpu")[0].client
+    monkeypatch.setattr(client, "platform_version", "PJRT C API\nrocm 60300")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_gru()
+
+
+# the log
+
+
+def test_every_choice_is_logged_for_debugging(caplog):
+    with caplog.at_level(logging.DEBUG, logger="jaxrnn"):
+        run_gru()
+        jaxrnn.rms_norm(jnp.ones((4, 8)), implementation="xla")
+    assert {record.levelname for record in caplog.records} == {"DEBUG"}
+    assert [record.getMessage() for record in caplog.records if record.name == "jaxrnn"] == [
+        "gru(xs float32[12,4,8], 16 units) runs xla: JAX does not compute on a GPU here",
+        'rms_norm(x float32[4,8]) runs xla: implementation="xla" was passed',
+    ]
+
+
+def test_nothing_is_described_unless_it_is_read(monkeypatch):
+    monkeypatch.setattr("jaxrnn.recurrent.describe", lambda **_: pytest.fail("described"))
+    run_gru()
+
+
+@pytest.mark.interpret
+def test_launches_are_logged_with_loop_and_tiling(caplog):
+    arrays = gru_params(D + 1, make=jnp.ones), jnp.ones((B, H)), jnp.ones((T, B, D + 1))
+    with caplog.at_level(logging.DEBUG, logger="jaxrnn"):
+        jax.jit(functools.partial(jaxrnn.gru, implementation="triton")).lower(*arrays)
+    messages = [record.getMessage() for record in caplog.records]
+    assert messages[0].endswith('runs triton: implementation="triton" was passed')
+    assert re.fullmatch(r"gru forward: streamed loop, gru_fwd_streamed \(1 program\); block_h 16, .*", messages[1])
+
+
+# the default
+
+
+def launches(function, *arrays):
+    return str(jax.make_jaxpr(function)(*arrays)).count("jaxrnn_launch")
+
+
+def test_default_implementation_rejects_other_names():
+    with (
+        pytest.raises(ValueError, match='must be "triton", "xla" or None, got \'cuda\''),
+        jaxrnn.default_implementation("cuda"),
+    ):
+        pass
+
+
+def test_default_triton_raises_where_the_kernels_cannot_run(monkeypatch):
+    no_torch(monkeypatch)
+    with jaxrnn.default_implementation("triton"):
+        for call in (run_gru, functools.partial(run_gru, 1), lambda: jaxrnn.rms_norm(jnp.ones((4, 8)))):
+            with pytest.raises(NotImplementedError, match="the Triton implementation needs torch"):
+                call()
+        assert run_gru(implementation="xla")[1].shape == (T, B, H)
+        with jaxrnn.default_implementation(None):
+            assert run_gru()[1].shape == (T, B, H)
+    assert run_gru()[1].shape == (T, B, H)
+
+
+def test_default_triton_raises_for_a_cell_without_a_kernel():
+    model = jaxrnn.linen.RNN(nn.GRUCell(H, activation_fn=nn.relu))
+    variables = model.init(jax.random.key(0), jnp.ones((B, T, D)))
+    text = r'jaxrnn\.default_implementation="triton" cannot run a cell whose .* Pass implementation="xla", which'
+    with jaxrnn.default_implementation("triton"), pytest.raises(NotImplementedError, match=text):
+        model.apply(variables, jnp.ones((B, T, D)))
+
+
+@pytest.mark.interpret
+def test_default_is_a_part_of_what_jit_compares():
+    """One jitted function, and functions that are jitted inside of it, follow the default of each call."""
+    run = jax.jit(lambda: jax.jit(run_gru)()[1])
+    assert launches(run) == 0
+    with jaxrnn.default_implementation("triton"):
+        assert launches(run) == 1
+        with jaxrnn.default_implementation("xla"):
+            assert launches(run) == 0
+        assert jnp.allclose(run(), run_gru(implementation="triton")[1])
+        assert launches(jax.jit(functools.partial(run_gru, implementation="xla"))) == 0
+    assert launches(run) == 0
+
+
+@pytest.mark.interpret
+def test_default_is_a_decorator_and_belongs_to_its_thread():
+    @jaxrnn.default_implementation("triton")
+    def count():
+        return launches(run_gru)
+
+    found = []
+    with jaxrnn.default_implementation("triton"):
+        thread = threading.Thread(target=lambda: found.append(launches(run_gru)))
+        thread.start()
+        thread.join()
+    assert found == [0] and [count(), count()] == [1, 1] and launches(run_gru) == 0
+
+
+@pytest.mark.interpret
+def test_default_triton_holds_for_a_single_step_and_a_small_norm():
+    with jaxrnn.default_implementation("triton"):
+        assert launches(functools.partial(run_gru, 1)) == 1
+        assert launches(lambda: jaxrnn.rms_norm(jnp.ones((4, 8)))) == 1
+
+
+# names in profiles
+
+
+def text_of(function, *arrays, **options):
+    return jax.jit(functools.partial(function, **options)).lower(*arrays).as_text(debug_info=True)
+
+
+@pytest.mark.interpret
+def test_operations_of_a_launch_have_its_name_in_the_compiled_program():
+    def loss(params, carry, xs):
+        return jaxrnn.gru(params, carry, xs, implementation="triton")[1].sum()
+
+    text = text_of(jax.grad(loss), gru_params(), F32((B, H)), F32((T, B, D)))
+    assert "gru_fwd_streamed" in text and "gru_bwd_streamed" in text
+
+
+@pytest.mark.torch
+def test_operations_in_a_program_for_a_gpu_have_the_names_of_their_kernels(h200, monkeypatch):
+    from torch_bridge import compiler
+
+    monkeypatch.setattr(compiler, "begin_loading", lambda *_: None)
+    monkeypatch.setattr(compiler, "ensure_loaded", lambda *_: None)
+
+    def loss(params, carry, xs):
+        return jaxrnn.gru(params, carry, xs)[1].sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(gru_params(128, 128), F32((64, 128)), F32((128, 64, 128)))
+    text = traced.lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    for name in ("projection_kernel", "gru_fwd_resident", "gru_bwd_resident", "weight_grads_kernel"):
+        assert f"/{name}/" in text
+
+
+def test_operations_of_a_recurrence_in_xla_have_its_name():
+    assert "gru_xla" in text_of(jaxrnn.gru, gru_params(), F32((B, H)), F32((T, B, D)), implementation="xla")
