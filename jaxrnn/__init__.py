@@ -4,16 +4,17 @@
 recurrence.
 """
 
-from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, SimpleParams
+from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, NormGRUParams, SimpleParams
 from jaxrnn.functions.gru import gru
 from jaxrnn.functions.lstm import lstm
 from jaxrnn.functions.mgu import mgu
+from jaxrnn.functions.norm_gru import norm_gru
 from jaxrnn.functions.simple_rnn import simple_rnn
 from jaxrnn.norms import layer_norm, rms_norm
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "GRUParams", "LSTMParams", "MGUParams", "SimpleParams", "gru", "layer_norm", "lstm", "mgu", "rms_norm",
+    "GRUParams", "LSTMParams", "MGUParams", "NormGRUParams", "SimpleParams", "gru", "layer_norm", "lstm", "mgu", "norm_gru", "rms_norm",
     "simple_rnn",
 ]  # fmt: skip

@@ -33,8 +33,10 @@ def check_arguments(
             widths = "both [*batch, H]" if projection is None else "[*batch, H] and [*batch, P]"
             raise ValueError(f"carry must be (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
     check_sequence(xs, states[0], time_major)
-    shapes = cell.shapes(xs.shape[-1], hidden)
+    shapes = cell.shapes(xs.shape[-1], hidden) | cell.optional_shapes(params, xs.shape[-1], hidden)
     if getattr(params.w_hh, "ndim", 2) == 3:
+        if cell.norm:
+            raise ValueError(f"params.w_hh of {cell.title} must be {shapes['w_hh']}, not blocks: its norm sees all units")
         shapes |= {"w_hh": _block_shape(cell, params.w_hh, hidden, projection)}
     elif projection is not None:
         shapes |= {"w_hh": (width, cell.gates * hidden), "w_hr": (hidden, width)}

@@ -37,7 +37,7 @@ class CellSpec:
     last_gate_separate: bool
     tilings: str
     loops: tuple[str, ...]
-    norm: str = ""
+    norm: str
 
     @property
     def hidden_grads(self) -> tuple[str, ...]:
@@ -60,6 +60,7 @@ GRU = CellSpec(
     last_gate_separate=True,
     tilings="gru",
     loops=("streamed", "resident", "fma", "split", "rows"),
+    norm="",
 )
 LSTM = CellSpec(
     name="lstm",
@@ -70,6 +71,7 @@ LSTM = CellSpec(
     last_gate_separate=False,
     tilings="lstm",
     loops=("streamed", "resident", "fma", "split", "rows"),
+    norm="",
 )
 MGU = CellSpec(
     name="mgu",
@@ -80,6 +82,7 @@ MGU = CellSpec(
     last_gate_separate=True,
     tilings="gru",
     loops=("streamed", "resident", "fma"),
+    norm="",
 )
 SIMPLE_TANH = CellSpec(
     name="simple_tanh",
@@ -90,6 +93,7 @@ SIMPLE_TANH = CellSpec(
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "resident", "fma"),
+    norm="",
 )
 SIMPLE_RELU = CellSpec(
     name="simple_relu",
@@ -100,6 +104,7 @@ SIMPLE_RELU = CellSpec(
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "fma"),  # "resident" scales hidden states by a bound, and these have none
+    norm="",
 )
 RMS_NORM_GRU = CellSpec(
     name="rms_norm_gru",
