@@ -15,6 +15,6 @@ from jaxrnn.norms import layer_norm, rms_norm
 __version__ = "0.1.0"
 
 __all__ = [
-    "GRUParams", "LSTMParams", "MGUParams", "NormGRUParams", "SimpleParams", "gru", "layer_norm", "lstm", "mgu", "norm_gru", "rms_norm",
-    "simple_rnn",
+    "GRUParams", "LSTMParams", "MGUParams", "NormGRUParams", "SimpleParams", "gru", "layer_norm", "lstm", "mgu",
+    "norm_gru", "rms_norm", "simple_rnn",
 ]  # fmt: skip

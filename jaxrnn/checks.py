@@ -36,7 +36,9 @@ def check_arguments(
     shapes = cell.shapes(xs.shape[-1], hidden) | cell.optional_shapes(params, xs.shape[-1], hidden)
     if getattr(params.w_hh, "ndim", 2) == 3:
         if cell.norm:
-            raise ValueError(f"params.w_hh of {cell.title} must be {shapes['w_hh']}, not blocks: its norm sees all units")
+            raise ValueError(
+                f"params.w_hh must be {shapes['w_hh']}, not blocks: the norm of {cell.title} sees all units"
+            )
         shapes |= {"w_hh": _block_shape(cell, params.w_hh, hidden, projection)}
     elif projection is not None:
         shapes |= {"w_hh": (width, cell.gates * hidden), "w_hr": (hidden, width)}

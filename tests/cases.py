@@ -86,6 +86,8 @@ class Case:
 FUNCTIONS = {
     "gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple_tanh": jaxrnn.simple_rnn,
     "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"),
+    "rms_norm_gru": functools.partial(jaxrnn.norm_gru, norm="rms"),
+    "layer_norm_gru": functools.partial(jaxrnn.norm_gru, norm="layer"),
 }  # fmt: skip
 OTHERS = tuple(name for name in FUNCTIONS if name not in ("gru", "lstm"))
 CARRY = {name: ("carry",) if len(CELLS[name].states) == 1 else ("carry_c", "carry_h") for name in FUNCTIONS}
@@ -95,6 +97,7 @@ RESET_STATE = {name: ("reset_state",) if len(CELLS[name].states) == 1 else ("res
 def weights(case: Case) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of `case` by name."""
     shapes = CELLS[case.cell].shapes(case.D, case.H)
+    shapes |= {name: (case.D if axis == "D" else case.H,) for name, axis in CELLS[case.cell].optional}
     return shapes | ({"w_hh": (case.proj, 4 * case.H), "w_hr": (case.H, case.proj)} if case.proj else {})
 
 

@@ -51,7 +51,8 @@ def launch(
     """Launches one kernel: takes its arrays by name (without those that are None) and returns its outputs by name.
 
     With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
-    map the weights too. `norm_width` is the number of elements that a norm sees, inputs and state. With `may_scan`, `scan_launch` computes the outputs instead where that is faster.
+    map the weights too. With `may_scan`, `scan_launch` computes the outputs instead where that is faster. A norm of the
+    cell sees `norm_width` elements, inputs and state.
     """
     return bind(
         RECURRENCE, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,

@@ -179,6 +179,8 @@ def _backward(
         each = zip(dstates, d_each, strict=True)
         dstates = tuple(d if one is None else d + one.astype(jnp.float32) for d, one in each)
         grads, carried = base.gradients_of(cell, saved, dstates)
+        if cell.norm:
+            grads = tuple(x * saved["scale"] for x in grads)
         results = {"dxp": jnp.concatenate(grads[: cell.gates], -1).astype(dtypes["dxp"])}
         results |= {
             name: x.astype(dtypes[name]) for name, x in zip(cell.hidden_grads, grads[cell.gates :], strict=True)
@@ -186,7 +188,7 @@ def _backward(
         dhp = _product(jnp.concatenate(base.hidden_gradients(cell, grads), -1), w_t, precision)
         if cell.norm:
             results["dnorm"] = norm.gradient(cell, saved, dstates[0])
-            dhp = saved["scale"] * (dhp - saved["norm_state"] * (results["dnorm"] / norm_width))
+            dhp -= saved["norm_state"] * (saved["scale"] * results["dnorm"] / norm_width)
         after = [dhp if carried[0] is None else carried[0] + dhp, *carried[1:]]
         dstates = tuple(d for d in after if d is not None)
         if reset is not None:

@@ -84,7 +84,9 @@ def gradient(cell: Cell, residuals: dict[str, Array], dh: Array) -> Array:
     return jnp.sum(dh * of_norm, axis=-1, keepdims=True)
 
 
-def statistics_grads(dnorm: Array, scale: Array, h: Array, statistics: dict[str, Array], width: int) -> dict[str, Array]:
+def statistics_grads(
+    dnorm: Array, scale: Array, h: Array, statistics: dict[str, Array], width: int
+) -> dict[str, Array]:
     """Returns the gradients of `statistics` by name.
 
     Args:

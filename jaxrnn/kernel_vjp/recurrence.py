@@ -192,18 +192,18 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
         dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
-        of_weights = x, previous.get("h")
         if cell.norm:
             scale, h_before = residuals["scale"], previous["h"].astype(f32)
-            of_weights = x.astype(f32) * scale, h_before * scale
             statistics, pull = jax.vjp(lambda x: norm.input_statistics(cell, x, hidden), x)
             width = _norm_width(static, xs, hidden)
             (dx_norm,) = pull(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
-            dx = dx * scale + dx_norm.astype(f32)
+            dx += dx_norm.astype(f32)
         if one_launch:
             sums = launch_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
         else:
-            sums = weight_grads(static, *of_weights, dxp, hidden_grads)
+            sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
+        if cell.norm:  # the bias is added after the norm
+            sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
         parts = {}
         if first is not None:
             at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]

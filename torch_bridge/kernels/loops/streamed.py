@@ -12,13 +12,13 @@ words (`common.split_words`), and the backward pass stores the gradients of the 
 depends on the projection that it overwrites, and each gradient on the word that it overwrites, so every read comes
 before the write.
 
-With NORM_WIDTH n > 0, the gates are those of the normalised vector of inputs and state, `[x, h]` of n elements:
-`s (xp + hp) + bias`, where `s = (q / n + x_norm)^-1/2` and q is the sum of squares of h, the state before the step. With
-`x_mean`, the norm is that of LayerNorm: the weights are centered by the caller, and the variance also contains the
-difference of the means of h and x. Programs that share the units exchange their parts of q with the operands. In the
-backward pass k, the last local gradient, is the sum over gates of the local gradient times `s (xp + hp)`. With D the
-sum over units of dh k, and y the normalised state, the gradient of h is `s (W^T dgates - y D / n)` and what goes
-straight to h.
+With NORM_WIDTH n > 0, the gates see a norm of `[x, h]`, inputs and state, of n elements: they are `s (xp + hp) + bias`,
+where `s = (q / n + x_norm)^-1/2` and q is the sum of squares of h, the state before the step. With `x_mean`, the norm
+is LayerNorm: the caller centers the weights, and the variance also contains the difference of the means of h and x.
+Programs that share the units exchange their parts of q with the operands. In the backward pass k, the last local
+gradient, is the sum over gates of the local gradient times `s (xp + hp)`. With D the sum over units of dh k, and y the
+normalised state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goes straight to h. The loop stores and
+multiplies `s dgates`, the gradients of `xp`.
 """
 
 import triton
@@ -483,6 +483,9 @@ def _backward_tile(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, IN_PLACE, STATES
         )
 
+        if NORM_WIDTH > 0:
+            scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
+
     for i in range(t_begin, t_end):
         rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
         if reset_ptr is not None:
@@ -496,7 +499,13 @@ def _backward_tile(
             dh = dstates[0] + gradients[0]
             if NORM_WIDTH > 0:
                 dnorm = tl.sum(tl.where(mask, dh * local_grads[GATES], 0.0), axis=0)
+                if SPLITS > 1:
+                    scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
                 dgates, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+                scaled = ()
+                for gate in tl.static_range(GATES):
+                    scaled += (dgates[gate] * scale[None, :],)
+                dgates = scaled
             elif STATES == 1:
                 dgates, carried = GRAD_STEP((dh,), local_grads, factors)
             else:
@@ -516,6 +525,9 @@ def _backward_tile(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H, COUNT,
                     IN_PLACE, STATES,
                 )  # fmt: skip
+                if NORM_WIDTH > 0:
+                    this_scale = scale
+                    scale = tl.load(scale_ptr + next_rows, mask=mask_q, other=1.0)
             else:
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 for gate in tl.static_range(GATES):
@@ -531,8 +543,8 @@ def _backward_tile(
         if PRODUCT_PHASE:
             dh = dstates[0]
             if NORM_WIDTH > 0:
-                dh = tl.zeros_like(dh)
-                scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
+                if SPLITS > 1:
+                    this_scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
                 norm_state = load_tile(norm_state_ptr, rows, unit, H, mask)
             if SPLITS == 1:
                 for gate in tl.static_range(GATES):
@@ -551,7 +563,7 @@ def _backward_tile(
                     (dnorm,) = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, 1, SPLITS)
                 if split == 0:
                     tl.store(dnorm_ptr + rows, dnorm, mask=mask_q)
-                dh = dstates[0] + scale[None, :] * (dh - norm_state * (dnorm / NORM_WIDTH)[None, :])
+                dh -= norm_state * (this_scale * dnorm / NORM_WIDTH)[None, :]
             dstates = (dh,) + dstates[1:]
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
@@ -579,7 +591,7 @@ def backward_kernel(
     dcs_ptr,  # [G, T, B, H], or None if the second states of the steps have no gradient
     dh_last_ptr,  # [G, B, H]
     dc_last_ptr,  # [G, B, H] or None
-    dxp_ptr,  # [G, T, B, GATES * H] out: gradients of the gates before their activations
+    dxp_ptr,  # [G, T, B, GATES * H] out: gradients of the gates before their activations, with a norm before the norm
     dhn_ptr,  # [G, T, B, H] out: gradient of the last gate's hidden product, or None if that gate is not separate
     dnorm_ptr,  # [G, T, B] out, float32: D of each step, or None without a norm
     dh0_ptr,  # [G, B, H] out, float32
@@ -601,9 +613,9 @@ def backward_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _backward_tile(
-            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-            dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
-            None, None, None, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
+            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
+            dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
+            dreset_c_ptr, None, None, None, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
             GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
         )  # fmt: skip
