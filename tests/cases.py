@@ -336,7 +336,7 @@ def _interpreted() -> tuple[Case, ...]:
             {"resets": "none"}, {"resets": "all", "reset_state": "h", "remat": True},
             {"reset_state": "tbh", "time_major": False, "reverse": True, "remat": True},
             {"T": 1, "B": 1, "H": 1, "D": 1}, {"models": 2, "reset_state": "bh", "time_major": False},
-            {"T": 3, "H": 17, "dtype": "f16", "carry_dtype": "f16", "precision": "default"},
+            {"T": 3, "B": 19, "H": 17, "dtype": "f16", "carry_dtype": "f16", "precision": "default"},
             {"T": 3, "B": 19, "H": 36, "precision": "default", "reset_state": "bh"},
             {"T": 3, "H": 70, "reset_state": "h", "reverse": True},
             {"T": 2, "H": 136, "dtype": "f16", "precision": "default", "reset_state": "tbh"},

@@ -64,7 +64,7 @@ def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) ->
     """Whether the forward kernel may multiply in full float32 where TF32 is allowed, so that its residuals are float32.
 
     The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
-    launch stores `local_grads` and `dc_dh` in float16, although they are declared float32. The answer is no for a
+    launch stores all but `carry_gate` in float16, although they are declared float32. The answer is no for a
     symbolic number of sequences.
     """
     from torch_bridge import tiling

@@ -52,7 +52,7 @@ def scale_and_mean(h: Array, statistics: dict[str, Array], width: int) -> tuple[
 def normalise(sums: Sequence[Array], scale: Array, bias: Array) -> tuple[list[Array], list[Array]]:
     """Returns `s (xp + hp)` by gate, and the gates, which add `bias [gates * H]`, given the sums `xp + hp`."""
     normalised = [one * scale for one in sums]
-    biases = jnp.split(bias, len(sums), axis=-1)
+    biases = jnp.split(bias.astype(scale.dtype), len(sums), axis=-1)
     return normalised, [x + broadcast_to_rank(b, x) for x, b in zip(normalised, biases, strict=True)]
 
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxrnn.cells.base import Cell
+from jaxrnn.numerics import accumulation_dtype
 from torch_bridge import cells as specs
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def _grad_step(
 
 def _fold(cell: Cell, params: NormGRUParams) -> NormGRUParams:
     """Returns weights and bias that contain the norm's scales and shifts, centered for LayerNorm."""
-    dtype = jnp.promote_types(jnp.float32, jnp.result_type(*(x for x in params if x is not None)))
+    dtype = accumulation_dtype(*(x for x in params if x is not None))
     w_ih, w_hh, b = (x.astype(dtype) for x in (params.w_ih, params.w_hh, params.b))
     shifts = [x.astype(dtype) @ w for x, w in ((params.shift_i, w_ih), (params.shift_h, w_hh)) if x is not None]
     w_ih, w_hh = (
@@ -71,7 +72,7 @@ def _fold(cell: Cell, params: NormGRUParams) -> NormGRUParams:
     )
     if cell.norm == "layer":
         mean = (w_ih.sum(axis=0) + w_hh.sum(axis=0)) / (w_ih.shape[0] + w_hh.shape[0])
-        w_ih, w_hh = w_ih - mean, w_hh - mean
+        w_ih, w_hh = w_ih - mean[None], w_hh - mean[None]
     b = sum(shifts, start=b).at[2 * w_hh.shape[0] :].add(cell.update_bias)
     return NormGRUParams(w_ih.astype(params.w_ih.dtype), w_hh.astype(params.w_hh.dtype), b)
 
