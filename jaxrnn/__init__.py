@@ -16,20 +16,21 @@ except ModuleNotFoundError as error:
     ) from error
 
 from jaxrnn._bridge import LaunchMethod, launch_method, register_native_launch
-from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, SimpleParams
+from jaxrnn.cells import GRUParams, LSTMParams, MGUParams, NormGRUParams, SimpleParams
 from jaxrnn.choice import ImplementationWarning
 from jaxrnn.context import default_implementation
 from jaxrnn.explanation import Explanation, explain
 from jaxrnn.functions.gru import gru
 from jaxrnn.functions.lstm import lstm
 from jaxrnn.functions.mgu import mgu
+from jaxrnn.functions.norm_gru import norm_gru
 from jaxrnn.functions.simple_rnn import simple_rnn
 from jaxrnn.norms import layer_norm, rms_norm
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Explanation", "GRUParams", "ImplementationWarning", "LSTMParams", "LaunchMethod", "MGUParams", "SimpleParams",
-    "default_implementation", "explain", "gru", "launch_method", "layer_norm", "lstm", "mgu", "register_native_launch",
-    "rms_norm", "simple_rnn",
+    "Explanation", "GRUParams", "ImplementationWarning", "LSTMParams", "LaunchMethod", "MGUParams", "NormGRUParams",
+    "SimpleParams", "default_implementation", "explain", "gru", "launch_method", "layer_norm", "lstm", "mgu",
+    "norm_gru", "register_native_launch", "rms_norm", "simple_rnn",
 ]  # fmt: skip

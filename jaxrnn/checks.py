@@ -78,8 +78,12 @@ def check_arguments(
             widths = "both [*batch, H]" if projection is None else "[*batch, H] and [*batch, P]"
             raise ValueError(f"{caller('carry')} must be (c, h), {widths}; got c {c0.shape} and h {h0.shape}")
     check_sequence(xs, states[0], time_major, caller)
-    shapes = cell.shapes(xs.shape[-1], hidden)
+    shapes = cell.shapes(xs.shape[-1], hidden) | cell.optional_shapes(params, xs.shape[-1], hidden)
     if getattr(params.w_hh, "ndim", 2) == 3:
+        if cell.norm:
+            raise ValueError(
+                f"{caller('params')}.w_hh must be {shapes['w_hh']}, not blocks; the norm of {cell.title} sees all units"
+            )
         shapes |= {"w_hh": _block_shape(cell, params, hidden, projection, caller)}
     elif projection is not None:
         shapes |= {"w_hh": (width, cell.gates * hidden), "w_hr": (hidden, width)}

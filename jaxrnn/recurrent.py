@@ -85,6 +85,8 @@ def run(
         return results
     states, reset_states = split_carry(cell, "carry", carry), _split_reset_state(cell, reset_state)
     params, states, xs, resets, reset_states = jax.tree.map(jnp.asarray, (params, states, xs, resets, reset_states))
+    if cell.prepare is not None:
+        params = cell.prepare(cell, params)
     returned = cell.states if return_states else cell.states[:1]
     choice = _choose(cell, implementation, precision, time_major, states, xs, params, caller)
 
@@ -171,6 +173,8 @@ def run_bidirectional(
         return results
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
+    if cell.prepare is not None:
+        params = tuple(cell.prepare(cell, one) for one in params)
     states = tuple(split_carry(cell, "carry", one) for one in carry)
     reset_states = tuple(_split_reset_state(cell, one) for one in reset_state)
     returned = cell.states if return_states else cell.states[:1]

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from jaxrnn.cells import norm
 from jaxrnn.numerics import accumulation_dtype, broadcast_to_rank, expand_resets, matmul, select_reset
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ class _Loop(NamedTuple):
       step: the pointwise part of a step: (gates, input projection of a separate last gate, states) -> states.
     """
 
-    inputs: Array | list[Array]
+    inputs: Any
     gates: Callable[[Any, Array], list[Array]]
     step: Callable[..., tuple[Array, ...]]
 
@@ -65,6 +66,18 @@ def _make_loop(
 
     def split(x: Array) -> list[Array]:
         return jnp.split(x, gates, axis=-1)
+
+    if cell.norm:
+        width = w_ih.shape[0] + w_hh.shape[0]
+
+        def normed(inputs: tuple[Array, dict[str, Array]], h: Array) -> list[Array]:
+            x, statistics = inputs
+            scale, _ = norm.scale_and_mean(h, statistics, width)
+            sums = [one + other for one, other in zip(split(x), split(recur(h, w_hh)), strict=True)]
+            return norm.normalise(sums, scale, b_ih)[1]
+
+        statistics = norm.input_statistics(cell, xs, w_hh.shape[0], dtype)
+        return _Loop((matmul(xs, w_ih, precision, dtype), statistics), normed, step)
 
     def add(projected: list[Array], h: Array) -> list[Array]:
         recurrent = split(recur(h, w_hh))

@@ -86,6 +86,8 @@ class Case:
 FUNCTIONS = {
     "gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple_tanh": jaxrnn.simple_rnn,
     "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"),
+    "rms_norm_gru": functools.partial(jaxrnn.norm_gru, norm="rms"),
+    "layer_norm_gru": functools.partial(jaxrnn.norm_gru, norm="layer"),
 }  # fmt: skip
 OTHERS = tuple(name for name in FUNCTIONS if name not in ("gru", "lstm"))
 CARRY = {name: ("carry",) if len(CELLS[name].states) == 1 else ("carry_c", "carry_h") for name in FUNCTIONS}
@@ -95,6 +97,7 @@ RESET_STATE = {name: ("reset_state",) if len(CELLS[name].states) == 1 else ("res
 def weights(case: Case) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of the weights of `case` by name."""
     shapes = CELLS[case.cell].shapes(case.D, case.H)
+    shapes |= {name: (case.D if axis == "D" else case.H,) for name, axis in CELLS[case.cell].optional}
     return shapes | ({"w_hh": (case.proj, 4 * case.H), "w_hr": (case.H, case.proj)} if case.proj else {})
 
 
@@ -333,7 +336,7 @@ def _interpreted() -> tuple[Case, ...]:
             {"resets": "none"}, {"resets": "all", "reset_state": "h", "remat": True},
             {"reset_state": "tbh", "time_major": False, "reverse": True, "remat": True},
             {"T": 1, "B": 1, "H": 1, "D": 1}, {"models": 2, "reset_state": "bh", "time_major": False},
-            {"T": 3, "H": 17, "dtype": "f16", "carry_dtype": "f16", "precision": "default"},
+            {"T": 3, "B": 19, "H": 17, "dtype": "f16", "carry_dtype": "f16", "precision": "default"},
             {"T": 3, "B": 19, "H": 36, "precision": "default", "reset_state": "bh"},
             {"T": 3, "H": 70, "reset_state": "h", "reverse": True},
             {"T": 2, "H": 136, "dtype": "f16", "precision": "default", "reset_state": "tbh"},

@@ -6,6 +6,7 @@ a cotangent, which is an input; the prefix `d` marks a gradient, which is an out
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -161,7 +162,69 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
     return results
 
 
-CELLS = {"gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu}
+def norm_gru(kind: str, inputs: Arrays, *, reverse: bool = False) -> Results:
+    """Returns outputs and gradients of a GRU whose gates see a norm of inputs and state, as `jaxrnn.norm_gru` does.
+
+    Args:
+      kind: "rms" (RMSNorm) or "layer" (LayerNorm).
+      inputs: as for `gru`, with the bias `b [3H]`, the scales `scale_i [D]` and `scale_h [H]` and, with LayerNorm, the
+        shifts `shift_i [D]` and `shift_h [H]`.
+      reverse: whether to run from the last step to the first.
+    """
+    w_ih, w_hh, b, xs, h, ct_ys, ct_carry = _float64(inputs, "w_ih", "w_hh", "b", "xs", "carry", "ct_ys", "ct_carry")
+    (T, B, D), H = xs.shape, w_hh.shape[0]
+    weight, gain = np.concatenate([w_ih, w_hh]), np.concatenate(_float64(inputs, "scale_i", "scale_h"))
+    shift = np.concatenate(_float64(inputs, "shift_i", "shift_h")) if kind == "layer" else 0.0
+    reset_state = inputs.get("reset_state")
+    reset, start = _resets(inputs, T, B), _per_step(reset_state, T, B, H)
+    order = range(T)[::-1] if reverse else range(T)
+
+    normal, scale = np.empty((T, B, D + H)), np.empty((T, B, 1))
+    h_in, ys, saved = np.empty((T, B, H)), np.empty((T, B, H)), {}
+    for t in order:
+        h_in[t] = np.where(reset[t], start[t], h)
+        both = np.concatenate([xs[t], h_in[t]], axis=-1)
+        if kind == "layer":
+            both = both - both.mean(-1, keepdims=True)
+        scale[t] = 1 / np.sqrt((both**2).mean(-1, keepdims=True) + 1e-4)
+        normal[t] = both * scale[t]
+        p_r, p_n, p_u = np.split((normal[t] * gain + shift) @ weight + b, 3, axis=-1)
+        r, u = _sigmoid(p_r), _sigmoid(p_u - 1)
+        n = np.tanh(r * p_n)
+        saved[t] = p_n, r, n, u
+        ys[t] = h = u * n + (1 - u) * h_in[t]
+
+    d_p, d_normal, d_xs = np.empty((T, B, 3 * H)), np.empty_like(normal), np.empty_like(xs)
+    d_start = np.zeros((T, B, H))
+    dh = ct_carry
+    for t in order[::-1]:
+        (p_n, r, n, u), dh = saved[t], dh + ct_ys[t]
+        d_rn = dh * u * (1 - n**2)
+        d_u = dh * (n - h_in[t]) * u * (1 - u)
+        d_p[t] = np.concatenate([d_rn * p_n * r * (1 - r), d_rn * r, d_u], axis=-1)
+        d_normal[t] = d_p[t] @ weight.T
+        d = d_normal[t] * gain
+        d_both = d - normal[t] * (d * normal[t]).mean(-1, keepdims=True)
+        if kind == "layer":
+            d_both -= d.mean(-1, keepdims=True)
+        d_xs[t], d_in = np.split(scale[t] * d_both, [D], axis=-1)
+        d_in = d_in + dh * (1 - u)
+        d_start[t], dh = np.where(reset[t], d_in, 0), np.where(reset[t], 0, d_in)
+
+    results = {"ys": ys, "carry": h, "dcarry": dh, "dxs": d_xs, "db": d_p.sum((0, 1))}
+    results["dw_ih"], results["dw_hh"] = np.split(_outer(normal * gain + shift, d_p), [D])
+    results["dscale_i"], results["dscale_h"] = np.split((d_normal * normal).sum((0, 1)), [D])
+    if kind == "layer":
+        results["dshift_i"], results["dshift_h"] = np.split(d_normal.sum((0, 1)), [D])
+    if reset_state is not None:
+        results["dreset_state"] = _sum_to(d_start, np.shape(reset_state))
+    return results
+
+
+CELLS = {
+    "gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu,
+    "rms_norm_gru": functools.partial(norm_gru, "rms"), "layer_norm_gru": functools.partial(norm_gru, "layer"),
+}  # fmt: skip
 
 
 def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:

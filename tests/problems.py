@@ -21,6 +21,8 @@ KINDS: dict[str, tuple[str, Precision]] = {
     "bf16": ("bfloat16", "tf32"),
 }
 RESET_RATE = 0.05
+# The number of inputs of a cell with a norm.
+INPUTS = 24
 
 
 def make_problem(
@@ -54,16 +56,26 @@ def make_problem(
     if direction == "fwd":
         names |= {f"reset_{s}": "float32" for s in states if reset_state != "zeros"}
         names |= {"xp": "float32"} | backward | ({"b_hn": "float32"} if spec.last_gate_separate else {})
+        names |= dict.fromkeys(norm_arrays(spec.norm), "float32")
         names |= {f"{s}{suffix}": "float32" for s in states for suffix in ("0", "s", "_last")}
         if reset_state == "zeros":
             names.pop("cs", None)
     else:
         names |= {"dxp": operand} | backward | dict.fromkeys(spec.hidden_grads, operand)
+        names |= {"scale": "float32", "dnorm": "float32"} if spec.norm else {}
         names |= {f"d{s}{suffix}": "float32" for s in states for suffix in ("s", "_last", "0")}
         names |= {f"dreset_{s}": "float32" for s in states if reset_state != "zeros"}
         if reset_state == "zeros":
             names.pop("dcs", None)
-    return Problem(cell, direction, 1, 1, steps, batch, hidden, tuple(names.items()), reset_state, False, precision)
+    norm_width = hidden + INPUTS if spec.norm else 0
+    return Problem(
+        cell, direction, 1, 1, steps, batch, hidden, tuple(names.items()), reset_state, False, precision, norm_width
+    )
+
+
+def norm_arrays(norm: str) -> tuple[str, ...]:
+    """Returns the further arrays of a forward launch of a cell with a norm."""
+    return {"": (), "rms": ("bias", "x_norm", "scale"), "layer": ("bias", "x_norm", "x_mean", "scale")}[norm]
 
 
 def _in_words(problem: Problem, name: str) -> bool:
@@ -74,10 +86,10 @@ def _in_words(problem: Problem, name: str) -> bool:
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     """Returns the shape of an array: weights `[S, ...]`, sequences `[G, T, B, width]`, states `[G, B, H]`."""
     hidden, wide = problem.hidden, CELLS[problem.cell].gates * problem.hidden
-    weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,)}
+    weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,), "bias": (wide,)}
     if name in weights:
         return problem.models, *weights[name]
-    if name == "reset":
+    if name in ("reset", "x_norm", "x_mean", "scale", "dnorm"):
         return problem.groups, problem.steps, problem.batch
     fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
     if fixed or name.endswith(("0", "_last")):
@@ -90,9 +102,9 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
 def outputs_of(problem: Problem) -> list[str]:
     """Returns the names of the arrays that the kernel writes."""
     if problem.direction == "fwd":
-        written = {"hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate"}
+        written = {"hs", "cs", "h_last", "c_last", "local_grads", "dc_dh", "carry_gate", "norm_state", "scale"}
     else:
-        written = {"dxp", "dhn", "dh0", "dc0", "dreset_h", "dreset_c"}
+        written = {"dxp", "dhn", "dnorm", "dh0", "dc0", "dreset_h", "dreset_c"}
     return [name for name, _ in problem.dtypes if name in written]
 
 
@@ -110,6 +122,8 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
             x = torch.rand(shape, generator=generator, device=place) < RESET_RATE
         elif _in_words(problem, name):
             x = _words(torch.rand((*shape[:-1], 5, problem.hidden), generator=generator, device=place))
+        elif name in ("x_norm", "scale"):
+            x = torch.rand(shape, generator=generator, device=place) + 0.5
         elif name in ("local_grads", "dc_dh", "carry_gate"):
             x = torch.rand(shape, generator=generator, device=place)
             x = x if name == "carry_gate" else (x - 0.5) / 2

@@ -25,6 +25,8 @@ class CellSpec:
       tilings: the cell whose tilings and measured costs the kernels of this one use: itself, or one that has at least
         as many gates and states.
       loops: the families of time loops that run the cell; `torch_bridge.tiling` chooses among them.
+      norm: the norm of `[x, h]` that the gates see: "rms", "layer", or "" for none. The gates are then sums of the
+        scaled products and a bias, and the last local gradient is that of the norm.
     """
 
     name: str
@@ -35,6 +37,7 @@ class CellSpec:
     last_gate_separate: bool
     tilings: str
     loops: tuple[str, ...]
+    norm: str
 
     @property
     def hidden_grads(self) -> tuple[str, ...]:
@@ -57,6 +60,7 @@ GRU = CellSpec(
     last_gate_separate=True,
     tilings="gru",
     loops=("streamed", "resident", "fma", "split", "rows"),
+    norm="",
 )
 LSTM = CellSpec(
     name="lstm",
@@ -67,6 +71,7 @@ LSTM = CellSpec(
     last_gate_separate=False,
     tilings="lstm",
     loops=("streamed", "resident", "fma", "split", "rows"),
+    norm="",
 )
 MGU = CellSpec(
     name="mgu",
@@ -77,6 +82,7 @@ MGU = CellSpec(
     last_gate_separate=True,
     tilings="gru",
     loops=("streamed", "resident", "fma"),
+    norm="",
 )
 SIMPLE_TANH = CellSpec(
     name="simple_tanh",
@@ -87,6 +93,7 @@ SIMPLE_TANH = CellSpec(
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "resident", "fma"),
+    norm="",
 )
 SIMPLE_RELU = CellSpec(
     name="simple_relu",
@@ -97,5 +104,28 @@ SIMPLE_RELU = CellSpec(
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "fma"),  # "resident" scales hidden states by a bound, and these have none
+    norm="",
 )
-CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU)}
+RMS_NORM_GRU = CellSpec(
+    name="rms_norm_gru",
+    gates=3,
+    states=("h",),
+    residuals=(("local_grads", 4), ("norm_state", 1), ("carry_gate", 1)),
+    in_place_residuals=None,
+    last_gate_separate=False,
+    tilings="gru",
+    loops=("streamed",),
+    norm="rms",
+)
+LAYER_NORM_GRU = CellSpec(
+    name="layer_norm_gru",
+    gates=3,
+    states=("h",),
+    residuals=(("local_grads", 4), ("norm_state", 1), ("carry_gate", 1)),
+    in_place_residuals=None,
+    last_gate_separate=False,
+    tilings="gru",
+    loops=("streamed",),
+    norm="layer",
+)
+CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU, RMS_NORM_GRU, LAYER_NORM_GRU)}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.partitioning import PartitionedCallback
     from torch_bridge.tiling import Reverse, Sizes
 
-WEIGHTS = ("w_hh", "w_hh_t", "b_hn")
+WEIGHTS = ("w_hh", "w_hh_t", "b_hn", "bias")
 
 
 class Output(NamedTuple):
@@ -46,15 +46,17 @@ def launch(
     reverse: Reverse,
     precision: str,
     may_scan: bool = False,
+    norm_width: int = 0,
 ) -> dict[str, Array]:
     """Launches one kernel: takes its arrays by name (without those that are None) and returns its outputs by name.
 
     With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
-    map the weights too. With `may_scan`, `scan_launch` computes the outputs instead where that is faster.
+    map the weights too. With `may_scan`, `scan_launch` computes the outputs instead where that is faster. A norm of the
+    cell sees `norm_width` elements, inputs and state.
     """
     return bind(
         RECURRENCE, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
-        precision=precision, may_scan=may_scan,
+        precision=precision, may_scan=may_scan, norm_width=norm_width,
     )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) ->
     """Whether the forward kernel may multiply in full float32 where TF32 is allowed, so that its residuals are float32.
 
     The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
-    launch stores `local_grads` and `dc_dh` in float16, although they are declared float32. The answer is no for a
+    launch stores all but `carry_gate` in float16, although they are declared float32. The answer is no for a
     symbolic number of sequences.
     """
     from torch_bridge import tiling
@@ -102,6 +104,7 @@ def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any
     return Problem(
         params["cell"], params["direction"], *sizes, dtypes=dtypes_of(arrays, params),
         reset_state=params["reset_state"], reverse=params["reverse"], precision=params["precision"],
+        norm_width=params["norm_width"],
     )  # fmt: skip
 
 
@@ -141,7 +144,7 @@ class RecurrenceKind(LaunchKind):
         results = scan_launch.run(
             cells.CELLS[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
             {output.name: output.dtype for output in params["outputs"]}, reset_state=params["reset_state"],
-            reverse=params["reverse"], precision=params["precision"],
+            reverse=params["reverse"], precision=params["precision"], norm_width=params["norm_width"],
         )  # fmt: skip
         return [results[output.name] for output in params["outputs"]]
 

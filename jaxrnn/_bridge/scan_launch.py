@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn.cells import base
+from jaxrnn.cells import base, norm
 from jaxrnn.numerics import is_reset, matmul
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ _LARGEST_FLOAT16 = 65504.0
 
 def run(
     cell: Cell, direction: str, arrays: Mapping[str, Array], dtypes: Mapping[str, Any], *, reset_state: str,
-    reverse: bool | str, precision: str,
+    reverse: bool | str, precision: str, norm_width: int = 0,
 ) -> dict[str, Array]:  # fmt: skip
     """Returns the outputs of a launch by name.
 
@@ -42,9 +42,10 @@ def run(
       reset_state: as in the launch: "zeros", "fixed" or "stepped".
       reverse: as in the launch; "bidirectional" runs models of odd index in reverse.
       precision: the precision of float32 products: "tf32", or "tf32x3" for float32's accuracy.
+      norm_width: as in the launch.
     """
     weight = "w_hh_t" if direction == "fwd" else "w_hh"
-    weights = {name: x for name, x in arrays.items() if name in (weight, "b_hn")}
+    weights = {name: x for name, x in arrays.items() if name in (weight, "b_hn", "bias")}
     models = weights[weight].shape[0]
     # [S, G / S, ...]: each model has its own groups
     others = {
@@ -53,6 +54,7 @@ def run(
     one: Callable[..., dict[str, Array]] = functools.partial(
         _forward if direction == "fwd" else _backward, cell, dtypes, reset_state,
         jax.lax.Precision.HIGHEST if precision == "tf32x3" else jax.lax.Precision.DEFAULT,
+        norm_width,
     )  # fmt: skip
     if reverse == "bidirectional":
         in_reverse = jnp.arange(models) % 2 == 1
@@ -106,18 +108,18 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 def _forward(
-    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
-    arrays: dict[str, Array], in_reverse: bool | Array,
+    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
+    weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the forward launch of one model."""
     steps = _Steps(arrays["xp"], in_reverse)
     b_hn, w = weights.get("b_hn"), weights["w_hh_t"].T
     fixed = [steps.state(arrays[f"reset_{s}"]) if reset_state == "fixed" else None for s in cell.states]
     residuals_packed = _is_packed(cell, dtypes)
-    saved = [name for name, _ in cell.residuals if name in dtypes] if not residuals_packed else []
+    saved = [name for name in (*dict(cell.residuals), "scale") if name in dtypes] if not residuals_packed else []
 
     def step(states: tuple[Array, ...], inputs: Any) -> Any:
-        xp, reset, stepped = inputs
+        xp, statistics, reset, stepped = inputs
         if reset is not None:
             new = [one if always is None else always for one, always in zip(stepped, fixed, strict=True)]
             states = tuple(
@@ -125,12 +127,19 @@ def _forward(
                 for x, h in zip(new, states, strict=True)
             )
         xp, hp = xp.astype(jnp.float32), _product(states[0], w, precision)
-        after, activations = cell.step(*base.add_gates(cell, xp, hp, b_hn), states)
+        gates, x_last = base.add_gates(cell, xp, hp, b_hn)
+        if cell.norm:
+            scale, mean = norm.scale_and_mean(states[0], statistics, norm_width)
+            normalised, gates = norm.normalise(gates, scale, weights["bias"])
+        after, activations = cell.step(gates, x_last, states)
         results = {
             f"{s}s": x.astype(dtypes[f"{s}s"]) for s, x in zip(cell.states, after, strict=True) if f"{s}s" in dtypes
         }
         if saved or residuals_packed:
-            residuals = base.residuals_of(cell, activations, states)
+            if cell.norm:
+                residuals = norm.residuals_of(cell, activations, states[0], normalised, scale, mean)
+            else:
+                residuals = base.residuals_of(cell, activations, states)
             results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
             if residuals_packed:
                 results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
@@ -140,7 +149,8 @@ def _forward(
     reset = arrays.get("reset")
     new = [steps.split(arrays[f"reset_{s}"]) if reset_state == "stepped" else None for s in cell.states]
     resets = None if reset is None else steps.split(is_reset(reset))
-    last, results = steps.scan(step, carry, (steps.split(arrays["xp"]), resets, new))
+    statistics = {name: steps.split(arrays[name]) for name in ("x_norm", "x_mean") if name in arrays}
+    last, results = steps.scan(step, carry, (steps.split(arrays["xp"]), statistics, resets, new))
     joined = {name: steps.join(x) for name, x in results.items()}
     return joined | {
         f"{s}_last": steps.groups_of(x).astype(dtypes[f"{s}_last"]) for s, x in zip(cell.states, last, strict=True)
@@ -153,8 +163,8 @@ def _is_packed(cell: Cell, names: Collection[str]) -> bool:
 
 
 def _backward(
-    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, weights: dict[str, Array],
-    arrays: dict[str, Array], in_reverse: bool | Array,
+    cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
+    weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the backward launch of one model; no gradient crosses a reset, whatever the reset state is."""
     steps = _Steps(arrays["dhs"], in_reverse)
@@ -167,14 +177,18 @@ def _backward(
             saved = dict(zip(("local_grads", "carry_gate"), unpack_words(saved["local_grads"]), strict=True))
         saved = {name: x.astype(jnp.float32) for name, x in saved.items()}
         each = zip(dstates, d_each, strict=True)
-        grads, carried = base.gradients_of(
-            cell, saved, tuple(d if one is None else d + one.astype(jnp.float32) for d, one in each)
-        )
+        dstates = tuple(d if one is None else d + one.astype(jnp.float32) for d, one in each)
+        grads, carried = base.gradients_of(cell, saved, dstates)
+        if cell.norm:
+            grads = tuple(x * saved["scale"] for x in grads)
         results = {"dxp": jnp.concatenate(grads[: cell.gates], -1).astype(dtypes["dxp"])}
         results |= {
             name: x.astype(dtypes[name]) for name, x in zip(cell.hidden_grads, grads[cell.gates :], strict=True)
         }
         dhp = _product(jnp.concatenate(base.hidden_gradients(cell, grads), -1), w_t, precision)
+        if cell.norm:
+            results["dnorm"] = norm.gradient(cell, saved, dstates[0])
+            dhp -= saved["norm_state"] * (saved["scale"] * results["dnorm"] / norm_width)
         after = [dhp if carried[0] is None else carried[0] + dhp, *carried[1:]]
         dstates = tuple(d for d in after if d is not None)
         if reset is not None:
@@ -186,7 +200,7 @@ def _backward(
         return dstates, results
 
     carry = tuple(steps.state(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states)
-    saved = {name: steps.split(arrays[name]) for name, _ in cell.residuals if name in arrays}
+    saved = {name: steps.split(arrays[name]) for name in (*dict(cell.residuals), "scale") if name in arrays}
     d_each = [steps.split(arrays[f"d{s}s"]) if f"d{s}s" in arrays else None for s in cell.states]
     reset = arrays.get("reset")
     resets = None if reset is None else steps.split(is_reset(reset))

@@ -4,12 +4,13 @@ from jaxrnn.cells.base import Cell
 from jaxrnn.cells.gru import GRU, GRUParams
 from jaxrnn.cells.lstm import LSTM, LSTMParams
 from jaxrnn.cells.mgu import MGU, MGUParams
+from jaxrnn.cells.norm_gru import LAYER_NORM_GRU, RMS_NORM_GRU, NormGRUParams
 from jaxrnn.cells.simple import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
 
-Params = GRUParams | LSTMParams | MGUParams | SimpleParams
-CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU)}
+Params = GRUParams | LSTMParams | MGUParams | SimpleParams | NormGRUParams
+CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU, RMS_NORM_GRU, LAYER_NORM_GRU)}
 
 __all__ = [
-    "CELLS", "GRU", "LSTM", "MGU", "SIMPLE_RELU", "SIMPLE_TANH", "Cell", "GRUParams", "LSTMParams", "MGUParams",
-    "Params", "SimpleParams",
+    "CELLS", "GRU", "LAYER_NORM_GRU", "LSTM", "MGU", "RMS_NORM_GRU", "SIMPLE_RELU", "SIMPLE_TANH", "Cell", "GRUParams",
+    "LSTMParams", "MGUParams", "NormGRUParams", "Params", "SimpleParams",
 ]  # fmt: skip

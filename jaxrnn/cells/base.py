@@ -39,6 +39,10 @@ class Cell(CellSpec):
         straight to the last of the previous states, if there is one.
       activations_from_states: maps the states after a step to its activations, if these follow from the states alone.
         Residuals that `remat` recomputes then need no matrix products.
+      optional: fields of `params` that may be None, each with what its one axis is, "D" or "H".
+      prepare: maps (the cell, the caller's weights) to the weights that the loop multiplies, without optional fields.
+      epsilon: what a norm adds to the variance.
+      update_bias: what `prepare` adds to the bias of the last gate.
     """
 
     title: str
@@ -51,12 +55,21 @@ class Cell(CellSpec):
         [States, tuple[Array, ...], tuple[Array, ...]], tuple[tuple[Array, ...], tuple[Array, ...]]
     ]  # fmt: skip
     activations_from_states: Callable[[States], tuple[Array, ...]] | None = None
+    optional: tuple[tuple[str, str], ...] = ()
+    prepare: Callable[[Cell, Any], Any] | None = None
+    epsilon: float = 0.0
+    update_bias: float = 0.0
 
     def shapes(self, inputs: int, hidden: int) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the weights by name, for D inputs and H units."""
         wide = self.gates * hidden
         shapes: dict[str, tuple[int, ...]] = {"w_ih": (inputs, wide), "w_hh": (hidden, wide), self.bias: (wide,)}
         return shapes | ({"b_hn": (hidden,)} if self.last_gate_separate else {})
+
+    def optional_shapes(self, params: Any, inputs: int, hidden: int) -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the optional weights that `params` has, by name."""
+        given = {name: axis for name, axis in self.optional if getattr(params, name) is not None}
+        return {name: (inputs if axis == "D" else hidden,) for name, axis in given.items()}
 
     @property
     def count(self) -> int:
@@ -65,8 +78,10 @@ class Cell(CellSpec):
 
 
 def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike) -> Array:
-    """Returns the input projection `xs @ w_ih + bias`, `[..., gates * H]` in float32."""
+    """Returns the input projection `xs @ w_ih + bias`, `[..., gates * H]` in float32; a norm adds its bias later."""
     product = matmul(xs, params.w_ih, precision, jnp.float32)
+    if cell.norm:
+        return product
     return product + broadcast_to_rank(getattr(params, cell.bias), product)
 
 
@@ -96,7 +111,7 @@ def gradients_of(
       residuals: the residuals of the step by name, in float32.
       dstates: the gradients of the states after the step.
     """
-    factors = tuple(residuals[name] for name, _ in cell.residuals if name != "local_grads")
+    factors = tuple(residuals[name] for name, _ in cell.residuals if name not in ("local_grads", "norm_state"))
     if len(cell.states) > 1:
         dstates = (dstates[0], dstates[1] + dstates[0] * residuals["dc_dh"])
     grads, carried = cell.grad_step(dstates, separate(cell, residuals["local_grads"]), factors)

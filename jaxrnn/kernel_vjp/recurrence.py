@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn import _bridge, sharding
-from jaxrnn.cells import base
+from jaxrnn.cells import base, norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
@@ -65,6 +65,8 @@ def _forward_on_device(
     weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
     if cell.last_gate_separate:
         weights["b_hn"] = params.b_hn.astype(f32)[None]
+    if cell.norm:
+        weights["bias"] = getattr(params, cell.bias).astype(f32)[None]
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
         for s, x in zip(cell.states, states, strict=True)
@@ -74,6 +76,8 @@ def _forward_on_device(
     if save_residuals and not static.remat:
         in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
         outputs += residual_outputs(static, hidden, xs, in_place)
+        if cell.norm:
+            outputs.append(_bridge.Output("scale", True, 1, f32))
 
     stepped = reset_states if static.reset_state == "stepped" else None
 
@@ -82,11 +86,13 @@ def _forward_on_device(
         beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         xp = input_projection(static, params, x, first, beginnings)
         arrays: dict[str, Array | None] = weights | {"xp": xp}
+        if cell.norm:
+            arrays |= norm.input_statistics(cell, x, hidden)
         arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
         arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
         results = _bridge.launch(
             cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
-            precision=static.kernel_precision, may_scan=static.may_scan,
+            precision=static.kernel_precision, may_scan=static.may_scan, norm_width=_norm_width(static, xs, hidden),
         )  # fmt: skip
         return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
@@ -104,7 +110,7 @@ def _recurrence_fwd(
     last, sequences, results = _forward(
         static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=True
     )
-    needed = [f"{s}s" for s in static.cell.states] if static.remat else [*dict(static.cell.residuals), "hs"]
+    needed = [f"{s}s" for s in static.cell.states] if static.remat else [*dict(static.cell.residuals), "scale", "hs"]
     saved = {name: results[name] for name in needed if name in results}
     return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
 
@@ -129,6 +135,8 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
     over = next((array.name for array in stored if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
+    if cell.norm:
+        outputs.append(_bridge.Output("dnorm", True, 1, f32))
     outputs += [_bridge.Output(f"d{s}0", False, hidden, f32) for s in cell.states]
     if reset_states:
         outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
@@ -156,28 +164,46 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
                 h_prev = previous["h"].astype(operand_dtype)
                 xp = input_projection(static, params, x, first, beginnings)
                 hp = matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
-                _, activations = cell.step(*base.add_gates(cell, xp, hp, getattr(params, "b_hn", None)), all_before)
-            residuals = base.residuals_of(cell, activations, all_before)
+                gates, x_last = base.add_gates(cell, xp, hp, getattr(params, "b_hn", None))
+                if cell.norm:
+                    statistics = norm.input_statistics(cell, x, hidden)
+                    scale, mean = norm.scale_and_mean(all_before[0], statistics, _norm_width(static, xs, hidden))
+                    normalised, gates = norm.normalise(gates, scale, getattr(params, cell.bias))
+                _, activations = cell.step(gates, x_last, all_before)
+            if cell.norm:
+                residuals = norm.residuals_of(cell, activations, all_before[0], normalised, scale, mean)
+            else:
+                residuals = base.residuals_of(cell, activations, all_before)
             for array in stored:
                 if residual_fits_float16(array.name, static):  # clamped as in the kernel
                     residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
         arrays |= {array.name: residuals[array.name] for array in stored}
+        if cell.norm:
+            arrays["scale"] = residuals["scale"]
         arrays |= {f"d{s}s": d for s, d in d_each.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
-            precision=static.kernel_precision, may_scan=static.may_scan,
+            precision=static.kernel_precision, may_scan=static.may_scan, norm_width=_norm_width(static, xs, hidden),
         )  # fmt: skip
 
         dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
+        if cell.norm:
+            scale, h_before = residuals["scale"], previous["h"].astype(f32)
+            statistics, pull = jax.vjp(lambda x: norm.input_statistics(cell, x, hidden), x)
+            width = _norm_width(static, xs, hidden)
+            (dx_norm,) = pull(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
+            dx += dx_norm.astype(f32)
         if one_launch:
             sums = launch_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
         else:
             sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
+        if cell.norm:  # the bias is added after the norm
+            sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
         parts = {}
         if first is not None:
             at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
@@ -205,6 +231,11 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
         )
     dfirst = None if first is None else sums["first"]
     return dparams, dstates, parts["xs"], dreset_states, dfirst
+
+
+def _norm_width(static: RecurrenceSpec, xs: Array, hidden: int) -> int:
+    """Returns the number of elements that a norm sees, inputs and state, or 0 if the cell has no norm."""
+    return xs.shape[-1] + hidden if static.cell.norm else 0
 
 
 def _zero_cotangent(resets: Array | None) -> Any:

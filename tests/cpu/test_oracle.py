@@ -35,6 +35,22 @@ CELLS = {
         }
         for name in ("simple_tanh", "simple_relu")
     },
+    **{
+        name: {
+            "weights": {
+                "w_ih": (D, 3 * H),
+                "w_hh": (H, 3 * H),
+                "b": (3 * H,),
+                "scale_i": (D,),
+                "scale_h": (H,),
+                **shifts,
+            },
+            "carry": {"carry": H},
+            "reset": {"reset_state": H},
+            "sequences": {"ys": H},
+        }
+        for name, shifts in (("rms_norm_gru", {}), ("layer_norm_gru", {"shift_i": (D,), "shift_h": (H,)}))
+    },
     "lstm-projected": {
         "weights": {"w_ih": (D, 4 * H), "w_hh": (P, 4 * H), "b": (4 * H,), "w_hr": (H, P)},
         "carry": {"carry_c": H, "carry_h": P},

@@ -55,7 +55,8 @@ def trees(cell):
     """Returns `in_axes` for `jax.vmap` as pytrees, with an axis for each array."""
     entry = CELLS[cell_of(cell)]
     if len(entry.states) == 1:
-        axes = {"w_ih": 1, "w_hh": None, entry.bias: 0, "b_hn": -1}
+        axes = {"w_ih": 1, "w_hh": None, entry.bias: 0, "b_hn": -1, "scale_i": 1, "scale_h": 0}
+        axes |= {"shift_i": None, "shift_h": None}
         return entry.params(**{name: axes[name] for name in entry.params._fields}), 1, None, 2, 0
     return entry.params(w_ih=None, w_hh=2, b=0), (None, 1), -1, None, (0, None)
 

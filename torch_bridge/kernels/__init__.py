@@ -5,12 +5,13 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from torch_bridge.kernels.cells import gru, lstm, mgu, simple_relu, simple_tanh
+from torch_bridge.kernels.cells import gru, lstm, mgu, norm_gru, simple_relu, simple_tanh
 from torch_bridge.kernels.loops import streamed
 
 # The arithmetic of each cell in `torch_bridge.cells.CELLS`.
 CELLS: dict[str, ModuleType] = {
     "gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu,
+    "rms_norm_gru": norm_gru, "layer_norm_gru": norm_gru,
 }  # fmt: skip
 
 

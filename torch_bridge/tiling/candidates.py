@@ -64,12 +64,13 @@ def may_have_float32_residuals(hidden: int, sequences: int, reset_state: ResetSt
 def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     """Returns `problem`, whose residuals are declared float32, with the dtypes in which its kernel saves them.
 
-    Kernels with TF32 products save `local_grads` and `dc_dh` as float16, because TF32 rounds no finer. Kernels that
-    multiply in full float32 save float32.
+    Kernels with TF32 products save all but `carry_gate` as float16, because TF32 rounds no finer. Kernels that multiply
+    in full float32 save float32.
     """
     dtypes = dict(problem.dtypes)
     has_arrays = "local_grads" in dtypes and not problem.in_place  # residuals are not stored as words
     if product_kind(problem) != "tf32" or not has_arrays or heuristic(problem, device).loop == "fma":
         return problem
-    dtypes |= {name: "float16" for name in ("local_grads", "dc_dh") if name in dtypes}
+    saved = [name for name, _ in CELLS[problem.cell].residuals if name in dtypes]
+    dtypes |= {name: "float16" for name in saved if rules.residual_fits_float16(name, "float32", "tf32")}
     return dataclasses.replace(problem, dtypes=tuple(dtypes.items()))

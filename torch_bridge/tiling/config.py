@@ -69,7 +69,11 @@ class KernelConfig:
             return [("exchange", *exchange), *bounds, *products, flags]
         width = problem.hidden * (1 if forward else gates)
         exchange = 2 * problem.groups * problem.batch * width, problem.operand_dtype, False
-        return [("exchange", *exchange), *([] if device.interpreted else [("barrier", workers, "int32", True)])]
+        sums = []
+        if problem.norm_width:
+            parts = (2 if forward and CELLS[problem.cell].norm == "layer" else 1) * self.splits
+            sums = [("sums", 2 * problem.groups * problem.batch * parts, "float32", False)]
+        return [("exchange", *exchange), *sums, *([] if device.interpreted else [("barrier", workers, "int32", True)])]
 
     def shared_memory(self, problem: Problem) -> int:
         """Returns an upper bound, in bytes, on a program's shared memory: close to measured use, checked by a test."""

@@ -45,6 +45,7 @@ class Problem:
       reset_state: where an episode's first state comes from; the backward pass does not depend on it.
       reverse: whether to run from the last step to the first; with "bidirectional" only models of odd index do.
       precision: precision of float32 products on the tensor cores.
+      norm_width: number of elements of `[x, h]`, which the cell's norm sees; 0 for a cell without a norm.
     """
 
     cell: str
@@ -58,6 +59,7 @@ class Problem:
     reset_state: ResetState = "zeros"
     reverse: Reverse = False
     precision: Precision = "tf32"
+    norm_width: int = 0
 
     @property
     def sequences(self) -> int:

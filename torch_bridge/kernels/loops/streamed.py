@@ -11,6 +11,14 @@ If a GRU's forward pass gets no array for the carry gate, it stores the residual
 words (`common.split_words`), and the backward pass stores the gradients of the gates in place of the words. Each word
 depends on the projection that it overwrites, and each gradient on the word that it overwrites, so every read comes
 before the write.
+
+With NORM_WIDTH n > 0, the gates see a norm of `[x, h]`, inputs and state, of n elements: they are `s (xp + hp) + bias`,
+where `s = (q / n + x_norm)^-1/2` and q is the sum of squares of h, the state before the step. With `x_mean`, the norm
+is LayerNorm: the caller centers the weights, and the variance also contains the difference of the means of h and x.
+Programs that share the units exchange their parts of q with the operands. In the backward pass k, the last local
+gradient, is the sum over gates of the local gradient times `s (xp + hp)`. With D the sum over units of dh k, and y the
+normalised state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goes straight to h. The loop stores and
+multiplies `s dgates`, the gradients of `xp`.
 """
 
 import triton
@@ -132,6 +140,77 @@ def _load_residuals(
 
 
 @triton.jit
+def _sums_of_states(h, unit, mask_q, H: tl.constexpr, CENTERED: tl.constexpr):
+    """Returns what a norm needs of the state, summed over this program's units: sum of squares, and sum if CENTERED."""
+    h = tl.where((unit < H)[:, None] & mask_q[None, :], h, 0.0)
+    sums = (tl.sum(h * h, axis=0),)
+    if CENTERED:
+        sums += (tl.sum(h, axis=0),)
+    return sums
+
+
+@triton.jit
+def _store_sums(ptr, offs_b, mask_q, split, sums, SPLITS: tl.constexpr):
+    """Stores this program's sums by sequence in an array `[B, len(sums), SPLITS]`."""
+    COUNT: tl.constexpr = len(sums)
+    for k in tl.static_range(COUNT):
+        tl.store(ptr + (offs_b * COUNT + k) * SPLITS + split, sums[k], mask=mask_q)
+
+
+@triton.jit
+def _load_sums(ptr, offs_b, mask_q, COUNT: tl.constexpr, SPLITS: tl.constexpr):
+    """Returns the sums over all programs that `_store_sums` stored, added in the same order by every program."""
+    sums = ()
+    for k in tl.static_range(COUNT):
+        total = tl.zeros_like(offs_b).to(tl.float32)
+        for split in range(SPLITS):
+            at = ptr + (offs_b * COUNT + k) * SPLITS + split
+            total += tl.load(at, mask=mask_q, other=0.0, cache_modifier=".cg")
+        sums += (total,)
+    return sums
+
+
+@triton.jit
+def _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, sums, H: tl.constexpr, NORM_WIDTH: tl.constexpr):
+    """Returns the factor `s` of a step's norm, and the mean of inputs and state, which is zero without `x_mean`."""
+    variance = tl.load(x_norm_ptr + rows, mask=mask_q, other=1.0)
+    if x_mean_ptr is None:
+        variance += sums[0] / NORM_WIDTH
+        mean = tl.zeros_like(variance)
+    else:
+        INPUTS: tl.constexpr = NORM_WIDTH - H
+        x_mean = tl.load(x_mean_ptr + rows, mask=mask_q, other=0.0)
+        apart = sums[1] / H - x_mean
+        variance += (sums[0] - sums[1] * (sums[1] / H)) / NORM_WIDTH
+        variance += apart * apart * (H * INPUTS / (NORM_WIDTH * NORM_WIDTH))
+        mean = x_mean + apart * (H / NORM_WIDTH)
+    return 1.0 / tl.sqrt(variance), mean
+
+
+@triton.jit
+def _normalise(gates, scale, bias):
+    """Returns `s (xp + hp)` and the gates before their activations, given the sums `xp + hp`."""
+    GATES: tl.constexpr = len(gates)
+    normalised = ()
+    biased = ()
+    for gate in tl.static_range(GATES):
+        one = gates[gate] * scale[None, :]
+        normalised += (one,)
+        biased += (one + bias[gate][:, None],)
+    return normalised, biased
+
+
+@triton.jit
+def _with_norm_grad(local_grads, normalised):
+    """Appends the local gradient of the norm, `k`, to those of the gates."""
+    GATES: tl.constexpr = len(normalised)
+    k = local_grads[0] * normalised[0]
+    for gate in tl.static_range(1, GATES):
+        k += local_grads[gate] * normalised[gate]
+    return local_grads + (k,)
+
+
+@triton.jit
 def _select_resets(
     states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H: tl.constexpr, RESET_STATE: tl.constexpr
 ):  # fmt: skip
@@ -144,10 +223,10 @@ def _select_resets(
 
 @triton.jit
 def _forward_tile(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
-    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
-    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
+    exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
+    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -155,6 +234,8 @@ def _forward_tile(
     ACCURACY: tl.constexpr = "precise" if DTYPE == tl.float32 and PRECISION != "tf32" else "plain"
     HAS_RESETS: tl.constexpr = reset_ptr is not None
     EVEN: tl.constexpr = H % BLOCK_K == 0
+    CENTERED: tl.constexpr = x_mean_ptr is not None
+    SUMS: tl.constexpr = 2 if CENTERED else 1
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_b = tl.arange(0, BLOCK_B)
     q = tile * BLOCK_B + offs_b
@@ -169,11 +250,19 @@ def _forward_tile(
     else:
         exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * H
         buffer = models * Q * H
+        if NORM_WIDTH > 0:
+            sums_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * (SUMS * SPLITS)
+            sums_buffer = models * Q * (SUMS * SPLITS)
         # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
     if SEPARATE:
         b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
+    if NORM_WIDTH > 0:
+        bias = ()
+        for gate in tl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            bias += (tl.load(at, mask=unit < H, other=0.0).to(tl.float32),)
 
     if t_begin == 0:
         states = _load_states(h0_ptr, c0_ptr, seq, unit, mask, H)
@@ -189,6 +278,8 @@ def _forward_tile(
         if HAS_RESETS:
             start = select_reset(start, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
         store_tile(exchange_ptr, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+        if NORM_WIDTH > 0:
+            _store_sums(sums_ptr, offs_b, mask_q, split, _sums_of_states(start, unit, mask_q, H, CENTERED), SPLITS)
         if barrier_ptr is not None:
             arrivals += SPLITS
             arrive(barrier_ptr)
@@ -200,6 +291,12 @@ def _forward_tile(
             states = _select_resets(
                 states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE
             )  # fmt: skip
+        if NORM_WIDTH > 0:
+            if SPLITS == 1:
+                norm_sums = _sums_of_states(states[0], unit, mask_q, H, CENTERED)
+            else:
+                norm_sums = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, SUMS, SPLITS)
+            scale, mean = _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
         x_last = x[GATES - 1]
         start_of = x  # what the products are added to
         if SEPARATE:
@@ -231,6 +328,8 @@ def _forward_tile(
 
         if SEPARATE:
             gates = gates[: GATES - 1] + (gates[GATES - 1] + b_hn[:, None],)
+        if NORM_WIDTH > 0:
+            normalised, gates = _normalise(gates, scale, bias)
         before = states
         states, activations = STEP(gates, x_last, before, ACCURACY)
         if SPLITS > 1:
@@ -238,11 +337,19 @@ def _forward_tile(
             if HAS_RESETS:
                 start = select_reset(start, reset_h_ptr, reset, seq, rows, unit, mask, H, RESET_STATE)
             store_tile(exchange_ptr + ((i + 1) % 2) * buffer, offs_b, unit, H, mask, operand(start, DTYPE, PRECISION))
+            if NORM_WIDTH > 0:
+                next_sums = _sums_of_states(start, unit, mask_q, H, CENTERED)
+                _store_sums(sums_ptr + ((i + 1) % 2) * sums_buffer, offs_b, mask_q, split, next_sums, SPLITS)
             if barrier_ptr is not None:
                 arrive(barrier_ptr)
         _store_states(hs_ptr, cs_ptr, this_rows, unit, mask, states, H)
         if local_grads_ptr is not None:
             local_grads, factors = RESIDUALS(activations, before)
+            if NORM_WIDTH > 0:
+                local_grads = _with_norm_grad(local_grads, normalised)
+                store_tile(norm_state_ptr, this_rows, unit, H, mask, (before[0] - mean[None, :]) * scale[None, :])
+                if split == 0:
+                    tl.store(scale_ptr + this_rows, scale, mask=mask_q)
             _store_residuals(
                 local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit, mask, local_grads, factors, H
             )  # fmt: skip
@@ -261,7 +368,10 @@ def _forward_tile(
 def forward_kernel(
     w_hh_t_ptr,  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
     b_hn_ptr,  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate
+    bias_ptr,  # [S, GATES * H] added to the normalised gates, or None without a norm
     xp_ptr,  # [G, T, B, GATES * H] input projections
+    x_norm_ptr,  # [G, T, B] the part of the variance that follows from the inputs, float32, or None
+    x_mean_ptr,  # [G, T, B] the mean of the inputs, float32, or None if the norm is that of RMSNorm
     h0_ptr,  # [G, B, H]
     c0_ptr,  # [G, B, H] the second state, or None if there is one state
     reset_ptr,  # [G, T, B] nonzero where an episode starts at step t, or None
@@ -274,10 +384,13 @@ def forward_kernel(
     local_grads_ptr,  # [G, T, B, H, 1, 2 or 4] out, or None if no residuals are saved
     dc_dh_ptr,  # [G, T, B, H] out, or None
     carry_gate_ptr,  # [G, T, B, H] out, float32; if None for a cell that has one, local_grads is words, and may be xp
+    norm_state_ptr,  # [G, T, B, H] out: the normalised state before each step, or None
+    scale_ptr,  # [G, T, B] out, float32: the factor of each step's norm, or None
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
+    sums_ptr,  # [2, G, B, 1 or 2, SPLITS] float32, workspace, or None without a norm or if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None if no program waits for another
     T, B, Q, tiles, items, t_begin, t_end,  # Q sequences per model in `tiles` tiles; items = S * tiles
-    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr,
+    STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -286,9 +399,10 @@ def forward_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _forward_tile(
-            w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, None, None,
-            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, STEP, RESIDUALS, GATES, SEPARATE,
+            w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+            reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+            norm_state_ptr, scale_ptr, None, None, None,
+            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
     else:
@@ -297,11 +411,11 @@ def forward_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _forward_tile(
-                w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-                hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-                exchange_ptr, barrier_ptr,
+                w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+                reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+                norm_state_ptr, scale_ptr, exchange_ptr, sums_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                STEP, RESIDUALS, GATES, SEPARATE,
+                STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
             )  # fmt: skip
 
@@ -326,10 +440,11 @@ def _load_step(
 
 @triton.jit
 def _backward_tile(
-    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, barrier_ptr,
-    T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
-    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, IN_PLACE: tl.constexpr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
+    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
@@ -337,7 +452,7 @@ def _backward_tile(
     DTYPE: tl.constexpr = w_hh_ptr.dtype.element_ty
     WIDTH: tl.constexpr = GATES * H
     EVEN: tl.constexpr = WIDTH % BLOCK_K == 0
-    COUNT: tl.constexpr = GATES + 1 if SEPARATE else GATES
+    COUNT: tl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
     STATES: tl.constexpr = 1 if dc0_ptr is None else 2
     unit = split * BLOCK_H + tl.arange(0, BLOCK_H)
     offs_b = tl.arange(0, BLOCK_B)
@@ -353,6 +468,9 @@ def _backward_tile(
     else:
         exchange_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * WIDTH
         buffer = models * Q * WIDTH
+        if NORM_WIDTH > 0:
+            sums_ptr += (model.to(tl.int64) * Q + tile * BLOCK_B) * SPLITS
+            sums_buffer = models * Q * SPLITS
         # indices past the end are clamped; the results of such units and sequences are not stored
         row = tl.minimum(unit, H - 1)
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
@@ -368,6 +486,9 @@ def _backward_tile(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, IN_PLACE, STATES
         )
 
+        if NORM_WIDTH > 0:
+            scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
+
     for i in range(t_begin, t_end):
         rows = row0 + step_time(T - 1 - i, T, REVERSE) * stride
         if reset_ptr is not None:
@@ -379,7 +500,16 @@ def _backward_tile(
                     STATES,
                 )  # fmt: skip
             dh = dstates[0] + gradients[0]
-            if STATES == 1:
+            if NORM_WIDTH > 0:
+                dnorm = tl.sum(tl.where(mask, dh * local_grads[GATES], 0.0), axis=0)
+                if SPLITS > 1:
+                    scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
+                dgates, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+                scaled = ()
+                for gate in tl.static_range(GATES):
+                    scaled += (dgates[gate] * scale[None, :],)
+                dgates = scaled
+            elif STATES == 1:
                 dgates, carried = GRAD_STEP((dh,), local_grads, factors)
             else:
                 dc = dstates[1] + (gradients[1] + dh * factors[0])
@@ -398,11 +528,16 @@ def _backward_tile(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H, COUNT,
                     IN_PLACE, STATES,
                 )  # fmt: skip
+                if NORM_WIDTH > 0:
+                    this_scale = scale
+                    scale = tl.load(scale_ptr + next_rows, mask=mask_q, other=1.0)
             else:
                 d_ptr = exchange_ptr + (i % 2) * buffer
                 for gate in tl.static_range(GATES):
                     sent = operand(d_ops[gate], DTYPE, PRECISION)
                     store_tile(d_ptr, offs_b, gate * H + unit, WIDTH, mask, sent)
+                if NORM_WIDTH > 0:
+                    _store_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, split, (dnorm,), SPLITS)
                 if barrier_ptr is not None:
                     arrive(barrier_ptr)
             _store_gates(dxp_ptr, rows, unit, mask, dgates, H, GATES)
@@ -410,6 +545,10 @@ def _backward_tile(
                 store_tile(dhn_ptr, rows, unit, H, mask, dgates[GATES])
         if PRODUCT_PHASE:
             dh = dstates[0]
+            if NORM_WIDTH > 0:
+                if SPLITS > 1:
+                    this_scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
+                norm_state = load_tile(norm_state_ptr, rows, unit, H, mask)
             if SPLITS == 1:
                 for gate in tl.static_range(GATES):
                     dh = tl.dot(w[gate], operand(d_ops[gate], DTYPE, PRECISION), dh, input_precision=PRECISION)
@@ -422,6 +561,12 @@ def _backward_tile(
                     k = k0 + tl.arange(0, BLOCK_K)
                     d_op = load_exchanged(d_ptr, col, k, WIDTH, EVEN)
                     dh = tl.dot(stream_weight(w_ptr, row, k, WIDTH, EVEN), d_op, dh, input_precision=PRECISION)
+            if NORM_WIDTH > 0:
+                if SPLITS > 1:
+                    (dnorm,) = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, 1, SPLITS)
+                if split == 0:
+                    tl.store(dnorm_ptr + rows, dnorm, mask=mask_q)
+                dh -= norm_state * (this_scale * dnorm / NORM_WIDTH)[None, :]
             dstates = (dh,) + dstates[1:]
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
@@ -444,21 +589,26 @@ def backward_kernel(
     local_grads_ptr,  # [G, T, B, H, 1, 2 or 4], or words if IN_PLACE, which dxp may overwrite
     dc_dh_ptr,  # [G, T, B, H], or None if there is one state
     carry_gate_ptr,  # [G, T, B, H], or None
+    norm_state_ptr,  # [G, T, B, H], or None without a norm
+    scale_ptr,  # [G, T, B], or None
     reset_ptr,  # [G, T, B] or None
     dhs_ptr,  # [G, T, B, H]
     dcs_ptr,  # [G, T, B, H], or None if the second states of the steps have no gradient
     dh_last_ptr,  # [G, B, H]
     dc_last_ptr,  # [G, B, H] or None
-    dxp_ptr,  # [G, T, B, GATES * H] out: gradients of the gates before their activations
+    dxp_ptr,  # [G, T, B, GATES * H] out: gradients of the gates before their activations, with a norm before the norm
     dhn_ptr,  # [G, T, B, H] out: gradient of the last gate's hidden product, or None if that gate is not separate
+    dnorm_ptr,  # [G, T, B] out, float32: D of each step, or None without a norm
     dh0_ptr,  # [G, B, H] out, float32
     dc0_ptr,  # [G, B, H] out, float32, or None if there is one state
     dreset_h_ptr,  # [G, T, B, H] out, float32: gradient of each step's reset state, or None
     dreset_c_ptr,  # like dreset_h
     exchange_ptr,  # [2, G, B, GATES * H] of the weights' dtype, workspace, or None if SPLITS == 1
+    sums_ptr,  # [2, G, B, SPLITS] float32, workspace, or None without a norm or if SPLITS == 1
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,
-    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, IN_PLACE: tl.constexpr,
+    GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
+    IN_PLACE: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
@@ -468,9 +618,10 @@ def backward_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _backward_tile(
-            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-            dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, None, None,
-            T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, GRAD_STEP, GATES, SEPARATE, IN_PLACE,
+            w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
+            dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
+            dreset_c_ptr, None, None, None, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
+            GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
         )  # fmt: skip
     else:
@@ -479,10 +630,10 @@ def backward_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _backward_tile(
-                w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr,
-                dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
-                exchange_ptr, barrier_ptr,
+                w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
+                dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
+                dreset_c_ptr, exchange_ptr, sums_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                GRAD_STEP, GATES, SEPARATE, IN_PLACE,
+                GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, GATES_PHASE, PRODUCT_PHASE,
             )  # fmt: skip

@@ -1,0 +1,104 @@
+"""The norm of inputs and state, `[x, h]` of n = D + H elements, that the gates of some cells see.
+
+The gates are `s (x @ w_ih + h @ w_hh) + bias` with `s = (variance + epsilon)^-1/2`. The weights contain the scales of
+the norm and, for LayerNorm, are centered: their mean over the n inputs is subtracted, which replaces the subtraction of
+the mean from `[x, h]`. The bias contains the shifts. The product with the inputs therefore needs no state, and a step
+needs of the state its sum of squares and, for LayerNorm, its sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrnn.cells.base import interleave
+from jaxrnn.numerics import broadcast_to_rank
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn.cells.base import Cell
+
+
+def input_statistics(cell: Cell, xs: Array, hidden: int, dtype: Any = jnp.float32) -> dict[str, Array]:
+    """Returns by name, `[..., 1]`, what the norm needs of inputs `[..., D]`.
+
+    "x_norm" is the part of `variance + epsilon` that follows from the inputs alone, "x_mean" is their mean, for
+    LayerNorm.
+    """
+    xs = xs.astype(dtype)
+    width = xs.shape[-1] + hidden
+    if cell.norm == "rms":
+        return {"x_norm": jnp.sum(xs * xs, axis=-1, keepdims=True) / width + cell.epsilon}
+    mean = jnp.mean(xs, axis=-1, keepdims=True)
+    return {"x_norm": jnp.sum((xs - mean) ** 2, axis=-1, keepdims=True) / width + cell.epsilon, "x_mean": mean}
+
+
+def scale_and_mean(h: Array, statistics: dict[str, Array], width: int) -> tuple[Array, Array | float]:
+    """Returns s and the mean of `[x, h]`, `[..., 1]`; the mean is 0 without "x_mean"."""
+    hidden, variance = h.shape[-1], statistics["x_norm"]
+    squares = jnp.sum(h * h, axis=-1, keepdims=True)
+    if "x_mean" not in statistics:
+        return jax.lax.rsqrt(variance + squares / width), 0.0
+    mean = jnp.mean(h, axis=-1, keepdims=True)
+    apart = mean - statistics["x_mean"]
+    variance = variance + (squares - hidden * mean**2) / width + apart**2 * (hidden * (width - hidden) / width**2)
+    return jax.lax.rsqrt(variance), statistics["x_mean"] + apart * (hidden / width)
+
+
+def normalise(sums: Sequence[Array], scale: Array, bias: Array) -> tuple[list[Array], list[Array]]:
+    """Returns `s (xp + hp)` by gate, and the gates, which add `bias [gates * H]`, given the sums `xp + hp`."""
+    normalised = [one * scale for one in sums]
+    biases = jnp.split(bias.astype(scale.dtype), len(sums), axis=-1)
+    return normalised, [x + broadcast_to_rank(b, x) for x, b in zip(normalised, biases, strict=True)]
+
+
+def residuals_of(
+    cell: Cell, activations: tuple[Array, ...], h: Array, normalised: Sequence[Array], scale: Array, mean: Array | float
+) -> dict[str, Array]:
+    """Returns the residuals of a step by name, in float32, with "scale".
+
+    Args:
+      cell: the cell.
+      activations: as `Cell.step` returns them.
+      h: the state before the step.
+      normalised: as `normalise` returns them.
+      scale: s.
+      mean: the mean of `[x, h]`.
+    """
+    local_grads, (carry_gate,) = cell.compute_residuals(activations, (h,))
+    of_norm = sum(f * x for f, x in zip(local_grads, normalised, strict=True))
+    return {
+        "local_grads": interleave(cell, (*local_grads, jnp.asarray(of_norm))), "norm_state": (h - mean) * scale,
+        "carry_gate": carry_gate, "scale": scale,
+    }  # fmt: skip
+
+
+def gradient(cell: Cell, residuals: dict[str, Array], dh: Array) -> Array:
+    """Returns D `[..., 1]` of a step: the sum over units of `dh`, the gradient of its output, times the norm's own."""
+    width = dict(cell.residuals)["local_grads"]
+    of_norm = residuals["local_grads"].reshape(*dh.shape, width)[..., cell.gates]
+    return jnp.sum(dh * of_norm, axis=-1, keepdims=True)
+
+
+def statistics_grads(
+    dnorm: Array, scale: Array, h: Array, statistics: dict[str, Array], width: int
+) -> dict[str, Array]:
+    """Returns the gradients of `statistics` by name.
+
+    Args:
+      dnorm: `[..., 1]` the sum over units of the gradient of the step's output times the norm's local gradient.
+      scale: s, `[..., 1]`.
+      h: the state before the step.
+      statistics: what `input_statistics` returned.
+      width: the number of elements of `[x, h]`.
+    """
+    dvariance = -0.5 * scale**2 * dnorm
+    if "x_mean" not in statistics:
+        return {"x_norm": dvariance}
+    hidden = h.shape[-1]
+    apart = jnp.mean(h, axis=-1, keepdims=True) - statistics["x_mean"]
+    return {"x_norm": dvariance, "x_mean": dvariance * apart * (-2 * hidden * (width - hidden) / width**2)}
