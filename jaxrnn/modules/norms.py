@@ -55,8 +55,8 @@ def run_flax(module: Any, option: str, x: Array, residual: Array | None, run: Ca
     check_implementation(module.implementation, caller)
     if (module.implementation or context.default()) == "triton":
         raise NotImplementedError(
-            f"the Triton implementation normalises the last axis, every element of it, in float32, on one device, and "
-            f'{type(module).__name__} has {option}: use implementation=None or "xla", which run Flax\'s own norm'
+            f"{caller.name}: the Triton implementation normalises the last axis, every element of it, in float32, on "
+            f'one device, and this norm has {option}; use implementation=None or "xla", which run Flax\'s own norm'
         )
     if residual is None:
         return run(x)
