@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,16 +32,17 @@ def check_stack(
     reverse: bool,
     norm: Any = None,
 ) -> None:
-    """Raises ValueError unless the arguments describe a valid stack."""
+    """Raises ValueError unless the arguments describe a valid stack; warns of dropout that has no effect."""
     check_size(caller("num_layers"), num_layers)
     if not isinstance(dropout_rate, (int, float, np.number)) or not 0.0 <= dropout_rate <= 1.0:
         raise ValueError(
             f"{caller('dropout_rate')} must be between 0 and 1, got {shown(dropout_rate)}; it is the rate of zeros"
         )
     if dropout_rate > 0.0 and num_layers == 1:
-        raise ValueError(
-            f"{caller('dropout_rate')} must be 0 with num_layers=1, got {dropout_rate}, because dropout is between "
-            "layers; set num_layers, or apply Flax's Dropout to the outputs"
+        warnings.warn(  # no error, as in torch.nn: a sweep over num_layers has one rate
+            f"{caller('dropout_rate')} has no effect with num_layers=1, got {dropout_rate}, because dropout is between "
+            "layers; set num_layers, or apply Flax's Dropout to the outputs",
+            stacklevel=2,
         )
     bidirectional, reverse = check_flags(caller, bidirectional=bidirectional, reverse=reverse)
     if bidirectional and reverse:

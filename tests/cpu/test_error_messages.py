@@ -593,13 +593,6 @@ TABLE = {
         (apply(linen.GRU((H, H)), XS), "features must be an integer, got (6, 6)"),
         (apply(linen.GRU(H, num_layers=2.0), XS), "num_layers must be an integer, got 2.0"),
         (
-            apply(linen.GRU(H, dropout_rate=0.5), XS),
-            (
-                "dropout_rate must be 0 with num_layers=1, got 0.5, because dropout is between "
-                "layers; set num_layers, or apply Flax's Dropout to the outputs"
-            ),
-        ),
-        (
             apply(linen.GRU(H, num_layers=2, dropout_rate="half"), XS),
             "dropout_rate must be between 0 and 1, got 'half'",
         ),
@@ -648,7 +641,6 @@ TABLE = {
         ),
         (made("GRU", D, -1), "hidden_features must be at least 1, got -1"),
         (made("GRU", D, H, num_layers=1.5), "num_layers must be an integer, got 1.5"),
-        (made("GRU", D, H, dropout_rate=0.5), "dropout_rate must be 0 with num_layers=1, got 0.5"),
         (made("GRU", D, H, norm="batch"), "got 'batch'"),
         (lambda: fused.GRU(D, H, rngs=0), "rngs must be an nnx.Rngs, got 0"),
         (ran("GRU", Z((T, B, D + 1))), "inputs must have the width in_features = 2, got 3"),
@@ -1043,3 +1035,9 @@ def test_symbolic_widths_can_be_exported():
     program = exported(run, "d,3*h", "h,3*h", "3*h", "h", "b,h", "t,b,d")
     arrays = [jax.random.normal(KEY, x.shape) for x in (*GRU, H0, XS)]
     np.testing.assert_allclose(program.call(*arrays), run(*arrays), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("call", [apply(linen.GRU(H, dropout_rate=0.5), XS), made("GRU", D, H, dropout_rate=0.5)])
+def test_dropout_on_one_layer_warns(call):
+    with pytest.warns(UserWarning, match="GRU: dropout_rate has no effect with num_layers=1, got 0.5"):
+        call()

@@ -54,7 +54,7 @@ class GRU(FusedStack):
       hidden_features: H, the width of every layer and direction.
       num_layers: the number of layers; each runs over the outputs of the previous layer.
       dropout_rate: the rate of the dropout on the outputs of every layer but the last. Each step has its own mask.
-        With one layer it must be 0.
+        With one layer it has no effect, and a warning says so.
       bidirectional: whether each layer also runs from the last step to the first, with separate weights.
       time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
       return_carry: whether to return `(carry, outputs)` instead of `outputs`.
