@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -41,6 +42,7 @@ class FusedStack(nn.Module):
     implementation: Implementation = None
     remat: bool = False
     norm: str | Callable[..., nn.Module] | None = None
+    num_blocks: int = dataclasses.field(default=1, kw_only=True)
 
     _cell: ClassVar[type[FusedCell]] = FusedCell
 
@@ -178,6 +180,7 @@ class FusedStack(nn.Module):
     def check(self, reverse: bool) -> None:
         """Raises ValueError unless the attributes describe a valid stack."""
         modules.check_stack(self.num_layers, self.dropout_rate, self.bidirectional, reverse, self.norm)
+        modules.check_num_blocks(self.num_blocks, self.features)
 
     @nn.nowrap
     def widths(self) -> tuple[int, ...]:
@@ -228,7 +231,9 @@ class FusedStack(nn.Module):
     @nn.nowrap
     def cell_options(self) -> dict[str, Any]:
         """Returns the attributes of every cell."""
-        names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
+        names = (
+            "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init", "num_blocks",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @nn.nowrap

@@ -1,6 +1,12 @@
 """The code shared by the modules of Flax linen and NNX: everything except their parameters."""
 
 from jaxrnn.modules.activations import is_relu, is_tanh
+from jaxrnn.modules.blocks import (
+    check_blocks_are_fused,
+    check_blocks_without_projection,
+    check_num_blocks,
+    initialize_blocks,
+)
 from jaxrnn.modules.carries import Carry, broadcast_batch_axes, broadcast_carry, one_or_tuple
 from jaxrnn.modules.norms import check_norm, normalize
 from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
@@ -14,11 +20,15 @@ __all__ = [
     "broadcast_batch_axes",
     "broadcast_carry",
     "cast",
+    "check_blocks_are_fused",
+    "check_blocks_without_projection",
     "check_carry",
     "check_norm",
+    "check_num_blocks",
     "check_reset_carry",
     "check_stack",
     "group_by_direction",
+    "initialize_blocks",
     "is_relu",
     "is_tanh",
     "normalize",
