@@ -46,7 +46,7 @@ def lstm(
       xs: see `gru`.
       state: `(h0, c0)`, each `[*batch, H]`, in PyTorch's order; None for zeros.
       w_ih: `[4H, D]`.
-      w_hh: `[4H, H]`, or `[4H, P]`.
+      w_hh: `[4H, H]`, or `[4H, P]`, or `[N, 4H / N, H / N]` for N blocks, see `gru`; these exclude `w_hr`.
       b_ih: `[4H]` or None.
       b_hh: `[4H]` or None.
       w_hr: `[P, H]` or None.

@@ -18,10 +18,13 @@ class GRU(RecurrentModule):
       args: see `torch.nn.GRU`.
       precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
       implementation: see `torch_bridge.functional.gru`.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights, see `w_hh` of `torch_bridge.functional.gru`.
+        With N > 1, `weight_hh_l0` and its like are `[N, 3H / N, H / N]`. Their initial values are uniform between
+        -1 / sqrt(H / N) and 1 / sqrt(H / N), as in a module of H / N units.
       kwargs: see `torch.nn.GRU`.
 
     Raises:
-      ValueError: see `torch.nn.GRU`.
+      ValueError: `num_blocks` is not a positive integer that divides H; see also `torch.nn.GRU`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -20,10 +20,11 @@ class LSTM(RecurrentModule):
       args: see `torch.nn.LSTM`.
       precision: see `GRU`.
       implementation: see `GRU`.
+      num_blocks: see `GRU`; more than 1 excludes `proj_size`.
       kwargs: see `torch.nn.LSTM`.
 
     Raises:
-      ValueError: see `torch.nn.LSTM`.
+      ValueError: see `GRU` and `torch.nn.LSTM`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -22,13 +22,14 @@ class MGU(RecurrentModule):
       args: see `torch.nn.GRU`.
       precision: see `GRU`.
       implementation: see `GRU`.
+      num_blocks: see `GRU`.
       kwargs: see `torch.nn.GRU`.
 
     Raises:
-      ValueError: see `torch.nn.GRU`.
+      ValueError: see `GRU`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, num_blocks: int = 1, **kwargs: Any) -> None:
         if "proj_size" in kwargs:
             raise ValueError("proj_size argument is only supported for LSTM, not MGU")
         super().__init__("GRU", *args, **kwargs)  # torch.nn.RNNBase accepts the modes of torch.nn only
@@ -36,6 +37,7 @@ class MGU(RecurrentModule):
         for name, w in [*self.named_parameters()]:
             setattr(self, name, Parameter(w.detach()[: cells.MGU.gates * self.hidden_size].clone()))
         self._init_flat_weights()
+        self.make_blocks(num_blocks)
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None

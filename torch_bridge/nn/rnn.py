@@ -19,10 +19,11 @@ class RNN(RecurrentModule):
       args: see `torch.nn.RNN`.
       precision: see `GRU`.
       implementation: see `GRU`.
+      num_blocks: see `GRU`.
       kwargs: see `torch.nn.RNN`.
 
     Raises:
-      ValueError: see `torch.nn.RNN`.
+      ValueError: see `GRU` and `torch.nn.RNN`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
