@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 SNIPPETS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-PAGES = ["docs/devices.md", "docs/norms.md", "docs/pytorch.md"]
+PAGES = ["docs/blocks.md", "docs/devices.md", "docs/norms.md", "docs/pytorch.md"]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
@@ -18,7 +18,7 @@ def test_snippet_of_the_readme_runs(snippet):
 @pytest.mark.parametrize("page", PAGES)
 def test_snippets_of_a_page_run(page):
     """Snippets that need several hosts or another package are marked `no-run`, and are only compiled."""
-    if page == "docs/pytorch.md":
+    if page in ("docs/blocks.md", "docs/pytorch.md"):
         pytest.importorskip("torch")
     names = {}
     snippets = re.findall(r"```python( no-run)?\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)

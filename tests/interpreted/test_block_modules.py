@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from trees import assert_close, normal, random_tree, some_carry, some_resets
 
 import jaxrnn.nnx
-from jaxrnn import linen
+from jaxrnn import convert, linen
 
 T, B, D, H, N = 4, 3, 5, 6, 2
 LINEN = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell", "SimpleRNN": "SimpleCell"}
@@ -233,3 +233,12 @@ def test_parameters_of_a_matrix_are_rejected():
     plain = Functional(linen, "GRU").params
     with pytest.raises(ScopeParamShapeError, match="kernel"):
         Functional(linen, "GRU", num_blocks=N).apply(plain, xs)
+
+
+@pytest.mark.parametrize("source", ["from_linen", "to_linen", "from_nnx", "to_torch"])
+def test_blocks_cannot_be_converted(source):
+    cell = jaxrnn.nnx.GRUCell(D, H, num_blocks=N, rngs=nnx.Rngs(0))
+    given = {"from_linen": Functional(linen, "GRU", num_blocks=N).params["layers_0"], "from_nnx": cell}
+    params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((N, H // N, 3 * H // N)), jnp.ones(3 * H), jnp.ones(H))
+    with pytest.raises(ValueError, match=f"{source} cannot convert block-diagonal recurrent weights"):
+        getattr(convert, source)(given.get(source, params))
