@@ -26,7 +26,16 @@ from torch_bridge.cells import CellSpec
 class _TimeSteps:
     """The split of `[G, T, B, ...]` arrays like `sequence` into the steps of a time loop over the S models of `w_hh`.
 
-    A step is `[S, N, ...]`, with the N = G / S * B sequences of each model.
+    A step is `[S, N, ...]`, with the N = G / S * B sequences of each model, so that one batched product multiplies the
+    states of each model by its weights. Steps are in the order in which the loop runs them. In a bidirectional run,
+    where models differ in that order, the models that go in reverse are flipped in time.
+
+    Attributes:
+      steps: T.
+      batch: B.
+      order: the direction through time.
+      models: S.
+      per_model: G / S, the number of groups of each model.
     """
 
     def __init__(self, sequence: Tensor, w_hh: Tensor, order: str):
@@ -34,7 +43,7 @@ class _TimeSteps:
         self.order, self.models, self.per_model = order, w_hh.shape[0], groups // w_hh.shape[0]
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Returns the steps in the order in which the loop runs them."""
+        """Returns the steps `[S, N, ...]` of an array `[G, T, B, ...]`."""
         if self.per_model != 1:
             x = x.unflatten(0, (self.models, self.per_model)).transpose(1, 2)
             x = x.squeeze(3) if self.batch == 1 else x.flatten(2, 3)
@@ -44,7 +53,7 @@ class _TimeSteps:
         return steps[::-1] if self.order == "reverse" else steps
 
     def join(self, steps: Sequence[Tensor]) -> Tensor:
-        """Returns `[G, T, B, ...]` from the results of the steps, given in the order in which the loop ran them."""
+        """Inverts `split`: returns `[G, T, B, ...]` from the results of the steps."""
         x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
         if self.order == "bidirectional":
             x = self._flip_odd(x)
@@ -53,6 +62,7 @@ class _TimeSteps:
         return x
 
     def _flip_odd(self, x: Tensor) -> Tensor:
+        """Flips the models of odd index in time; time is the axis after that of the models."""
         return torch.stack([one.flip(0) if s % 2 else one for s, one in enumerate(x)])
 
     def together(self, sequences: Sequence[Tensor | None]) -> list[tuple[Any, ...]]:
@@ -73,7 +83,12 @@ class _TimeSteps:
         return [None] * self.steps if resets is None else self.split((resets != 0)[..., None])
 
     def new_states(self, x: Tensor | None, like: Tensor) -> Sequence[Tensor]:
-        """Returns for each step the states that episodes start from."""
+        """Returns for each step the states that episodes start from, `[S, N, H]`.
+
+        Args:
+          x: `[G, B, H]`, `[G, T, B, H]`, or None for zeros.
+          like: the state before the first step, `[S, N, H]`.
+        """
         if x is None:
             return [torch.zeros_like(like)] * self.steps
         x = x.to(like.dtype)
@@ -122,9 +137,10 @@ def forward(
     new_states = zip(*(time.new_states(new, x) for new, x in zip(reset_states, carry, strict=True)), strict=True)
     xp, bias = xp.to(dtype), None
     x_lasts: Sequence[Tensor | None] = [None] * time.steps
-    if b_hn is not None:
+    if b_hn is not None:  # the input projection of the last gate stays apart, and its hidden product gets b_hn
         xp, last_of_all = xp.split((xp.shape[-1] - b_hn.shape[-1], b_hn.shape[-1]), -1)
         x_lasts = time.split(last_of_all)
+        # the bias of all hidden products, zero except for the last gate's
         bias = pad(b_hn.to(dtype), (xp.shape[-1], 0))[:, None].expand(-1, carry[0].shape[1], -1)
     history, saved = [], []
     for x, x_last, start, new in zip(time.split(xp), x_lasts, time.starts(resets), new_states, strict=True):
@@ -175,7 +191,9 @@ def backward(
     time, dtype = _TimeSteps(residuals[name], w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
     product, grad_step = _product(w_hh.to(dtype), w_hh.dtype), steps.CELLS[cell.name].grad_step
     by_gate = residuals[name].unflatten(-1, (-1, width)).to(dtype).unbind(-1)
-    if cell.last_gate_separate:  # the local gradient of the last gate's input projection comes first
+    if cell.last_gate_separate:
+        # A GRU stores the local gradients in the order r, z, n (of the input projection), n (of the hidden product).
+        # With n of the input projection moved to the front, those of the hidden products are one slice, `[1:]`.
         by_gate = (by_gate[cell.gates - 1], *by_gate[: cell.gates - 1], by_gate[cell.gates])
     else:
         by_gate = by_gate[: cell.gates]
@@ -184,7 +202,7 @@ def backward(
     gradients = time.together([None if d is None else d.to(dtype) for d in dsequences])
     dstates = tuple(time.state(d).to(dtype) for d in dlast)
     zeros = torch.zeros_like(dstates[0])
-    dgates, dresets = [], []
+    dgates, dresets = [], []  # of each step, the last step first
     for local, factor, dys, start in reversed(
         [*zip(local_grads, factors, gradients, time.starts(resets), strict=True)]
     ):

@@ -22,7 +22,10 @@ Kind = Literal["rms", "layer"]
 
 @op_common.cached_reason
 def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
-    """Returns why the kernels cannot run on a device with these dtypes and this many columns, or None if they can."""
+    """Returns why the kernels cannot run on a device with these dtypes and this many columns, or None if they can.
+
+    The reason is a predicate of "the Triton kernels", as that of `op_common.device_facts`.
+    """
     for dtype in dtypes:
         facts = op_common.device_facts(device, dtype)
         if isinstance(facts, str):
@@ -78,8 +81,11 @@ class Normalized(NamedTuple):
     rstd: Tensor
 
 
-def _per_row(x: Tensor, like: Tensor) -> Tensor:
-    """Returns `[S, N]` (or `[N]`) in a shape that broadcasts over `like`, `[S, R, N]` (or `[..., N]`), in its dtype."""
+def _over_rows(x: Tensor, like: Tensor) -> Tensor:
+    """Returns a weight or bias in a shape that broadcasts over the rows of `like`, in the dtype of `like`.
+
+    A weight `[S, N]` becomes `[S, 1, N]`, for rows `[S, R, N]`; a weight `[N]` fits rows `[..., N]` as it is.
+    """
     return x.to(like.dtype) if x.ndim == 1 else x.to(like.dtype).unsqueeze(-2)
 
 
@@ -105,20 +111,30 @@ def normalize(
     rstd = (centred.square().mean(-1) + epsilon).rsqrt()
     y = centred * rstd.unsqueeze(-1)
     if weight is not None:
-        y = y * _per_row(weight, y)
+        y = y * _over_rows(weight, y)
     if bias is not None:
-        y = y + _per_row(bias, y)
+        y = y + _over_rows(bias, y)
     return Normalized(y.to(dtype), total, mean, rstd)
 
 
 def _row_gradients(
     kind: Kind, dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the gradient of `x`, and each row's contribution to the gradients of weight and bias."""
+    """Returns the gradient of `x`, and each row's contribution to the gradients of weight and bias.
+
+    Args:
+      kind: "rms" or "layer".
+      dy: the gradient of `y`.
+      x: the input of the norm, `Normalized.total`.
+      dtotal: the gradient of `total` from elsewhere, which is added; or None.
+      weight: the weight or None.
+      mean: `Normalized.mean`.
+      rstd: `Normalized.rstd`.
+    """
     wide = rstd.dtype
     dy, normalized, rstd = dy.to(wide), x.to(wide), rstd.unsqueeze(-1)
     normalized = (normalized if mean is None else normalized - mean.unsqueeze(-1)) * rstd
-    scaled = dy if weight is None else dy * _per_row(weight, dy)
+    scaled = dy if weight is None else dy * _over_rows(weight, dy)
     dx = scaled - normalized * (scaled * normalized).mean(-1, keepdim=True)
     if kind == "layer":
         dx = dx - scaled.mean(-1, keepdim=True)
@@ -157,6 +173,7 @@ def _launch(
     kind: Kind, direction: Any, models: int, rows: int, columns: int, epsilon: float,
     dtypes: tuple[tuple[str, str], ...], ordinal: int | None,
 ) -> Any:  # fmt: skip
+    """Returns the launch of a problem, compiled and loaded; `dtypes` are those of the arrays by name."""
     from torch_bridge import norms
 
     problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
@@ -167,7 +184,11 @@ def _run(
     kind: Kind, direction: str, epsilon: float, arrays: dict[str, Tensor | None],
     returned: dict[str, tuple[Any, torch.dtype]],
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Launches a kernel on the current stream of the tensors' device and returns its outputs."""
+    """Launches a kernel on the current stream of the tensors' device.
+
+    Returns the outputs in the order of `returned`, which has shape and dtype of each. One with the shape `(0,)` is not
+    requested: the kernel does not write it.
+    """
     tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
     x = tensors["x"]
     results = {
@@ -213,6 +234,11 @@ def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> C
 
     It also adds models if an argument in `asked` requests a gradient of weights, since each example has its own
     gradient.
+
+    Args:
+      op: the operator. Its argument `x` has the rows, `[S, R, N]`.
+      per_model: the arguments with an element for each model, the weights; all others have one for each row.
+      asked: the arguments that request a gradient of weights if they are not None.
     """
     names = [argument.name for argument in op._schema.arguments]
 
@@ -305,7 +331,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
-        dtotal = dtotal if of_residual is not None else None
+        dtotal = dtotal if of_residual is not None else None  # without a residual, `total` is an empty output
         needs = ctx.needs_input_grad
         dweight = dbias = None
         if dy is None:
@@ -313,7 +339,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
                 return (None,) * 8
             dx = dtotal
         else:
-            if not ctx.saves:
+            if not ctx.saves:  # computes the statistics now, which do not depend on weight and bias
                 _, _, mean, rstd = op_common.call(
                     forward_op, x, None, None, None, ctx.epsilon, ctx.dtype, True, ctx.implementation
                 )

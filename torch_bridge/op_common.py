@@ -39,7 +39,9 @@ def cached_reason(function: Callable[..., str | None]) -> Callable[..., str | No
 
 
 def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | str:
-    """Returns the facts about a device if kernels can run there on arrays of this dtype; else a string says why not.
+    """Returns the facts about a device if kernels can run there on arrays of this dtype, else the reason why not.
+
+    The reason is the predicate of a sentence whose subject the caller puts first, "the Triton kernels".
 
     Raises:
       DriverFailsError: Triton cannot load kernels now.
@@ -76,7 +78,10 @@ def _warn_of_driver(reason: str) -> None:
 
 @functools.cache
 def _triton_fails() -> str | None:
-    """Returns why Triton cannot be used, or None. Warns if Triton is installed but unusable and there is a GPU."""
+    """Returns why Triton cannot be used, as a predicate of "the kernels", or None if it can.
+
+    Warns if Triton is installed but unusable and there is a GPU.
+    """
     try:
         from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
@@ -125,6 +130,12 @@ def as_kernel_input(x: Tensor) -> Tensor:
 def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int | None) -> Any:
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter.
 
+    Args:
+      make: a class of launches, such as `torch_bridge.recurrences.Launch`; called with the problem and the facts about
+        the device, it chooses the kernel and its tiling.
+      problem: the problem that the class takes.
+      ordinal: the index of a CUDA device, or None.
+
     Raises:
       RuntimeError: the current stream is being captured in a CUDA graph, and a kernel is not loaded yet.
     """
@@ -144,7 +155,14 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
 
 
 def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None:
-    """Allocates workspaces and launches on the current stream of a device, given tensors by name."""
+    """Allocates the workspaces of a launch and runs it on the current stream of a device.
+
+    Args:
+      launch: what `load` returned. Its `workspaces` are `(name, length, dtype, whether it must be zeroed)`, and a call
+        `launch(stream, ordinal, addresses)` enqueues the kernels.
+      tensors: the inputs and outputs by name, as `as_kernel_input` returns them.
+      ordinal: the device for which it was loaded.
+    """
     tensors = dict(tensors)
     place = next(iter(tensors.values())).device
     for name, length, dtype, zeroed in launch.workspaces:
@@ -195,7 +213,7 @@ def define(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]
     def decorate(function: Callable[..., Any]) -> Any:
         function = without_autocast(function)
         definition: Any = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
-        definition.function = function
+        definition.function = function  # `register` gives it to `call`, which bypasses the dispatcher with it
         return definition
 
     return decorate
@@ -308,7 +326,16 @@ def register(
     definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
     vmap: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """Registers an operator made by `define`: its fake, gradient and vmap rule, and the functions that `call` runs."""
+    """Registers an operator made by `define`: its fake, gradient and vmap rule, and the functions that `call` runs.
+
+    Args:
+      definition: what `define` made of a function.
+      op: the same operator as `torch.ops` has it, which `call` takes.
+      fake: returns empty outputs of the right shapes and dtypes, for compilers.
+      gradients: `backward` of a `torch.autograd.Function`, for all outputs and arguments.
+      setup: `setup_context` of a `torch.autograd.Function`, which saves what `gradients` reads.
+      vmap: the rule of `torch.vmap`.
+    """
     definition.register_fake(fake)
     definition.register_autograd(gradients, setup_context=setup)
     definition.register_vmap(vmap)
@@ -317,6 +344,8 @@ def register(
 
 
 def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
+    """Returns `_Registered.transformed`."""
+
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
 
@@ -334,6 +363,8 @@ def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., A
 def _eager(
     function: Callable[..., Any], setup: Callable[..., None], gradients: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
+    """Returns `_Registered.eager`."""
+
     class Eager(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, *args: Any) -> Any:  # setup_context has more host overhead
@@ -365,7 +396,7 @@ def call(op: Any, *args: Any) -> Any:
     registered = _REGISTERED[op]
     if any(len(unwrapped_levels(x)) > 1 for x in tensors):
         return registered.transformed.apply(*args)
-    if _is_observed(tensors):
+    if _is_observed_by_dispatch(tensors):
         return op(*args)
     # `eager` also runs in forward mode, where it raises NotImplementedError
     if forward_ad._current_level >= 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
@@ -373,22 +404,28 @@ def call(op: Any, *args: Any) -> Any:
     return registered.function(*args)
 
 
-def _is_observed(tensors: list[Tensor]) -> bool:
-    """Whether a mode, a tracer or a tensor subclass observes the operators that are called on these tensors."""
+def _is_observed_by_dispatch(tensors: list[Tensor]) -> bool:
+    """Whether a dispatch mode, a tracer or a tensor subclass has to see the operators called on these tensors.
+
+    Compilers, forward mode and `torch.func` are not asked here: `call` handles each of them in its own way.
+    """
     if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return True
     return any(type(x) not in _PLAIN or x.is_meta or _is_legacy_batched(x) for x in tensors)
 
 
 def is_unobserved(tensors: list[Tensor]) -> bool:
-    """Whether nothing but autograd in reverse mode observes operations on these tensors."""
+    """Whether nothing but autograd in reverse mode observes operations on these tensors.
+
+    The others are compilers, forward mode, transformations of `torch.func`, and what observes the dispatch.
+    """
     if (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or any(len(unwrapped_levels(x)) > 1 for x in tensors)
     ):
         return False
-    return not _is_observed(tensors)
+    return not _is_observed_by_dispatch(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:

@@ -38,7 +38,21 @@ def recurrence(
     static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array]]:  # fmt: skip
-    """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step."""
+    """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step.
+
+    Args:
+      static: everything that is known when the program is traced.
+      params: the weights, of one model and without a projection.
+      states: the states before the first step, `[G, B, H]`, in the order of `cell.states`.
+      xs: `[G, T, B, D]`.
+      resets: `[G, T, B]` or None.
+      reset_states: for each state, as `static.reset_state` says: None for "zeros", `[G, B, H]` for "fixed", and
+        `[G, T, B, H]` for "stepped".
+      first: `[G, B, gates * H]` to add to the input projection of the step that is computed first, or None. An LSTM
+        with a projection passes the product of its initial hidden state by it.
+      in_reverse: a scalar that says at run time whether this direction of a bidirectional run goes in reverse; None if
+        `static.reverse` is True or False.
+    """
     last, sequences, _ = _forward(
         static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=False
     )
@@ -49,7 +63,10 @@ def _forward(
     static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, save_residuals: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """Computes `recurrence`, and returns all per-step outputs by name too; `save_residuals` adds the residuals."""
+    """Computes `recurrence`, and also returns all outputs of every step by name.
+
+    With `save_residuals`, these include the residuals, or, with `remat`, every state, from which they are recomputed.
+    """
     run = functools.partial(_forward_on_device, static, save_residuals)
     return sharding.shard_over_vmapped_axes(run, params, states, xs, resets, reset_states, first, in_reverse)
 
@@ -82,6 +99,7 @@ def _forward_on_device(
     stepped = reset_states if static.reset_state == "stepped" else None
 
     def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
+        """Runs the chunk of time that begins at step `start`, as `in_chunks` calls it."""
         x, reset, new = sequences
         beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         xp = input_projection(static, params, x, first, beginnings)
@@ -115,23 +133,28 @@ def _recurrence_fwd(
     return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
 
 
-def _recurrence_bwd(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
+def _recurrence_bwd(static: RecurrenceSpec, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     run = functools.partial(_backward_on_device, static)
-    dparams, dstates, dxs, dreset_states, dfirst = sharding.shard_over_vmapped_axes(run, residuals, cotangents)
-    _, _, _, resets, _, _, in_reverse, _ = residuals
+    dparams, dstates, dxs, dreset_states, dfirst = sharding.shard_over_vmapped_axes(run, kept, cotangents)
+    _, _, _, resets, _, _, in_reverse, _ = kept
     return dparams, dstates, dxs, _zero_cotangent(resets), dreset_states, dfirst, _zero_cotangent(in_reverse)
 
 
-def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Returns the gradients to the differentiable arguments of `recurrence` where `vmap` maps no sharded axis."""
-    params, states, xs, resets, reset_states, first, in_reverse, saved = residuals
+def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+    """Returns the gradients to the differentiable arguments of `recurrence` where `vmap` maps no sharded axis.
+
+    `kept` is what `_recurrence_fwd` keeps: the arguments, and by name the residuals, or with `remat` all states.
+    """
+    params, states, xs, resets, reset_states, first, in_reverse, saved = kept
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
+    # the forward launch wrote the residuals in place if those that it writes otherwise are missing
     stored = residual_outputs(
         static, hidden, xs, in_place=not static.remat and not dict(cell.residuals).keys() <= saved.keys()
     )
+    # the gradients of the gates then overwrite these residuals, as these overwrote the input projections
     over = next((array.name for array in stored if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
@@ -145,7 +168,12 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
     one_launch = has_weight_grads_launch(static, xs, hidden)
 
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
-        x, reset, new, residuals, d_each = sequences
+        """Differentiates the chunk of time that begins at step `start`, as `in_chunks` calls it.
+
+        `d_last` are the gradients of the states after the chunk. Returns those of the states before it, the gradients
+        to sum over chunks, and those with an element for each step.
+        """
+        x, reset, new, residuals, d_each = sequences  # with remat, residuals are all states
         new = new or reset_states
         beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         previous = {}
@@ -155,7 +183,7 @@ def _backward_on_device(static: RecurrenceSpec, residuals: Any, cotangents: Any)
                 previous[s] = states_before(
                     static, residuals[f"{s}s"], before, reset, new[k] if new else None, in_reverse
                 )
-        if static.remat:
+        if static.remat:  # residuals are recomputed from the states around each step
             all_before = tuple(previous[s].astype(f32) for s in cell.states)
             all_after = tuple(residuals[f"{s}s"] for s in cell.states)
             if cell.activations_from_states is not None and all(x.dtype == f32 for x in all_after):
@@ -238,12 +266,13 @@ def _norm_width(static: RecurrenceSpec, xs: Array, hidden: int) -> int:
     return xs.shape[-1] + hidden if static.cell.norm else 0
 
 
-def _zero_cotangent(resets: Array | None) -> Any:
-    if resets is None:
+def _zero_cotangent(x: Array | None) -> Any:
+    """Returns the zero gradient that `jax.custom_vjp` requires for an argument that has no gradient."""
+    if x is None:
         return None
-    if jnp.issubdtype(resets.dtype, jnp.floating):
-        return jnp.zeros_like(resets)
-    return np.zeros(resets.shape, jax.dtypes.float0)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.zeros_like(x)
+    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 recurrence.defvjp(_recurrence_fwd, _recurrence_bwd)

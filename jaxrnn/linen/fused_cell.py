@@ -45,11 +45,27 @@ class DenseParams(nn.Module):
 
     @nn.compact
     def __call__(self, input_features: int) -> tuple[Array, Array | None]:
-        """Returns `(kernel [input_features, features], bias [features] or None)`."""
+        """Returns `(kernel, bias [features] or None)`.
+
+        The kernel has the shape that `kernel_init` returns for `(input_features, features)`: this shape, or that of the
+        blocks of a `block_initializer`.
+        """
         kernel = self.param("kernel", self.kernel_init, (input_features, self.features), self.param_dtype)
         if not self.use_bias:
             return kernel, None
         return kernel, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
+
+
+def block_initializer(init: Initializer, num_blocks: int) -> Initializer:
+    """Returns an initializer of a block-diagonal kernel `[N, H / N, F / N]`, which is called with the shape `(H, F)`.
+
+    If `init` returns a box, such as that of `nn.with_partitioning`, its names are those of the three axes.
+    """
+
+    def initialize(key: Array, shape: Any, dtype: Any) -> Any:
+        return jax.tree.map(lambda *x: jnp.stack(x), *modules.initialize_blocks(init, num_blocks, key, shape, dtype))
+
+    return initialize
 
 
 class FusedCell(nn.RNNCellBase):
@@ -61,6 +77,7 @@ class FusedCell(nn.RNNCellBase):
 
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation = None
+    num_blocks: int = 1
 
     def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
         """Computes one step, as a sequence of length one.
@@ -73,13 +90,16 @@ class FusedCell(nn.RNNCellBase):
           `(carry, output [*batch, H])`, in the dtype to which the computation dtype and the carry's dtype promote.
 
         Raises:
-          ValueError: shapes or dtypes disagree.
-          NotImplementedError: the named implementation cannot run this cell.
+          ValueError: shapes or dtypes disagree, or `num_blocks` does not divide H.
+          NotImplementedError: the named implementation cannot run this cell, or Flax's cell, which has no blocks, would
+            have to run it.
         """
         from jaxrnn.linen import cells  # the files of the cells import this one
 
         caller = modules.caller_of(self, xs="inputs")
-        if must_scan(cells.reason_to_scan(self), self.precision, self.implementation, "nn.scan", caller):
+        reason = cells.reason_to_scan(self)
+        modules.check_blocks_are_fused(caller, self.num_blocks, reason)
+        if must_scan(reason, self.precision, self.implementation, "nn.scan", caller):
             return super().__call__(carry, inputs)
         modules.check_dtypes(self)
         modules.check_step(caller, self.recurrence, carry, inputs)
@@ -115,16 +135,22 @@ class FusedCell(nn.RNNCellBase):
     ) -> tuple[Array, Array | None]:
         """Returns kernel and bias of one gate, under Flax's name for its product with x (`i*`) or h (`h*`).
 
-        The initializer of the bias is by default the attribute `bias_init`.
+        The kernel is `[input_features, hidden]`, or, for a product with h in N > 1 blocks, `[N, H / N, H / N]`. The
+        initializer of the bias is by default the attribute `bias_init`.
 
         Raises:
-          ValueError: the given parameters are those of another cell or have other widths.
+          ValueError: the given parameters are those of another cell or have other widths, or `num_blocks` does not
+            divide H.
         """
+        modules.check_num_blocks(modules.caller_of(self), self.num_blocks, hidden)
         self._check_given(name, input_features, hidden)
+        kernel_init = self.kernel_init if name.startswith("i") else self.recurrent_kernel_init
+        if self.num_blocks > 1 and not name.startswith("i"):
+            kernel_init = block_initializer(kernel_init, self.num_blocks)
         return DenseParams(
             features=hidden,
             use_bias=use_bias,
-            kernel_init=self.kernel_init if name.startswith("i") else self.recurrent_kernel_init,
+            kernel_init=kernel_init,
             bias_init=self.bias_init if bias_init is None else bias_init,
             param_dtype=self.param_dtype,
             name=name,

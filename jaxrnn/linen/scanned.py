@@ -14,7 +14,8 @@ from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation, check_size, describe, shown, suggest
-from jaxrnn.linen.cells import CELL_TYPES
+from jaxrnn.linen.cells import CELL_TYPES, REPLACEMENTS
+from jaxrnn.linen.fused_cell import FusedCell
 from jaxrnn.linen.rnn import run_cell
 from jaxrnn.modules import Carry
 
@@ -88,6 +89,8 @@ class ScannedRNN(nn.Module):
       param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; None chooses one that can run the cell.
+      num_blocks: the number of blocks (heads) of the recurrent weights, as in `GRUCell`; more than 1 needs a cell that
+        is fused.
     """
 
     hidden_state_dim: int | None = None
@@ -97,6 +100,7 @@ class ScannedRNN(nn.Module):
     param_dtype: Dtype = jnp.float32
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation = None
+    num_blocks: int = 1
 
     _cell_index = 1
 
@@ -113,7 +117,8 @@ class ScannedRNN(nn.Module):
           `(carry, ys [T, *batch, H])`.
 
         Raises:
-          ValueError: shapes or dtypes disagree, or the parameters belong to another cell or have another name.
+          ValueError: shapes or dtypes disagree, or the parameters belong to another cell or have another name;
+            `num_blocks` does not divide H, or the cell is not one of `jaxrnn.linen` and cannot have blocks.
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
         caller = modules.caller_of(self, has_time_major=False, xs="ins")
@@ -130,9 +135,12 @@ class ScannedRNN(nn.Module):
                 "initialize_carry of this instance returns one"
             )
         make = cell_class(self.cell_type)
+        if self.num_blocks != 1:
+            make = REPLACEMENTS.get(make, make)  # the cells of Flax have no blocks
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
         self._check_name(name)
-        cell = make(features=hidden, dtype=self.dtype, param_dtype=self.param_dtype, name=name)
+        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, **self._block_options(make)}
+        cell = make(features=hidden, name=name, **options)
         carry, ys, _ = run_cell(
             cell,
             carry,
@@ -143,6 +151,17 @@ class ScannedRNN(nn.Module):
             caller=caller,
         )
         return carry, ys
+
+    def _block_options(self, make: Any) -> dict[str, int]:
+        """Returns the attribute `num_blocks` of the cell, if there are several blocks."""
+        if self.num_blocks == 1:
+            return {}
+        if not issubclass(make, FusedCell):
+            raise ValueError(
+                f"{type(self).__name__}: num_blocks={shown(self.num_blocks)} needs a cell of jaxrnn.linen, got the "
+                f'class {make.__module__}.{make.__qualname__}; pass cell_type="gru", for example'
+            )
+        return {"num_blocks": self.num_blocks}
 
     def _check_name(self, name: str) -> None:
         """Raises ValueError if the given parameters belong to another cell or have another name."""

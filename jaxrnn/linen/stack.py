@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -41,6 +42,7 @@ class FusedStack(nn.Module):
     implementation: Implementation = None
     remat: bool = False
     norm: str | Callable[..., nn.Module] | None = None
+    num_blocks: int = dataclasses.field(default=1, kw_only=True)
 
     _cell: ClassVar[type[FusedCell]] = FusedCell
 
@@ -187,6 +189,7 @@ class FusedStack(nn.Module):
         modules.check_sizes(self, "features")
         modules.check_dtypes(self)
         modules.check_stack(self.caller(), self.num_layers, self.dropout_rate, self.bidirectional, reverse, self.norm)
+        modules.check_num_blocks(self.caller(), self.num_blocks, self.features)
 
     @nn.nowrap
     def caller(self) -> Caller:
@@ -244,7 +247,9 @@ class FusedStack(nn.Module):
     @nn.nowrap
     def cell_options(self) -> dict[str, Any]:
         """Returns the attributes of every cell."""
-        names = "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init"
+        names = (
+            "features", "dtype", "param_dtype", "kernel_init", "recurrent_kernel_init", "bias_init", "num_blocks",
+        )  # fmt: skip
         return {name: getattr(self, name) for name in names}
 
     @nn.nowrap

@@ -1,6 +1,12 @@
 """The code shared by the modules of Flax linen and NNX: everything except their parameters."""
 
 from jaxrnn.modules.activations import is_relu, is_tanh
+from jaxrnn.modules.blocks import (
+    check_blocks_are_fused,
+    check_blocks_without_projection,
+    check_num_blocks,
+    initialize_blocks,
+)
 from jaxrnn.modules.carries import Carry, broadcast_batch_axes, broadcast_carry, one_or_tuple
 from jaxrnn.modules.checks import (
     are_sizes,
@@ -33,6 +39,8 @@ __all__ = [
     "broadcast_carry",
     "caller_of",
     "cast",
+    "check_blocks_are_fused",
+    "check_blocks_without_projection",
     "check_carry",
     "check_cell",
     "check_dtypes",
@@ -40,6 +48,7 @@ __all__ = [
     "check_input_shape",
     "check_inputs",
     "check_norm_options",
+    "check_num_blocks",
     "check_pair",
     "check_reset_carry",
     "check_rngs",
@@ -50,6 +59,7 @@ __all__ = [
     "check_width",
     "first_reset_carry",
     "group_by_direction",
+    "initialize_blocks",
     "is_relu",
     "is_tanh",
     "normalize",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.typing import Dtype
+from flax.typing import Dtype, Initializer
 from jax import Array
 
 from jaxrnn import modules
@@ -53,8 +55,27 @@ class CellEntry:
     reason_to_scan: Callable[[Any], str | None]
 
 
+def block_initializer(init: Initializer, num_blocks: int) -> Initializer:
+    """Returns an initializer of a block-diagonal kernel `[N, H / N, F / N]`, which is called with the shape `(H, F)`.
+
+    If `init` returns metadata, as that of `nnx.with_partitioning` does, they are those of the whole kernel.
+    """
+
+    def initialize(key: Array, shape: Any, dtype: Any) -> Any:
+        blocks = modules.initialize_blocks(init, num_blocks, key, shape, dtype)
+        if not isinstance(blocks[0], nnx.VariableMetadata):
+            return jnp.stack(blocks)
+        return dataclasses.replace(blocks[0], raw_value=jnp.stack([one.raw_value for one in blocks]))
+
+    return initialize
+
+
 class FusedCell(nnx.RNNCellBase):
-    """The base class that precedes Flax's class among the bases of each cell and replaces its computation."""
+    """The base class that precedes Flax's class among the bases of each cell and replaces its computation.
+
+    With N > 1 blocks, the layers that multiply h have a kernel `[N, H / N, F / N]` instead of `[H, F]`. They only hold
+    the weights: a call of such a layer is not the block-diagonal product.
+    """
 
     dtype: Dtype | None
     param_dtype: Dtype
@@ -66,6 +87,7 @@ class FusedCell(nnx.RNNCellBase):
         *,
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation = None,
+        num_blocks: int = 1,
         **options: Any,
     ) -> None:
         caller = modules.caller_of(self)
@@ -73,9 +95,16 @@ class FusedCell(nnx.RNNCellBase):
         check_size(caller("hidden_features"), hidden_features)
         if "rngs" in options:
             modules.check_rngs(caller, options["rngs"])
+        modules.check_num_blocks(caller, num_blocks, hidden_features)
+        if num_blocks > 1:
+            init = options.get("recurrent_kernel_init")
+            if init is None:
+                init = inspect.signature(super().__init__).parameters["recurrent_kernel_init"].default
+            options["recurrent_kernel_init"] = block_initializer(init, num_blocks)
         super().__init__(in_features, hidden_features, **options)  # type: ignore[call-arg]
         self.precision = precision
         self.implementation = implementation
+        self.num_blocks = num_blocks
 
     def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
         """Computes one step, as a sequence of length one.
@@ -89,10 +118,13 @@ class FusedCell(nnx.RNNCellBase):
 
         Raises:
           ValueError: shapes or dtypes disagree.
-          NotImplementedError: the named implementation cannot run this cell.
+          NotImplementedError: the named implementation cannot run this cell, or Flax's cell, which has no blocks, would
+            have to run it.
         """
         caller = modules.caller_of(self, xs="inputs")
-        if must_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan", caller):
+        reason = reason_to_scan(self)
+        modules.check_blocks_are_fused(caller, self.num_blocks, reason)
+        if must_scan(reason, self.precision, self.implementation, "nnx.scan", caller):
             return super().__call__(carry, inputs)
         modules.check_dtypes(self)
         modules.check_step(caller, entry_of(self).recurrence(self), carry, inputs)

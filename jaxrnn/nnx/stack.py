@@ -63,6 +63,7 @@ class FusedStack(nnx.Module):
         implementation: Implementation = None,
         remat: bool = False,
         norm: str | Callable[..., nnx.Module] | None = None,
+        num_blocks: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
         caller = self.caller()
@@ -86,6 +87,7 @@ class FusedStack(nnx.Module):
         self.precision = precision
         self.implementation = implementation
         self.remat = remat
+        self.num_blocks = num_blocks
         directions = 2 if bidirectional else 1
         layers = [
             [
@@ -97,6 +99,7 @@ class FusedStack(nnx.Module):
                     kernel_init=kernel_init,
                     recurrent_kernel_init=recurrent_kernel_init,
                     bias_init=bias_init,
+                    num_blocks=num_blocks,
                     rngs=rngs,
                 )
                 for _ in range(directions)

@@ -39,6 +39,16 @@ def check_reset_state(state: str, given: Any) -> None:
         raise ValueError(f"the reset state of {state} must be floating point, got {given.dtype}: convert it")
 
 
+def _block_shape(cell: CellSpec, w_hh: Tensor, hidden: int, w_hr: Tensor | None) -> tuple[int, ...]:
+    """Returns the shape of block-diagonal recurrent weights. Raises ValueError if there can be none."""
+    blocks = w_hh.shape[0]
+    if w_hr is not None:
+        raise ValueError("w_hh is block-diagonal, which a projection w_hr excludes: pass w_hh [4H, P]")
+    if blocks == 0 or hidden % blocks != 0:
+        raise ValueError(f"w_hh has {blocks} blocks, which do not divide H = {hidden}")
+    return blocks, cell.gates * hidden // blocks, hidden // blocks
+
+
 def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: bool) -> None:
     """Raises ValueError unless shapes and dtypes agree."""
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
@@ -56,7 +66,8 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
     wide = one.w_ih.shape[0]
     hidden = wide // cell.gates
     width = hidden if one.w_hr is None else one.w_hr.shape[0]
-    shapes = {"w_ih": (cell.gates * hidden, xs.shape[-1]), "w_hh": (wide, width), "b_ih": (wide,), "b_hh": (wide,)}
+    w_hh = (wide, width) if one.w_hh.ndim != 3 else _block_shape(cell, one.w_hh, hidden, one.w_hr)
+    shapes = {"w_ih": (cell.gates * hidden, xs.shape[-1]), "w_hh": w_hh, "b_ih": (wide,), "b_hh": (wide,)}
     for name, shape in (shapes | {"w_hr": (width, hidden)}).items():
         w = getattr(one, name)
         if w is None:

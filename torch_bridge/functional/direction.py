@@ -12,7 +12,7 @@ class Direction(NamedTuple):
 
     Attributes:
       w_ih: `[gates * H, D]`.
-      w_hh: `[gates * H, H]`; `[4H, P]` with a projection.
+      w_hh: `[gates * H, H]`; `[4H, P]` with a projection; `[N, gates * H / N, H / N]` for N blocks.
       b_ih: `[gates * H]` or None.
       b_hh: `[gates * H]` or None.
       w_hr: `[P, H]`, the projection of an LSTM, or None.
@@ -29,6 +29,11 @@ class Direction(NamedTuple):
     states: tuple[Tensor | None, ...]
     resets: Tensor | None
     reset_states: tuple[Tensor | None, ...]
+
+
+def blocks_of(w_hh: Tensor) -> int:
+    """Returns the number of blocks of recurrent weights, 1 for a matrix."""
+    return w_hh.shape[0] if w_hh.ndim == 3 else 1
 
 
 class DirectionResult(NamedTuple):

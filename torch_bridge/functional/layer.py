@@ -13,7 +13,7 @@ from torch.nn.functional import linear, pad
 from torch_bridge import loops, op_common, rnn_ops, steps
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.checks import Implementation, check_implementation
-from torch_bridge.functional.direction import Direction, DirectionResult
+from torch_bridge.functional.direction import Direction, DirectionResult, blocks_of
 from torch_bridge.functional.layout import Layout, stack
 from torch_bridge.functional.projection import project, without_projection
 from torch_bridge.rnn_ops import Precision
@@ -54,36 +54,44 @@ def _bias(cell: CellSpec, one: Direction) -> Tensor | None:
     return b_hh if one.b_ih is None else one.b_ih + b_hh
 
 
-def _separate_bias(cell: CellSpec, layer: Sequence[Direction], hidden: int, xs: Tensor) -> Tensor | None:
-    """Returns the recurrent biases of the last gate, `[directions, H]`, or None if that gate is not separate."""
+def _separate_bias(
+    cell: CellSpec, layer: Sequence[Direction], hidden: int, xs: Tensor, layout: Layout
+) -> Tensor | None:
+    """Returns the recurrent biases of the last gate by model, or None if that gate is not separate."""
     if not cell.last_gate_separate:
         return None
-    return stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[-hidden:] for one in layer])
+    by_direction = stack([xs.new_zeros(hidden) if one.b_hh is None else one.b_hh[-hidden:] for one in layer])
+    return layout.by_model(by_direction)
 
 
 def _project_inputs(
-    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], reverse: bool, time: int
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], reverse: bool, layout: Layout
 ) -> tuple[Tensor, Sequence[Direction]]:
-    """Returns the input projections `[directions, *xs.shape[:-1], gates * H]`, and the layer without a projection."""
+    """Returns the input projections `[models, *xs.shape[:-1], gates * width]`, and the layer without a projection.
+
+    The weights are split by block, and not the projections, which are many times as large.
+    """
     biases = [_bias(cell, one) for one in layer]
     if layer[0].w_hr is not None:
         xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
-        return without_projection(xps, layer, reverse, time)
-    if len(layer) == 1:
+        return without_projection(xps, layer, reverse, layout.time)
+    models = layout.models
+    if models == 1:
         return linear(xs, layer[0].w_ih, biases[0])[None], layer
     rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
     # Joined as vectors rather than stacked, so that the gradients of the weights are contiguous, as those of torch.nn.
     w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
-    x = xs.reshape(1, rows, xs.shape[-1]).expand(len(layer), rows, xs.shape[-1])
+    w = layout.by_model(w, cell.gates)
+    x = xs.reshape(1, rows, xs.shape[-1]).expand(models, rows, xs.shape[-1])
     given = [b for b in biases if b is not None]
-    xp = torch.baddbmm(torch.stack(given)[:, None], x, w) if given else torch.bmm(x, w)
-    return xp.reshape(len(layer), *xs.shape[:-1], xp.shape[-1]), layer
+    xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
+    return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), layer
 
 
 def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
     """Whether `single_step` of `steps.cell.Cell` can compute the step, which has less host overhead than a launch."""
     one = layer[0]
-    alone = len(layer) == 1 and one.w_hr is None and (one.b_ih is None) == (one.b_hh is None)
+    alone = len(layer) == 1 and one.w_hr is None and one.w_hh.ndim == 2 and (one.b_ih is None) == (one.b_hh is None)
     if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
         return False
     given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
@@ -129,6 +137,9 @@ def run_layer(
 ) -> list[DirectionResult]:
     """Runs a layer of one direction, or of two, forward and reverse, in one launch. Expects valid shapes and dtypes.
 
+    Directions are models of the launch, and so are blocks of recurrent weights. Blocks cost a copy of the weights, of
+    the initial states and of the results, by unit.
+
     Args:
       cell: an entry of the cell table.
       xs: see `gru`; shared by the directions.
@@ -157,24 +168,25 @@ def run_layer(
       torch.Size([5, 2, 8])
     """
     check_implementation(implementation)
-    layout = Layout(xs, len(layer), batch_first)
+    layout = Layout(xs, len(layer), batch_first, blocks_of(layer[0].w_hh))
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
     if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(xs, layer):
         return [_run_single_step(cell, xs, layer[0], layout)]
     xs, layer, default = _autocast(cell, xs, layer)
     given = layer
-    xp, layer = _project_inputs(cell, xs, layer, reverse, layout.time)
-    hidden = layer[0].w_hh.shape[-1]
+    xp, layer = _project_inputs(cell, xs, layer, reverse, layout)
+    width = layer[0].w_hh.shape[-1]
+    hidden = width * layout.blocks
 
     by_state = zip(*(one.states for one in layer), strict=True)
     states = [layout.initial_states(of_state, default, xs, hidden) for of_state in by_state]
     resets, reset_states = layout.resets([one.resets for one in layer], xs), layout.reset_states(layer, states)
-    w_hh, b_hn = stack([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs)
+    w_hh, b_hn = layout.weights([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs, layout)
     arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states
 
     order = "bidirectional" if len(layer) == 2 else "reverse" if reverse else "forward"
-    precise = rnn_ops.kernel_precision(precision, hidden)
+    precise = rnn_ops.kernel_precision(precision, width)
     if implementation == "torch":
         loop = op_common.without_autocast(loops.forward)
         results = loop(*arrays, cell=cell, order=order, cells=cells, save=False)

@@ -22,32 +22,55 @@ def _unstack(x: Tensor) -> Sequence[Tensor]:
 
 
 class Layout:
-    """The layout of a layer's arrays, which are lists of tensors by direction, and the canonical layout."""
+    """The layout of a layer's arrays, which are lists of tensors by direction, and the canonical layout.
 
-    def __init__(self, xs: Tensor, directions: int, batch_first: bool):
+    Each block of block-diagonal recurrent weights is a model of its own, with H / N units for N blocks. The models are
+    ordered by block, then by direction, so that the index of the direction is the parity of the model's.
+    """
+
+    def __init__(self, xs: Tensor, directions: int, batch_first: bool, blocks: int = 1):
         self.time = xs.ndim - 2 if batch_first else 0
         self.outer = tuple(xs.shape[:-1])
         self.batch = self.outer[: self.time] + self.outer[self.time + 1 :]
         steps, sequences = xs.shape[self.time], math.prod(self.batch)
-        self.directions = directions
+        self.directions, self.blocks, self.models = directions, blocks, directions * blocks
         # groups, steps, sequences per group
-        self.sizes = (directions * sequences, steps, 1) if batch_first else (directions, steps, sequences)
+        self.sizes = (self.models * sequences, steps, 1) if batch_first else (self.models, steps, sequences)
+
+    def by_model(self, x: Tensor, gates: int = 1) -> Tensor:
+        """Splits the units of `[directions, ..., gates * H]` by block: `[models, ..., gates * H / N]`."""
+        if self.blocks == 1:
+            return x
+        by_block = x.unflatten(-1, (gates, self.blocks, -1)).movedim(-2, 0)
+        return by_block.flatten(-2).flatten(0, 1)
+
+    def _by_direction(self, x: Tensor) -> Sequence[Tensor]:
+        """Inverts `by_model` for an array without gates, and splits the result by direction."""
+        if self.blocks > 1:
+            x = x.unflatten(0, (self.blocks, self.directions)).movedim(0, -2).flatten(-2)
+        return _unstack(x)
+
+    def weights(self, given: Sequence[Tensor]) -> Tensor:
+        """Returns the recurrent weights of each direction, `[gates * H, H]` or blocks, as those of all models."""
+        if given[0].ndim == 2:
+            return stack(given)
+        return given[0] if len(given) == 1 else torch.stack(list(given), 1).flatten(0, 1)
 
     def sequence(self, x: Tensor) -> Tensor:
-        """Reshapes `[directions, *outer, ...]` to `[G, T, B, ...]`."""
+        """Reshapes `[models, *outer, ...]` to `[G, T, B, ...]`."""
         return x.reshape(*self.sizes, *x.shape[1 + len(self.outer) :])
 
     def state(self, x: Tensor) -> Tensor:
-        """Reshapes `[directions, *batch, H]` to `[G, B, H]`."""
+        """Reshapes `[models, *batch, width]` to `[G, B, width]`."""
         return x.reshape(self.sizes[0], self.sizes[2], x.shape[-1])
 
     def sequences(self, x: Tensor) -> Sequence[Tensor]:
-        """Inverts `sequence` and splits the result by direction."""
-        return _unstack(x.reshape(self.directions, *self.outer, x.shape[-1]))
+        """Returns `[G, T, B, width]` as `[*outer, H]` for each direction."""
+        return self._by_direction(x.reshape(self.models, *self.outer, x.shape[-1]))
 
     def states(self, x: Tensor) -> Sequence[Tensor]:
-        """Inverts `state` and splits the result by direction."""
-        return _unstack(x.reshape(self.directions, *self.batch, x.shape[-1]))
+        """Returns `[G, B, width]` as `[*batch, H]` for each direction."""
+        return self._by_direction(x.reshape(self.models, *self.batch, x.shape[-1]))
 
     def is_stepped(self, x: Tensor) -> bool:
         """Whether a reset state has a value for every step."""
@@ -62,22 +85,26 @@ class Layout:
         return x.expand(*self.outer, x.shape[-1])
 
     def initial_states(self, given: Sequence[Tensor | None], default: torch.dtype, xs: Tensor, hidden: int) -> Tensor:
-        """Returns a state of all directions before the first step, `[G, B, H]`."""
+        """Returns a state of all models before the first step, `[G, B, width]`."""
         dtype = next((x.dtype for x in given if x is not None), default)
         zeros = xs.new_zeros((*self.batch, hidden), dtype=dtype) if any(x is None for x in given) else xs
-        return self.state(stack([zeros if x is None else x for x in given]))
+        return self.state(self.by_model(stack([zeros if x is None else x for x in given])))
 
     def resets(self, given: Sequence[Tensor | None], xs: Tensor) -> Tensor | None:
-        """Returns the resets of all directions, `[G, T, B]`, or None if no direction has any."""
+        """Returns the resets of all models, `[G, T, B]`, or None if no direction has any."""
         if all(x is None for x in given):
             return None
         if len(given) == 1:
-            return self.sequence(stack([x for x in given if x is not None]))
-        never = xs.new_zeros(self.outer, dtype=torch.bool)
-        return self.sequence(stack([never if x is None else x != 0 for x in given]))
+            by_direction = stack([x for x in given if x is not None])
+        else:
+            never = xs.new_zeros(self.outer, dtype=torch.bool)
+            by_direction = stack([never if x is None else x != 0 for x in given])
+        if self.blocks > 1:
+            by_direction = by_direction.expand(self.blocks, *by_direction.shape).flatten(0, 1)
+        return self.sequence(by_direction)
 
     def reset_states(self, layer: Sequence[Direction], states: Sequence[Tensor]) -> list[Tensor] | list[None]:
-        """Returns the reset states of all directions: for each state `[G, B, H]`, `[G, T, B, H]`, or None."""
+        """Returns the reset states of all models: for each state `[G, B, width]`, `[G, T, B, width]`, or None."""
         given = [x for one in layer for x in one.reset_states if x is not None]
         if not given:
             return [None] * len(states)
@@ -85,7 +112,8 @@ class Layout:
         found = []
         for k, state in enumerate(states):
             parts = [one.reset_states[k] for one in layer]
-            zeros = state.new_zeros(state.shape[-1:])
+            zeros = state.new_zeros(self.blocks * state.shape[-1])
             each = stack([self.expand(zeros if x is None else x.to(state.dtype), stepped) for x in parts])
+            each = self.by_model(each)
             found.append(self.sequence(each) if stepped else self.state(each))
         return found

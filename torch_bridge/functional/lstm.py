@@ -47,7 +47,7 @@ def lstm(
       state: `(h0, c0)`, in PyTorch's order, `[*batch, H]` (`[*batch, P]` for h0 with a projection) and
         `[*batch, H]`, each in the dtype of `xs` or in float32; None for zeros.
       w_ih: `[4H, D]`.
-      w_hh: `[4H, H]`, or `[4H, P]`.
+      w_hh: `[4H, H]`, or `[4H, P]`, or `[N, 4H / N, H / N]` for N blocks, see `gru`; these exclude `w_hr`.
       b_ih: `[4H]` or None.
       b_hh: `[4H]` or None.
       w_hr: `[P, H]` or None.

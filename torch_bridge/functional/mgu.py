@@ -41,7 +41,7 @@ def mgu(
       xs: see `gru`.
       h0: see `gru`.
       w_ih: `[2H, D]`.
-      w_hh: `[2H, H]`.
+      w_hh: `[2H, H]`, or `[N, 2H / N, H / N]` for N blocks, see `gru`.
       b_ih: `[2H]` or None.
       b_hh: `[2H]` or None.
       resets: see `gru`.

@@ -50,7 +50,7 @@ def rnn(
       xs: see `gru`.
       h0: see `gru`.
       w_ih: `[H, D]`.
-      w_hh: `[H, H]`.
+      w_hh: `[H, H]`, or `[N, H / N, H / N]` for N blocks, see `gru`.
       b_ih: `[H]` or None.
       b_hh: `[H]` or None.
       nonlinearity: "tanh" or "relu".

@@ -12,6 +12,16 @@ With x^ = (x - mean) * rstd (for RMSNorm: x * rstd), y = x^ * weight + bias and 
 
 The sums over rows are computed in two stages, in a fixed order: each program sums its rows, then one kernel sums the
 partial sums of the programs.
+
+S models have R rows of N columns each; a tile is BLOCK_R rows. The functions share these arguments:
+
+    CENTERED       LayerNorm if true, else RMSNorm, which has no mean
+    WHOLE          no column of the chunk is past the end of a row, so columns need no mask
+    start          [BLOCK_R, 1] offset of each row's first element
+    mask_r         [BLOCK_R] the rows that exist
+    first, cols    the chunk has the columns `first + cols`
+    mean_a         mean(a) of each row; unused by RMSNorm
+    mean_ax        mean(a * x^) of each row
 """
 
 import triton
@@ -55,6 +65,7 @@ def _scale(x, weight_ptr, weight):
 
 @triton.jit
 def _shift(x, bias_ptr, bias):
+    """Returns `x + bias` in float32, or `x` if there is no bias."""
     if bias_ptr is None:
         return x
     else:
@@ -83,6 +94,7 @@ def _mean(total, N: tl.constexpr):
 
 @triton.jit
 def _inverse_root(x):
+    """Returns `1 / sqrt(x)`, both operations correctly rounded."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.sqrt_rn(x))
 
 
@@ -100,7 +112,9 @@ def _moments_of_chunk(
     x_ptr, residual_ptr, total_ptr, start, mask_r, mean, squares, first, cols,
     N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Updates the running mean and the sum of squared differences from it with a further chunk.
+    """Returns the mean and the sum of squared differences from it of all columns before `first` and of this chunk.
+
+    `mean` and `squares` are those of the columns before `first`. With a residual, x + residual is also stored.
 
     For RMSNorm the differences are from 0.
     """
@@ -125,6 +139,7 @@ def _normalize_chunk(
     read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols,
     N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Stores the results y of a chunk, reading the rows, with their residual added, from `read_ptr`."""
     col = first + cols
     mask = _mask(mask_r, col, N, WHOLE)
     x = tl.load(read_ptr + start + col[None, :], mask=mask, other=0.0)
@@ -231,6 +246,7 @@ def norm_fwd_kernel(
 
 @triton.jit
 def _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED: tl.constexpr):
+    """Returns mean and rstd of rows. RMSNorm has no mean, which no caller then reads, and rstd takes its place."""
     rstd = tl.load(rstd_ptr + row, mask=mask_r, other=0.0)
     if CENTERED:
         return tl.load(mean_ptr + row, mask=mask_r, other=0.0), rstd
@@ -242,6 +258,7 @@ def _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED: tl.constexpr):
 def _store_dx(
     dx_ptr, dtotal_ptr, offs, mask, a, normalized, mean_a, mean_ax, rstd, N: tl.constexpr, CENTERED: tl.constexpr
 ):
+    """Stores dx of a tile or chunk, with the gradient of `total` added; `normalized` is x^."""
     dx = a - normalized * mean_ax[:, None]
     if CENTERED:
         dx -= mean_a[:, None]
@@ -270,6 +287,7 @@ def _differentiate_chunk(
     x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first, cols,
     N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    """Stores dx of a chunk, given the means over whole rows."""
     a, centered = _terms_of_chunk(
         x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, WHOLE
     )
@@ -339,6 +357,7 @@ def norm_bwd_kernel(
             a = _scale(d, weight_ptr, weight)
             mean_a = tl.sum(a, 1) / N if CENTERED else rstd
             mean_ax = tl.sum(a * normalized, 1) / N
+            # computed again rather than kept: registers hold x and dy in their dtype in memory
             normalized = (
                 _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
             )
@@ -359,6 +378,7 @@ def norm_bwd_kernel(
             row = model * R + nth
             start = row[:, None] * N
             mean, rstd = _load_statistics(mean_ptr, rstd_ptr, row, mask_r, CENTERED)
+            # sums over columns until all chunks are added, then means
             mean_a = tl.zeros([BLOCK_R], tl.float32)
             mean_ax = tl.zeros([BLOCK_R], tl.float32)
             for first in range(0, LAST, BLOCK_N):

@@ -19,10 +19,14 @@ class GRU(RecurrentModule):
         `bias=True`, `batch_first=False`, `dropout=0.0`, `bidirectional=False`, `device`, `dtype`.
       precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
       implementation: see `torch_bridge.functional.gru`.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights, see `w_hh` of `torch_bridge.functional.gru`.
+        With N > 1, `weight_hh_l0` and its like are `[N, 3H / N, H / N]`. Their initial values are uniform between
+        -1 / sqrt(H / N) and 1 / sqrt(H / N), as in a module of H / N units.
       kwargs: see `args`.
 
     Raises:
-      ValueError: the precision or the implementation is unknown; see also `torch.nn.GRU`.
+      ValueError: the precision or the implementation is unknown, or `num_blocks` is not a positive integer that
+        divides H; see also `torch.nn.GRU`.
       TypeError: see `torch.nn.GRU`.
 
     Example:

@@ -20,10 +20,11 @@ class LSTM(RecurrentModule):
       args: the arguments of `torch.nn.LSTM`: those of `GRU`, and `proj_size=0`.
       precision: see `GRU`.
       implementation: see `GRU`.
+      num_blocks: see `GRU`; more than 1 excludes `proj_size`.
       kwargs: see `args`.
 
     Raises:
-      ValueError: the precision or the implementation is unknown; see also `torch.nn.LSTM`.
+      ValueError: see `GRU` and `torch.nn.LSTM`.
       TypeError: see `torch.nn.LSTM`.
 
     Example:

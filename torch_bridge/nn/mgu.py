@@ -22,10 +22,11 @@ class MGU(RecurrentModule):
       args: the arguments of `torch.nn.GRU`, see `GRU`.
       precision: see `GRU`.
       implementation: see `GRU`.
+      num_blocks: see `GRU`.
       kwargs: see `args`.
 
     Raises:
-      ValueError: the precision or the implementation is unknown; see also `torch.nn.GRU`.
+      ValueError: see `GRU` and `torch.nn.GRU`.
       TypeError: see `torch.nn.GRU`.
 
     Example:
@@ -39,7 +40,7 @@ class MGU(RecurrentModule):
       torch.Size([5, 2, 4])
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, num_blocks: int = 1, **kwargs: Any) -> None:
         if "proj_size" in kwargs:
             raise ValueError("proj_size argument is only supported for LSTM, not MGU")
         self._is_built = False
@@ -49,6 +50,7 @@ class MGU(RecurrentModule):
             setattr(self, name, Parameter(w.detach()[: cells.MGU.gates * self.hidden_size].clone()))
         self._init_flat_weights()
         self.reset_parameters()
+        self.make_blocks(num_blocks)
 
     def reset_parameters(self) -> None:
         """Draws all parameters uniformly between -1 / sqrt(H) and 1 / sqrt(H)."""

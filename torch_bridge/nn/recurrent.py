@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from torch_bridge import op_common, rnn_ops
 from torch_bridge.functional.checks import Implementation, check_implementation
@@ -15,14 +17,60 @@ from torch_bridge.rnn_ops import Precision
 class RecurrentModule(torch.nn.RNNBase):
     """Base class of the recurrent modules. They do not subclass those of `torch.nn`, which compilers refuse."""
 
+    num_blocks: int = 1
+
     def __init__(
-        self, *args: Any, precision: Precision = None, implementation: Implementation = None, **kwargs: Any
+        self,
+        *args: Any,
+        precision: Precision = None,
+        implementation: Implementation = None,
+        num_blocks: int = 1,
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         check_implementation(implementation)
         if precision is not None:
             rnn_ops.kernel_precision(precision, self.hidden_size)  # raises ValueError if it is unknown
         self.precision, self.implementation = precision, implementation
+        self.make_blocks(num_blocks)
+
+    def make_blocks(self, num_blocks: int) -> None:
+        """Replaces the recurrent weights by `num_blocks` blocks with their initial values, if there are several.
+
+        Raises:
+          ValueError: the number is not a positive integer, it does not divide H, or there is a projection.
+        """
+        if isinstance(num_blocks, bool) or not isinstance(num_blocks, int) or num_blocks < 1:
+            raise ValueError(f"num_blocks must be an integer of at least 1, got {num_blocks!r}")
+        if self.hidden_size % num_blocks:
+            raise ValueError(f"num_blocks must divide hidden_size, {self.hidden_size}, got {num_blocks}")
+        if num_blocks == 1:
+            return
+        if self.proj_size:
+            raise ValueError(f"num_blocks={num_blocks} excludes a projection: pass proj_size=0 or num_blocks=1")
+        self.num_blocks = num_blocks
+        for name, w in [*self.named_parameters()]:
+            if name.startswith("weight_hh"):
+                blocks = w.detach().new_empty(num_blocks, w.shape[0] // num_blocks, w.shape[1] // num_blocks)
+                setattr(self, name, Parameter(blocks))
+        self._init_flat_weights()
+        self._reset_blocks()
+
+    def reset_parameters(self) -> None:
+        """Draws new initial values, as `torch.nn` does; those of a block are those of a module of H / N units."""
+        super().reset_parameters()
+        self._reset_blocks()
+
+    def _reset_blocks(self) -> None:
+        if self.num_blocks > 1:
+            bound = 1 / math.sqrt(self.hidden_size // self.num_blocks)
+            for name, w in self.named_parameters():
+                if name.startswith("weight_hh"):
+                    torch.nn.init.uniform_(w, -bound, bound)
+
+    def extra_repr(self) -> str:
+        """Returns the arguments as `torch.nn` shows them, and the number of blocks if there are several."""
+        return super().extra_repr() + (f", num_blocks={self.num_blocks}" if self.num_blocks > 1 else "")
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
         """Checks the input as `torch.nn` does, also against weights that `torch.func.functional_call` substitutes."""

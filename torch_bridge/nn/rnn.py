@@ -20,10 +20,11 @@ class RNN(RecurrentModule):
         `num_layers`.
       precision: see `GRU`.
       implementation: see `GRU`.
+      num_blocks: see `GRU`.
       kwargs: see `args`.
 
     Raises:
-      ValueError: the precision or the implementation is unknown; see also `torch.nn.RNN`.
+      ValueError: see `GRU` and `torch.nn.RNN`.
       TypeError: see `torch.nn.RNN`.
 
     Example:

@@ -24,6 +24,10 @@ class GRUCell(FusedCell, nn.GRUCell):
         `dtype=jnp.bfloat16`.
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
+        the states of their own block alone, and all inputs. With N > 1, the kernel of each layer `h*` is
+        `[N, H / N, H / N]`, and `recurrent_kernel_init` initializes each block like a matrix. N must divide H.
+        NotImplementedError is raised with another `gate_fn` or `activation_fn`.
     """
 
     @property
@@ -84,6 +88,7 @@ class GRU(FusedStack):
         "rms" and "layer" create an `RMSNorm` or a `LayerNorm` with its parameters at `norm_{k}`, where k is the layer
         whose outputs it normalises. A class or a function creates another module when called as `norm(name=name)`. None
         means no norm.
+      num_blocks: the number of blocks (heads) of the recurrent weights of every layer and direction, as in `GRUCell`.
     """
 
     _cell = GRUCell

@@ -59,7 +59,7 @@ class LSTM(FusedStack):
     Attributes:
       features: H. All attributes not listed here are those of `GRU`.
       proj_size: P, the width to which `layers_{k}/proj` projects hidden states, and so outputs; c stays H wide. None
-        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`.
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`. It excludes `num_blocks` > 1.
     """
 
     proj_size: int | None = None
@@ -71,6 +71,7 @@ class LSTM(FusedStack):
         """Raises ValueError unless the attributes describe a valid stack."""
         if self.proj_size is not None:
             modules.check_sizes(self, "proj_size")
+        modules.check_blocks_without_projection(self.caller(), self.num_blocks, self.proj_size)
         super().check(reverse)
 
     @nn.nowrap

@@ -26,6 +26,11 @@ class GRUCell(FusedCell, nnx.GRUCell):
         `dtype=jnp.bfloat16`.
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
+      num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
+        the states of their own block alone, and all inputs. With N > 1, the kernel of `dense_h` is
+        `[N, H / N, gates * H / N]` (in an `LSTMCell`, those of `hi`, `hf`, `hg` and `ho` are `[N, H / N, H / N]`), and
+        `recurrent_kernel_init` initializes each block like a matrix. A call of `dense_h` itself is then not the product
+        with all units. N must divide H. NotImplementedError is raised with another `gate_fn` or `activation_fn`.
     """
 
 
@@ -78,6 +83,7 @@ class GRU(FusedStack):
         "rms" and "layer" create an `RMSNorm` or a `LayerNorm` at `norms[k]`, where k is the layer whose outputs it
         normalises. A class or a function creates another module when called as `norm(width, rngs=rngs)`. None means no
         norm.
+      num_blocks: the number of blocks (heads) of the recurrent weights of every layer and direction, as in `GRUCell`.
       rngs: the random number generators of the parameters and of dropout.
 
     Raises:

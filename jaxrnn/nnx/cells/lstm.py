@@ -56,7 +56,7 @@ class LSTM(FusedStack):
     Attributes:
       in_features: D. All attributes not listed here are those of `GRU`.
       proj_size: P, the width to which `layers[k].proj` projects hidden states, and so outputs; c stays H wide. None
-        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`.
+        means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`. It excludes `num_blocks` > 1.
     """
 
     _cell = OptimizedLSTMCell
@@ -64,6 +64,7 @@ class LSTM(FusedStack):
     def __init__(self, in_features: int, hidden_features: int, *, proj_size: int | None = None, **options: Any) -> None:
         if proj_size is not None:
             check_size(f"{type(self).__name__}: proj_size", proj_size)
+        modules.check_blocks_without_projection(self.caller(), options.get("num_blocks", 1), proj_size)
         self.proj_size = proj_size
         super().__init__(in_features, hidden_features, **options)
 
