@@ -52,7 +52,7 @@ def _recurrent_shape(layout: Layout, transposed: bool = False) -> str:
 def check_matrices(source: str, arrays: Mapping[str, Array], ih: str, hh: str) -> None:
     """Raises ValueError unless both arrays have two axes; three of recurrent weights mean blocks."""
     if arrays[hh].ndim == 3:
-        raise ValueError(f"{source} cannot convert block-diagonal recurrent weights, {hh} {arrays[hh].shape}")
+        raise ValueError(f"{source}: cannot convert block-diagonal recurrent weights, {hh} {arrays[hh].shape}")
     if arrays[ih].ndim != 2 or arrays[hh].ndim != 2:
         raise ValueError(f"{source}: {ih} and {hh} must be matrices, got {arrays[ih].shape} and {arrays[hh].shape}")
 

@@ -28,8 +28,8 @@ def from_dense(source: str, layout: Layout, tree: Mapping[str, Any]) -> Params:
     named = {f"{name}.{part}": x for name in names for part, x in read_dense(source, name, tree[name]).items()}
     arrays = read_arrays(source, named, named)
     first = [arrays[f"{operand}{layout.gates[0]}.kernel"] for operand in "ih"]
-    if first[1].ndim == 3:
-        raise ValueError(f"{source} cannot convert block-diagonal recurrent weights, a kernel {first[1].shape}")
+    if [x.ndim for x in first] == [2, 3]:
+        raise ValueError(f"{source}: cannot convert block-diagonal recurrent weights, a kernel {first[1].shape}")
     if any(x.ndim != 2 for x in first):
         remedy = "; convert stacked weights of several models with jax.vmap" if first[0].ndim == 3 else ""
         raise ValueError(
