@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation
@@ -29,8 +30,19 @@ class RMSNorm(nn.RMSNorm):
 
     implementation: Implementation = None
 
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: None = None, mask: ArrayLike | None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike, mask: ArrayLike | None = None) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, residual: ArrayLike | None, mask: ArrayLike | None = None
+    ) -> Array | tuple[Array, Array]: ...
+
     @nn.compact
-    def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
         """Normalises the last axis.
 
         Args:
@@ -58,13 +70,24 @@ class LayerNorm(nn.LayerNorm):
 
     implementation: Implementation = None
 
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: None = None, mask: ArrayLike | None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike, mask: ArrayLike | None = None) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, residual: ArrayLike | None, mask: ArrayLike | None = None
+    ) -> Array | tuple[Array, Array]: ...
+
     @nn.compact
-    def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
         """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
         return run_norm(self, "layer", x, residual, mask)
 
 
-def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None) -> Any:
+def run_norm(norm: Any, kind: str, x: Any, residual: Any, mask: Any) -> Any:
     """Normalises `x` with the parameters of a bound module, creating missing ones."""
     x = jnp.asarray(x)
     if x.ndim == 0:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
     from jax import Array
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
+# The carry in the type of a cell's class.
+CarryT = TypeVar("CarryT", default=Any)
+# The attribute `return_carry` in the type of a module, so that type checkers know what a call returns.
+ReturnsCarry = TypeVar("ReturnsCarry", Literal[False], Literal[True], bool, default=Literal[False])
 
 
 def one_or_tuple(arrays: Sequence[Array]) -> Carry:
@@ -24,7 +29,7 @@ def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
 
 
-def broadcast_batch_axes(carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+def broadcast_batch_axes(carry: Carry, inputs: Any) -> tuple[Carry, Array]:
     """Broadcasts the batch axes of the carry and the inputs of a step against each other, as Flax's cells do."""
     batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
     if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):

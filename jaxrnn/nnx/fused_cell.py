@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.typing import Dtype
+from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation, must_scan
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, CarryT
 
 # The names of the layers that multiply x, and of those that multiply h.
 Layers = tuple[list[str], list[str]]
@@ -52,7 +54,31 @@ class CellEntry:
     reason_to_scan: Callable[[Any], str | None]
 
 
-class FusedCell(nnx.RNNCellBase):
+class CellOptions(TypedDict, total=False):
+    """The arguments of Flax's constructors that all cells have; their defaults are Flax's."""
+
+    activation_fn: Callable[..., Any]
+    kernel_init: Initializer
+    recurrent_kernel_init: Initializer
+    bias_init: Initializer
+    dtype: Dtype | None
+    param_dtype: Dtype
+    carry_init: Initializer | None
+    promote_dtype: PromoteDtypeFn
+    keep_rngs: bool
+    rngs: Required[nnx.Rngs]
+    kernel_metadata: Mapping[str, Any]
+    recurrent_kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+
+
+class GatedCellOptions(CellOptions, total=False):
+    """The arguments of Flax's constructors of cells with gates."""
+
+    gate_fn: Callable[..., Any]
+
+
+class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
     """The base class that precedes Flax's class among the bases of each cell and replaces its computation."""
 
     dtype: Dtype | None
@@ -65,13 +91,14 @@ class FusedCell(nnx.RNNCellBase):
         *,
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation = None,
-        **options: Any,
+        **options: Unpack[GatedCellOptions],
     ) -> None:
-        super().__init__(in_features, hidden_features, **options)  # type: ignore[call-arg]
+        given: Any = options
+        super().__init__(in_features, hidden_features, **given)  # type: ignore[call-arg]
         self.precision = precision
         self.implementation = implementation
 
-    def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+    def __call__(self, carry: CarryT, inputs: ArrayLike) -> tuple[CarryT, Array]:
         """Computes one step, as a sequence of length one.
 
         Args:
@@ -86,7 +113,7 @@ class FusedCell(nnx.RNNCellBase):
           NotImplementedError: the named implementation cannot run this cell.
         """
         if must_scan(reason_to_scan(self), self.precision, self.implementation, "nnx.scan"):
-            return super().__call__(carry, inputs)
+            return super().__call__(carry, inputs)  # type: ignore[arg-type]  # Flax declares JAX arrays
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
         carry = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, dtype)), carry)
         carry, inputs = modules.broadcast_batch_axes(carry, inputs)

@@ -2,15 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Required, TypedDict, overload
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation
+
+
+class RMSNormOptions(TypedDict, total=False):
+    """The arguments of the constructor of Flax's `RMSNorm`; their defaults are Flax's."""
+
+    epsilon: float
+    dtype: Dtype | None
+    param_dtype: Dtype
+    use_scale: bool
+    scale_init: Initializer
+    reduction_axes: int | Sequence[int]
+    feature_axes: int | Sequence[int]
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    promote_dtype: PromoteDtypeFn
+    rngs: Required[nnx.Rngs]
+    scale_metadata: Mapping[str, Any]
+
+
+class LayerNormOptions(RMSNormOptions, total=False):
+    """The arguments of the constructor of Flax's `LayerNorm`."""
+
+    use_bias: bool
+    bias_init: Initializer
+    bias_metadata: Mapping[str, Any]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -28,11 +58,24 @@ class RMSNorm(nnx.RMSNorm):
       implementation: as in `jaxrnn.rms_norm`.
     """
 
-    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+    def __init__(
+        self, num_features: int, *, implementation: Implementation = None, **options: Unpack[RMSNormOptions]
+    ) -> None:
         super().__init__(num_features, **options)
         self.implementation = implementation
 
-    def __call__(self, x: Array, mask: Array | None = None, *, residual: Array | None = None) -> Any:
+    @overload
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike | None
+    ) -> Array | tuple[Array, Array]: ...
+
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike | None = None) -> Any:
         """Normalises the last axis.
 
         Args:
@@ -59,16 +102,29 @@ class LayerNorm(nnx.LayerNorm):
       num_features: N. All attributes are those of `RMSNorm`; `epsilon` is added to the variance.
     """
 
-    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+    def __init__(
+        self, num_features: int, *, implementation: Implementation = None, **options: Unpack[LayerNormOptions]
+    ) -> None:
         super().__init__(num_features, **options)
         self.implementation = implementation
 
-    def __call__(self, x: Array, *, mask: Array | None = None, residual: Array | None = None) -> Any:
+    @overload
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None
+    ) -> Array | tuple[Array, Array]: ...
+
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None = None) -> Any:
         """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
         return run_norm(self, "layer", x, residual, mask, ("scale", "bias"))
 
 
-def run_norm(norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, names: tuple[str, ...]) -> Any:
+def run_norm(norm: Any, kind: str, x: Any, residual: Any, mask: Any, names: tuple[str, ...]) -> Any:
     """Normalises `x` with those parameters among `names` that the module has."""
     x = jnp.asarray(x)
     if x.ndim == 0:

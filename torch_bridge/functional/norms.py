@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
@@ -14,6 +14,42 @@ from torch_bridge.functional.checks import Implementation, check_implementation
 
 # Whether PyTorch's own norm returns float32 under autocast on a GPU. On the CPU neither norm does.
 _AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: None = None,
+    eps: float | None = None,
+    implementation: Implementation = None,
+) -> Tensor: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor,
+    eps: float | None = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def rms_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None,
+    eps: float | None = None,
+    implementation: Implementation = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def rms_norm(
@@ -56,6 +92,42 @@ def rms_norm(
         have (second-order or forward-mode) is requested; `implementation="torch"` has it.
     """
     return _norm("rms", x, weight, bias, residual, eps, implementation)
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: None = None,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Tensor: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None,
+    eps: float = 1e-5,
+    implementation: Implementation = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def layer_norm(

@@ -2,32 +2,82 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import cells
+from torch_bridge.functional import Implementation
 from torch_bridge.nn.forward import forward
-from torch_bridge.nn.recurrent import RecurrentModule
+from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.rnn_ops import Precision
 
 
 class GRU(RecurrentModule):
     """`torch.nn.GRU` with episode resets.
 
     Args:
-      args: see `torch.nn.GRU`.
+      input_size: D.
+      hidden_size: H. All arguments not listed here are those of `torch.nn.GRU`.
+      num_layers: see `torch.nn.GRU`.
+      bias: see `torch.nn.GRU`.
+      batch_first: see `torch.nn.GRU`.
+      dropout: see `torch.nn.GRU`.
+      bidirectional: see `torch.nn.GRU`.
+      proj_size: must be None: only an LSTM has a projection.
+      device: see `torch.nn.GRU`.
+      dtype: see `torch.nn.GRU`.
       precision: precision of float32 products in the time loop, see `torch_bridge.functional.gru`.
       implementation: see `torch_bridge.functional.gru`.
-      kwargs: see `torch.nn.GRU`.
 
     Raises:
       ValueError: see `torch.nn.GRU`.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if "proj_size" in kwargs:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision = None,
+        implementation: Implementation = None,
+    ) -> None:
+        if proj_size is not None:
             raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
-        super().__init__("GRU", *args, **kwargs)
+        super().__init__(
+            "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device,
+            dtype=dtype, precision=precision, implementation=implementation,
+        )  # fmt: skip
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        resets: PackedSequence | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[PackedSequence, Tensor]: ...
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
