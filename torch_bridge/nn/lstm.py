@@ -84,7 +84,7 @@ class LSTM(RecurrentModule):
             reset_state: tuple[Tensor | None, Tensor | None] | None = None,
         ) -> tuple[PackedSequence, tuple[Tensor, Tensor]]: ...
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     @overload
     def forward(

@@ -66,7 +66,7 @@ class RecurrentModule(torch.nn.RNNBase):
             reset_state: Tensor | None = None,
         ) -> tuple[PackedSequence, Tensor]: ...
 
-        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
         """Checks the input as `torch.nn` does, also against weights that `torch.func.functional_call` substitutes."""
