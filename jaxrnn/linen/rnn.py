@@ -20,7 +20,7 @@ from jaxrnn.checks import Implementation, must_scan
 from jaxrnn.linen import cells
 from jaxrnn.modules import Carry, ReturnsCarry
 
-SCAN_OPTIONS = {
+SCAN_OPTIONS: dict[str, Any] = {
     "variable_axes": {},
     "variable_broadcast": "params",
     "variable_carry": False,
