@@ -2,7 +2,14 @@
 
 `mgu` and `simple_rnn` run smaller cells in the same way. `rms_norm` and `layer_norm` are norms for the layers around a
 recurrence. `explain` says which implementation a program runs and why, and `default_implementation` sets it.
+
+`jaxrnn.linen` and `jaxrnn.nnx` contain the modules for Flax, and `jaxrnn.convert` converts weights. They are imported
+on first use, because the functions do not need Flax.
 """
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 try:
     import jax as _jax  # noqa: F401
@@ -27,10 +34,25 @@ from jaxrnn.functions.norm_gru import norm_gru
 from jaxrnn.functions.simple_rnn import simple_rnn
 from jaxrnn.norms import layer_norm, rms_norm
 
+if TYPE_CHECKING:
+    from jaxrnn import convert, linen, nnx
+
 __version__ = "0.1.0"
 
 __all__ = [
     "Explanation", "GRUParams", "ImplementationWarning", "LSTMParams", "LaunchMethod", "MGUParams", "NormGRUParams",
-    "SimpleParams", "default_implementation", "explain", "gru", "launch_method", "layer_norm", "lstm", "mgu",
-    "norm_gru", "register_native_launch", "rms_norm", "simple_rnn",
+    "SimpleParams", "convert", "default_implementation", "explain", "gru", "launch_method", "layer_norm", "linen",
+    "lstm", "mgu", "nnx", "norm_gru", "register_native_launch", "rms_norm", "simple_rnn",
 ]  # fmt: skip
+
+_IMPORTED_ON_FIRST_USE = ("convert", "linen", "nnx")
+
+
+def __getattr__(name: str) -> ModuleType:
+    if name in _IMPORTED_ON_FIRST_USE:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

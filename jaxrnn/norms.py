@@ -9,19 +9,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.checks import Caller, Implementation, check_floating, check_implementation, describe
 from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
 from jaxrnn.numerics import broadcast_to_rank
+
+__all__ = ["layer_norm", "rms_norm"]
 
 Kind = Literal["rms", "layer"]
 
@@ -37,12 +39,48 @@ def preferred(rows: int, columns: int) -> bool:
     )  # symbolic sizes of `jax.export` are not ints
 
 
+@overload
 def rms_norm(
-    x: Array,
-    weight: Array | None = None,
-    bias: Array | None = None,
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
-    residual: Array | None = None,
+    residual: None = None,
+    epsilon: float = 1e-6,
+    implementation: Implementation = None,
+) -> Array: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    residual: ArrayLike,
+    epsilon: float = 1e-6,
+    implementation: Implementation = None,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None,
+    epsilon: float = 1e-6,
+    implementation: Implementation = None,
+) -> Array | tuple[Array, Array]: ...
+
+
+def rms_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None = None,
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> Any:
@@ -81,12 +119,48 @@ def rms_norm(
     return normalize("rms", x, weight, bias, residual, epsilon, implementation)
 
 
+@overload
 def layer_norm(
-    x: Array,
-    weight: Array | None = None,
-    bias: Array | None = None,
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
     *,
-    residual: Array | None = None,
+    residual: None = None,
+    epsilon: float = 1e-6,
+    implementation: Implementation = None,
+) -> Array: ...
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    residual: ArrayLike,
+    epsilon: float = 1e-6,
+    implementation: Implementation = None,
+) -> tuple[Array, Array]: ...
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None,
+    epsilon: float = 1e-6,
+    implementation: Implementation = None,
+) -> Array | tuple[Array, Array]: ...
+
+
+def layer_norm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    residual: ArrayLike | None = None,
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> Any:
@@ -114,10 +188,10 @@ def layer_norm(
 
 def normalize(
     kind: Kind,
-    x: Array,
-    weight: Array | None,
-    bias: Array | None,
-    residual: Array | None,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    residual: Any,
     epsilon: float,
     implementation: Implementation,
     dtype: DTypeLike | None = None,

@@ -10,6 +10,7 @@
 `TRITON_INTERPRET`, if set, overrides the table. The marker `several_gpus` is also left out if `gpu` is, or if there is
 only one GPU. Without PyTorch or Triton, all tests that need either are left out: those with the marker `torch` or a
 marker of kernels. All other tests must pass without both. The marker `gymnax` is left out if gymnax is not installed.
+Without the type checkers, which the extra `dev` installs, those with the marker `types` are left out.
 
 A file is in the folder of what most of its tests need: `cpu`, `interpreted` for those that run kernels, which a GPU
 compiles, `compiled` or `gpu`. What files share is beside the folders.
@@ -23,6 +24,7 @@ from importlib.metadata import version
 import pytest
 from accelerator import nvidia_gpus
 
+CHECKERS = ("mypy", "pyright", "hatchling", "torch")
 NEED_TORCH = frozenset(("torch", "interpret", "gpu", "several_gpus", "compile_only"))
 
 left_out: frozenset[str] = frozenset()
@@ -76,6 +78,8 @@ def pytest_configure(config: pytest.Config) -> None:
         left_out |= NEED_TORCH
     if importlib.util.find_spec("gymnax") is None:
         left_out |= {"gymnax"}
+    if not all(importlib.util.find_spec(name) for name in CHECKERS):
+        left_out |= {"types"}
 
     # Workers share the machine, so none may preallocate the GPU's memory or use every core. OMP_NUM_THREADS must be set
     # before they start: NumPy reads it only on import, and a pytest plugin may import NumPy before a worker reads this

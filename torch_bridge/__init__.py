@@ -6,6 +6,10 @@ the operators, `torch.ops.torch_bridge`.
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_bridge import functional, nn
 
 __all__ = ["functional", "nn"]
 
@@ -15,3 +19,7 @@ def __getattr__(name: str) -> ModuleType:
     if name in __all__:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})

@@ -50,11 +50,19 @@ def _recurrent_shape(layout: Layout, transposed: bool = False) -> str:
 
 
 def check_matrices(source: str, arrays: Mapping[str, Array], ih: str, hh: str) -> None:
-    """Raises ValueError unless both arrays have two axes; three of recurrent weights mean blocks."""
-    if arrays[hh].ndim == 3:
-        raise ValueError(f"{source}: cannot convert block-diagonal recurrent weights, {hh} {arrays[hh].shape}")
+    """Raises ValueError unless both arrays have two axes."""
+    check_no_blocks(source, hh, arrays[ih], arrays[hh])
     if arrays[ih].ndim != 2 or arrays[hh].ndim != 2:
         raise ValueError(f"{source}: {ih} and {hh} must be matrices, got {arrays[ih].shape} and {arrays[hh].shape}")
+
+
+def check_no_blocks(source: str, name: str, w_ih: Array, w_hh: Array) -> None:
+    """Raises ValueError if the recurrent weights `name` of one model have three axes: they are blocks."""
+    if w_ih.ndim == 2 and w_hh.ndim == 3:
+        raise ValueError(
+            f"{source}: {name} must be a matrix, got {w_hh.shape}, the blocks of a block-diagonal matrix; make the "
+            "matrix of each gate dense with jax.scipy.linalg.block_diag(*blocks)"
+        )
 
 
 def check_shapes(source: str, arrays: Mapping[str, Array], shapes: Shapes) -> None:

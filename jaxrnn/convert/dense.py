@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, read_arrays
-from jaxrnn.convert.checks import check_shapes
+from jaxrnn.convert.checks import check_no_blocks, check_shapes
 from jaxrnn.convert.layout import Layout, biases_of, pack
 
 if TYPE_CHECKING:
@@ -28,8 +28,7 @@ def from_dense(source: str, layout: Layout, tree: Mapping[str, Any]) -> Params:
     named = {f"{name}.{part}": x for name in names for part, x in read_dense(source, name, tree[name]).items()}
     arrays = read_arrays(source, named, named)
     first = [arrays[f"{operand}{layout.gates[0]}.kernel"] for operand in "ih"]
-    if [x.ndim for x in first] == [2, 3]:
-        raise ValueError(f"{source}: cannot convert block-diagonal recurrent weights, a kernel {first[1].shape}")
+    check_no_blocks(source, f"h{layout.gates[0]}.kernel", *first)
     if any(x.ndim != 2 for x in first):
         remedy = "; convert stacked weights of several models with jax.vmap" if first[0].ndim == 3 else ""
         raise ValueError(

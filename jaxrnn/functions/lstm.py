@@ -2,21 +2,77 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import jax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import recurrent
 from jaxrnn.cells import LSTM, LSTMParams
 from jaxrnn.checks import Implementation
 
+__all__ = ["lstm"]
+
+
+@overload
+def lstm(
+    params: LSTMParams,
+    carry: tuple[ArrayLike, ArrayLike],
+    xs: ArrayLike,
+    *,
+    resets: ArrayLike | None = None,
+    reset_state: tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    return_cells: Literal[False] = False,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[tuple[Array, Array], Array]: ...
+
+
+@overload
+def lstm(
+    params: LSTMParams,
+    carry: tuple[ArrayLike, ArrayLike],
+    xs: ArrayLike,
+    *,
+    resets: ArrayLike | None = None,
+    reset_state: tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    return_cells: Literal[True],
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]: ...
+
+
+@overload
+def lstm(
+    params: LSTMParams,
+    carry: tuple[ArrayLike, ArrayLike],
+    xs: ArrayLike,
+    *,
+    resets: ArrayLike | None = None,
+    reset_state: tuple[ArrayLike | None, ArrayLike | None] | None = None,
+    reverse: bool = False,
+    time_major: bool = True,
+    return_cells: bool,
+    precision: jax.lax.PrecisionLike = None,
+    remat: bool = False,
+    implementation: Implementation = None,
+) -> tuple[tuple[Array, Array], Array | tuple[Array, Array]]: ...
+
 
 def lstm(
     params: LSTMParams,
-    carry: tuple[Array, Array],
-    xs: Array,
+    carry: tuple[ArrayLike, ArrayLike],
+    xs: ArrayLike,
     *,
-    resets: Array | None = None,
-    reset_state: tuple[Array, Array] | None = None,
+    resets: ArrayLike | None = None,
+    reset_state: tuple[ArrayLike | None, ArrayLike | None] | None = None,
     reverse: bool = False,
     time_major: bool = True,
     return_cells: bool = False,
@@ -59,8 +115,8 @@ def lstm(
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
     """
-    carry, sequences = recurrent.run(
+    last, sequences = recurrent.run(
         LSTM, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
         return_states=return_cells, precision=precision, remat=remat, implementation=implementation,
     )  # fmt: skip
-    return carry, (sequences[0], sequences[1]) if len(sequences) > 1 else sequences[0]
+    return last, (sequences[0], sequences[1]) if len(sequences) > 1 else sequences[0]

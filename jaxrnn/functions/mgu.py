@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import jax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import recurrent
 from jaxrnn.cells import MGU, MGUParams
 from jaxrnn.checks import Implementation
 
+__all__ = ["mgu"]
+
 
 def mgu(
     params: MGUParams,
-    carry: Array,
-    xs: Array,
+    carry: ArrayLike,
+    xs: ArrayLike,
     *,
-    resets: Array | None = None,
-    reset_state: Array | None = None,
+    resets: ArrayLike | None = None,
+    reset_state: ArrayLike | None = None,
     reverse: bool = False,
     time_major: bool = True,
     precision: jax.lax.PrecisionLike = None,
@@ -53,8 +56,8 @@ def mgu(
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
     """
-    carry, (ys,) = recurrent.run(
+    last, (ys,) = recurrent.run(
         MGU, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
         precision=precision, remat=remat, implementation=implementation,
     )  # fmt: skip
-    return carry, ys
+    return last, ys

@@ -6,22 +6,25 @@ from typing import Literal
 
 import jax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import recurrent
 from jaxrnn.cells import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
 from jaxrnn.checks import Implementation, shown, suggest
+
+__all__ = ["simple_rnn"]
 
 _CELLS = {"tanh": SIMPLE_TANH, "relu": SIMPLE_RELU}
 
 
 def simple_rnn(
     params: SimpleParams,
-    carry: Array,
-    xs: Array,
+    carry: ArrayLike,
+    xs: ArrayLike,
     *,
     activation: Literal["tanh", "relu"] = "tanh",
-    resets: Array | None = None,
-    reset_state: Array | None = None,
+    resets: ArrayLike | None = None,
+    reset_state: ArrayLike | None = None,
     reverse: bool = False,
     time_major: bool = True,
     precision: jax.lax.PrecisionLike = None,
@@ -61,8 +64,8 @@ def simple_rnn(
         raise ValueError(
             f'simple_rnn: activation must be "tanh" or "relu", got {shown(activation)}{suggest(activation, [*_CELLS])}'
         )
-    carry, (ys,) = recurrent.run(
+    last, (ys,) = recurrent.run(
         _CELLS[activation], params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse,
         time_major=time_major, precision=precision, remat=remat, implementation=implementation,
     )  # fmt: skip
-    return carry, ys
+    return last, ys

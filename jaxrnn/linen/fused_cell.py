@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 import flax.linen as nn
 import jax
@@ -12,11 +12,12 @@ import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from flax.typing import Dtype, Initializer, PRNGKey
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation
 from jaxrnn.choice import must_scan
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, CarryT
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,8 @@ class CellEntry:
       reason_to_scan: maps a cell of one of these classes to the reason why it cannot be fused, or to None.
     """
 
-    replacements: Mapping[type[nn.RNNCellBase], type[FusedCell]]
-    cell_types: Mapping[str, type[FusedCell]]
+    replacements: Mapping[type[nn.RNNCellBase], type[FusedCell[Any]]]
+    cell_types: Mapping[str, type[FusedCell[Any]]]
     reason_to_scan: Callable[[Any], str | None]
 
 
@@ -68,7 +69,7 @@ def block_initializer(init: Initializer, num_blocks: int) -> Initializer:
     return initialize
 
 
-class FusedCell(nn.RNNCellBase):
+class FusedCell(nn.RNNCellBase, Generic[CarryT]):
     """The base class that precedes Flax's class among the bases of each cell and replaces its computation.
 
     A subclass defines `recurrence` and `packed_params(input_features, hidden)`, which returns the parameters for the
@@ -79,7 +80,7 @@ class FusedCell(nn.RNNCellBase):
     implementation: Implementation = None
     num_blocks: int = 1
 
-    def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+    def __call__(self, carry: CarryT, inputs: ArrayLike) -> tuple[CarryT, Array]:
         """Computes one step, as a sequence of length one.
 
         Args:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import flax.linen as nn
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation
@@ -33,8 +34,19 @@ class RMSNorm(nn.RMSNorm):
 
     implementation: Implementation = None
 
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: None = None, mask: ArrayLike | None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike, mask: ArrayLike | None = None) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, residual: ArrayLike | None, mask: ArrayLike | None = None
+    ) -> Array | tuple[Array, Array]: ...
+
     @nn.compact
-    def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
         """Normalises the last axis, or `reduction_axes`.
 
         Args:
@@ -62,15 +74,24 @@ class LayerNorm(nn.LayerNorm):
 
     implementation: Implementation = None
 
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: None = None, mask: ArrayLike | None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike, mask: ArrayLike | None = None) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, residual: ArrayLike | None, mask: ArrayLike | None = None
+    ) -> Array | tuple[Array, Array]: ...
+
     @nn.compact
-    def __call__(self, x: Array, *, residual: Array | None = None, mask: Array | None = None) -> Any:
+    def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
         """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
         return run_norm(self, "layer", x, residual, mask, super().__call__)
 
 
-def run_norm(
-    norm: Any, kind: str, x: Array, residual: Array | None, mask: Array | None, flax_norm: Callable[..., Any]
-) -> Any:
+def run_norm(norm: Any, kind: str, x: Any, residual: Any, mask: Any, flax_norm: Callable[..., Any]) -> Any:
     """Normalises `x` with the parameters of a bound module, creating missing ones."""
     name = type(norm).__name__
     x = modules.as_array(f"{name}: x", x)

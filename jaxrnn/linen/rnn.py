@@ -5,22 +5,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, Literal, TypedDict, overload
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import PRNGKey
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation
 from jaxrnn.choice import must_scan
 from jaxrnn.linen import cells
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, ReturnsCarry
 
 CELL_EXAMPLE = "features=128"
-SCAN_OPTIONS = {
+SCAN_OPTIONS: dict[str, Any] = {
     "variable_axes": {},
     "variable_broadcast": "params",
     "variable_carry": False,
@@ -42,7 +44,7 @@ def run_cell(
     carry: Carry,
     xs: Array,
     *,
-    resets: Array | None,
+    resets: Any,
     reset_carry: Carry | None = None,
     reverse: bool = False,
     time_major: bool = True,
@@ -116,7 +118,20 @@ def scan_cell(
     return carry, ys, carries
 
 
-class RNN(nn.RNN):
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments of `RNN.__call__`, except `return_carry`."""
+
+    initial_carry: Carry | None
+    init_key: PRNGKey | None
+    seq_lengths: ArrayLike | None
+    time_major: bool | None
+    reverse: bool | None
+    keep_order: bool | None
+    resets: ArrayLike | None
+    reset_carry: Carry | None
+
+
+class RNN(nn.RNN, Generic[ReturnsCarry]):
     """`flax.linen.RNN` with episode resets: runs `cell` over time in one launch. Its parameters are under `cell/`.
 
         rnn = RNN(GRUCell(128), time_major=True, return_carry=True)
@@ -137,23 +152,47 @@ class RNN(nn.RNN):
       implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
     """
 
+    return_carry: ReturnsCarry = False  # type: ignore[assignment]
     precision: jax.lax.PrecisionLike = None
     implementation: Implementation = None
 
+    @overload
+    def __call__(
+        self: RNN[Literal[False]], inputs: ArrayLike, *, return_carry: None = None, **options: Unpack[CallOptions]
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self: RNN[Literal[True]], inputs: ArrayLike, *, return_carry: None = None, **options: Unpack[CallOptions]
+    ) -> tuple[Carry, Array]: ...
+
+    @overload
+    def __call__(self, inputs: ArrayLike, *, return_carry: Literal[False], **options: Unpack[CallOptions]) -> Array: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: Literal[True], **options: Unpack[CallOptions]
+    ) -> tuple[Carry, Array]: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: bool | None = None, **options: Unpack[CallOptions]
+    ) -> Array | tuple[Carry, Array]: ...
+
     def __call__(
         self,
-        inputs: Array,
+        inputs: Any,
         *,
         initial_carry: Carry | None = None,
         init_key: PRNGKey | None = None,
-        seq_lengths: Array | None = None,
+        seq_lengths: Any = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
-        resets: Array | None = None,
+        resets: Any = None,
         reset_carry: Carry | None = None,
-    ) -> Array | tuple[Carry, Array]:
+    ) -> Any:
         """Runs the cell over `inputs` and restarts it at every step where `resets` is nonzero.
 
         Args:
@@ -237,7 +276,7 @@ class ResetRNN(nn.Module):
     @nn.compact
     def __call__(
         self,
-        inputs: tuple[Array, Array],
+        inputs: tuple[ArrayLike, ArrayLike],
         *,
         initial_carry: Carry | None = None,
         reset_carry: Carry | None = None,

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation, check_size, describe, shown, suggest
@@ -19,17 +20,20 @@ from jaxrnn.linen.fused_cell import FusedCell
 from jaxrnn.linen.rnn import run_cell
 from jaxrnn.modules import Carry
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-class ClassOrInstanceMethod:
+
+class ClassOrInstanceMethod(Generic[P, R]):
     """A descriptor that makes a function a method of both the class and its instances: its first argument is either."""
 
     nowrap = True  # Flax does not wrap methods with this attribute
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[Concatenate[Any, P], R]) -> None:
         self.function = function
         self.__doc__ = function.__doc__
 
-    def __get__(self, instance: Any, owner: type) -> Callable[..., Any]:
+    def __get__(self, instance: Any, owner: type) -> Callable[P, R]:
         return functools.partial(self.function, owner if instance is None else instance)
 
 
@@ -94,7 +98,7 @@ class ScannedRNN(nn.Module):
     """
 
     hidden_state_dim: int | None = None
-    cell_type: str | type[nn.RNNCellBase] = "gru"
+    cell_type: Any = "gru"  # type checkers let a subclass declare another type, such as str, only for Any
     cell_name: str | None = None
     dtype: Dtype | None = None
     param_dtype: Dtype = jnp.float32
@@ -105,7 +109,7 @@ class ScannedRNN(nn.Module):
     _cell_index = 1
 
     @nn.compact
-    def __call__(self, carry: Carry, x: tuple[Array, Array]) -> tuple[Carry, Array]:
+    def __call__(self, carry: Carry, x: tuple[ArrayLike, ArrayLike]) -> tuple[Carry, Array]:
         """Runs the cell over time and restarts it from zeros at every step where `resets` is nonzero.
 
         Args:
@@ -187,7 +191,7 @@ class HiddenFirstScannedRNN(ScannedRNN):
 
     _cell_index = 0
 
-    initialize_carry = ClassOrInstanceMethod(zero_carry_hidden_first)
+    initialize_carry = ClassOrInstanceMethod(zero_carry_hidden_first)  # type: ignore[assignment]  # other arguments
 
 
 # Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.

@@ -4,22 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Literal, TypedDict, overload
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.typing import Dtype, Initializer, PRNGKey
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation, check_flags
 from jaxrnn.linen.fused_cell import FusedCell
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, ReturnsCarry
 
 
-class FusedStack(nn.Module):
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments of `FusedStack.__call__`, except `return_carry`."""
+
+    initial_carry: Any
+    init_key: PRNGKey | None
+    seq_lengths: ArrayLike | None
+    time_major: bool | None
+    reverse: bool | None
+    keep_order: bool | None
+    deterministic: bool | None
+    resets: ArrayLike | None
+    reset_carry: Any
+
+
+class FusedStack(nn.Module, Generic[ReturnsCarry]):
     """The base class of the stacks, each with the cell `_cell`."""
 
     features: int
@@ -27,7 +43,7 @@ class FusedStack(nn.Module):
     dropout_rate: float = 0.0
     bidirectional: bool = False
     time_major: bool = False
-    return_carry: bool = False
+    return_carry: ReturnsCarry = False  # type: ignore[assignment]
     reverse: bool = False
     keep_order: bool = False
     deterministic: bool | None = None
@@ -44,22 +60,49 @@ class FusedStack(nn.Module):
     norm: str | Callable[..., nn.Module] | None = None
     num_blocks: int = dataclasses.field(default=1, kw_only=True)
 
-    _cell: ClassVar[type[FusedCell]] = FusedCell
+    _cell: ClassVar[type[FusedCell[Any]]] = FusedCell
+
+    @overload
+    def __call__(
+        self: FusedStack[Literal[False]],
+        inputs: ArrayLike,
+        *,
+        return_carry: None = None,
+        **options: Unpack[CallOptions],
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self: FusedStack[Literal[True]], inputs: ArrayLike, *, return_carry: None = None, **options: Unpack[CallOptions]
+    ) -> tuple[tuple[Any, ...], Array]: ...
+
+    @overload
+    def __call__(self, inputs: ArrayLike, *, return_carry: Literal[False], **options: Unpack[CallOptions]) -> Array: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: Literal[True], **options: Unpack[CallOptions]
+    ) -> tuple[tuple[Any, ...], Array]: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: bool | None = None, **options: Unpack[CallOptions]
+    ) -> Array | tuple[tuple[Any, ...], Array]: ...
 
     @nn.compact
     def __call__(
         self,
-        inputs: Array,
+        inputs: Any,
         *,
         initial_carry: Any = None,
         init_key: PRNGKey | None = None,
-        seq_lengths: Array | None = None,
+        seq_lengths: Any = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
         deterministic: bool | None = None,
-        resets: Array | None = None,
+        resets: Any = None,
         reset_carry: Any = None,
     ) -> Any:
         """Runs all layers over `inputs` and restarts them at every step where `resets` is nonzero.
@@ -155,7 +198,7 @@ class FusedStack(nn.Module):
         )
 
     @nn.nowrap
-    def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> Any:
+    def initialize_carry(self, rng: PRNGKey, input_shape: tuple[int, ...]) -> tuple[Any, ...]:
         """Returns the carry of a new sequence: the result of `carry_init`, or the learned carry.
 
         Args:

@@ -7,7 +7,14 @@ from jaxrnn.modules.blocks import (
     check_num_blocks,
     initialize_blocks,
 )
-from jaxrnn.modules.carries import Carry, broadcast_batch_axes, broadcast_carry, one_or_tuple
+from jaxrnn.modules.carries import (
+    Carry,
+    CarryT,
+    ReturnsCarry,
+    broadcast_batch_axes,
+    broadcast_carry,
+    one_or_tuple,
+)
 from jaxrnn.modules.checks import (
     are_sizes,
     as_array,
@@ -33,6 +40,8 @@ from jaxrnn.modules.stack import check_stack, group_by_direction, run_stack
 
 __all__ = [
     "Carry",
+    "CarryT",
+    "ReturnsCarry",
     "are_sizes",
     "as_array",
     "broadcast_batch_axes",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
+from typing_extensions import TypeVar
 
 if TYPE_CHECKING:
     from jax import Array
@@ -14,6 +15,10 @@ if TYPE_CHECKING:
     from jaxrnn.checks import Caller
 
 Carry = Any  # an array [*batch, H], or (c, h) for an LSTM
+# The carry in the type of a cell's class.
+CarryT = TypeVar("CarryT", default=Any)
+# The attribute `return_carry` in the type of a module, so that type checkers know what a call returns.
+ReturnsCarry = TypeVar("ReturnsCarry", Literal[False], Literal[True], bool, default=Literal[False])
 
 
 def one_or_tuple(arrays: Sequence[Array]) -> Carry:
@@ -26,7 +31,7 @@ def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*batch, *x.shape)), carry)
 
 
-def broadcast_batch_axes(carry: Carry, inputs: Array, caller: Caller) -> tuple[Carry, Array]:
+def broadcast_batch_axes(carry: Carry, inputs: Any, caller: Caller) -> tuple[Carry, Array]:
     """Broadcasts the batch axes of the carry and the inputs of a step against each other, as Flax's cells do."""
     batches = [jnp.shape(x)[:-1] for x in (*jax.tree.leaves(carry), inputs)]
     if len(set(batches)) == 1 or 0 in map(jnp.ndim, (*jax.tree.leaves(carry), inputs)):

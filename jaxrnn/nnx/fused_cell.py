@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
-from flax.typing import Dtype, Initializer
+from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation, check_size
 from jaxrnn.choice import must_scan
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, CarryT
 
 # The names of the layers that multiply x, and of those that multiply h.
 Layers = tuple[list[str], list[str]]
@@ -55,6 +58,30 @@ class CellEntry:
     reason_to_scan: Callable[[Any], str | None]
 
 
+class CellOptions(TypedDict, total=False):
+    """The arguments of Flax's constructors that all cells have; their defaults are Flax's."""
+
+    activation_fn: Callable[..., Any]
+    kernel_init: Initializer
+    recurrent_kernel_init: Initializer
+    bias_init: Initializer
+    dtype: Dtype | None
+    param_dtype: Dtype
+    carry_init: Initializer | None
+    promote_dtype: PromoteDtypeFn
+    keep_rngs: bool
+    rngs: Required[nnx.Rngs]
+    kernel_metadata: Mapping[str, Any]
+    recurrent_kernel_metadata: Mapping[str, Any]
+    bias_metadata: Mapping[str, Any]
+
+
+class GatedCellOptions(CellOptions, total=False):
+    """The arguments of Flax's constructors of cells with gates."""
+
+    gate_fn: Callable[..., Any]
+
+
 def block_initializer(init: Initializer, num_blocks: int) -> Initializer:
     """Returns an initializer of a block-diagonal kernel `[N, H / N, F / N]`, which is called with the shape `(H, F)`.
 
@@ -70,7 +97,7 @@ def block_initializer(init: Initializer, num_blocks: int) -> Initializer:
     return initialize
 
 
-class FusedCell(nnx.RNNCellBase):
+class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
     """The base class that precedes Flax's class among the bases of each cell and replaces its computation.
 
     With N > 1 blocks, the layers that multiply h have a kernel `[N, H / N, F / N]` instead of `[H, F]`. They only hold
@@ -88,7 +115,7 @@ class FusedCell(nnx.RNNCellBase):
         precision: jax.lax.PrecisionLike = None,
         implementation: Implementation = None,
         num_blocks: int = 1,
-        **options: Any,
+        **options: Unpack[GatedCellOptions],
     ) -> None:
         caller = modules.caller_of(self)
         check_size(caller("in_features"), in_features)
@@ -96,17 +123,18 @@ class FusedCell(nnx.RNNCellBase):
         if "rngs" in options:
             modules.check_rngs(caller, options["rngs"])
         modules.check_num_blocks(caller, num_blocks, hidden_features)
+        given: Any = options
         if num_blocks > 1:
-            init = options.get("recurrent_kernel_init")
+            init = given.get("recurrent_kernel_init")
             if init is None:
                 init = inspect.signature(super().__init__).parameters["recurrent_kernel_init"].default
-            options["recurrent_kernel_init"] = block_initializer(init, num_blocks)
-        super().__init__(in_features, hidden_features, **options)  # type: ignore[call-arg]
+            given["recurrent_kernel_init"] = block_initializer(init, num_blocks)
+        super().__init__(in_features, hidden_features, **given)  # type: ignore[call-arg]
         self.precision = precision
         self.implementation = implementation
         self.num_blocks = num_blocks
 
-    def __call__(self, carry: Carry, inputs: Array) -> tuple[Carry, Array]:
+    def __call__(self, carry: CarryT, inputs: ArrayLike) -> tuple[CarryT, Array]:
         """Computes one step, as a sequence of length one.
 
         Args:
@@ -125,7 +153,7 @@ class FusedCell(nnx.RNNCellBase):
         reason = reason_to_scan(self)
         modules.check_blocks_are_fused(caller, self.num_blocks, reason)
         if must_scan(reason, self.precision, self.implementation, "nnx.scan", caller):
-            return super().__call__(carry, inputs)
+            return super().__call__(carry, inputs)  # type: ignore[arg-type]  # Flax declares JAX arrays
         modules.check_dtypes(self)
         modules.check_step(caller, entry_of(self).recurrence(self), carry, inputs)
         dtype = jnp.result_type(inputs, self.param_dtype) if self.dtype is None else self.dtype
@@ -186,7 +214,8 @@ def check_widths(recurrence: str, params: Any, carry: Carry, xs: Array, caller: 
     modules.check_width(caller("xs"), "in_features", params.w_ih.shape[0], xs.shape[-1])
     h = jax.tree.leaves(carry)[-1]
     if getattr(params, "w_hr", None) is None and h.ndim:
-        modules.check_width(caller("carry"), "hidden_features", params.w_hh.shape[0], h.shape[-1])
+        hidden = math.prod(params.w_hh.shape[:-1])  # [H, gates * H], or blocks [N, H / N, gates * H / N]
+        modules.check_width(caller("carry"), "hidden_features", hidden, h.shape[-1])
 
 
 def reason_to_scan(cell: Any) -> str | None:

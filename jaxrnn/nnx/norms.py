@@ -3,16 +3,45 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Required, TypedDict, overload
 
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn import dtypes
+from flax.typing import Dtype, Initializer, PromoteDtypeFn
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Implementation
+
+
+class RMSNormOptions(TypedDict, total=False):
+    """The arguments of the constructor of Flax's `RMSNorm`; their defaults are Flax's."""
+
+    epsilon: float
+    dtype: Dtype | None
+    param_dtype: Dtype
+    use_scale: bool
+    scale_init: Initializer
+    reduction_axes: int | Sequence[int]
+    feature_axes: int | Sequence[int]
+    axis_name: str | None
+    axis_index_groups: Any
+    use_fast_variance: bool
+    promote_dtype: PromoteDtypeFn
+    rngs: Required[nnx.Rngs]
+    scale_metadata: Mapping[str, Any]
+
+
+class LayerNormOptions(RMSNormOptions, total=False):
+    """The arguments of the constructor of Flax's `LayerNorm`."""
+
+    use_bias: bool
+    bias_init: Initializer
+    bias_metadata: Mapping[str, Any]
 
 
 class RMSNorm(nnx.RMSNorm):
@@ -31,12 +60,25 @@ class RMSNorm(nnx.RMSNorm):
       implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
     """
 
-    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+    def __init__(
+        self, num_features: int, *, implementation: Implementation = None, **options: Unpack[RMSNormOptions]
+    ) -> None:
         modules.check_norm_options(self, num_features, options)
         super().__init__(num_features, **options)
         self.implementation = implementation
 
-    def __call__(self, x: Array, mask: Array | None = None, *, residual: Array | None = None) -> Any:
+    @overload
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike | None
+    ) -> Array | tuple[Array, Array]: ...
+
+    def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike | None = None) -> Any:
         """Normalises the last axis, or `reduction_axes`.
 
         Args:
@@ -63,12 +105,25 @@ class LayerNorm(nnx.LayerNorm):
       num_features: N. All attributes are those of `RMSNorm`; `epsilon` is added to the variance.
     """
 
-    def __init__(self, num_features: int, *, implementation: Implementation = None, **options: Any) -> None:
+    def __init__(
+        self, num_features: int, *, implementation: Implementation = None, **options: Unpack[LayerNormOptions]
+    ) -> None:
         modules.check_norm_options(self, num_features, options)
         super().__init__(num_features, **options)
         self.implementation = implementation
 
-    def __call__(self, x: Array, *, mask: Array | None = None, residual: Array | None = None) -> Any:
+    @overload
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: None = None) -> Array: ...
+
+    @overload
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike) -> tuple[Array, Array]: ...
+
+    @overload
+    def __call__(
+        self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None
+    ) -> Array | tuple[Array, Array]: ...
+
+    def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None = None) -> Any:
         """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
         return run_norm(self, "layer", x, residual, mask, super().__call__, ("scale", "bias"))
 
@@ -76,9 +131,9 @@ class LayerNorm(nnx.LayerNorm):
 def run_norm(
     norm: Any,
     kind: str,
-    x: Array,
-    residual: Array | None,
-    mask: Array | None,
+    x: Any,
+    residual: Any,
+    mask: Any,
     flax_norm: Callable[..., Any],
     names: tuple[str, ...],
 ) -> Any:

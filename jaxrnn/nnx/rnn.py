@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, Literal, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation
 from jaxrnn.choice import must_scan
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, ReturnsCarry
 from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused
 
 Rngs = nnx.Rngs | nnx.RngStream | None
@@ -24,7 +26,20 @@ graph_scan: Any = getattr(nnx, "compat", nnx).scan
 DEFAULT_STATE_AXES = nnx.StateAxes({...: nnx.Carry})  # type: ignore[arg-type]
 
 
-class RNN(nnx.RNN):
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments of `RNN.__call__`, except `return_carry`."""
+
+    initial_carry: Carry | None
+    seq_lengths: ArrayLike | None
+    time_major: bool | None
+    reverse: bool | None
+    keep_order: bool | None
+    rngs: Rngs
+    resets: ArrayLike | None
+    reset_carry: Carry | None
+
+
+class RNN(nnx.RNN, Generic[ReturnsCarry]):
     """`flax.nnx.RNN` with episode resets: runs `cell` over time in one launch.
 
         rnn = RNN(GRUCell(64, 128, rngs=rngs), time_major=True, return_carry=True)
@@ -48,12 +63,14 @@ class RNN(nnx.RNN):
       implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
     """
 
+    return_carry: ReturnsCarry
+
     def __init__(
         self,
         cell: nnx.RNNCellBase,
         *,
         time_major: bool = False,
-        return_carry: bool = False,
+        return_carry: ReturnsCarry = False,  # type: ignore[assignment]
         reverse: bool = False,
         keep_order: bool = False,
         unroll: int = 1,
@@ -80,18 +97,41 @@ class RNN(nnx.RNN):
         self.precision = precision
         self.implementation = implementation
 
+    @overload
+    def __call__(
+        self: RNN[Literal[False]], inputs: ArrayLike, *, return_carry: None = None, **options: Unpack[CallOptions]
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self: RNN[Literal[True]], inputs: ArrayLike, *, return_carry: None = None, **options: Unpack[CallOptions]
+    ) -> tuple[Carry, Array]: ...
+
+    @overload
+    def __call__(self, inputs: ArrayLike, *, return_carry: Literal[False], **options: Unpack[CallOptions]) -> Array: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: Literal[True], **options: Unpack[CallOptions]
+    ) -> tuple[Carry, Array]: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: bool | None = None, **options: Unpack[CallOptions]
+    ) -> Array | tuple[Carry, Array]: ...
+
     def __call__(
         self,
-        inputs: Array,
+        inputs: Any,
         *,
         initial_carry: Carry | None = None,
-        seq_lengths: Array | None = None,
+        seq_lengths: Any = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
         rngs: Rngs = None,
-        resets: Array | None = None,
+        resets: Any = None,
         reset_carry: Carry | None = None,
     ) -> Any:
         """Runs the cell over `inputs` and restarts it at every step where `resets` is nonzero.
@@ -212,7 +252,7 @@ class RNN(nnx.RNN):
             carry, y = cell(reset(carry, *of_step), x)
             return carry, (y, carry if return_carries else None)
 
-        time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
+        time_first: list[Any] = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
         carry, outputs = run(self.cell, carry, (*time_first, stepped))
         ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
         return carry, ys, carries

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, Literal, TypedDict, overload
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.typing import Dtype, Initializer
 from jax import Array
+from jax.typing import ArrayLike
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation, check_flags, check_size
-from jaxrnn.modules import Carry
+from jaxrnn.modules import Carry, ReturnsCarry
 from jaxrnn.nnx.fused_cell import FusedCell, entry_of, packed_params, reason_to_scan
 from jaxrnn.nnx.norms import LayerNorm, RMSNorm
 from jaxrnn.nnx.rnn import Rngs
@@ -35,10 +37,26 @@ class LearnedCarry(nnx.Module):
         return modules.one_or_tuple([getattr(self, name)[...] for name in self.names])
 
 
-class FusedStack(nnx.Module):
+class CallOptions(TypedDict, total=False):
+    """The keyword arguments of `FusedStack.__call__`, except `return_carry`."""
+
+    initial_carry: Any
+    seq_lengths: ArrayLike | None
+    time_major: bool | None
+    reverse: bool | None
+    keep_order: bool | None
+    deterministic: bool | None
+    rngs: Rngs
+    resets: ArrayLike | None
+    reset_carry: Any
+
+
+class FusedStack(nnx.Module, Generic[ReturnsCarry]):
     """The base class of the stacks, each with the cell `_cell`."""
 
-    _cell: ClassVar[type[FusedCell]] = FusedCell
+    return_carry: ReturnsCarry
+
+    _cell: ClassVar[type[FusedCell[Any]]] = FusedCell
 
     def __init__(
         self,
@@ -49,7 +67,7 @@ class FusedStack(nnx.Module):
         dropout_rate: float = 0.0,
         bidirectional: bool = False,
         time_major: bool = False,
-        return_carry: bool = False,
+        return_carry: ReturnsCarry = False,  # type: ignore[assignment]
         reverse: bool = False,
         keep_order: bool = False,
         learned_carry: bool = False,
@@ -129,19 +147,46 @@ class FusedStack(nnx.Module):
         if dropout_rate > 0.0:
             self.dropout = nnx.Dropout(dropout_rate, rngs=rngs)
 
+    @overload
+    def __call__(
+        self: FusedStack[Literal[False]],
+        inputs: ArrayLike,
+        *,
+        return_carry: None = None,
+        **options: Unpack[CallOptions],
+    ) -> Array: ...
+
+    @overload
+    def __call__(
+        self: FusedStack[Literal[True]], inputs: ArrayLike, *, return_carry: None = None, **options: Unpack[CallOptions]
+    ) -> tuple[tuple[Any, ...], Array]: ...
+
+    @overload
+    def __call__(self, inputs: ArrayLike, *, return_carry: Literal[False], **options: Unpack[CallOptions]) -> Array: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: Literal[True], **options: Unpack[CallOptions]
+    ) -> tuple[tuple[Any, ...], Array]: ...
+
+    @overload
+    def __call__(
+        self, inputs: ArrayLike, *, return_carry: bool | None = None, **options: Unpack[CallOptions]
+    ) -> Array | tuple[tuple[Any, ...], Array]: ...
+
     def __call__(
         self,
-        inputs: Array,
+        inputs: Any,
         *,
         initial_carry: Any = None,
-        seq_lengths: Array | None = None,
+        seq_lengths: Any = None,
         return_carry: bool | None = None,
         time_major: bool | None = None,
         reverse: bool | None = None,
         keep_order: bool | None = None,
         deterministic: bool | None = None,
         rngs: Rngs = None,
-        resets: Array | None = None,
+        resets: Any = None,
         reset_carry: Any = None,
     ) -> Any:
         """Runs all layers over `inputs` and restarts them at every step where `resets` is nonzero.
@@ -232,7 +277,7 @@ class FusedStack(nnx.Module):
             caller=caller,
         )
 
-    def initialize_carry(self, input_shape: tuple[int, ...], rngs: Rngs = None) -> Any:
+    def initialize_carry(self, input_shape: tuple[int, ...], rngs: Rngs = None) -> tuple[Any, ...]:
         """Returns the carry of a new sequence: the result of `carry_init`, or the learned carry.
 
         Args:
@@ -269,7 +314,7 @@ class FusedStack(nnx.Module):
         """Returns the widths of the arrays of a cell's carry by name; the hidden state is the last."""
         return {"h": self.hidden_features}
 
-    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell."""
         return self._cell(*args, **options)
 

@@ -71,6 +71,55 @@ def test_import_jaxrnn_loads_neither_torch_nor_flax():
     run_without((), f"import jaxrnn; assert not {loaded}, {loaded}")
 
 
+def test_submodules_of_jaxrnn_are_imported_on_first_use():
+    run_without(
+        TORCH_SIDE,
+        """
+import sys
+import jaxrnn
+names = {"convert", "linen", "nnx"}
+assert names <= set(dir(jaxrnn)) and not {f"jaxrnn.{name}" for name in names} & set(sys.modules)
+class ScannedRNN(jaxrnn.linen.ScannedRNN):
+    cell_type: str = "lstm"
+c, h = ScannedRNN.initialize_carry(2, 3)
+assert c.shape == h.shape == (2, 3)
+assert jaxrnn.nnx is sys.modules["jaxrnn.nnx"] and jaxrnn.convert is sys.modules["jaxrnn.convert"]
+assert not hasattr(jaxrnn, "layers")
+""",
+    )
+
+
+@pytest.mark.torch
+def test_submodules_of_torch_bridge_are_imported_on_first_use():
+    code = "assert {'functional', 'nn'} <= set(dir(torch_bridge)) and 'torch' not in sys.modules; torch_bridge.nn.GRU"
+    run_without(JAX_SIDE, f"import sys, torch_bridge; {code}; torch_bridge.functional.gru")
+
+
+PUBLIC = (
+    *("jaxrnn", "jaxrnn.convert", "jaxrnn.linen", "jaxrnn.nnx"),
+    *("torch_bridge", "torch_bridge.functional", "torch_bridge.nn"),
+)
+
+
+@pytest.mark.parametrize("module", PUBLIC)
+def test_public_modules_list_their_names(module):
+    """`__all__` lists each name that the module imports from its own package, and no others but modules."""
+    tree = ast.parse((ROOT.joinpath(*module.split(".")) / "__init__.py").read_text())
+    listed = {
+        name
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for name in ast.literal_eval(node.value)
+    }
+    imported = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(module.split(".")[0])
+        for alias in node.names
+    }
+    assert listed and listed == imported
+
+
 def test_import_convert_loads_none_of_the_frameworks():
     run_without((*TORCH_SIDE, "flax", *CONVERTED), "import jaxrnn.convert")
 
@@ -110,7 +159,7 @@ def test_base_dependencies_and_those_of_torch_bridge_bring_no_jax():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     names = {re.match(r"[\w.-]+", one)[0] for one in (*project["dependencies"], *extras["torch"])}
-    assert names == {"numpy", "torch", "triton"}
+    assert names == {"numpy", "torch", "triton", "typing_extensions"}
     for extra in ("cuda12", "cuda13", "examples"):
         assert any(re.match(r"jaxrnn\[.*\bjax\b.*\]", one) for one in extras[extra]), extra
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -11,6 +11,66 @@ from torch_bridge.functional.checks import Implementation, check_direction
 from torch_bridge.functional.direction import Direction
 from torch_bridge.functional.layer import run_layer
 from torch_bridge.rnn_ops import Precision
+
+
+@overload
+def lstm(
+    xs: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    return_cells: Literal[False] = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
+
+
+@overload
+def lstm(
+    xs: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    return_cells: Literal[True],
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]: ...
+
+
+@overload
+def lstm(
+    xs: Tensor,
+    state: tuple[Tensor, Tensor] | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    w_hr: Tensor | None = None,
+    *,
+    resets: Tensor | None = None,
+    reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    return_cells: bool,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor | tuple[Tensor, Tensor], tuple[Tensor, Tensor]]: ...
 
 
 def lstm(

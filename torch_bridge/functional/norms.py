@@ -19,14 +19,34 @@ _AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch
 
 @overload
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: None = None,
     eps: float | None = None, implementation: Implementation = None,
-) -> Any: ...  # fmt: skip
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor,
+    eps: float | None = None, implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None,
+    eps: float | None = None, implementation: Implementation = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def rms_norm(
     x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None, *,
-    bias: Tensor | None = None, residual: Tensor | None = None, implementation: Implementation = None,
-) -> Any: ...  # fmt: skip
+    bias: Tensor | None = None, residual: None = None, implementation: Implementation = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None, *,
+    bias: Tensor | None = None, residual: Tensor, implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def rms_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, eps: float | None = None, *,
+    bias: Tensor | None = None, residual: Tensor | None, implementation: Implementation = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def rms_norm(
     x: Tensor, *args: Any, residual: Tensor | None = None, implementation: Implementation = None, **kwargs: Any
 ) -> Any:
@@ -81,14 +101,34 @@ def rms_norm(
 
 @overload
 def layer_norm(
-    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None = None,
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: None = None,
     eps: float = 1e-5, implementation: Implementation = None,
-) -> Any: ...  # fmt: skip
+) -> Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor,
+    eps: float = 1e-5, implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, *, residual: Tensor | None,
+    eps: float = 1e-5, implementation: Implementation = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def layer_norm(
     x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
-    eps: float = 1e-5, *, residual: Tensor | None = None, implementation: Implementation = None,
-) -> Any: ...  # fmt: skip
+    eps: float = 1e-5, *, residual: None = None, implementation: Implementation = None,
+) -> Tensor: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *, residual: Tensor, implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+@overload
+def layer_norm(
+    x: Tensor, normalized_shape: int | Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None,
+    eps: float = 1e-5, *, residual: Tensor | None, implementation: Implementation = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 def layer_norm(
     x: Tensor, *args: Any, residual: Tensor | None = None, implementation: Implementation = None, **kwargs: Any
 ) -> Any:

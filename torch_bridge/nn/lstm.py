@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import cells
+from torch_bridge.functional import Implementation
 from torch_bridge.functional.lstm import split_state_pair
 from torch_bridge.nn.forward import forward
-from torch_bridge.nn.recurrent import RecurrentModule
+from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.rnn_ops import Precision
 
 
 class LSTM(RecurrentModule):
     """`torch.nn.LSTM` with episode resets.
 
     Args:
-      args: the arguments of `torch.nn.LSTM`: those of `GRU`, and `proj_size=0`.
+      input_size: D.
+      hidden_size: H. All arguments not listed here are those of `torch.nn.LSTM`.
+      num_layers: see `torch.nn.LSTM`.
+      bias: see `torch.nn.LSTM`.
+      batch_first: see `torch.nn.LSTM`.
+      dropout: see `torch.nn.LSTM`.
+      bidirectional: see `torch.nn.LSTM`.
+      proj_size: P, the width to which hidden states are projected; 0 for no projection.
+      device: see `torch.nn.LSTM`.
+      dtype: see `torch.nn.LSTM`.
       precision: see `GRU`.
       implementation: see `GRU`.
       num_blocks: see `GRU`; more than 1 excludes `proj_size`.
-      kwargs: see `args`.
 
     Raises:
       ValueError: see `GRU` and `torch.nn.LSTM`.
@@ -38,12 +49,75 @@ class LSTM(RecurrentModule):
       torch.Size([5, 2, 4])
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("LSTM", *args, **kwargs)
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision = None,
+        implementation: Implementation = None,
+        num_blocks: int = 1,
+    ) -> None:
+        super().__init__(
+            "LSTM", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size,
+            device=device, dtype=dtype, precision=precision, implementation=implementation, num_blocks=num_blocks,
+        )  # fmt: skip
 
     get_expected_cell_size = torch.nn.LSTM.get_expected_cell_size
     check_forward_args = torch.nn.LSTM.check_forward_args  # type: ignore[assignment]  # as in torch.nn
     permute_hidden = torch.nn.LSTM.permute_hidden  # type: ignore[assignment]
+
+    if TYPE_CHECKING:
+
+        @overload  # type: ignore[override]  # its states are pairs
+        def __call__(
+            self,
+            input: Tensor,
+            hx: tuple[Tensor, Tensor] | None = None,
+            *,
+            resets: Tensor | None = None,
+            reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+        ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
+
+        @overload
+        def __call__(
+            self,
+            input: PackedSequence,
+            hx: tuple[Tensor, Tensor] | None = None,
+            *,
+            resets: PackedSequence | None = None,
+            reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+        ) -> tuple[PackedSequence, tuple[Tensor, Tensor]]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]: ...
+
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: tuple[Tensor, Tensor] | None = None,
+        *,
+        resets: PackedSequence | None = None,
+        reset_state: tuple[Tensor | None, Tensor | None] | None = None,
+    ) -> tuple[PackedSequence, tuple[Tensor, Tensor]]: ...
 
     def forward(
         self,

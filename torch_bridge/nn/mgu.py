@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
+import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import cells
+from torch_bridge.functional import Implementation
 from torch_bridge.nn.forward import forward
-from torch_bridge.nn.recurrent import RecurrentModule
+from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.rnn_ops import Precision
 
 
 class MGU(RecurrentModule):
@@ -19,11 +23,19 @@ class MGU(RecurrentModule):
     values are uniform between -1 / sqrt(H) and 1 / sqrt(H).
 
     Args:
-      args: the arguments of `torch.nn.GRU`, see `GRU`.
+      input_size: D.
+      hidden_size: H. All arguments not listed here are those of `torch.nn.GRU`.
+      num_layers: see `torch.nn.GRU`.
+      bias: see `torch.nn.GRU`.
+      batch_first: see `torch.nn.GRU`.
+      dropout: see `torch.nn.GRU`.
+      bidirectional: see `torch.nn.GRU`.
+      proj_size: must be None: only an LSTM has a projection.
+      device: see `torch.nn.GRU`.
+      dtype: see `torch.nn.GRU`.
       precision: see `GRU`.
       implementation: see `GRU`.
       num_blocks: see `GRU`.
-      kwargs: see `args`.
 
     Raises:
       ValueError: see `GRU` and `torch.nn.GRU`.
@@ -40,11 +52,31 @@ class MGU(RecurrentModule):
       torch.Size([5, 2, 4])
     """
 
-    def __init__(self, *args: Any, num_blocks: int = 1, **kwargs: Any) -> None:
-        if "proj_size" in kwargs:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision = None,
+        implementation: Implementation = None,
+        num_blocks: int = 1,
+    ) -> None:
+        if proj_size is not None:
             raise ValueError("proj_size argument is only supported for LSTM, not MGU")
         self._is_built = False
-        super().__init__("GRU", *args, **kwargs)  # torch.nn.RNNBase accepts the modes of torch.nn only
+        # torch.nn.RNNBase accepts the modes of torch.nn only
+        super().__init__(
+            "GRU", input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device,
+            dtype=dtype, precision=precision, implementation=implementation,
+        )  # fmt: skip
         self.mode, self._is_built = "MGU", True
         for name, w in [*self.named_parameters()]:
             setattr(self, name, Parameter(w.detach()[: cells.MGU.gates * self.hidden_size].clone()))
@@ -56,6 +88,26 @@ class MGU(RecurrentModule):
         """Draws all parameters uniformly between -1 / sqrt(H) and 1 / sqrt(H)."""
         if self._is_built:  # else they have a GRU's rows still, and drawing those would take other random numbers
             super().reset_parameters()
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        resets: PackedSequence | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[PackedSequence, Tensor]: ...
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None

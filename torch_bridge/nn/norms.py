@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
 from torch_bridge import functional
 from torch_bridge.functional.checks import Implementation, check_implementation
+from torch_bridge.nn.recurrent import Device
 
 
 class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: the arguments of `torch.nn.RMSNorm`, by position or name: `normalized_shape`, `eps=None`,
-        `elementwise_affine=True`, `device`, `dtype`.
+      normalized_shape: the shape of the trailing axes, or the width of the last one.
+      eps: see `torch.nn.RMSNorm`.
+      elementwise_affine: see `torch.nn.RMSNorm`.
+      device: see `torch.nn.RMSNorm`.
+      dtype: see `torch.nn.RMSNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: see `args`.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -32,10 +36,42 @@ class RMSNorm(torch.nn.RMSNorm):
       (True, True)
     """
 
-    def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        implementation: Implementation = None,
+    ) -> None:
+        shape: Any = normalized_shape
+        super().__init__(shape, eps, elementwise_affine, device=device, dtype=dtype)
         check_implementation(implementation)
         self.implementation = implementation
+
+    if TYPE_CHECKING:  # torch.nn.Module declares that a call returns anything
+
+        @overload
+        def __call__(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+        @overload
+        def __call__(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+        @overload
+        def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+
+    @overload
+    def forward(self, x: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Any:
         """Normalizes over the trailing axes.
@@ -59,10 +95,13 @@ class LayerNorm(torch.nn.LayerNorm):
     """`torch.nn.LayerNorm`, fused with the sum of a residual connection.
 
     Args:
-      args: the arguments of `torch.nn.LayerNorm`, by position or name: `normalized_shape`, `eps=1e-5`,
-        `elementwise_affine=True`, `bias=True`, `device`, `dtype`.
+      normalized_shape: the shape of the trailing axes, or the width of the last one.
+      eps: see `torch.nn.LayerNorm`.
+      elementwise_affine: see `torch.nn.LayerNorm`.
+      bias: see `torch.nn.LayerNorm`.
+      device: see `torch.nn.LayerNorm`.
+      dtype: see `torch.nn.LayerNorm`.
       implementation: see `torch_bridge.functional.rms_norm`.
-      kwargs: see `args`.
 
     Raises:
       ValueError: the implementation is unknown.
@@ -76,10 +115,43 @@ class LayerNorm(torch.nn.LayerNorm):
       (True, True)
     """
 
-    def __init__(self, *args: Any, implementation: Implementation = None, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        implementation: Implementation = None,
+    ) -> None:
+        shape: Any = normalized_shape
+        super().__init__(shape, eps, elementwise_affine, bias, device=device, dtype=dtype)
         check_implementation(implementation)
         self.implementation = implementation
+
+    if TYPE_CHECKING:  # torch.nn.Module declares that a call returns anything
+
+        @overload
+        def __call__(self, input: Tensor, residual: None = None) -> Tensor: ...
+
+        @overload
+        def __call__(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+        @overload
+        def __call__(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
+
+    @overload
+    def forward(self, input: Tensor, residual: None = None) -> Tensor: ...
+
+    @overload
+    def forward(self, input: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def forward(self, input: Tensor, residual: Tensor | None = None) -> Any:
         """Normalizes over the trailing axes.

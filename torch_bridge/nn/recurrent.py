@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import op_common, rnn_ops
 from torch_bridge.functional.checks import Implementation, check_implementation
 from torch_bridge.rnn_ops import Precision
+
+Device = torch.device | str | int | None
 
 
 class RecurrentModule(torch.nn.RNNBase):
@@ -21,13 +24,26 @@ class RecurrentModule(torch.nn.RNNBase):
 
     def __init__(
         self,
-        *args: Any,
+        mode: str,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: int = 0,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
         precision: Precision = None,
         implementation: Implementation = None,
         num_blocks: int = 1,
-        **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(
+            mode, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, proj_size, device,
+            dtype,
+        )  # fmt: skip
         check_implementation(implementation)
         if precision is not None:
             rnn_ops.kernel_precision(precision, self.hidden_size)  # raises ValueError if it is unknown
@@ -71,6 +87,30 @@ class RecurrentModule(torch.nn.RNNBase):
     def extra_repr(self) -> str:
         """Returns the arguments as `torch.nn` shows them, and the number of blocks if there are several."""
         return super().extra_repr() + (f", num_blocks={self.num_blocks}" if self.num_blocks > 1 else "")
+
+    if TYPE_CHECKING:  # torch.nn.Module declares that a call returns anything
+
+        @overload
+        def __call__(
+            self,
+            input: Tensor,
+            hx: Tensor | None = None,
+            *,
+            resets: Tensor | None = None,
+            reset_state: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor]: ...
+
+        @overload
+        def __call__(
+            self,
+            input: PackedSequence,
+            hx: Tensor | None = None,
+            *,
+            resets: PackedSequence | None = None,
+            reset_state: Tensor | None = None,
+        ) -> tuple[PackedSequence, Tensor]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...  # noqa: D102
 
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
         """Checks the input as `torch.nn` does, also against weights that `torch.func.functional_call` substitutes."""

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from torch_bridge.functional import Implementation
 from torch_bridge.functional.rnn import cell_of
 from torch_bridge.nn.forward import forward
-from torch_bridge.nn.recurrent import RecurrentModule
+from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.rnn_ops import Precision
 
 
 class RNN(RecurrentModule):
     """`torch.nn.RNN` with episode resets.
 
     Args:
-      args: the arguments of `torch.nn.RNN`: those of `GRU`, with `nonlinearity="tanh"` (or `"relu"`) after
-        `num_layers`.
+      input_size: D.
+      hidden_size: H. All arguments not listed here are those of `torch.nn.RNN`.
+      num_layers: see `torch.nn.RNN`.
+      nonlinearity: see `torch.nn.RNN`.
+      bias: see `torch.nn.RNN`.
+      batch_first: see `torch.nn.RNN`.
+      dropout: see `torch.nn.RNN`.
+      bidirectional: see `torch.nn.RNN`.
+      proj_size: must be None: only an LSTM has a projection.
+      device: see `torch.nn.RNN`.
+      dtype: see `torch.nn.RNN`.
       precision: see `GRU`.
       implementation: see `GRU`.
       num_blocks: see `GRU`.
-      kwargs: see `args`.
 
     Raises:
       ValueError: see `GRU` and `torch.nn.RNN`.
@@ -38,15 +49,53 @@ class RNN(RecurrentModule):
       torch.Size([5, 2, 4])
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if "proj_size" in kwargs:
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        proj_size: None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        precision: Precision = None,
+        implementation: Implementation = None,
+        num_blocks: int = 1,
+    ) -> None:
+        if proj_size is not None:
             raise ValueError("proj_size argument is only supported for LSTM, not RNN or GRU")
-        if len(args) > 3:
-            self.nonlinearity, args = args[3], args[:3] + args[4:]
-        else:
-            self.nonlinearity = kwargs.pop("nonlinearity", "tanh")
+        self.nonlinearity = nonlinearity
         cell_of(self.nonlinearity)  # raises ValueError if it is unknown
-        super().__init__(f"RNN_{self.nonlinearity.upper()}", *args, **kwargs)
+        super().__init__(
+            f"RNN_{nonlinearity.upper()}", input_size, hidden_size, num_layers, bias, batch_first, dropout,
+            bidirectional, device=device, dtype=dtype, precision=precision, implementation=implementation,
+            num_blocks=num_blocks,
+        )  # fmt: skip
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        resets: PackedSequence | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[PackedSequence, Tensor]: ...
 
     def forward(
         self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,24 @@ from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, res
 
 # The cells that TorchRL has modules of, by `torch.nn.RNNBase.mode`.
 _CELLS = {"GRU": cells.GRU, "LSTM": cells.LSTM}
+
+
+@overload
+def run_trajectories(
+    rnn: torch.nn.RNNBase, input: Tensor, is_init: Tensor, hidden: Tensor, cell: None = None
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def run_trajectories(
+    rnn: torch.nn.RNNBase, input: Tensor, is_init: Tensor, hidden: Tensor, cell: Tensor
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def run_trajectories(
+    rnn: torch.nn.RNNBase, input: Tensor, is_init: Tensor, hidden: Tensor, cell: Tensor | None
+) -> tuple[Tensor, ...]: ...
 
 
 def run_trajectories(

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.cells import GRUParams
 from jaxrnn.linen.fused_cell import CellEntry, FusedCell
 from jaxrnn.linen.stack import FusedStack
+from jaxrnn.modules import ReturnsCarry
 
 
-class GRUCell(FusedCell, nn.GRUCell):
+class GRUCell(FusedCell[Array], nn.GRUCell):
     """`flax.linen.GRUCell` computed by `jaxrnn.gru`, with the same parameters, initial values and results.
 
     `RNN` and `ScannedRNN` run the cell over time in one call. A call of the cell itself computes one step.
@@ -50,7 +52,7 @@ class GRUCell(FusedCell, nn.GRUCell):
         )
 
 
-class GRU(FusedStack):
+class GRU(FusedStack[ReturnsCarry]):
     """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
 
         gru = GRU(128, num_layers=2, time_major=True, return_carry=True)

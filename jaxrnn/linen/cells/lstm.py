@@ -6,14 +6,16 @@ from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
+from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.cells import LSTMParams
 from jaxrnn.linen.fused_cell import CellEntry, DenseParams, FusedCell
 from jaxrnn.linen.stack import FusedStack
+from jaxrnn.modules import ReturnsCarry
 
 
-class FusedLSTMCell(FusedCell):
+class FusedLSTMCell(FusedCell[tuple[Array, Array]]):
     """The base class of the two LSTM cells."""
 
     @property
@@ -53,7 +55,7 @@ class OptimizedLSTMCell(FusedLSTMCell, nn.OptimizedLSTMCell):
     """
 
 
-class LSTM(FusedStack):
+class LSTM(FusedStack[ReturnsCarry]):
     """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
     Attributes:

@@ -7,14 +7,16 @@ from typing import Any
 import flax.linen as nn
 import jax.numpy as jnp
 from flax.typing import Initializer
+from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.cells import MGUParams
 from jaxrnn.linen.fused_cell import CellEntry, FusedCell
 from jaxrnn.linen.stack import FusedStack
+from jaxrnn.modules import ReturnsCarry
 
 
-class MGUCell(FusedCell, nn.MGUCell):
+class MGUCell(FusedCell[Array], nn.MGUCell):
     """`flax.linen.MGUCell` computed by `jaxrnn.mgu`, with the same parameters, initial values and results.
 
     Attributes:
@@ -44,7 +46,7 @@ class MGUCell(FusedCell, nn.MGUCell):
         )
 
 
-class MGU(FusedStack):
+class MGU(FusedStack[ReturnsCarry]):
     """A stack of minimal gated units: `GRU` with the cell `MGUCell`.
 
     Attributes:

@@ -12,9 +12,10 @@ from jaxrnn import modules
 from jaxrnn.cells import SimpleParams
 from jaxrnn.linen.fused_cell import CellEntry, FusedCell
 from jaxrnn.linen.stack import FusedStack
+from jaxrnn.modules import ReturnsCarry
 
 
-class SimpleCell(FusedCell, nn.SimpleCell):
+class SimpleCell(FusedCell[Array], nn.SimpleCell):
     """`flax.linen.SimpleCell` computed by `jaxrnn.simple_rnn`, with the same parameters, initial values and results.
 
     Attributes:
@@ -40,7 +41,7 @@ class SimpleCell(FusedCell, nn.SimpleCell):
         return SimpleParams(w_ih=w_ih, w_hh=w_hh, b=b)
 
 
-class SimpleRNN(FusedStack):
+class SimpleRNN(FusedStack[ReturnsCarry]):
     """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
 
     Attributes:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 from flax import nnx
+from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.cells import GRUParams
+from jaxrnn.modules import ReturnsCarry
 from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
 from jaxrnn.nnx.stack import FusedStack
 
 
-class GRUCell(FusedCell, nnx.GRUCell):
+class GRUCell(FusedCell[Array], nnx.GRUCell):
     """`flax.nnx.GRUCell` computed by `jaxrnn.gru`, with the same parameters, initial values and results.
 
     Flax's cell has no recurrent bias of n, unlike `linen.GRUCell`, and this cell has none while Flax's has none. If the
@@ -45,7 +47,7 @@ def pack(cell: nnx.GRUCell, weights: LayerWeights) -> GRUParams:
     return GRUParams(w_ih, w_hh, b_i.at[: of_rz.size].add(of_rz), b_hn + of_n)
 
 
-class GRU(FusedStack):
+class GRU(FusedStack[ReturnsCarry]):
     """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
 
         gru = GRU(64, 128, num_layers=2, time_major=True, return_carry=True, rngs=nnx.Rngs(0))

@@ -5,16 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.typing import Dtype, Initializer
 from jax import Array
+from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.cells import SimpleParams
-from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights
-from jaxrnn.nnx.stack import FusedStack
+from jaxrnn.checks import Implementation
+from jaxrnn.modules import ReturnsCarry
+from jaxrnn.nnx.fused_cell import DENSE, CellEntry, CellOptions, FusedCell, LayerWeights
+from jaxrnn.nnx.stack import KERNEL_INIT, RECURRENT_KERNEL_INIT, FusedStack
 
 
-class SimpleCell(FusedCell, nnx.SimpleCell):
+class SimpleCellOptions(CellOptions, total=False):
+    """The arguments of Flax's constructor."""
+
+    residual: bool
+
+
+class SimpleCell(FusedCell[Array], nnx.SimpleCell):
     """`flax.nnx.SimpleCell` computed by `jaxrnn.simple_rnn`, with the same parameters, initial values and results.
 
     Attributes:
@@ -28,8 +40,28 @@ class SimpleCell(FusedCell, nnx.SimpleCell):
       implementation: as in `jaxrnn.simple_rnn`; "triton" raises NotImplementedError for a cell that Flax runs.
     """
 
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        *,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation = None,
+        num_blocks: int = 1,
+        **options: Unpack[SimpleCellOptions],
+    ) -> None:
+        given: Any = options  # other options than those of cells with gates
+        super().__init__(
+            in_features,
+            hidden_features,
+            precision=precision,
+            implementation=implementation,
+            num_blocks=num_blocks,
+            **given,
+        )
 
-class SimpleRNN(FusedStack):
+
+class SimpleRNN(FusedStack[ReturnsCarry]):
     """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
 
     Attributes:
@@ -45,13 +77,55 @@ class SimpleRNN(FusedStack):
         hidden_features: int,
         *,
         activation_fn: Callable[[Array], Array] = nnx.tanh,
-        **options: Any,
+        num_layers: int = 1,
+        dropout_rate: float = 0.0,
+        bidirectional: bool = False,
+        time_major: bool = False,
+        return_carry: ReturnsCarry = False,  # type: ignore[assignment]
+        reverse: bool = False,
+        keep_order: bool = False,
+        learned_carry: bool = False,
+        dtype: Dtype | None = None,
+        param_dtype: Dtype = jnp.float32,
+        kernel_init: Initializer = KERNEL_INIT,
+        recurrent_kernel_init: Initializer = RECURRENT_KERNEL_INIT,
+        bias_init: Initializer = jax.nn.initializers.zeros,
+        carry_init: Initializer = jax.nn.initializers.zeros,
+        precision: jax.lax.PrecisionLike = None,
+        implementation: Implementation = None,
+        remat: bool = False,
+        norm: str | Callable[..., nnx.Module] | None = None,
+        num_blocks: int = 1,
+        rngs: nnx.Rngs,
     ) -> None:
         modules.check_function(self.caller(), "activation_fn", activation_fn)
         self.activation_fn = activation_fn
-        super().__init__(in_features, hidden_features, **options)
+        super().__init__(
+            in_features,
+            hidden_features,
+            num_layers=num_layers,
+            dropout_rate=dropout_rate,
+            bidirectional=bidirectional,
+            time_major=time_major,
+            return_carry=return_carry,  # type: ignore[arg-type]  # mypy takes each type by itself
+            reverse=reverse,
+            keep_order=keep_order,
+            learned_carry=learned_carry,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            recurrent_kernel_init=recurrent_kernel_init,
+            bias_init=bias_init,
+            carry_init=carry_init,
+            precision=precision,
+            implementation=implementation,
+            remat=remat,
+            norm=norm,
+            num_blocks=num_blocks,
+            rngs=rngs,
+        )
 
-    def make_cell(self, *args: Any, **options: Any) -> FusedCell:
+    def make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell."""
         return self._cell(*args, activation_fn=self.activation_fn, **options)
 
