@@ -7,6 +7,7 @@ from typing import Literal
 
 import jax
 from jax import Array
+from jax.typing import ArrayLike
 
 from jaxrnn import recurrent
 from jaxrnn.cells import CELLS, NormGRUParams
@@ -15,14 +16,14 @@ from jaxrnn.checks import Implementation
 
 def norm_gru(
     params: NormGRUParams,
-    carry: Array,
-    xs: Array,
+    carry: ArrayLike,
+    xs: ArrayLike,
     *,
     norm: Literal["rms", "layer"] = "rms",
     epsilon: float = 1e-4,
     update_bias: float = -1.0,
-    resets: Array | None = None,
-    reset_state: Array | None = None,
+    resets: ArrayLike | None = None,
+    reset_state: ArrayLike | None = None,
     reverse: bool = False,
     time_major: bool = True,
     precision: jax.lax.PrecisionLike = None,
