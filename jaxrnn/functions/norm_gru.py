@@ -76,8 +76,8 @@ def norm_gru(
             'norm="layer" for shifts'
         )
     cell = dataclasses.replace(cells[norm], epsilon=float(epsilon), update_bias=float(update_bias))
-    carry, (ys,) = recurrent.run(
+    last, (ys,) = recurrent.run(
         cell, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
         precision=precision, remat=remat, implementation=implementation,
     )  # fmt: skip
-    return carry, ys
+    return last, ys
