@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -140,6 +140,12 @@ def native_call(h: jax.Array) -> jax.Array:
     return call(h)
 
 
+class ScaleProblem(NamedTuple):
+    """What a launch of `ScaleKind` scales: an array of `size` elements."""
+
+    size: int
+
+
 class ScaleKind(LaunchKind):
     """The launch of a kernel that does almost nothing: it scales `x` to `y`."""
 
@@ -148,12 +154,19 @@ class ScaleKind(LaunchKind):
     def types(self, shapes: Any, params: Any) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct(shapes[0], output.dtype) for output in params["outputs"]]
 
+    def describe(self, params: Any) -> tuple[str, Literal["fwd"]]:
+        return "scale", "fwd"
+
     def launch(self, arrays: Any, params: Any, device: Any) -> Any:
         from benchmarks.trivial_kernel import scale_kernel
         from torch_bridge.launch import Launch
 
-        launch = Launch(device)
         size = math.prod(arrays[0].shape)
+
+        class ScaleLaunch(Launch):
+            problem = tiling = ScaleProblem(size)
+
+        launch = ScaleLaunch(device)
         launch.add(scale_kernel, 1, 4, dict.fromkeys(("x", "y"), str(arrays[0].dtype)), {"SIZE": size}, {})
         return launch
 

@@ -81,8 +81,10 @@ _OPTIONAL = (("scale_i", "D"), ("scale_h", "H"), ("shift_i", "D"), ("shift_h", "
 RMS_NORM_GRU = Cell(
     **vars(specs.RMS_NORM_GRU), title="a normed GRU", function="norm_gru", params=NormGRUParams, bias="b", step=_step,
     compute_residuals=_compute_residuals, grad_step=_grad_step, optional=_OPTIONAL[:2], prepare=_fold,
+    epsilon=1e-4, update_bias=-1.0,
 )  # fmt: skip
 LAYER_NORM_GRU = Cell(
     **vars(specs.LAYER_NORM_GRU), title="a normed GRU", function="norm_gru", params=NormGRUParams, bias="b", step=_step,
     compute_residuals=_compute_residuals, grad_step=_grad_step, optional=_OPTIONAL, prepare=_fold,
+    epsilon=1e-4, update_bias=-1.0,
 )  # fmt: skip

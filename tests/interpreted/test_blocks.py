@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from calls import (
+    EVERY_CELL,
     B,
     D,
     T,
     arguments,
     assert_close,
-    every_cell,
     every_implementation,
     kernels_only,
     launches,
@@ -24,6 +24,9 @@ from calls import (
 
 import jaxrnn
 from jaxrnn.cells import CELLS
+
+# The norm of a normed GRU sees all units, so it has no blocks.
+every_cell = pytest.mark.parametrize("cell", [cell for cell in EVERY_CELL if not CELLS[cell].norm])
 
 H, BLOCKS = 12, 3
 
@@ -112,3 +115,10 @@ def test_blocks_exclude_a_projection():
     params = jaxrnn.LSTMParams(zeros((D, 4 * H)), zeros((3, 4, 16)), zeros(4 * H), zeros((H, 6)))
     with pytest.raises(ValueError, match="block-diagonal, which a projection w_hr excludes"):
         jaxrnn.lstm(params, (zeros((B, H)), zeros((B, 6))), zeros((T, B, D)))
+
+
+def test_a_cell_with_a_norm_has_no_blocks():
+    params, carry, xs, resets, _ = arguments("layer_norm_gru", hidden=H)
+    blocks = params._replace(w_hh=jnp.zeros((BLOCKS, H // BLOCKS, 3 * H // BLOCKS)))
+    with pytest.raises(ValueError, match=r"norm_gru: params\.w_hh must be \(12, 36\), not blocks; the norm"):
+        cases.FUNCTIONS["layer_norm_gru"](blocks, carry, xs, resets=resets)
