@@ -22,8 +22,8 @@ KERNELS = [
 # For properties that JAX itself guarantees for a `lax.scan`, but that a custom rule might break.
 kernels_only = pytest.mark.parametrize("implementation", KERNELS)
 every_implementation = pytest.mark.parametrize("implementation", ["xla", *KERNELS])
-# Without "simple_relu", which differs from "simple_tanh" in pointwise functions alone, and "rms_norm_gru", whose norm is a
-# part of that of "layer_norm_gru".
+# Without "simple_relu", which differs from "simple_tanh" in pointwise functions alone, and "rms_norm_gru", whose norm
+# is a part of that of "layer_norm_gru".
 EVERY_CELL = [cell for cell in FUNCTIONS if cell not in ("simple_relu", "rms_norm_gru")]
 every_cell = pytest.mark.parametrize("cell", EVERY_CELL)
 # For properties that depend on the code around the kernels, which a projection changes, and not only on the kernels.
