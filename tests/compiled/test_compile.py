@@ -451,6 +451,10 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
     return bad
 
 
+# The same bounds for cells with a norm, which need more registers than the cell whose tilings they use.
+LOCAL_BYTES_OF_NORMED = {100: 40, 103: 40, 120: 40}
+
+
 def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
     """Returns the bytes of local memory that a thread may have."""
     later, capability = support.triton_version() > (3, 7), device.capability
@@ -468,7 +472,7 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
         return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.tilings, p.direction][1] if later else 0)
     if later and (c.loop, c.block_h, p.tilings, p.direction) == ("resident", 128, "lstm", "bwd"):
         return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
-    return 0
+    return LOCAL_BYTES_OF_NORMED.get(capability, 0) if p.norm_width else 0
 
 
 def local_bytes(cubin: bytes) -> int:

@@ -191,7 +191,7 @@ y = jax.block_until_ready(jax.jit(norm)(x, jnp.ones(256)))
 assert y.sharding.shard_shape(y.shape) == (2, 3, 256), y.sharding
 """,
         blocked=(),
-        parameters="norm_fwd_kernel:88884488",
+        parameters="rms_norm_fwd:88884488",
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
         XDG_CACHE_HOME=str(tmp_path),
         TRITON_INTERPRET="0",
