@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn.cells import base, norm
+from jaxrnn.cells.run_step import run_step
 from jaxrnn.numerics import is_reset, matmul
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def _forward(
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the forward launch of one model."""
     steps = _Steps(arrays["xp"], in_reverse)
-    b_hn, w = weights.get("b_hn"), weights["w_hh_t"].T
+    w = weights["w_hh_t"].T
     fixed = [steps.state(arrays[f"reset_{s}"]) if reset_state == "fixed" else None for s in cell.states]
     residuals_packed = _is_packed(cell, dtypes)
     saved = [name for name in (*dict(cell.residuals), "scale") if name in dtypes] if not residuals_packed else []
@@ -127,22 +128,13 @@ def _forward(
                 for x, h in zip(new, states, strict=True)
             )
         xp, hp = xp.astype(jnp.float32), _product(states[0], w, precision)
-        gates, x_last = base.add_gates(cell, xp, hp, b_hn)
-        if cell.norm:
-            scale, mean = norm.scale_and_mean(states[0], statistics, norm_width)
-            normalised, gates = norm.normalise(gates, scale, weights["bias"])
-        after, activations = cell.step(gates, x_last, states)
+        after, residuals = run_step(cell, xp, hp, weights, states, statistics, norm_width)
         results = {
             f"{s}s": x.astype(dtypes[f"{s}s"]) for s, x in zip(cell.states, after, strict=True) if f"{s}s" in dtypes
         }
-        if saved or residuals_packed:
-            if cell.norm:
-                residuals = norm.residuals_of(cell, activations, states[0], normalised, scale, mean)
-            else:
-                residuals = base.residuals_of(cell, activations, states)
-            results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
-            if residuals_packed:
-                results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
+        results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
+        if residuals_packed:
+            results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
         return after, results
 
     carry = tuple(steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states)

@@ -8,7 +8,7 @@ needs of the state its sum of squares and, for LayerNorm, its sum.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,7 +37,7 @@ def input_statistics(cell: Cell, xs: Array, hidden: int, dtype: Any = jnp.float3
     return {"x_norm": jnp.sum((xs - mean) ** 2, axis=-1, keepdims=True) / width + cell.epsilon, "x_mean": mean}
 
 
-def scale_and_mean(h: Array, statistics: dict[str, Array], width: int) -> tuple[Array, Array | float]:
+def scale_and_mean(h: Array, statistics: Mapping[str, Array], width: int) -> tuple[Array, Array | float]:
     """Returns s and the mean of `[x, h]`, `[..., 1]`; the mean is 0 without "x_mean"."""
     hidden, variance = h.shape[-1], statistics["x_norm"]
     squares = jnp.sum(h * h, axis=-1, keepdims=True)

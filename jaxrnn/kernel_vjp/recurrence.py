@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.cells import base, norm
+from jaxrnn.cells.run_step import run_step
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
@@ -80,10 +81,7 @@ def _forward_on_device(
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
     weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
-    if cell.last_gate_separate:
-        weights["b_hn"] = params.b_hn.astype(f32)[None]
-    if cell.norm:
-        weights["bias"] = getattr(params, cell.bias).astype(f32)[None]
+    weights |= {name: b[None] for name, b in _biases(static, params).items()}
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
         for s, x in zip(cell.states, states, strict=True)
@@ -187,21 +185,15 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             all_before = tuple(previous[s].astype(f32) for s in cell.states)
             all_after = tuple(residuals[f"{s}s"] for s in cell.states)
             if cell.activations_from_states is not None and all(x.dtype == f32 for x in all_after):
-                activations = cell.activations_from_states(all_after)
+                residuals = base.residuals_of(cell, cell.activations_from_states(all_after), all_before)
             else:
                 h_prev = previous["h"].astype(operand_dtype)
                 xp = input_projection(static, params, x, first, beginnings)
                 hp = matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
-                gates, x_last = base.add_gates(cell, xp, hp, getattr(params, "b_hn", None))
-                if cell.norm:
-                    statistics = norm.input_statistics(cell, x, hidden)
-                    scale, mean = norm.scale_and_mean(all_before[0], statistics, _norm_width(static, xs, hidden))
-                    normalised, gates = norm.normalise(gates, scale, getattr(params, cell.bias))
-                _, activations = cell.step(gates, x_last, all_before)
-            if cell.norm:
-                residuals = norm.residuals_of(cell, activations, all_before[0], normalised, scale, mean)
-            else:
-                residuals = base.residuals_of(cell, activations, all_before)
+                statistics = norm.input_statistics(cell, x, hidden) if cell.norm else {}
+                _, residuals = run_step(
+                    cell, xp, hp, _biases(static, params), all_before, statistics, _norm_width(static, xs, hidden)
+                )
             for array in stored:
                 if residual_fits_float16(array.name, static):  # clamped as in the kernel
                     residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
@@ -259,6 +251,14 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         )
     dfirst = None if first is None else sums["first"]
     return dparams, dstates, parts["xs"], dreset_states, dfirst
+
+
+def _biases(static: RecurrenceSpec, params: Any) -> dict[str, Array]:
+    """Returns in float32, by the names of a launch, what is added after the hidden product or after a norm."""
+    biases = {"b_hn": params.b_hn} if static.cell.last_gate_separate else {}
+    if static.cell.norm:
+        biases["bias"] = getattr(params, static.cell.bias)
+    return {name: b.astype(jnp.float32) for name, b in biases.items()}
 
 
 def _norm_width(static: RecurrenceSpec, xs: Array, hidden: int) -> int:

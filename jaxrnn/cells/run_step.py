@@ -1,0 +1,38 @@
+"""Runs a step of any cell with its residuals, as the forward kernels do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from jaxrnn.cells import base, norm
+
+if TYPE_CHECKING:
+    from jax import Array
+
+    from jaxrnn.cells.base import Cell, States
+
+
+def run_step(
+    cell: Cell, xp: Array, hp: Array, biases: Mapping[str, Array], states: States,
+    statistics: Mapping[str, Array], norm_width: int,
+) -> tuple[States, dict[str, Array]]:  # fmt: skip
+    """Returns the states after a step and, by name, its residuals in float32; XLA drops those that are not used.
+
+    Args:
+      cell: the cell.
+      xp: the input projection, `[..., gates * H]`.
+      hp: the hidden product, `[..., gates * H]`.
+      biases: what is added after the products, by name: "b_hn" for a separate last gate, "bias" after a norm.
+      states: the states before the step, `[..., H]`.
+      statistics: for a norm, what `norm.input_statistics` returns for the inputs.
+      norm_width: for a norm, the number of elements of `[x, h]`.
+    """
+    gates, x_last = base.add_gates(cell, xp, hp, biases.get("b_hn"))
+    if not cell.norm:
+        after, activations = cell.step(gates, x_last, states)
+        return after, base.residuals_of(cell, activations, states)
+    scale, mean = norm.scale_and_mean(states[0], statistics, norm_width)
+    normalised, gates = norm.normalise(gates, scale, biases["bias"])
+    after, activations = cell.step(gates, x_last, states)
+    return after, norm.residuals_of(cell, activations, states[0], normalised, scale, mean)
