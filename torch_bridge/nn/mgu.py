@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
-
 import torch
-from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge import cells
+from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Implementation
-from torch_bridge.nn.forward import forward
-from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.nn.recurrent import Device
+from torch_bridge.nn.single_state import SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
 
-class MGU(RecurrentModule):
+class MGU(SingleStateModule):
     """Minimal gated units with episode resets, in the form of `torch.nn.GRU`; `torch.nn` has no such module.
 
     Parameters have the names of those of `torch.nn.GRU`, with 2H rows instead of 3H, gates ordered f, n. Their initial
@@ -89,44 +86,7 @@ class MGU(RecurrentModule):
         if self._is_built:  # else they have a GRU's rows still, and drawing those would take other random numbers
             super().reset_parameters()
 
-    @overload
-    def forward(
-        self,
-        input: Tensor,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
-
-    @overload
-    def forward(
-        self,
-        input: PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        resets: PackedSequence | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[PackedSequence, Tensor]: ...
-
-    def forward(
-        self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
-    ) -> tuple[Any, Tensor]:
-        """Runs the stack, starting afresh wherever `resets` is nonzero.
-
-        Args:
-          input: see `GRU.forward`.
-          hx: see `GRU.forward`.
-          resets: see `GRU.forward`.
-          reset_state: see `GRU.forward`.
-
-        Returns:
-          `(output, h_n)`, see `torch.nn.GRU`.
-
-        Raises:
-          ValueError: see `GRU.forward`.
-          RuntimeError: see `torch.nn.GRU`.
-          NotImplementedError: see `GRU.forward`.
-        """
-        ys, (h_n,) = forward(self, cells.MGU, input, None if hx is None else (hx,), resets, (reset_state,))
-        return ys, h_n
+    @property
+    def _cell(self) -> CellSpec:
+        """The cell, an entry of `torch_bridge.cells.CELLS`."""
+        return cells.MGU

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
-
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence
 
+from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Implementation
 from torch_bridge.functional.rnn import cell_of
-from torch_bridge.nn.forward import forward
-from torch_bridge.nn.recurrent import Device, RecurrentModule
+from torch_bridge.nn.recurrent import Device
+from torch_bridge.nn.single_state import SingleStateModule
 from torch_bridge.rnn_ops import Precision
 
 
-class RNN(RecurrentModule):
+class RNN(SingleStateModule):
     """`torch.nn.RNN` with episode resets.
 
     Args:
@@ -77,47 +75,12 @@ class RNN(RecurrentModule):
             num_blocks=num_blocks,
         )  # fmt: skip
 
-    @overload
-    def forward(
-        self,
-        input: Tensor,
-        hx: Tensor | None = None,
-        *,
-        resets: Tensor | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]: ...
+    @property
+    def _cell(self) -> CellSpec:
+        """The cell, an entry of `torch_bridge.cells.CELLS`."""
+        return cell_of(self.nonlinearity)
 
-    @overload
-    def forward(
-        self,
-        input: PackedSequence,
-        hx: Tensor | None = None,
-        *,
-        resets: PackedSequence | None = None,
-        reset_state: Tensor | None = None,
-    ) -> tuple[PackedSequence, Tensor]: ...
-
-    def forward(
-        self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
-    ) -> tuple[Any, Tensor]:
-        """Runs the stack, starting afresh wherever `resets` is nonzero.
-
-        Args:
-          input: see `GRU.forward`.
-          hx: see `GRU.forward`.
-          resets: see `GRU.forward`.
-          reset_state: see `GRU.forward`.
-
-        Returns:
-          `(output, h_n)`, see `torch.nn.RNN`.
-
-        Raises:
-          ValueError: see `GRU.forward`.
-          RuntimeError: see `torch.nn.RNN`.
-          NotImplementedError: see `GRU.forward`.
-        """
-        if not isinstance(input, PackedSequence) and input.dim() not in (2, 3):  # in the words of torch.nn.RNN
+    def _check_rank(self, input: Tensor) -> None:
+        """Raises ValueError in the words of `torch.nn.RNN` if the input has another rank."""
+        if input.dim() not in (2, 3):
             raise ValueError(f"RNN: Expected input to be 2D or 3D, got {input.dim()}D tensor instead")
-        cell = cell_of(self.nonlinearity)
-        ys, (h_n,) = forward(self, cell, input, None if hx is None else (hx,), resets, (reset_state,))
-        return ys, h_n

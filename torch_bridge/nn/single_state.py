@@ -1,0 +1,77 @@
+"""The base class of the recurrent modules whose cell has one state."""
+
+from __future__ import annotations
+
+from typing import Any, overload
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from torch_bridge.cells import CellSpec
+from torch_bridge.nn.forward import forward
+from torch_bridge.nn.recurrent import RecurrentModule
+
+
+class SingleStateModule(RecurrentModule):
+    """Base class of `GRU`, `MGU` and `RNN`, which differ in their cell."""
+
+    @property
+    def _cell(self) -> CellSpec:
+        """The cell, an entry of `torch_bridge.cells.CELLS`."""
+        raise NotImplementedError
+
+    def _check_rank(self, input: Tensor) -> None:
+        """Raises what the module of `torch.nn` raises for an input of the wrong rank, if its words differ."""
+
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: Tensor | None = None,
+        *,
+        resets: Tensor | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        resets: PackedSequence | None = None,
+        reset_state: Tensor | None = None,
+    ) -> tuple[PackedSequence, Tensor]: ...
+
+    def forward(
+        self, input: Any, hx: Tensor | None = None, *, resets: Any = None, reset_state: Tensor | None = None
+    ) -> tuple[Any, Tensor]:
+        """Runs the stack, starting afresh wherever `resets` is nonzero.
+
+        Args:
+          input: `[T, B, D]` (`[B, T, D]` if `batch_first`), `[T, D]`, or a `PackedSequence`, in the dtype of the
+            weights.
+          hx: `[layers * directions, B, H]` (`[layers * directions, H]` if unbatched), in the dtype of the input or in
+            float32; or None for zeros.
+          resets: `[T, B]` (`[B, T]`, `[T]`), any dtype; nonzero at the first step of an episode, that is, the
+            *previous* step's done. With packed inputs, a `PackedSequence` with the same lengths and order, whose data
+            has an entry for every step. A backward direction starts an episode at the episode's last step.
+          reset_state: the state at the start of an episode: None (zeros), `[layers * directions, H]`, a value for each
+            sequence in the shape of `hx`, or a value for every step in the shape `[layers * directions, T, B, H]`
+            (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
+
+        Returns:
+          `(output, h_n)`, see `torch.nn.GRU`: `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
+          `[layers * directions, B, H]`, in the dtype of `hx`.
+
+        Raises:
+          ValueError: resets or reset states have other shapes or dtypes, or lengths of a `PackedSequence` exceed the
+            steps of its data; see also `torch.nn.GRU`.
+          RuntimeError: see `torch.nn.GRU`.
+          NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
+            step.
+        """
+        if not isinstance(input, PackedSequence):
+            self._check_rank(input)
+        ys, (h_n,) = forward(self, self._cell, input, None if hx is None else (hx,), resets, (reset_state,))
+        return ys, h_n
