@@ -9,20 +9,20 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn.cells import CELLS
-from jaxrnn.context import Implementation as Implementation
 
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Cell
 
+Implementation = Literal["triton", "xla"] | None
 # Names of implementations elsewhere, and the one that is meant.
 _IMPLEMENTATIONS = ("triton", "xla")
 _ALIASES = {

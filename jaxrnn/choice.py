@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn import _bridge, context
-from jaxrnn.checks import Caller, check_options
-from jaxrnn.context import Implementation
+from jaxrnn.checks import Caller, Implementation, check_options
 
 logger = logging.getLogger("jaxrnn")
 

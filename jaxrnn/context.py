@@ -9,14 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jaxrnn.checks import Caller, Implementation, check_implementation
+
 if TYPE_CHECKING:
     from torch_bridge.tiling import Device
-
-Implementation = Literal["triton", "xla"] | None
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,12 +47,6 @@ def _current() -> _Context:
     return context
 
 
-def check_implementation(name: Any) -> None:
-    """Raises ValueError unless `name` is an implementation or None."""
-    if name not in (None, "triton", "xla"):
-        raise ValueError(f'implementation must be "triton", "xla" or None, got {name!r}')
-
-
 @contextlib.contextmanager
 def default_implementation(implementation: Implementation) -> Iterator[None]:
     """Returns a context manager inside which `implementation=None` means another implementation.
@@ -72,7 +66,7 @@ def default_implementation(implementation: Implementation) -> Iterator[None]:
     Raises:
       ValueError: no implementation has that name.
     """
-    check_implementation(implementation)
+    check_implementation(implementation, Caller("default_implementation"))
     with _contexts(dataclasses.replace(_current(), implementation=implementation)):
         yield
 
