@@ -6,6 +6,7 @@ Triton.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 
@@ -117,15 +118,5 @@ RMS_NORM_GRU = CellSpec(
     loops=("streamed",),
     norm="rms",
 )
-LAYER_NORM_GRU = CellSpec(
-    name="layer_norm_gru",
-    gates=3,
-    states=("h",),
-    residuals=(("local_grads", 4), ("norm_state", 1), ("carry_gate", 1)),
-    in_place_residuals=None,
-    last_gate_separate=False,
-    tilings="gru",
-    loops=("streamed",),
-    norm="layer",
-)
+LAYER_NORM_GRU = dataclasses.replace(RMS_NORM_GRU, name="layer_norm_gru", norm="layer")
 CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU, RMS_NORM_GRU, LAYER_NORM_GRU)}

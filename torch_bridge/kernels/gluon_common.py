@@ -348,6 +348,16 @@ def product_order(k, gates):
 
 
 @gluon.jit
+def add_input(product, x, b_hn, IS_SEPARATE: gl.constexpr):
+    """Returns a gate before its activation: product plus input projection or, if it is separate, plus `b_hn`."""
+    if IS_SEPARATE:
+        gate = product + b_hn
+    else:
+        gate = product + x.to(gl.float32)
+    return gate
+
+
+@gluon.jit
 def add_inputs(products, x, b_hn, SEPARATE: gl.constexpr):
     """Returns the gates before their activations, a tuple, given products and input projections by gate.
 
@@ -356,10 +366,7 @@ def add_inputs(products, x, b_hn, SEPARATE: gl.constexpr):
     GATES: gl.constexpr = len(products)
     gates = ()
     for gate in gl.static_range(GATES):
-        if SEPARATE and gate == GATES - 1:
-            gates += (products[gate] + b_hn,)
-        else:
-            gates += (products[gate] + x[gate].to(gl.float32),)
+        gates += (add_input(products[gate], x[gate], b_hn, SEPARATE and gate == GATES - 1),)
     return gates
 
 

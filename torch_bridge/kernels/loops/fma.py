@@ -9,6 +9,7 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels import names
 from torch_bridge.kernels.gluon_common import (
+    add_input,
     backward_rows,
     barrier,
     forward_rows,
@@ -71,11 +72,10 @@ def _forward_step(
     operand = load_operand(buffers[0], w[0])
     started = ()
     for k in gl.static_range(GATES):  # inputs are added at once, not after the last product: fewer registers spill
-        if SEPARATE and product_order(k, GATES) == GATES - 1:
-            started += (_row_sums(w[product_order(k, GATES)], operand) + b_hn,)
-        else:
-            added = x[product_order(k, GATES)].to(gl.float32)
-            started += (_row_sums(w[product_order(k, GATES)], operand) + added,)
+        product = _row_sums(w[product_order(k, GATES)], operand)
+        started += (
+            add_input(product, x[product_order(k, GATES)], b_hn, SEPARATE and product_order(k, GATES) == GATES - 1),
+        )
     gates = ()
     for gate in gl.static_range(GATES):
         gates += (started[product_order(gate, GATES)],)
