@@ -1,23 +1,11 @@
 """Tests what the examples have in common: their options, what they print, and what Ctrl-C leaves of their results."""
 
-import importlib.util
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from example_modules import load
 
 SMALL = {
     "recurrent_ppo": "--num-envs 4 --rollout-steps 8 --hidden 4 --total-steps 6.4e2",  # 20 updates

@@ -1,28 +1,17 @@
 """Tests the functions of `examples/packing_and_resets.py` and `examples/many_seeds.py`, and runs both end to end."""
 
 import dataclasses
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from example_modules import EXAMPLES, load
 
 packing_and_resets, many_seeds = load("packing_and_resets"), load("many_seeds")
 

@@ -1,14 +1,12 @@
 """Tests `examples/gymnax_ppo.py`, if gymnax is installed: both recurrences train alike, and remember."""
 
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_modules import load
 from trees import assert_identical
 
 pytestmark = pytest.mark.gymnax
@@ -18,11 +16,7 @@ SMALL = ["--num-envs", "4", "--rollout-steps", "16", "--hidden", "8", "--memory-
 
 @pytest.fixture(scope="module")
 def example():
-    path = Path(__file__).parents[2] / "examples" / "gymnax_ppo.py"
-    spec = importlib.util.spec_from_file_location("gymnax_ppo", path)
-    module = sys.modules["gymnax_ppo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("gymnax_ppo")
 
 
 def test_both_recurrences_start_and_train_alike(example, tmp_path, capsys):

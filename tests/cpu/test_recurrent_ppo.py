@@ -2,26 +2,21 @@
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import os
 import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from example_modules import load
 from jax.sharding import PartitionSpec as P
 
-spec = importlib.util.spec_from_file_location(
-    "recurrent_ppo", Path(__file__).parents[2] / "examples" / "recurrent_ppo.py"
-)
-recurrent_ppo = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(recurrent_ppo)
+recurrent_ppo = load("recurrent_ppo")
 
 TINY = recurrent_ppo.Config(num_envs=8, rollout_steps=32, hidden=16, total_steps=8 * 32 * 3)
 

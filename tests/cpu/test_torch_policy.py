@@ -1,23 +1,14 @@
 """Tests `examples/torch_policy.py`: its episodes, its policies, and training from end to end."""
 
 import dataclasses
-import importlib.util
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from example_modules import load
 from torch_calls import CELLS, torch
 
 for package in ("rich", "tqdm"):
     pytest.importorskip(package, reason="pip install '.[examples]'")
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "examples" / f"{name}.py")
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 example = load("torch_policy")
