@@ -116,7 +116,7 @@ _VERTICAL: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 5.5, "r
 
 
 def _has_gap(row: Row | AccuracyRow) -> TypeGuard[Row]:
-    """Whether a row is one of a provider without a figure."""
+    """Returns whether a row has no value, because its provider could not be measured."""
     return isinstance(row, Row) and row.value is None
 
 

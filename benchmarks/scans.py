@@ -141,7 +141,7 @@ def native_call(h: jax.Array) -> jax.Array:
 
 
 class ScaleProblem(NamedTuple):
-    """What a launch of `ScaleKind` scales: an array of `size` elements."""
+    """A launch of `ScaleKind` scales an array of `size` elements."""
 
     size: int
 

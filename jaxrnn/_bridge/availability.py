@@ -155,7 +155,7 @@ def is_preferred(steps: int) -> bool:
 
 
 def on_gpu() -> bool:
-    """Whether JAX computes on a GPU by default, or kernels are chosen for another GPU."""
+    """Returns whether JAX computes on a GPU by default, or `jaxrnn.explain` chooses kernels for a GPU."""
     if context.other_device() is not None:
         return True
     default = jax.config.jax_default_device  # type: ignore[attr-defined]  # a device, a platform, or None
@@ -163,7 +163,7 @@ def on_gpu() -> bool:
 
 
 def has_nvidia_gpu() -> bool:
-    """Whether the GPUs on which JAX computes by default are NVIDIA's."""
+    """Returns whether JAX computes on NVIDIA GPUs by default."""
     if not on_gpu():
         return False
     return "rocm" not in jax.local_devices(backend="gpu")[0].client.platform_version.lower()

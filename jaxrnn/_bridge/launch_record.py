@@ -1,4 +1,4 @@
-"""What a launch runs, as `jaxrnn.explain` and the log say it, and the launches of a traced program."""
+"""Records describe launches for `jaxrnn.explain` and the log. `find_launches` finds those of a traced program."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ _NATIVE = NativeMethod()
 
 
 class LaunchMethod(NamedTuple):
-    """How kernels are launched on a GPU.
+    """The method by which programs launch kernels on a GPU, with the reason for it.
 
     Attributes:
       name: "callback" or "native".
