@@ -7,7 +7,6 @@ buffers, and a driver records the launches. No kernel runs.
 import functools
 import re
 
-import cases
 import jax
 import jax.numpy as jnp
 import native_handler
@@ -15,6 +14,7 @@ import pytest
 from cases import Case
 from pretended import pretend_gpus
 from problems import make_problem
+from programs import recurrence, seeds
 
 import jaxrnn
 from jaxrnn._bridge.native import TARGET, call
@@ -42,16 +42,6 @@ def native(monkeypatch, tmp_path):
 
     monkeypatch.setattr(call, "attributes", attributes)
     return given
-
-
-def recurrence(case):
-    arrays = {name: x for name, x in cases.make_inputs(case).items() if x is not None}
-    return functools.partial(cases._with_gradients, case, "triton"), arrays
-
-
-def seeds(case):
-    function, arrays = recurrence(case)
-    return jax.vmap(function), {name: jnp.stack([x, x]) for name, x in arrays.items()}
 
 
 def norm(shape):

@@ -12,12 +12,12 @@ import weakref
 from concurrent.futures import wait
 from pathlib import Path
 
-import cases
 import jax
 import jax.numpy as jnp
 import pytest
 from cases import Case
 from pretended import pretend_gpus
+from programs import recurrence, seeds
 
 import jaxrnn
 
@@ -39,16 +39,6 @@ def h200(monkeypatch):
     monkeypatch.setattr(compiler, "begin_loading", lambda *what: events.append(("begin", what)))
     monkeypatch.setattr(compiler, "ensure_loaded", lambda *what: events.append(("load", what)))
     return events
-
-
-def recurrence(case):
-    arrays = {name: x for name, x in cases.make_inputs(case).items() if x is not None}
-    return functools.partial(cases._with_gradients, case, "triton"), arrays
-
-
-def seeds(case):
-    function, arrays = recurrence(case)
-    return jax.vmap(function), {name: jnp.stack([x, x]) for name, x in arrays.items()}
 
 
 def norm(shape):
