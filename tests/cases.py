@@ -125,12 +125,8 @@ def time_indexed(case: Case) -> set[str]:
 
 
 def draws(case: Case) -> int:
-    """Returns the number of draws to evaluate together: with few elements, the error of one draw is mostly chance.
-
-    With ReLU, most of the error comes from the few elements whose rounding changes the sign of a gate near zero.
-    """
-    few = (case.models or 1) * case.B * min(case.H, case.proj or case.H) < 2048
-    return (8 if few else 1) * (8 if case.cell == "simple_relu" else 1)
+    """Returns the number of draws to evaluate together: with few elements, the error of one draw is mostly chance."""
+    return 8 if (case.models or 1) * case.B * min(case.H, case.proj or case.H) < 2048 else 1
 
 
 def make_inputs(case: Case, draw: int = 0) -> Inputs:
@@ -261,9 +257,32 @@ def stack(results: Sequence[Outputs]) -> Outputs:
     return {name: np.stack([result[name] for result in results]) for name in results[0]}
 
 
-def check(case: Case, got: Outputs, xla: Outputs, want: Outputs) -> None:
-    """Asserts that each output and gradient has at most twice the error of XLA at the same precision, plus `tiny`."""
-    compare(got, want, lambda name: 2 * oracle.error(xla[name], want[name]) + tiny(case, want[name]))
+def with_signs(case: Case, inputs: Inputs, ys: NDArray) -> Inputs:
+    """Returns inputs for the oracle that, with ReLU, contain the outputs whose signs its derivatives follow."""
+    return inputs | {"ys": ys} if case.cell == "simple_relu" else inputs
+
+
+def check_draws(
+    case: Case, inputs: Sequence[Inputs], got: Sequence[Outputs], xla: Sequence[Outputs],
+    run: Callable[[Case, Inputs], Outputs] = run_oracle,
+) -> Outputs:  # fmt: skip
+    """Asserts what `check` does, over several draws together; computes by `run` what is wanted, and returns it."""
+
+    def wanted(results: Sequence[Outputs]) -> Outputs:
+        return stack([run(case, with_signs(case, x, one["ys"])) for x, one in zip(inputs, results, strict=True)])
+
+    want = wanted(got)
+    check(case, stack(got), stack(xla), want, wanted(xla) if case.cell == "simple_relu" else want)
+    return want
+
+
+def check(case: Case, got: Outputs, xla: Outputs, want: Outputs, want_of_xla: Outputs | None = None) -> None:
+    """Asserts that each output and gradient has at most twice the error of XLA at the same precision, plus `tiny`.
+
+    `want_of_xla` is what XLA's results are compared with, if that is not `want`.
+    """
+    of_xla = want if want_of_xla is None else want_of_xla
+    compare(got, want, lambda name: 2 * oracle.error(xla[name], of_xla[name]) + tiny(case, want[name]))
 
 
 def compare(got: Outputs, want: Outputs, bound: Callable[[str], float]) -> None:

@@ -91,13 +91,20 @@ def simple_tanh(inputs: Arrays, *, reverse: bool = False) -> Results:
 
 
 def simple_relu(inputs: Arrays, *, reverse: bool = False) -> Results:
-    """Returns outputs and gradients of a simple cell with ReLU, as `gru` does; the bias is `b [H]`."""
+    """Returns outputs and gradients of a simple cell with ReLU, as `gru` does; the bias is `b [H]`.
+
+    The inputs may contain `ys [T, B, H]`, the outputs of an implementation: a gate is then positive where they are.
+    Rounding changes the sign of a few gates near zero, and the implementation's gradients follow its own signs.
+    """
+    signs = None if inputs.get("ys") is None else iter(inputs["ys"][::-1] if reverse else inputs["ys"])
 
     def step(xp: NDArray, hp: NDArray, h: NDArray) -> tuple[NDArray, ...]:
-        return (np.maximum(xp + hp, 0),)
+        gates = xp + hp
+        positive = gates > 0 if signs is None else next(signs) > 0
+        return np.where(positive, gates, 0), positive
 
     def back(dh: NDArray, saved: tuple[NDArray, ...], h: NDArray) -> tuple[NDArray, ...]:
-        d = np.where(saved[0] > 0, dh, 0)
+        d = np.where(saved[1], dh, 0)
         return d, d, np.zeros_like(dh)
 
     return _one_state(inputs, reverse, "b", step, back)

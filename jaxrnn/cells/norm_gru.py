@@ -65,7 +65,11 @@ def _fold(cell: Cell, params: NormGRUParams) -> NormGRUParams:
     """Returns weights and bias that contain the norm's scales and shifts, centered for LayerNorm."""
     dtype = accumulation_dtype(*(x for x in params if x is not None))
     w_ih, w_hh, b = (x.astype(dtype) for x in (params.w_ih, params.w_hh, params.b))
-    shifts = [x.astype(dtype) @ w for x, w in ((params.shift_i, w_ih), (params.shift_h, w_hh)) if x is not None]
+    shifts = [
+        jnp.matmul(x.astype(dtype), w, precision="highest")
+        for x, w in ((params.shift_i, w_ih), (params.shift_h, w_hh))
+        if x is not None
+    ]
     w_ih, w_hh = (
         w if scale is None else w * scale.astype(dtype)[:, None]
         for w, scale in ((w_ih, params.scale_i), (w_hh, params.scale_h))

@@ -16,33 +16,28 @@ LARGE = 2**31
 
 
 def run_float64(case, inputs):
-    large = (case.models or 1) * case.T * case.B * case.H**2 >= LARGE
+    large = (case.models or 1) * case.T * case.B * case.H**2 >= LARGE and case.cell != "simple_relu"
     return (cases.run_float64 if large else cases.run_oracle)(case, inputs)
 
 
 @pytest.mark.parametrize("case", cases.GPU, ids=str)
 def test_outputs_and_gradients_match_the_oracle(case):
     inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
-    want = cases.stack([run_float64(case, x) for x in inputs])
     got, again, xla = (
-        cases.stack([cases.run(case, x, implementation) for x in inputs])
-        for implementation in ("triton", "triton", "xla")
+        [cases.run(case, x, implementation) for x in inputs] for implementation in ("triton", "triton", "xla")
     )
-    assert got.keys() == want.keys()
-    cases.check(case, got, xla, want)
-    for name in got:
-        np.testing.assert_array_equal(got[name], again[name], err_msg=name)
+    want = cases.check_draws(case, inputs, got, xla, run_float64)
+    assert got[0].keys() == want.keys()
+    for one, other in zip(got, again, strict=True):
+        for name in one:
+            np.testing.assert_array_equal(one[name], other[name], err_msg=name)
 
 
 @pytest.mark.parametrize("case", cases.GPU_FORWARD, ids=str)
 def test_outputs_without_gradients_match_the_oracle(case):
     inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]
-    want = cases.stack([run_float64(case, x) for x in inputs])
-    got, xla = (
-        cases.stack([cases.run_forward(case, x, implementation) for x in inputs])
-        for implementation in ("triton", "xla")
-    )
-    cases.check(case, got, xla, want)
+    got, xla = ([cases.run_forward(case, x, implementation) for x in inputs] for implementation in ("triton", "xla"))
+    cases.check_draws(case, inputs, got, xla, run_float64)
 
 
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
