@@ -31,6 +31,7 @@ SECOND_RUN := compile_only
 else
 COMMA := ,
 WITH_CUDA := $(COMMA)$(ACCEL)
+WITH_TORCH := $(COMMA)torch-$(ACCEL)
 SECOND_RUN := interpret
 endif
 
@@ -119,7 +120,7 @@ $(TEST): pyproject.toml Makefile | $(VENV)/bin/pip
 ifeq ($(ACCEL),cpu)
 	$(call install_cpu_torch,$(VENV),$(TORCH),$(TRITON))
 endif
-	$(VENV)/bin/pip install -q -e '.[dev$(WITH_CUDA)]'
+	$(VENV)/bin/pip install -q -e '.[dev$(WITH_TORCH)]'
 	touch $@
 
 # NumPy 2.4 turned what Triton 3.6's interpreter does with loop bounds into an error.

@@ -1,5 +1,6 @@
 """Pretends that this process has other GPUs, for the choice of an implementation and for tracing."""
 
+import importlib.util
 import types
 
 import jax
@@ -7,8 +8,6 @@ import jax
 
 def pretend_gpus(monkeypatch, *devices):
     """Makes this process see `devices` as its GPUs, which works as long as nothing is loaded onto one of them."""
-    import torch
-
     from torch_bridge import compiler, gpu
 
     client = types.SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
@@ -18,5 +17,8 @@ def pretend_gpus(monkeypatch, *devices):
     monkeypatch.setattr(gpu, "device", lambda ordinal: devices[ordinal])
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend: gpus)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -3,6 +3,7 @@
 JAX and PyTorch load CUDA's libraries from the same `nvidia-*` packages, so both use the one version that pip installs.
 """
 
+import itertools
 import json
 import re
 import subprocess
@@ -33,12 +34,13 @@ def resolve(extra: str, python: str) -> dict[str, str]:
     return {re.sub(r"[-_.]+", "-", i["metadata"]["name"]).lower(): i["metadata"]["version"] for i in installs}
 
 
-for python in PYTHONS:
-    for extra, suffix in SUFFIX.items():
-        found = resolve(extra, python)
-        cuda = [name for name in found if name.startswith("nvidia-")]
-        foreign = [name for name in cuda if not suffix.search(name)]
-        if foreign or not cuda:
-            sys.exit(f"{extra} on Python {python} needs CUDA packages of one major version, got {foreign or 'no CUDA'}")
-        shown = [f"{n} {v}" for n, v in found.items() if n in SHOWN or (n in cuda and any(s in n for s in SHOWN))]
-        print(f"{extra}, Python {python}: {len(cuda)} CUDA libraries, one version each: {', '.join(shown)}")
+for python, extra in itertools.product(PYTHONS, [*SUFFIX, *(f"torch-{extra}" for extra in SUFFIX)]):
+    suffix, found = SUFFIX[extra.removeprefix("torch-")], resolve(extra, python)
+    if ("torch" in found) != extra.startswith("torch-"):
+        sys.exit(f"{extra} on Python {python} {'has' if 'torch' in found else 'lacks'} torch")
+    cuda = [name for name in found if name.startswith("nvidia-")]
+    foreign = [name for name in cuda if not suffix.search(name)]
+    if foreign or not cuda:
+        sys.exit(f"{extra} on Python {python} needs CUDA packages of one major version, got {foreign or 'no CUDA'}")
+    shown = [f"{n} {v}" for n, v in found.items() if n in SHOWN or (n in cuda and any(s in n for s in SHOWN))]
+    print(f"{extra}, Python {python}: {len(cuda)} CUDA libraries, one version each: {', '.join(shown)}")

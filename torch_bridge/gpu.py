@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import functools
 import os
@@ -11,6 +10,7 @@ from typing import Any
 
 import triton
 
+from torch_bridge import cuda_driver
 from torch_bridge.compiler import run_in_background
 from torch_bridge.tiling import Device
 
@@ -52,35 +52,19 @@ class DriverCheck:
 driver_fails = DriverCheck()
 
 
-@functools.cache
-def properties(ordinal: int = 0) -> Device:
-    """Returns the properties of a CUDA device of this process."""
-    import torch
-
-    found = torch.cuda.get_device_properties(ordinal)
-    return Device(
-        found.major * 10 + found.minor,
-        found.multi_processor_count,
-        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # missing from torch's stubs
-        found.max_threads_per_multi_processor,
-        name=found.name,
-    )
-
-
 # The GPU that kernels are chosen and compiled for instead of the actual one; see `run_as`.
 _profile: Device | None = None
 
 
 def device(ordinal: int = 0) -> Device:
     """Returns the properties by which kernels on a CUDA device are chosen: its own, or the profile set by `run_as`."""
-    if _profile is None:
-        return properties(ordinal)
-    return dataclasses.replace(_profile, name=f"{_profile.name} on {properties(ordinal).name}")
+    here = cuda_driver.device(ordinal)
+    return here if _profile is None else dataclasses.replace(_profile, name=f"{_profile.name} on {here.name}")
 
 
 def binary_capability(capability: int) -> int:
     """Returns the compute capability that kernels compiled for another one are assembled for; see `run_as`."""
-    return capability if _profile is None else properties().capability
+    return capability if _profile is None else cuda_driver.device(0).capability
 
 
 def run_as(profile: Device) -> None:
@@ -94,7 +78,7 @@ def run_as(profile: Device) -> None:
       ValueError: this GPU has a lower capability than the profile.
     """
     global _profile
-    here = properties()
+    here = cuda_driver.device(0)
     capability = here.capability
     if profile.capability > capability:
         raise ValueError(
@@ -116,11 +100,5 @@ def run_as(profile: Device) -> None:
 @functools.cache
 def can_capture_early_launches() -> bool:
     """Whether CUDA graphs can capture programmatic dependent launches, which takes a driver of CUDA 12.3 or newer."""
-    import torch
-
-    if not torch.cuda.is_available():  # kernels are compiled here for another machine
-        return True
-    version = ctypes.c_int()
-    if status := ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
-        raise RuntimeError(f"cuDriverGetVersion returned {status}")
-    return version.value >= 12030
+    version = cuda_driver.version()
+    return version is None or version >= 12030  # without a driver, kernels are compiled for another machine

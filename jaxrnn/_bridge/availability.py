@@ -11,7 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn import context
+from jaxrnn._bridge import method
 from torch_bridge import rules
+
+_INSTALL = "pip install '.[{}]' in a checkout of jaxrnn, or pass implementation=\"xla\""
 
 
 def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
@@ -57,20 +60,32 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
 
 
 def _not_installed() -> str | None:
-    missing = [name for name in ("torch", "triton") if _spec_missing(name)]
-    if not missing:
+    if _spec_missing("triton"):
+        return f"needs triton, which is not installed: {_INSTALL.format('triton')}"
+    if _spec_missing("torch") and (reason := _torch_needed()) is not None:
+        return f"needs torch, which is not installed, because {reason}: {_INSTALL.format('torch')}"
+    return None
+
+
+def _torch_needed() -> str | None:
+    """Returns why kernels need PyTorch in this process, or None if they do not."""
+    if context.other_device() is not None:
         return None
-    return (
-        f"needs {' and '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-        "pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
-    )
+    if _import_fails() is None:
+        from torch_bridge.compiler import interpreting
+
+        if interpreting():
+            return "TRITON_INTERPRET=1 is set, and Triton's interpreter runs kernels on its tensors"
+    if on_gpu() and (chosen := method.chosen()).name == "callback":
+        return f"kernels are launched by a callback ({chosen.reason})"
+    return None
 
 
 def _fails_here() -> str | None:
-    """Returns why no kernel can run here although torch and triton are installed, or None."""
+    """Returns why no kernel can run here although what it needs is installed, or None."""
     if reason := _import_fails():
-        return f"{reason}: pip install '.[torch]' in a checkout of jaxrnn, or pass implementation=\"xla\""
-    from torch_bridge import compiler, gpu
+        return f"{reason}: {_INSTALL.format('triton')}"
+    from torch_bridge import compiler, cuda_driver, gpu
 
     if context.other_device() is not None:
         return None
@@ -86,16 +101,12 @@ def _fails_here() -> str | None:
             f'needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: pass implementation="xla" (or '
             "set TRITON_INTERPRET=1 before the first import to run the kernels in Triton's interpreter)"
         )
-    import torch
-
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return (
-            f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the torch "
-            'build that matches your driver, or pass implementation="xla"'
-        )
-    if reason := gpu.driver_fails():
-        return f'cannot load kernels on this machine ({reason}): fix the cause, or pass implementation="xla"'
-    device, *others = {gpu.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
+    if reason := _callback_fails() if method.chosen().name == "callback" else method.native_fails():
+        return f'{reason}, or pass implementation="xla"'
+    try:
+        device, *others = {gpu.device(d.local_hardware_id) for d in jax.local_devices(backend="gpu")}
+    except cuda_driver.DriverError as error:
+        return f'needs an NVIDIA GPU, and {error}, or pass implementation="xla"'
     if others:
         names = ", ".join(sorted(f"{d.name} ({d.multiprocessors} SMs)" for d in (device, *others)))
         return (
@@ -107,6 +118,22 @@ def _fails_here() -> str | None:
             f"needs compute capability 8.0 (Ampere) or newer, this GPU has {device.capability / 10}: "
             'pass implementation="xla"'
         )
+    return None
+
+
+def _callback_fails() -> str | None:
+    """Returns why kernels cannot be launched by a callback here, and a remedy; None if they can."""
+    import torch
+
+    from torch_bridge import gpu
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return (
+            f"needs a torch built for CUDA, but torch {torch.__version__} finds no CUDA device: install the torch "
+            "build that matches your driver"
+        )
+    if reason := gpu.driver_fails():
+        return f"cannot load kernels on this machine ({reason}): fix the cause"
     return None
 
 
@@ -129,11 +156,11 @@ def _too_many_columns(columns: int, _: Any) -> str | None:
 
 @functools.cache
 def _import_fails() -> str | None:
-    """Returns why importing the kernels fails although torch and triton are installed, or None."""
+    """Returns why importing the kernels fails although triton is installed, or None."""
     try:
         from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
-        return f"needs Triton 3.6 and torch 2.10 or newer, but with the installed versions its import fails ({error})"
+        return f"needs Triton 3.6 or newer, but with the installed version its import fails ({error})"
     return None
 
 
@@ -174,7 +201,7 @@ def profile(name: str) -> Any:
 
     Raises:
       ValueError: there is no GPU with this name.
-      NotImplementedError: kernels cannot be chosen because PyTorch or Triton is missing.
+      NotImplementedError: kernels cannot be chosen because Triton is missing.
     """
     from torch_bridge.tiling import PROFILES
 

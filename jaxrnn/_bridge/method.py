@@ -1,23 +1,25 @@
-"""The choice of how launches on a GPU reach it: by a host callback, or by the native handler."""
+"""The choice of how launches on a GPU reach it: by the native handler, or by a host callback."""
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
 from jaxrnn._bridge import callback
-from jaxrnn._bridge.native import NativeMethod, register
+from jaxrnn._bridge.native import NativeLaunchError, NativeMethod, register
 
 VARIABLE = "JAXRNN_LAUNCH"
 Method = callback.CallbackMethod | NativeMethod
 _NATIVE = NativeMethod()
+_NAMED = f"the environment variable {VARIABLE} names it"
 
 
 class LaunchMethod(NamedTuple):
     """The method by which programs launch kernels on a GPU, with the reason for it.
 
     Attributes:
-      name: "callback" or "native".
+      name: "native" or "callback".
       reason: why this one is used.
     """
 
@@ -28,29 +30,48 @@ class LaunchMethod(NamedTuple):
 def launch_method() -> LaunchMethod:
     """Returns how programs that are compiled from now on launch their kernels on a GPU, and why.
 
-    "callback": XLA calls Python, which passes XLA's buffers to Triton's launcher. This is the default. "native": XLA
-    calls a handler in C, and the binaries of the kernels are part of the program, which `jax.export` can then export.
-    Set the environment variable JAXRNN_LAUNCH to one of the names before the first program is compiled. For "native",
-    this function builds the handler if that is still to be done. Triton's interpreter always uses the callback.
+    "native": XLA calls a handler in C, and the binaries of the kernels are part of the program, which `jax.export` can
+    then export. This is the default where the handler can be built, which this function does if it is still to be
+    done. "callback": XLA calls Python, which passes XLA's buffers to Triton's launcher; PyTorch has to be installed.
+    This is the default elsewhere, and Triton's interpreter always uses it. Set the environment variable JAXRNN_LAUNCH
+    to one of the names before the first program is compiled to use that one.
 
     Raises:
       ValueError: JAXRNN_LAUNCH is neither name.
       RuntimeError: JAXRNN_LAUNCH is "native" and its handler cannot be built.
     """
-    method = chosen()
-    if method.name == "native":
-        register()
-    return method
+    if (reason := native_fails()) is not None:
+        raise NativeLaunchError(reason)
+    return chosen()
 
 
 def chosen() -> LaunchMethod:
-    """Returns what `launch_method` returns, without building the handler."""
+    """Returns what `launch_method` returns, also if that method cannot be used here."""
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "callback", "native"):
         raise ValueError(f'{VARIABLE} must be "callback" or "native", got {value!r}: correct it, or unset it')
-    if value:
-        return LaunchMethod(value, f"the environment variable {VARIABLE} names it")
-    return LaunchMethod("callback", f"it is the default, and the environment variable {VARIABLE} is not set")
+    return LaunchMethod(value, _NAMED) if value else _choose()
+
+
+@functools.cache
+def _choose() -> LaunchMethod:
+    """Chooses the method once, so that the programs of a process use the same one."""
+    try:
+        register()
+    except NativeLaunchError as error:
+        return LaunchMethod("callback", f"the native launch cannot be used here: {error}")
+    return LaunchMethod("native", "it is the default, and its handler can be built here")
+
+
+def native_fails() -> str | None:
+    """Returns why the native launch cannot be used although JAXRNN_LAUNCH names it; None otherwise."""
+    if chosen() != ("native", _NAMED):
+        return None
+    try:
+        register()
+    except NativeLaunchError as error:
+        return f"{error}; or set {VARIABLE} to callback, which needs PyTorch instead"
+    return None
 
 
 def cuda_method() -> Method:

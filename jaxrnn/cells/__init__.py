@@ -1,5 +1,7 @@
 """The cells in JAX: a file for each cell, with its weights and its arithmetic, and the table of all cells."""
 
+from jax.export import register_namedtuple_serialization
+
 from jaxrnn.cells.base import Cell
 from jaxrnn.cells.gru import GRU, GRUParams
 from jaxrnn.cells.lstm import LSTM, LSTMParams
@@ -9,6 +11,10 @@ from jaxrnn.cells.simple import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
 
 Params = GRUParams | LSTMParams | MGUParams | SimpleParams | NormGRUParams
 CELLS = {cell.name: cell for cell in (GRU, LSTM, MGU, SIMPLE_TANH, SIMPLE_RELU, RMS_NORM_GRU, LAYER_NORM_GRU)}
+
+# An exported program names the types of its arguments.
+for _params in {cell.params for cell in CELLS.values()}:
+    register_namedtuple_serialization(_params, serialized_name=f"jaxrnn.{_params.__name__}")
 
 __all__ = [
     "CELLS", "GRU", "LAYER_NORM_GRU", "LSTM", "MGU", "RMS_NORM_GRU", "SIMPLE_RELU", "SIMPLE_TANH", "Cell", "GRUParams",

@@ -19,6 +19,8 @@ import jaxrnn
 import jaxrnn.linen
 import jaxrnn.nnx
 from jaxrnn import _bridge, choice
+from jaxrnn._bridge import method
+from jaxrnn._bridge.native import NativeLaunchError
 
 T, B, D, H = 12, 4, 8, 16
 F32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
@@ -87,7 +89,7 @@ except NotImplementedError as error:
 @pytest.mark.parametrize(
     ("blocked", "text"),
     [
-        (("torch", "triton"), "needs torch and triton, which are not installed: pip install"),
+        (("torch", "triton"), "needs triton, which is not installed: pip install"),
         pytest.param((), 'needs an NVIDIA GPU, but JAX computes on "cpu" here', marks=pytest.mark.torch),
     ],
 )
@@ -325,19 +327,44 @@ def warn_again(monkeypatch):
     monkeypatch.setattr(choice, "_warn_once", functools.cache(choice._warn_once.__wrapped__))
 
 
+def no_triton(monkeypatch):
+    monkeypatch.setattr(_bridge.availability, "_spec_missing", lambda name: name == "triton")
+
+
 def no_torch(monkeypatch):
+    monkeypatch.setenv("JAXRNN_LAUNCH", "callback")
+    monkeypatch.setattr(_bridge.availability, "_spec_missing", lambda name: name == "torch")
+
+
+def no_compiler(monkeypatch):
+    def register():
+        raise NativeLaunchError("the native launch needs a C compiler: install one")
+
+    monkeypatch.setattr(method, "register", register)
+    monkeypatch.setattr(method, "_choose", functools.cache(method._choose.__wrapped__))
+
+
+def no_compiler_for_native(monkeypatch):
+    no_compiler(monkeypatch)
+    monkeypatch.setenv("JAXRNN_LAUNCH", "native")
+
+
+def no_compiler_and_no_torch(monkeypatch):
+    no_compiler(monkeypatch)
     monkeypatch.setattr(_bridge.availability, "_spec_missing", lambda name: name == "torch")
 
 
 def cpu_torch(monkeypatch):
     import torch
 
+    monkeypatch.setenv("JAXRNN_LAUNCH", "callback")
     monkeypatch.setattr(torch.version, "cuda", None)
 
 
 def no_driver(monkeypatch):
     import torch
 
+    monkeypatch.setenv("JAXRNN_LAUNCH", "callback")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
 
@@ -352,7 +379,10 @@ def old_triton(monkeypatch):
 
 
 CAUSES = {
-    no_torch: r"needs torch, which is not installed: pip install",
+    no_triton: r"needs triton, which is not installed: pip install",
+    no_torch: r"needs torch, which is not installed, because .* callback \(the environment variable .*: pip install",
+    no_compiler_for_native: r"needs a C compiler: install one; or set JAXRNN_LAUNCH to callback",
+    no_compiler_and_no_torch: r"needs torch, which is not installed, because .* callback \(.* needs a C compiler:",
     cpu_torch: r"finds no CUDA device: install the torch build that matches your driver",
     no_driver: r"finds no CUDA device: install the torch build that matches your driver",
     old_gpu: r"needs compute capability 8\.0 \(Ampere\) or newer, this GPU has 7\.5",
@@ -371,6 +401,15 @@ def test_kernels_that_cannot_run_on_the_gpu_warn_once_with_the_remedy(cause, h20
             jaxrnn.rms_norm(jnp.ones((2**11, 2**11)))
     assert len(caught) == 1
     assert 'implementation="xla"' in str(caught[0].message) and caught[0].filename == __file__
+
+
+@pytest.mark.torch
+def test_without_a_compiler_launches_are_callbacks(h200, warn_again, monkeypatch):
+    no_compiler(monkeypatch)
+    assert jaxrnn.launch_method() == (
+        "callback", "the native launch cannot be used here: the native launch needs a C compiler: install one",
+    )  # fmt: skip
+    assert _bridge.unusable() is None
 
 
 @pytest.mark.torch
@@ -526,6 +565,7 @@ def test_operations_of_a_launch_have_its_name_in_the_compiled_program():
 def test_operations_in_a_program_for_a_gpu_have_the_names_of_their_kernels(h200, monkeypatch):
     from torch_bridge import compiler
 
+    monkeypatch.setenv("JAXRNN_LAUNCH", "callback")
     monkeypatch.setattr(compiler, "begin_loading", lambda *_: None)
     monkeypatch.setattr(compiler, "ensure_loaded", lambda *_: None)
 

@@ -158,10 +158,20 @@ def test_torch_bridge_imports_without_jax():
 def test_base_dependencies_and_those_of_torch_bridge_bring_no_jax():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    names = {re.match(r"[\w.-]+", one)[0] for one in (*project["dependencies"], *extras["torch"])}
-    assert names == {"numpy", "torch", "triton", "typing_extensions"}
-    for extra in ("cuda12", "cuda13", "examples"):
-        assert any(re.match(r"jaxrnn\[.*\bjax\b.*\]", one) for one in extras[extra]), extra
+
+    def names(requirements):
+        """Returns the names of distributions, those of extras of this one included."""
+        found = set()
+        for one in requirements:
+            name, of = re.match(r"([\w.-]+)(?:\[(.*?)\])?", one).groups()
+            found |= set().union(*(names(extras[extra]) for extra in of.split(","))) if name == "jaxrnn" else {name}
+        return found
+
+    assert names([*project["dependencies"], *extras["torch"]]) == {"numpy", "torch", "triton", "typing_extensions"}
+    for extra in ("cuda12", "cuda13"):
+        assert {"jax", "flax", "triton"} <= names(extras[extra]) and "torch" not in names(extras[extra])
+        assert {"jax", "flax", "triton", "torch"} <= names(extras[f"torch-{extra}"])
+    assert "jax" in names(extras["examples"])
 
 
 def test_import_of_jaxrnn_without_jax_names_the_extra():

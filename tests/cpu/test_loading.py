@@ -28,13 +28,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def h200(monkeypatch):
-    """Makes tracing see an H200; returns the loads that are begun and completed there, in the order of these events."""
+    """Makes tracing see an H200, whose launches are callbacks.
+
+    Returns the loads that are begun and completed there, in the order of these events.
+    """
     from torch_bridge import compiler, gpu
     from torch_bridge.tiling import Device
 
     events = []
     jax.clear_caches()  # what an earlier test traced would begin nothing
     pretend_gpus(monkeypatch, Device(90, 132, 232_448, name="H200"))
+    monkeypatch.setenv("JAXRNN_LAUNCH", "callback")
     monkeypatch.setattr(gpu, "can_capture_early_launches", lambda: True)
     monkeypatch.setattr(compiler, "begin_loading", lambda *what: events.append(("begin", what)))
     monkeypatch.setattr(compiler, "ensure_loaded", lambda *what: events.append(("load", what)))
@@ -65,6 +69,16 @@ def test_every_loaded_kernel_was_begun_when_it_was_traced(name, h200):
     assert {kind for kind, _ in h200} == {"begin"} and len(begun) == count
     traced.lower(lowering_platforms=("cuda",))
     assert {what for kind, what in h200 if kind == "load"} == begun
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_tracing_for_the_native_launch_begins_to_compile_and_loads_nothing(name, h200, monkeypatch):
+    monkeypatch.setenv("JAXRNN_LAUNCH", "native")
+    make, of, count = PROGRAMS[name]
+    function, *args = make(of)
+    jax.jit(function).trace(*args)
+    assert len({what for _, what in h200}) == count
+    assert {(kind, what[0]) for kind, what in h200} == {("begin", None)}  # onto no device
 
 
 @pytest.mark.parametrize("sequences", [132, 133])

@@ -456,3 +456,11 @@ def test_one_step_saturates_like_the_formula(monkeypatch, cell, dtype, bad):
     for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         assert np.isfinite(y.astype("float32")).all()
         np.testing.assert_allclose(x.astype("float32"), y.astype("float32"), atol=1e-5 if dtype == "float32" else 0.02)
+
+
+@pytest.mark.parametrize("cell", cells.CELLS.values(), ids=lambda cell: cell.name)
+def test_weights_are_arguments_of_exported_programs(cell):
+    params = cell.params(*(jnp.full((2,), i) for i, _ in enumerate(cell.params._fields)))
+    program = jax.export.export(jax.jit(lambda params: jax.tree.map(lambda x: 2 * x, params)))(params)
+    doubled = jax.export.deserialize(program.serialize()).call(params)
+    assert type(doubled) is cell.params and [float(x[0]) for x in doubled] == [2 * i for i in range(len(params))]

@@ -163,10 +163,15 @@ def test_an_episode_keeps_its_accuracy_if_a_later_one_has_huge_gradients(case, l
     cases.check(case, of_the_earlier(cases.run(case, inputs, "triton")), xla, want)
 
 
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [("native", "jaxrnn_launch_v1"), ("callback", "xla_buffer_python_gpu_callback_cmd_buffer")],
+)
 @pytest.mark.parametrize("steps", [1, 16])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_launches_in_a_scan_are_captured_in_its_cuda_graphs(cell, steps):
+def test_launches_in_a_scan_are_captured_in_its_cuda_graphs(cell, steps, method, target, monkeypatch):
     """XLA would otherwise fuse slices with the launches, and launch each such fusion outside of the graphs."""
+    monkeypatch.setenv("JAXRNN_LAUNCH", method)
     params, *rest, _ = calls.arguments(cell, batch=(16,), steps=steps, hidden=64)
     call = calls.runner(cell, "triton", precision=None)
 
@@ -181,7 +186,7 @@ def test_launches_in_a_scan_are_captured_in_its_cuda_graphs(cell, steps):
     minibatches = jax.tree.map(lambda x: jnp.stack([x, 2 * x, x / 2]), tuple(rest))
     compiled = jax.jit(scanned).lower(params, minibatches).compile()
     text = compiled.as_text()
-    assert "xla_buffer_python_gpu_callback_cmd_buffer" in text and "%dynamic_slice_fusion" not in text
+    assert f'custom_call_target="{target}"' in text and "%dynamic_slice_fusion" not in text
     taken = params, []
     for k in range(3):
         new, outputs = step(taken[0], jax.tree.map(lambda x, k=k: x[k], minibatches))

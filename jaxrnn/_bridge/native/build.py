@@ -27,9 +27,6 @@ class NativeLaunchError(RuntimeError):
     """The native launch cannot be used on this machine; the message says why, and what to do."""
 
 
-_INSTEAD = 'or set JAXRNN_LAUNCH to "callback", which needs none of this'
-
-
 @functools.cache
 def load() -> ctypes.CDLL:
     """Returns the handler's library, built if no earlier process of this user has built it.
@@ -43,7 +40,7 @@ def load() -> ctypes.CDLL:
     except OSError as error:
         raise NativeLaunchError(
             f"the library of the native launch cannot be loaded ({error}): set XDG_CACHE_HOME to a folder on a file "
-            f"system that allows programs, {_INSTEAD}"
+            "system that allows programs"
         ) from error
 
 
@@ -65,8 +62,7 @@ def build() -> Path:
             return built[0]
         sought = f"CC, {os.environ['CC']!r}, is not there" if os.environ.get("CC") else f"there is no {_ANY_COMPILER}"
         raise NativeLaunchError(
-            f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), set CC to its path, "
-            f"{_INSTEAD}"
+            f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), or set CC to its path"
         )
     path = folder / f"launch-{made_from}-{_hash(*compiler, _version(compiler))}.so"
     if not path.exists():
@@ -113,7 +109,7 @@ def _compile(compiler: tuple[str, ...], path: Path) -> None:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise NativeLaunchError(
-                f"the C compiler cannot build the native launch: repair it, set CC to another one, {_INSTEAD}. "
+                "the C compiler cannot build the native launch: repair it, or set CC to another one. "
                 f"{shlex.join(command)} returned {done.returncode}:\n{done.stderr[-2000:]}"
             )
         os.chmod(temporary, 0o700)
@@ -130,7 +126,10 @@ def _cache_folder() -> Path:
     Raises:
       NativeLaunchError: the folder cannot be created, or another user may write to it.
     """
-    import platformdirs
+    try:
+        import platformdirs
+    except ImportError as error:
+        raise NativeLaunchError("the native launch needs platformdirs, to find a cache folder: install it") from error
 
     folder = Path(platformdirs.user_cache_dir("jaxrnn"), "native")
     try:
@@ -142,13 +141,13 @@ def _cache_folder() -> Path:
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
         raise NativeLaunchError(
             f"{folder} belongs to another user, or others may write to it, and the native launch would load code from "
-            f"it: chown it to this user and chmod it to 700, set XDG_CACHE_HOME to a private folder, {_INSTEAD}"
+            "it: chown it to this user and chmod it to 700, or set XDG_CACHE_HOME to a private folder"
         )
     return folder
 
 
 def _not_writable(folder: Path, error: OSError) -> str:
     return (
-        f"the native launch cannot write its library to {folder} ({error}): make the folder writable, set "
-        f"XDG_CACHE_HOME to one that is, {_INSTEAD}"
+        f"the native launch cannot write its library to {folder} ({error}): make the folder writable, or set "
+        "XDG_CACHE_HOME to one that is"
     )
