@@ -71,11 +71,8 @@ def _torch_needed() -> str | None:
     """Returns why kernels need PyTorch in this process, or None if they do not."""
     if context.other_device() is not None:
         return None
-    if _import_fails() is None:
-        from torch_bridge.compiler import interpreting
-
-        if interpreting():
-            return "TRITON_INTERPRET=1 is set, and Triton's interpreter runs kernels on its tensors"
+    if _import_fails() is None and runs_interpreter():
+        return "TRITON_INTERPRET=1 is set, and Triton's interpreter runs kernels on its tensors"
     if on_gpu() and (chosen := method.chosen()).name == "callback":
         return f"kernels are launched by a callback ({chosen.reason})"
     return None
@@ -85,11 +82,11 @@ def _fails_here() -> str | None:
     """Returns why no kernel can run here although what it needs is installed, or None."""
     if reason := _import_fails():
         return f"{reason}: {_INSTALL.format('triton')}"
-    from torch_bridge import compiler, cuda_driver, gpu
+    from torch_bridge import cuda_driver, gpu
 
     if context.other_device() is not None:
         return None
-    if compiler.interpreting():
+    if runs_interpreter():
         if jax.default_backend() == "cpu":
             return None
         return (
@@ -220,11 +217,17 @@ def cuda_device() -> tuple[Any, Sequence[int]]:
     return device(ordinals[0]), ordinals
 
 
-def cpu_device() -> tuple[Any, Sequence[int]]:
+def runs_interpreter() -> bool:
+    """Whether the kernels run in Triton's interpreter, on the CPU."""
     from torch_bridge.compiler import interpreting
+
+    return interpreting()
+
+
+def cpu_device() -> tuple[Any, Sequence[int]]:
     from torch_bridge.tiling import Device
 
-    if not interpreting():
+    if not runs_interpreter():
         raise NotImplementedError(
             'the Triton kernels need a GPU, but this call is compiled for the CPU: pass implementation="xla"'
         )
@@ -233,8 +236,6 @@ def cpu_device() -> tuple[Any, Sequence[int]]:
 
 def chosen_device() -> Any:
     """Returns the device that kernels are chosen for when launches are traced."""
-    from torch_bridge.compiler import interpreting
-
     if (device := context.other_device()) is not None:
         return device
-    return (cpu_device if interpreting() else cuda_device)()[0]
+    return (cpu_device if runs_interpreter() else cuda_device)()[0]

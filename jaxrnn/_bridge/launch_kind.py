@@ -55,23 +55,23 @@ class LaunchKind:
         return batch_rows(arrays, axes, params)
 
     def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        """Whether `scan` should replace a launch: if that is permitted and estimated to be faster."""
+        """Whether `in_xla` should replace a launch: if that is permitted and estimated to be faster."""
         return False
 
     def choose(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
-        """Returns the `torch_bridge` launch of a shard, without compiling it; None if `scan` should replace it."""
+        """Returns the `torch_bridge` launch of a shard, without compiling it; None if `in_xla` should replace it."""
         return None if self.should_scan(arrays, params, device) else self.launch(arrays, params, device)
 
     def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Returns the problem of a launch that `scan` may replace."""
+        """Returns the problem of a launch that `in_xla` may replace."""
         raise NotImplementedError
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         """Returns what a launch computes, such as "gru" or "rms_norm", and "fwd" or "bwd"."""
         raise NotImplementedError
 
-    def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
-        """Computes the outputs of a launch with XLA."""
+    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        """Computes the outputs of a launch on the arrays of `launch_shard_p` with XLA."""
         raise NotImplementedError
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 from jax.sharding import AxisType
 
-from jaxrnn._bridge.availability import cpu_device, cuda_device
+from jaxrnn._bridge.availability import cpu_device, cuda_device, runs_interpreter
 from jaxrnn._bridge.launch_record import record_of
 from jaxrnn._bridge.method import Method, cuda_method, interpreted_method
 from jaxrnn._bridge.partitioning import PartitionedCallback, partitioned
@@ -56,7 +56,7 @@ def shard_function(
         logger.debug("%s", record)
         with jax.named_scope(record.scope):
             if launch is None:
-                return kind.scan(arrays, params)
+                return kind.in_xla(arrays, params)
             return run(launch, ordinals, arrays, kind, params)
 
     def run(
@@ -134,8 +134,19 @@ def _on_one_device(kind: LaunchKind, params: dict[str, Any], *arrays: Array) -> 
     return kind.merge_model_axis(kind.bind_shard(None, kind.split_model_axis(arrays, params), params), params)
 
 
+def _lower_cpu_shard(call: Callable[..., list[Array]], ctx: Any, *operands: Any, **params: Any) -> Any:
+    """Lowers the launch of a shard for the CPU, in a program for several platforms to operations of XLA."""
+    if len(ctx.module_context.platforms) == 1 or runs_interpreter():
+        return _lower_shard(call, ctx, *operands, **params)
+
+    def in_xla(*arrays: Array, kind: LaunchKind, slot: Any, **params: Any) -> list[Array]:
+        return kind.in_xla(arrays, params)
+
+    return mlir.lower_fun(in_xla, multiple_results=True)(ctx, *operands, **params)
+
+
 _METHODS: dict[str, Callable[[], Method]] = {"cuda": cuda_method, "cpu": interpreted_method}
 mlir.register_lowering(launch_p, _lower)
-for _platform, _device in (("cuda", cuda_device), ("cpu", cpu_device)):
+for _platform, _device, _lower_for in (("cuda", cuda_device, _lower_shard), ("cpu", cpu_device, _lower_cpu_shard)):
     _function = shard_function(_device, _METHODS[_platform])
-    mlir.register_lowering(launch_shard_p, functools.partial(_lower_shard, _function), platform=_platform)
+    mlir.register_lowering(launch_shard_p, functools.partial(_lower_for, _function), platform=_platform)

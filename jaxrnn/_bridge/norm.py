@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrnn._bridge.launch_kind import ROW_STATISTICS, ROW_WEIGHTS, WEIGHT_GRADS, NamedOutput, RowLaunchKind, dtypes_of
 from jaxrnn._bridge.primitive import bind
@@ -22,6 +23,36 @@ def launch_norm(
     Weights and their gradients are `[S, N]`, statistics are `[S, *rows]`, and all others are `[S, *rows, N]`.
     """
     return bind(NORM, arrays, outputs, norm=norm, direction=direction, epsilon=epsilon)
+
+
+def _forward(x: Array, arrays: dict[str, Array], epsilon: float, centered: bool) -> dict[str, Array]:
+    """Returns the outputs of the forward launch by name, in float32."""
+    if "residual" in arrays:
+        # the norm is that of the sum as it is returned, in the dtype of x
+        x = (x + arrays["residual"].astype(jnp.float32)).astype(arrays["x"].dtype).astype(jnp.float32)
+    mean = jnp.mean(x, axis=-1) if centered else jnp.zeros(x.shape[:-1])
+    y = x - mean[..., None]
+    rstd = jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + epsilon)
+    y = y * rstd[..., None]
+    if "weight" in arrays:
+        y = y * arrays["weight"][:, None].astype(jnp.float32)
+    if "bias" in arrays:
+        y = y + arrays["bias"][:, None].astype(jnp.float32)
+    return {"y": y, "total": x, "mean": mean, "rstd": rstd}
+
+
+def _backward(x: Array, arrays: dict[str, Array], centered: bool) -> dict[str, Array]:
+    """Returns the outputs of the backward launch by name, in float32."""
+    dy, rstd = arrays["dy"].astype(jnp.float32), arrays["rstd"][..., None]
+    normal = (x - arrays["mean"][..., None] if centered else x) * rstd
+    d = dy * arrays["weight"][:, None].astype(jnp.float32) if "weight" in arrays else dy
+    dx = d - normal * jnp.mean(d * normal, axis=-1, keepdims=True)
+    if centered:
+        dx = dx - jnp.mean(d, axis=-1, keepdims=True)
+    dx = dx * rstd
+    if "dtotal" in arrays:
+        dx = dx + arrays["dtotal"].astype(jnp.float32)
+    return {"dx": dx, "dweight": jnp.sum(dy * normal, axis=1), "dbias": jnp.sum(dy, axis=1)}
 
 
 class NormKind(RowLaunchKind):
@@ -49,6 +80,15 @@ class NormKind(RowLaunchKind):
             params["norm"], params["direction"], models, rows, columns, params["epsilon"], dtypes_of(arrays, params)
         )
         return Launch(problem, device)
+
+    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        by_name = dict(zip(params["inputs"], arrays, strict=True))
+        x, centered = by_name["x"].astype(jnp.float32), params["norm"] == "layer"
+        if params["direction"] == "fwd":
+            results = _forward(x, by_name, params["epsilon"], centered)
+        else:
+            results = _backward(x, by_name, centered)
+        return [results[output.name].astype(output.dtype) for output in params["outputs"]]
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         return f"{params['norm']}_norm", params["direction"]

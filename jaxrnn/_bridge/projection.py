@@ -56,6 +56,11 @@ class ProjectionKind(RowLaunchKind):
         (models, rows, inputs), gates = by_name["x"].shape, by_name["bias"].shape[-1]
         return Launch(Problem(models, rows, inputs, gates, dtypes_of(arrays, params)), device)
 
+    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        by_name, (output,) = dict(zip(params["inputs"], arrays, strict=True)), params["outputs"]
+        product = jnp.einsum("srd,sgd->srg", by_name["x"], by_name["w_ih_t"], preferred_element_type=jnp.float32)
+        return [(product + by_name["bias"][:, None]).astype(output.dtype)]
+
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         return "input projection", "fwd"
 

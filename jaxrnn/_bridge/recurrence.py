@@ -140,7 +140,7 @@ class RecurrenceKind(LaunchKind):
             return False
         return prefers_scan(self.problem(arrays, params), device)
 
-    def scan(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
         results = scan_launch.run(
             cells.CELLS[params["cell"]], params["direction"], dict(zip(params["inputs"], arrays, strict=True)),
             {output.name: output.dtype for output in params["outputs"]}, reset_state=params["reset_state"],

@@ -29,10 +29,8 @@ def _compile_in_background(kind: LaunchKind, avals: Sequence[Any], params: dict[
     The work is wasted if this launch is not lowered: if JAX only evaluates shapes, if it traces a body again for `vmap`
     or gradients, or if shards on a mesh of `Auto` axes have another tiling.
     """
-    from torch_bridge.compiler import interpreting
-
     if (
-        interpreting()
+        availability.runs_interpreter()
         or context.listener() is not None
         or not availability.on_gpu()
         or not all(isinstance(n, int) and n for aval in avals for n in aval.shape)

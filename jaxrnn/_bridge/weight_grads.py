@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 from jaxrnn._bridge import availability
 from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput, axes_of_sequences, dtypes_of
 from jaxrnn._bridge.primitive import bind
+from jaxrnn.numerics import is_reset
 
 if TYPE_CHECKING:
     from jax import Array
@@ -90,6 +92,21 @@ class WeightGradsKind(LaunchKind):
         dtypes = dtypes_of(arrays, params)
         problem = Problem(models, groups, steps, batch, inputs, hidden, gates, dtypes, params["reverse"])
         return Launch(problem, device)
+
+    def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
+        by_name = dict(zip(params["inputs"], arrays, strict=True))
+        x, hs, h0, dxp = (by_name[name] for name in ("x", "hs", "h0", "dxp"))
+        first, rest = h0[:, :, None], hs[:, :, 1:] if params["reverse"] else hs[:, :, :-1]
+        h_prev = jnp.concatenate([rest, first] if params["reverse"] else [first, rest], axis=2)
+        if "reset" in by_name:
+            h_prev = jnp.where(is_reset(by_name["reset"])[..., None], 0, h_prev)
+        dhn, of_products = by_name.get("dhn"), dxp
+        if dhn is not None:  # the gradient of the last gate's hidden product
+            of_products = jnp.concatenate([dxp[..., : -dhn.shape[-1]], dhn], axis=-1)
+        contract = functools.partial(jnp.einsum, "sgtbi,sgtbj->sij", preferred_element_type=jnp.float32)
+        grads = [contract(x, dxp), contract(h_prev, of_products)]
+        grads += [jnp.sum(d, axis=(1, 2, 3), dtype=jnp.float32) for d in (dxp, dhn) if d is not None]
+        return [jnp.concatenate([d.reshape(d.shape[0], -1) for d in grads], axis=-1)]
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         return "weight gradients", "bwd"

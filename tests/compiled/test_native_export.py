@@ -7,6 +7,7 @@ buffers, and a driver records the launches. No kernel runs.
 import functools
 import re
 
+import calls
 import jax
 import jax.numpy as jnp
 import native_handler
@@ -44,11 +45,11 @@ def native(monkeypatch, tmp_path):
     return given
 
 
-def norm(shape):
+def norm(shape, implementation="triton"):
     def loss(arrays):
-        return jnp.sum(jaxrnn.rms_norm(arrays["x"], arrays["weight"], implementation="triton") ** 2)
+        return jnp.sum(jnp.sin(jaxrnn.rms_norm(arrays["x"], arrays["weight"], implementation=implementation)))
 
-    return jax.grad(loss), {"x": jnp.ones(shape), "weight": jnp.ones(shape[-1:])}
+    return jax.grad(loss), {"x": jax.random.normal(jax.random.key(0), shape), "weight": jnp.ones(shape[-1:])}
 
 
 # The program, the GPU it is compiled for, and the number of kernels in each of its launches.
@@ -61,6 +62,41 @@ PROGRAMS = {
     "seeds-a100": (seeds, Case("gru", T=2, B=4, H=48, D=5), A100, [1, 1]),
     "norm-h100": (norm, (2, 3, 256), H100, [1, 2]),
 }
+
+
+def layer_norm(shape, implementation="triton"):
+    def loss(arrays):
+        arrays, x = dict(arrays), arrays["x"]
+        del arrays["x"]
+        y, total = jaxrnn.layer_norm(x, **arrays, implementation=implementation)
+        return jnp.sum(jnp.sin(y)) + jnp.sum(jnp.sin(total))
+
+    keys = dict(zip(("x", "residual", "weight", "bias"), jax.random.split(jax.random.key(0), 4), strict=True))
+    shapes = {"weight": shape[-1:], "bias": shape[-1:]}
+    return jax.value_and_grad(loss), {name: jax.random.normal(k, shapes.get(name, shape)) for name, k in keys.items()}
+
+
+OF_TWO_PLATFORMS = {name: program[:3] for name, program in PROGRAMS.items() if "norm" not in name} | {
+    "gru-h100-reverse-weight-grads": (recurrence, Case("gru", T=128, B=64, H=128, D=128, reverse=True), H100),
+    "mgu-a100": (recurrence, Case("mgu", T=4, B=3, H=48, D=5, reset_state="tbh"), A100),
+    "rms-norm-gru-a100": (recurrence, Case("rms_norm_gru", T=4, B=3, H=24, D=5), A100),
+    "rms-norm": (norm, (2, 3, 256), A100),
+    "layer-norm": (layer_norm, (4, 256), A100),
+}
+
+
+@pytest.mark.parametrize("name", OF_TWO_PLATFORMS)
+def test_an_exported_program_of_two_platforms_runs_on_the_cpu(name, native, monkeypatch):
+    """It has the binaries of the kernels for the GPU, and operations of XLA for the CPU."""
+    make, of, device = OF_TWO_PLATFORMS[name]
+    with monkeypatch.context() as pretended:
+        pretend_gpus(pretended, device)
+        function, arrays = make(of)
+        checks = [jax.export.DisabledSafetyCheck.custom_call(TARGET)]
+        program = jax.export.export(jax.jit(function), platforms=("cuda", "cpu"), disabled_checks=checks)(arrays)
+        assert len(native) > 0 and f"custom_call @{TARGET}" in program.mlir_module()
+    got = jax.export.deserialize(program.serialize()).call(arrays)
+    calls.assert_close(got, jax.jit(make(of, "xla")[0])(arrays), 2.0**-10)
 
 
 def parameter_sizes(binary, ptx):
