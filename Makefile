@@ -42,7 +42,7 @@ PYTEST := -m pytest -n logical --maxprocesses $(WORKERS) $(ARGS)
 
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
 
-.PHONY: help demo test lint format types docs test-versions test-latest resolve clean
+.PHONY: help demo test stress lint format types docs test-versions test-latest resolve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +52,7 @@ help:
 	@echo "make format         ruff: fix and format"
 	@echo "make types          mypy"
 	@echo "make docs           build the site of the documentation into outputs/site; a broken link is an error"
+	@echo "make stress         run the tests that load a GPU for minutes: launches, threads, streams, failures"
 	@echo "make test-versions  run the tests on triton $(TRITON_LOWEST) with torch $(TORCH_LOWEST), and on triton $(TRITON_NEWEST)"
 	@echo "make test-latest    run the tests that need no torch on the newest JAX and Flax for PYTHON=$(PYTHON), 3.12 or newer"
 	@echo "make resolve        ask pip whether the CUDA extras resolve in one environment"
@@ -80,6 +81,9 @@ types: $(TEST)
 docs: $(TEST)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "open outputs/site/index.html, or run $(VENV)/bin/mkdocs serve"
+
+stress: $(TEST)
+	$(VENV)/bin/python -m pytest -m stress $(ARGS)
 
 test-versions: $(VENV)-triton-$(TRITON_LOWEST)/.installed $(VENV)-triton-$(TRITON_NEWEST)/.installed
 	for version in $(TRITON_LOWEST) $(TRITON_NEWEST); do \

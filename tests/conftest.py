@@ -8,8 +8,9 @@
 | `pytest -m compile_only` | compiled; without a GPU, they cannot run         | all but `compile_only`   |
 
 `TRITON_INTERPRET`, if set, overrides the table. The marker `several_gpus` is also left out if `gpu` is, or if there is
-only one GPU. Without PyTorch or Triton, all tests that need either are left out: those with the marker `torch` or a
-marker of kernels. All other tests must pass without both. The marker `gymnax` is left out if gymnax is not installed.
+only one GPU. The marker `stress` is left out unless it is asked for. Without PyTorch or Triton, all tests that need
+either are left out: those with the marker `torch` or a marker of kernels. All other tests must pass without both. The
+marker `gymnax` is left out if gymnax is not installed.
 Without the type checkers, which the extra `dev` installs, those with the marker `types` are left out.
 
 A file is in the folder of what most of its tests need: `cpu`, `interpreted` for those that run kernels, which a GPU
@@ -74,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.profile and (interpreted or not gpu):
         raise pytest.UsageError(f"--as {config.option.profile} runs compiled kernels: it needs an NVIDIA GPU")
     left_out |= {"compile_only"} if interpreted else {"interpret"}
+    left_out |= {"stress"} if config.option.markexpr != "stress" else set()
     if not all(importlib.util.find_spec(name) for name in ("torch", "triton")):
         left_out |= NEED_TORCH
     if importlib.util.find_spec("gymnax") is None:
