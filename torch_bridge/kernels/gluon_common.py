@@ -1,6 +1,6 @@
 """Shared code of the kernels in Gluon: 16-bit weights and operands, their scales, activations, packed stores.
 
-If one program has all units (`gru_resident.py`, `lstm_resident.py`), its weights stay in registers for the whole
+If one program has all units (`resident.py`), its weights stay in registers for the whole
 sequence: a warp owns 16 hidden units of every gate. Only the other operand, which is hidden states (forward) or gate
 gradients (backward), goes through shared memory, in two buffers that are written in turn, without a change of layout.
 Products use mma.sync, which every GPU since Ampere has. wgmma, which reads shared memory itself, would need a fence at
