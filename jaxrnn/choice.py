@@ -43,7 +43,7 @@ class Choice:
       implementation: "triton" or "xla".
       reason: why it was chosen.
       unavailable: why "triton" cannot run the call, and what it needs; None if it can, or if nobody asked.
-      may_scan: whether `lax.scan` may replace a launch where that is faster.
+      may_use_xla: whether XLA may compute a launch instead: where that is faster, and on a CPU.
       index: the index among the choices of a listener, or None.
       marked: whether `mark` marks the call in a traced program.
     """
@@ -53,7 +53,7 @@ class Choice:
     implementation: Literal["triton", "xla"]
     reason: str
     unavailable: str | None = None
-    may_scan: bool = False
+    may_use_xla: bool = False
     index: int | None = None
     marked: bool = True
 
@@ -121,7 +121,7 @@ def choose(
     told = listener is not None or logger.isEnabledFor(logging.DEBUG)
     choice = Choice(
         name, arguments() if told else "", "triton" if uses_kernels else "xla", reason, unavailable,
-        may_scan=implementation is None,
+        may_use_xla=implementation is None,
     )  # fmt: skip
     return tell(choice) if told else choice
 

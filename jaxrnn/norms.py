@@ -205,8 +205,9 @@ def normalize(
     _check(caller, x, weight, bias, residual, epsilon)
     check_implementation(implementation, caller)
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
-    static = _NormSpec(kind, float(epsilon), jnp.dtype(x.dtype if dtype is None else dtype))
-    choice = _choose(kind, implementation, x, weight, bias, static.dtype, caller)
+    dtype = jnp.dtype(x.dtype if dtype is None else dtype)
+    choice = _choose(kind, implementation, x, weight, bias, dtype, caller)
+    static = _NormSpec(kind, float(epsilon), dtype, choice.may_use_xla)
     run = functools.partial(_run_triton if choice.implementation == "triton" else _xla, static)
     y, total = choice.mark(run)(x, weight, bias, residual)
     return y if residual is None else (y, total)
@@ -296,6 +297,7 @@ class _NormSpec:
     kind: Kind
     epsilon: float
     dtype: Any
+    may_use_xla: bool
 
 
 def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
@@ -395,7 +397,9 @@ def _launch(
     """Launches a kernel; under `vmap` over sharded axes each device launches it for its shard."""
 
     def run(arrays: dict[str, Array | None]) -> dict[str, Array]:
-        return _bridge.launch_norm(static.kind, direction, arrays, outputs, epsilon=static.epsilon)
+        return _bridge.launch_norm(
+            static.kind, direction, arrays, outputs, epsilon=static.epsilon, may_use_xla=static.may_use_xla
+        )
 
     return sharding.shard_over_vmapped_axes(run, arrays)
 

@@ -94,7 +94,7 @@ def run(
         if choice.implementation == "triton":
             return kernel_vjp.run_kernels(
                 cell, params, states, xs, resets, reset_states, reverse, time_major, precision, remat, returned,
-                may_scan=choice.may_scan,
+                may_use_xla=choice.may_use_xla,
             )  # fmt: skip
         return _xla(
             cell, remat, params, states, xs, resets, reset_states, reverse=reverse, time_major=time_major,
@@ -184,7 +184,7 @@ def run_bidirectional(
         if choice.implementation == "triton":
             return kernel_vjp.run_kernels(
                 cell, params, states, xs, resets, reset_states, "bidirectional", time_major, precision, remat, returned,
-                may_scan=choice.may_scan,
+                may_use_xla=choice.may_use_xla,
             )  # fmt: skip
         return [
             _xla(

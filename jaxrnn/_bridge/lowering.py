@@ -135,8 +135,12 @@ def _on_one_device(kind: LaunchKind, params: dict[str, Any], *arrays: Array) -> 
 
 
 def _lower_cpu_shard(call: Callable[..., list[Array]], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lowers the launch of a shard for the CPU, in a program for several platforms to operations of XLA."""
-    if len(ctx.module_context.platforms) == 1 or runs_interpreter():
+    """Lowers the launch of a shard for the CPU: to operations of XLA where that is permitted.
+
+    It is permitted in a program for several platforms. In a program for the CPU alone, a call that names "triton"
+    raises.
+    """
+    if runs_interpreter() or not (params["may_use_xla"] or len(ctx.module_context.platforms) > 1):
         return _lower_shard(call, ctx, *operands, **params)
 
     def in_xla(*arrays: Array, kind: LaunchKind, slot: Any, **params: Any) -> list[Array]:

@@ -16,13 +16,14 @@ if TYPE_CHECKING:
 
 
 def launch_norm(
-    norm: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NamedOutput], *, epsilon: float
-) -> dict[str, Array]:
+    norm: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NamedOutput], *, epsilon: float,
+    may_use_xla: bool,
+) -> dict[str, Array]:  # fmt: skip
     """Launches the kernel of a norm, `norm` "rms" or "layer", as `launch` does. `torch_bridge.norms` names its arrays.
 
     Weights and their gradients are `[S, N]`, statistics are `[S, *rows]`, and all others are `[S, *rows, N]`.
     """
-    return bind(NORM, arrays, outputs, norm=norm, direction=direction, epsilon=epsilon)
+    return bind(NORM, arrays, outputs, norm=norm, direction=direction, epsilon=epsilon, may_use_xla=may_use_xla)
 
 
 def _forward(x: Array, arrays: dict[str, Array], epsilon: float, centered: bool) -> dict[str, Array]:

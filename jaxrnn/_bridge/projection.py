@@ -16,14 +16,15 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any) -> Array:
+def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any, *, may_use_xla: bool) -> Array:
     """Launches an input projection: returns `x @ w_ih + bias`, `[*rows, W]`, in `dtype`, float32 or float16.
 
     x is `[*rows, D]`, w_ih is `[D, W]` in the dtype of x, and bias is `[W]` in float32. Products of float32 run in
-    TF32: `w_ih` must already be rounded to it, and D is then at most 128.
+    TF32: `w_ih` must already be rounded to it, and D is then at most 128. With `may_use_xla`, XLA computes the results
+    on a CPU.
     """
     arrays: dict[str, Array | None] = {"x": x[None], "w_ih_t": w_ih.T[None], "bias": bias[None]}
-    return bind(PROJECTION, arrays, [NamedOutput("xp", jnp.dtype(dtype))])["xp"][0]
+    return bind(PROJECTION, arrays, [NamedOutput("xp", jnp.dtype(dtype))], may_use_xla=may_use_xla)["xp"][0]
 
 
 def is_projection_profitable(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:

@@ -45,18 +45,18 @@ def launch(
     reset_state: str,
     reverse: Reverse,
     precision: str,
-    may_scan: bool = False,
+    may_use_xla: bool = False,
     norm_width: int = 0,
 ) -> dict[str, Array]:
     """Launches one kernel: takes its arrays by name (without those that are None) and returns its outputs by name.
 
     With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
-    map the weights too. With `may_scan`, `scan_launch` computes the outputs instead where that is faster. A norm of the
-    cell sees `norm_width` elements, inputs and state.
+    map the weights too. With `may_use_xla`, `scan_launch` computes the outputs instead where that is faster, and on a
+    CPU. A norm of the cell sees `norm_width` elements, inputs and state.
     """
     return bind(
         RECURRENCE, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
-        precision=precision, may_scan=may_scan, norm_width=norm_width,
+        precision=precision, may_use_xla=may_use_xla, norm_width=norm_width,
     )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ class RecurrenceKind(LaunchKind):
     def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
         from torch_bridge.tiling import prefers_scan
 
-        if not params["may_scan"]:
+        if not params["may_use_xla"]:
             return False
         return prefers_scan(self.problem(arrays, params), device)
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> dict[str, Array]:
+def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool, may_use_xla: bool) -> dict[str, Array]:
     """Launches the kernel that sums up the gradients of all weights of S models, as `launch` does.
 
     `torch_bridge.weight_grads` names its arrays. Returns the gradients, `[S, ...]` in float32, by the field names of
@@ -27,7 +27,7 @@ def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool) -> di
     from torch_bridge.weight_grads import Layout
 
     output = NamedOutput("sums", jnp.dtype(jnp.float32))
-    sums = bind(WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse)["sums"]
+    sums = bind(WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, may_use_xla=may_use_xla)["sums"]
     inputs, hidden, gates = (arrays[name].shape[-1] for name in ("x", "hs", "dxp"))  # type: ignore[union-attr]
     separate = arrays.get("dhn") is not None
     at = Layout.of(inputs, hidden, gates, separate)

@@ -44,7 +44,7 @@ def input_projection(
             w_ih = _bridge.round_to_tf32(w_ih)
         bias = getattr(params, cell.bias).astype(jnp.float32)
         out = jnp.float32 if static.uses_tf32 else jnp.float16
-        return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out)
+        return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out, may_use_xla=static.may_use_xla)
     xp = base.project(cell, params, xs, static.precision)
     if first is not None:
         for at, begins in beginnings:  # XLA updates xp in place

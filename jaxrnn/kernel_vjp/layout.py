@@ -38,7 +38,7 @@ def _split_axis(x: Array, axis: int, sizes: tuple[int, ...]) -> Array:
 def run_canonical(
     cell: Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array | None, ...], first: Array | None, operand_dtype: Any, *,
-    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], may_scan: bool,
+    reverse: Reverse, time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], may_use_xla: bool,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """Converts the arguments of `_run_on_device` to canonical form, runs the kernels, and converts the results back.
 
@@ -84,7 +84,7 @@ def run_canonical(
         kernel_precision=str(kernel_precision(precision, hidden)),
         remat=remat,
         returned=returned,
-        may_scan=may_scan,
+        may_use_xla=may_use_xla,
     )
     last, sequences = recurrence(
         static, params, tuple(state(x.astype(dtype)) for x, dtype in zip(states, dtypes, strict=True)),

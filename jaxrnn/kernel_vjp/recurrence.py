@@ -108,7 +108,8 @@ def _forward_on_device(
         arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
         results = _bridge.launch(
             cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
-            precision=static.kernel_precision, may_scan=static.may_scan, norm_width=_norm_width(static, xs, hidden),
+            precision=static.kernel_precision, may_use_xla=static.may_use_xla,
+            norm_width=_norm_width(static, xs, hidden),
         )  # fmt: skip
         return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
@@ -206,7 +207,8 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
-            precision=static.kernel_precision, may_scan=static.may_scan, norm_width=_norm_width(static, xs, hidden),
+            precision=static.kernel_precision, may_use_xla=static.may_use_xla,
+            norm_width=_norm_width(static, xs, hidden),
         )  # fmt: skip
 
         dxp, hidden_grads = results["dxp"], {name: results[name] for name in cell.hidden_grads}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 def run_kernels(
     cell: Cell, params: Any, states: Any, xs: Array, resets: Any, reset_states: Any, reverse: Reverse,
-    time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], *, may_scan: bool,
+    time_major: bool, precision: Any, remat: bool, returned: tuple[str, ...], *, may_use_xla: bool,
 ) -> Any:  # fmt: skip
     """Runs a recurrence with the kernels; on an explicit mesh, each device runs its shard of the batch.
 
@@ -41,14 +41,15 @@ def run_kernels(
       precision: as in `gru`.
       remat: as in `gru`.
       returned: the names of the states to return for every step.
-      may_scan: whether `lax.scan` may replace a launch where that is faster.
+      may_use_xla: whether XLA may compute a launch instead: where that is faster, and on a CPU.
 
     Returns:
       The last states, and the states named in `returned` of every step, each in the dtype of its initial state; or a
       pair of these.
     """
     options = {
-        "time_major": time_major, "precision": precision, "remat": remat, "returned": returned, "may_scan": may_scan
+        "time_major": time_major, "precision": precision, "remat": remat, "returned": returned,
+        "may_use_xla": may_use_xla,
     }  # fmt: skip
     if reverse == "bidirectional":
         on_device = functools.partial(_run_bidirectional_on_device, cell, **options)
@@ -102,7 +103,7 @@ def _run_bidirectional_on_device(
 def _run_on_device(
     cell: Cell, in_reverse: Array | None, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array | None, ...], *, reverse: Reverse, time_major: bool, precision: Any,
-    remat: bool, returned: tuple[str, ...], may_scan: bool,
+    remat: bool, returned: tuple[str, ...], may_use_xla: bool,
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:  # fmt: skip
     """Runs a recurrence on one device, also an LSTM with a projection; arguments and results are as in `run_kernels`.
 
@@ -113,7 +114,7 @@ def _run_on_device(
     # the argument does not vary over
     params, states, xs, resets, reset_states = sharding.unify_varying_axes((params, states, xs, resets, reset_states))
     options: dict[str, Any] = {
-        "reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned, "may_scan": may_scan
+        "reverse": reverse, "time_major": time_major, "remat": remat, "returned": returned, "may_use_xla": may_use_xla
     }  # fmt: skip
     if getattr(params, "w_hr", None) is None:
         operand_dtype = jnp.result_type(xs, params.w_ih, params.w_hh)

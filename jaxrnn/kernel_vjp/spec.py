@@ -43,7 +43,7 @@ class RecurrenceSpec:
     kernel_precision: str
     remat: bool
     returned: tuple[str, ...]
-    may_scan: bool
+    may_use_xla: bool
 
     @property
     def uses_tf32(self) -> bool:

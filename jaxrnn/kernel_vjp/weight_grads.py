@@ -66,5 +66,5 @@ def launch_weight_grads(
     arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
     arrays |= {"reset": resets, "dxp": dxp} | hidden_grads
     models = {name: None if x is None else x[None] for name, x in arrays.items()}
-    grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True)
+    grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True, may_use_xla=static.may_use_xla)
     return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}

@@ -12,6 +12,7 @@ import weakref
 from concurrent.futures import wait
 from pathlib import Path
 
+import calls
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,6 +21,7 @@ from pretended import pretend_gpus
 from programs import recurrence, seeds
 
 import jaxrnn
+from jaxrnn import norms
 
 pytestmark = pytest.mark.torch
 
@@ -45,11 +47,11 @@ def h200(monkeypatch):
     return events
 
 
-def norm(shape):
+def norm(shape, implementation="triton"):
     def loss(x, weight):
-        return jnp.sum(jaxrnn.rms_norm(x, weight, implementation="triton") ** 2)
+        return jnp.sum(jnp.sin(jaxrnn.rms_norm(x, weight, implementation=implementation)))
 
-    return jax.grad(loss, (0, 1)), jnp.ones(shape), jnp.ones(shape[-1:])
+    return jax.grad(loss, (0, 1)), jax.random.normal(jax.random.key(0), shape), jnp.ones(shape[-1:])
 
 
 PROGRAMS = {
@@ -104,6 +106,19 @@ def test_tracing_for_the_cpu_begins_nothing(h200):
     with jax.default_device("cpu"):
         jax.jit(function).trace(args)
     assert not h200
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_for_arrays_on_the_cpu_run_xla_unless_kernels_are_named(name, h200, monkeypatch):
+    """A program is traced for the default device, the GPU, before JAX knows where its arrays are."""
+    monkeypatch.setattr(norms, "_MIN_KERNEL_ELEMENTS", 0)
+    make, of, _ = PROGRAMS[name]
+    function, *args = make(of, None)
+    got = jax.jit(function)(*args)
+    assert {kind for kind, _ in h200} == {"begin"}
+    calls.assert_close(got, jax.jit(make(of, "xla")[0])(*args), 2.0**-10)
+    with pytest.raises(NotImplementedError, match="need a GPU, but this call is compiled for the CPU"):
+        jax.jit(make(of, "triton")[0])(*args)
 
 
 def test_load_begins_all_kernels_before_it_waits_for_the_first(h200):

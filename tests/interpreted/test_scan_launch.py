@@ -87,7 +87,7 @@ def test_named_implementation_never_runs_a_scan(scans, cell):
     case = cases.Case(cell, T=3, B=2, H=8)
     one = functools.partial(cases._with_gradients, case, "triton")
     text = str(jax.make_jaxpr(one)({k: v for k, v in cases.make_inputs(case).items() if v is not None}))
-    assert "jaxrnn_launch" in text and "may_scan=False" in text and "may_scan=True" not in text
+    assert "jaxrnn_launch" in text and "may_use_xla=False" in text and "may_use_xla=True" not in text
     assert not scans
 
 
