@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from jaxrnn.convert.arrays import read_arrays
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import biases_of, pack
+from jaxrnn.convert.layout import biases_of, pack, without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
@@ -53,6 +53,7 @@ def to_equinox(params: Params) -> dict[str, Array]:
         disagree.
     """
     layout = check_params("to_equinox", params, framework="equinox")
+    params = without_blocks(params)
     bias, b_hn = biases_of(layout, params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias": bias}
     return arrays if b_hn is None else arrays | {"bias_n": b_hn}

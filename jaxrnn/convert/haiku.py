@@ -11,7 +11,7 @@ from jaxrnn.convert.arrays import describe, keys_of, read_arrays, remedy_for
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
+from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases, without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
@@ -82,6 +82,7 @@ def to_haiku(params: Params) -> dict[str, Any]:
         MGU; or their shapes disagree.
     """
     layout = check_params("to_haiku", params, framework="haiku")
+    params = without_blocks(params)
     if layout is VANILLA_RNN:
         b_i, b_h = two_biases(layout, params)
         return dict(zip(VANILLA_LAYERS, ({"w": params.w_ih, "b": b_i}, {"w": params.w_hh, "b": b_h}), strict=True))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
+from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases, without_blocks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +68,7 @@ def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
       ValueError: `params` are not those of such a layer, or their shapes disagree.
     """
     layout = check_params("to_keras", params, framework="keras")
+    params = without_blocks(params)
     bias = biases_of(layout, params)[0]
     if layout.cell.last_gate_separate:
         bias = jnp.stack(two_biases(layout, params))

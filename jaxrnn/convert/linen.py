@@ -9,6 +9,7 @@ from jaxrnn.convert.arrays import alternatives, describe, keys_of, remedy_for
 from jaxrnn.convert.cells import LAYOUTS
 from jaxrnn.convert.checks import check_params
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
+from jaxrnn.convert.layout import without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
@@ -19,9 +20,10 @@ if TYPE_CHECKING:
 def from_linen(tree: Any) -> Params:
     """Returns the weights of `flax.linen.GRUCell`, `LSTMCell`, `OptimizedLSTMCell`, `MGUCell` or `SimpleCell`.
 
-    The cells of `jaxrnn.linen` have the same parameters. Parameters do not include attributes: a `gate_fn` or
-    `activation_fn` other than the default cannot be detected here, nor can `residual=True` of a SimpleCell. Do not
-    convert such a cell, except for a SimpleCell with relu, which is `jaxrnn.simple_rnn(..., activation="relu")`.
+    The cells of `jaxrnn.linen` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Parameters do not
+    include attributes: a `gate_fn` or `activation_fn` other than the default cannot be detected here, nor can
+    `residual=True` of a SimpleCell. Do not convert such a cell, except for a SimpleCell with relu, which is
+    `jaxrnn.simple_rnn(..., activation="relu")`.
 
     Args:
       tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In the
@@ -65,12 +67,18 @@ def _paths_of_cells(tree: Any, path: str = "") -> Iterator[str]:
             yield from _paths_of_cells(part, here)
 
 
-def to_linen(params: Params) -> dict[str, dict[str, Array]]:
+def to_linen(params: Params, *, dense: bool = False) -> dict[str, dict[str, Array]]:
     """Returns the parameters of the cell of `flax.linen`. `LSTMCell` and `OptimizedLSTMCell` share a format.
 
         cell.apply({"params": to_linen(params)}, carry, x)
 
+    Args:
+      params: the weights.
+      dense: whether to make N blocks of recurrent weights a matrix that is zero outside of the blocks, for a cell of
+        Flax. Without it, the parameters are those of a cell of `jaxrnn.linen` with `num_blocks=N`.
+
     Raises:
       ValueError: `params` are not parameters of jaxrnn, or their shapes disagree.
     """
-    return to_dense(check_params("to_linen", params), params)
+    layout = check_params("to_linen", params)
+    return to_dense(layout, without_blocks(params) if dense else params)
