@@ -156,6 +156,20 @@ def _check_blocks(source: str, layout: Layout, params: Any) -> None:
         raise ValueError(f"{source}: params.w_ih must be a matrix, got {params.w_ih.shape}")
 
 
+def expect(source: str, params: Any, into: Any) -> Any:
+    """Returns `params`; raises ValueError unless they have the class `into`, or that is None."""
+    known = [layout.cell.params for layout in LAYOUTS]
+    if into is not None and into not in known:
+        names = alternatives([one.__name__ for one in known])
+        raise ValueError(f"{source}: into must be {names}, got {describe_value(into)}; jaxrnn has these classes")
+    if into is not None and type(params) is not into:
+        raise ValueError(
+            f"{source}: into must be {type(params).__name__}, the class of these weights, got {into.__name__}; leave "
+            "it out to get the class of the weights"
+        )
+    return params
+
+
 def check_activations(source: str, cell: Any, layout: Layout, *, gate: str, activation: str) -> None:
     """Raises ValueError if a cell's functions have other values than those that jaxrnn computes in their place.
 

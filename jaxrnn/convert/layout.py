@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
+    from typing import TypeVar
+
     from jax import Array
 
     from jaxrnn.cells import Cell, Params
+
+    ParamsT = TypeVar("ParamsT", bound=Params)
 
 
 @dataclass(frozen=True, eq=False)

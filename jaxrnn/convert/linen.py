@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.convert.arrays import alternatives, describe, keys_of, remedy_for
 from jaxrnn.convert.cells import LAYOUTS
-from jaxrnn.convert.checks import check_params
+from jaxrnn.convert.checks import check_params, expect
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
 from jaxrnn.convert.layout import without_blocks
 
@@ -15,9 +15,18 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Params
+    from jaxrnn.convert.layout import ParamsT
 
 
-def from_linen(tree: Any) -> Params:
+@overload
+def from_linen(tree: Any, *, into: type[ParamsT]) -> ParamsT: ...
+
+
+@overload
+def from_linen(tree: Any, *, into: None = ...) -> Params: ...
+
+
+def from_linen(tree: Any, *, into: type[Any] | None = None) -> Params:
     """Returns the weights of `flax.linen.GRUCell`, `LSTMCell`, `OptimizedLSTMCell`, `MGUCell` or `SimpleCell`.
 
     The cells of `jaxrnn.linen` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Parameters do not
@@ -29,10 +38,12 @@ def from_linen(tree: Any) -> Params:
       tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In the
         variables of a larger module the cell is at a path like `variables["params"]["ScannedRNN_0"]["GRUCell_1"]`, or,
         in an `nn.RNN`, under "cell".
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
       ValueError: these are not the parameters of such a cell, or are those of an MGUCell with `reset_gate=False`, which
-        computes something else.
+        computes something else; or the weights are not those of `into`.
     """
     if isinstance(tree, Mapping) and "params" in tree:  # tree holds all variables of a module
         tree = tree["params"]
@@ -41,7 +52,7 @@ def from_linen(tree: Any) -> Params:
             layer, reason = layout.required_bias or (None, None)
             if layer is not None and "bias" not in keys_of(tree[layer]):
                 raise ValueError(f"from_linen: {reason}")
-            return from_dense("from_linen", layout, tree)
+            return expect("from_linen", from_dense("from_linen", layout, tree), into)
     wanted = [f"of {layout.linen} ({', '.join(dense_names(layout))})" for layout in LAYOUTS]
     raise ValueError(
         f"from_linen: tree must be the parameters {alternatives(wanted)}, got {describe(tree)}{_remedy(tree)}"

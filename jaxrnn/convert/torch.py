@@ -4,25 +4,70 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.checks import check_size
 from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
-from jaxrnn.convert.checks import check_params, check_shapes, find_layout, recurrent_shape
+from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout, recurrent_shape
 from jaxrnn.convert.layout import pack, two_biases, without_blocks
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.cells import Params
+    from jaxrnn.convert.cells import gru, lstm, simple
+    from jaxrnn.convert.layout import ParamsT
 
 
 OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells"
 
 
-def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
+@overload
+def from_torch(
+    source: Any, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ..., into: type[ParamsT]
+) -> ParamsT: ...
+
+
+@overload
+def from_torch(
+    source: Mapping[str, Any], *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: gru.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> gru.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: lstm.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> lstm.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: simple.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> simple.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: Any, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ..., into: None = ...
+) -> Params: ...
+
+
+def from_torch(
+    source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "",
+    into: type[Any] | None = None,
+) -> Params:  # fmt: skip
     """Returns the weights of one layer and direction of `torch.nn.GRU`, `LSTM` or `RNN`, or of one of their cells.
 
     Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
@@ -38,9 +83,11 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
       reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
         for those of the forward direction; optional if there is only one direction.
       prefix: prefix of the names in the state dict of a larger model, like "rnn.".
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
-      ValueError: there are no such weights, several fit, or shapes are wrong.
+      ValueError: there are no such weights, several fit, shapes are wrong, or the weights are not those of `into`.
     """
     state = source.state_dict() if hasattr(source, "state_dict") and not isinstance(source, type) else source
     if not isinstance(state, Mapping):
@@ -69,7 +116,7 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
     check_shapes("from_torch", arrays, shapes | ({projection: (width, hidden)} if projected else {}))
     b_i, b_h = (arrays.get(name) for name in names[2:])
     params = pack(layout, arrays[names[0]].T, arrays[names[1]].mT, b_i, b_h)
-    return params._replace(w_hr=arrays[projection].T) if projected else params
+    return expect("from_torch", params._replace(w_hr=arrays[projection].T) if projected else params, into)
 
 
 def to_torch(

@@ -688,7 +688,7 @@ def test_source_arrays_may_be_overwritten_after_a_conversion():
 @pytest.mark.torch
 def test_snippet_of_the_documentation_runs(torch):
     page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
-    snippet, _ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    snippet, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names = {}
     exec(compile(snippet, page.name, "exec"), names)
     agree(names["ys"], torch_outputs(torch, names["module"], np.ones((16, 4, 8), np.float32)))
@@ -906,3 +906,36 @@ def test_blocks_of_wrong_shapes_raise():
     arrays = convert.to_torch(params) | {"weight_hh_l0": np.zeros((2, 9, 4), np.float32)}
     with pytest.raises(ValueError, match="weight_hh_l0 must be"):
         convert.from_torch(arrays)
+
+
+FROM = {
+    "linen": (convert.from_linen, convert.to_linen),
+    "torch": (convert.from_torch, convert.to_torch),
+    "equinox": (convert.from_equinox, convert.to_equinox),
+    "keras": (convert.from_keras, convert.to_keras),
+    "haiku": (convert.from_haiku, convert.to_haiku),
+    "nnx": (convert.from_nnx, lambda params: convert.to_nnx(params, "OptimizedLSTMCell")),
+}
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_class_of_the_result_may_be_requested(name):
+    read, write = FROM[name]
+    params = make_params("lstm")
+    assert type(read(write(params), into=LSTMParams)) is LSTMParams
+    with pytest.raises(
+        ValueError, match=f"from_{name}: into must be LSTMParams, the class of these weights, got GRUPa"
+    ):
+        read(write(params), into=GRUParams)
+    with pytest.raises(
+        ValueError, match=f"from_{name}: into must be GRUParams, LSTMParams, MGUParams or SimpleParams,"
+    ):
+        read(write(params), into="lstm")
+
+
+def test_class_of_the_unfused_cell_and_of_the_vanilla_rnn_may_be_requested():
+    unfused = convert.to_nnx(make_params("lstm"), "LSTMCell")
+    with pytest.raises(ValueError, match="from_nnx: into must be LSTMParams"):
+        convert.from_nnx(unfused, into=SimpleParams)
+    with pytest.raises(ValueError, match="from_haiku: into must be SimpleParams"):
+        convert.from_haiku(convert.to_haiku(make_params("simple")), into=LSTMParams)
