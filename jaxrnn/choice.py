@@ -9,10 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import sys
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -20,6 +17,8 @@ import jax.numpy as jnp
 
 from jaxrnn import _bridge, context
 from jaxrnn.checks import Caller, Implementation, check_options
+from torch_bridge.records import ImplementationWarning as ImplementationWarning
+from torch_bridge.records import describe_choice, warn_of_unusable_gpu
 
 logger = logging.getLogger("jaxrnn")
 
@@ -27,10 +26,6 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 NOT_ON_GPU = "JAX does not compute on a GPU here"
 # Beginning of the name of the functions that `jaxrnn.explain` finds in a program.
 MARK = "jaxrnn_choice_"
-
-
-class ImplementationWarning(RuntimeWarning):
-    """The kernels cannot run on the NVIDIA GPU of this process, and `implementation=None` runs XLA instead."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +53,7 @@ class Choice:
     marked: bool = True
 
     def __str__(self) -> str:
-        return f"{self.name}({self.arguments}) runs {self.implementation}: {self.reason}"
+        return describe_choice(self.name, self.arguments, self.implementation, self.reason)
 
     def mark(self, function: _Function) -> _Function:
         """Returns `function`, which computes the call; with a listener, it is marked in the traced program."""
@@ -175,18 +170,4 @@ def _warn_if_unusable() -> None:
 
 @functools.cache
 def _warn_once() -> None:
-    warnings.warn(
-        "there is an NVIDIA GPU, but jaxrnn runs lax.scan and jax.numpy on it instead of its kernels: the Triton "
-        f"implementation {_bridge.unusable()}",
-        ImplementationWarning,
-        stacklevel=_stacklevel(),
-    )
-
-
-def _stacklevel() -> int:
-    """Returns the `stacklevel` with which `_warn_once` names the line outside of this package and JAX."""
-    packages = [str(Path(module.__file__ or "").parent) for module in (sys.modules["jaxrnn"], jax)]
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and any(frame.f_code.co_filename.startswith(package) for package in packages):
-        frame, level = frame.f_back, level + 1
-    return level
+    warn_of_unusable_gpu("jaxrnn runs lax.scan and jax.numpy", _bridge.unusable(), "jaxrnn", "jax")

@@ -2,91 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn import _bridge, context
-from jaxrnn._bridge import LaunchRecord
 from jaxrnn.choice import MARK, Choice
+from torch_bridge.records import CallExplanation, LaunchRecord, merge_launches
+from torch_bridge.records import Explanation as Explanation
 
 if TYPE_CHECKING:
     from torch_bridge.tiling import Device
-
-
-@dataclasses.dataclass(frozen=True)
-class CallExplanation:
-    """What one recurrence or norm of a program runs.
-
-    Attributes:
-      name: what is called: a cell or a norm by its name, such as "gru" or "rms_norm", or "cell" for a cell of Flax that
-        has no kernel.
-      arguments: shapes and dtypes.
-      implementation: "triton" or "xla".
-      reason: why it is chosen.
-      unavailable: why "triton" cannot run the call here, and what it needs; None if it can.
-      launches: what the call launches, forward and backward; empty for "xla".
-    """
-
-    name: str
-    arguments: str
-    implementation: Literal["triton", "xla"]
-    reason: str
-    unavailable: str | None
-    launches: tuple[LaunchRecord, ...]
-
-    def __str__(self) -> str:
-        lines = [f"{self.name}({self.arguments}) runs {self.implementation}: {self.reason}"]
-        if self.unavailable is not None and self.unavailable not in self.reason:
-            lines.append(f'"triton" {self.unavailable}')
-        lines += map(str, self.launches)
-        return "\n  ".join(lines)
-
-
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """What the recurrences and norms of a program run, in the order of the program; `str` makes it readable.
-
-    Attributes:
-      device: the GPU that the kernels are chosen for, or None if no call runs them.
-      calls: the recurrences and norms.
-    """
-
-    device: str | None
-    calls: tuple[CallExplanation, ...]
-
-    @property
-    def implementation(self) -> Literal["triton", "xla"]:
-        """The implementation of the only call."""
-        return self._only().implementation
-
-    @property
-    def reason(self) -> str:
-        """Why the implementation of the only call is chosen."""
-        return self._only().reason
-
-    @property
-    def unavailable(self) -> str | None:
-        """Why "triton" cannot run the only call, and what it needs; None if it can."""
-        return self._only().unavailable
-
-    @property
-    def launches(self) -> tuple[LaunchRecord, ...]:
-        """The launches of all calls."""
-        return tuple(launch for call in self.calls for launch in call.launches)
-
-    def _only(self) -> CallExplanation:
-        if len(self.calls) != 1:
-            raise ValueError(f"the function has {len(self.calls)} recurrences and norms, not one: use `calls`")
-        return self.calls[0]
-
-    def __str__(self) -> str:
-        calls = [str(call) for call in self.calls] or ["there is no recurrence or norm of jaxrnn"]
-        return "\n".join(calls if self.device is None else [f"on {self.device}:", *calls])
 
 
 def explain(
@@ -169,15 +98,10 @@ def _trace(function: Callable[..., Any], arrays: list[Any], profile: Device | No
 
 
 def _explain_call(choice: Choice, records: list[LaunchRecord]) -> CallExplanation:
-    times: dict[LaunchRecord, int | None] = {}
-    for record in records:
-        one = dataclasses.replace(record, times=1)
-        before = times.get(one, 0)
-        times[one] = None if before is None or record.times is None else before + record.times
-    launches = tuple(dataclasses.replace(record, times=count) for record, count in times.items())
     return CallExplanation(
-        choice.name, choice.arguments, choice.implementation, choice.reason, choice.unavailable, launches
-    )
+        choice.name, choice.arguments, choice.implementation, choice.reason, choice.unavailable,
+        merge_launches(records),
+    )  # fmt: skip
 
 
 def _is_array(x: Any) -> bool:

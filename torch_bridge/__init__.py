@@ -1,23 +1,27 @@
 """Recurrent cells with episode resets, RMSNorm and LayerNorm, in Triton kernels. This package never imports jax.
 
 `torch_bridge.nn` contains the modules, and `torch_bridge.functional` contains the functions. Importing either registers
-the operators, `torch.ops.torch_bridge`.
+the operators, `torch.ops.torch_bridge`. `torch_bridge.explain` says which implementation a function runs, and why.
 """
 
 import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from torch_bridge.records import Explanation, ImplementationWarning
 
 if TYPE_CHECKING:
     from torch_bridge import functional, nn
+    from torch_bridge.explanation import explain
 
-__all__ = ["functional", "nn"]
+__all__ = ["Explanation", "ImplementationWarning", "explain", "functional", "nn"]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Imports `torch_bridge.nn` and `torch_bridge.functional` on first use, as importing PyTorch takes a second."""
-    if name in __all__:
+def __getattr__(name: str) -> Any:
+    """Imports what needs PyTorch on first use, as importing PyTorch takes a second."""
+    if name in ("functional", "nn"):
         return importlib.import_module(f"{__name__}.{name}")
+    if name == "explain":
+        return importlib.import_module(f"{__name__}.explanation").explain
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

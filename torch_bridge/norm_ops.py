@@ -15,29 +15,32 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge import op_common
+from torch_bridge import choice, op_common, tiling
 
 Kind = Literal["rms", "layer"]
 
 
 @op_common.cached_reason
-def _unsupported(device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int) -> str | None:
-    """Returns why the kernels cannot run on a device with these dtypes and this many columns, or None if they can.
+def _unsupported(
+    profile: tiling.Device | None, device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int
+) -> str | None:
+    """Returns why the kernels cannot run with these dtypes and columns, or None, see `op_common.unavailable`."""
+    if reason := op_common.unavailable(profile, device, *dtypes):
+        return reason
+    from torch_bridge import norms
 
-    The reason is a predicate of "the Triton kernels", as that of `op_common.device_facts`.
-    """
-    for dtype in dtypes:
-        facts = op_common.device_facts(device, dtype)
-        if isinstance(facts, str):
-            return facts
-        from torch_bridge import norms
-
-        if columns > norms.WIDEST:
-            return f"take at most {norms.WIDEST} columns, got {columns}: leave implementation out"
+    if columns > norms.WIDEST:
+        return f"takes at most {norms.WIDEST} columns, got {columns}: leave implementation out"
     return None
 
 
-def _should_launch_kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
+def unsupported(tensors: Sequence[Tensor], profile: tiling.Device | None = None) -> str | None:
+    """Returns why the kernels cannot run on these tensors, of which the first has the rows, or None if they can."""
+    dtypes = tuple(dict.fromkeys(x.dtype for x in tensors))
+    return _unsupported(profile, tensors[0].device, dtypes, int(tensors[0].shape[-1]))
+
+
+def should_launch_kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
     """Returns whether an operator launches a kernel; if not, it runs PyTorch operations.
 
     Raises:
@@ -47,14 +50,9 @@ def _should_launch_kernels(implementation: str | None, *tensors: Tensor | None) 
     if implementation not in (None, "triton", "torch"):
         raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
     given = [x for x in tensors if x is not None]
-    device = given[0].device
-    if implementation == "torch" or (implementation is None and device.type != "cuda"):
-        return False
-    dtypes = tuple(dict.fromkeys(x.dtype for x in given))
-    reason = _unsupported(device, dtypes, int(given[0].shape[-1]))
-    if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"the Triton kernels {reason}")
-    return reason is None
+    return op_common.should_launch_kernels(
+        implementation, given[0].device, functools.partial(unsupported, given)
+    )  # fmt: skip
 
 
 def _check(x: Tensor, **arrays: Tensor | None) -> None:
@@ -177,7 +175,28 @@ def _launch(
     from torch_bridge import norms
 
     problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
-    return op_common.load(norms.Launch, problem, ordinal)
+    made = op_common.load(norms.Launch, problem, ordinal)
+    choice.log_launch(f"{kind}_norm", direction, made)
+    return made
+
+
+def _tell_launch(
+    listener: choice.Listener, kind: Kind, direction: Any, epsilon: float, arrays: dict[str, Tensor | None],
+    outputs: dict[str, tuple[Any, torch.dtype]],
+) -> None:  # fmt: skip
+    """Tells a listener what `_run` would launch, if anything."""
+    from torch_bridge import norms
+
+    x: Any = arrays["x"]
+    if x.numel() == 0 or any(dtype == torch.float64 for _, dtype in outputs.values()):
+        return
+    given = {name: x.dtype for name, x in arrays.items() if x is not None}
+    given |= {name: dtype for name, (shape, dtype) in outputs.items() if shape != (0,)}
+    dtypes = tuple((name, op_common.dtype_name(dtype)) for name, dtype in given.items())
+    device = op_common.device_facts(listener.profile, x.device)
+    models, rows, columns = map(int, x.shape)
+    problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
+    listener.launched(f"{kind}_norm", direction, norms.Launch(problem, device), device)
 
 
 def _run(
@@ -278,7 +297,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         _check(x, weight=weight, bias=bias, residual=residual)
         returned = _forward_outputs(kind, x, residual, dtype, save)
-        kernels = _should_launch_kernels(implementation, x, weight, bias, residual)
+        kernels = should_launch_kernels(implementation, x, weight, bias, residual)
         if kernels and dtype != torch.float64 and x.numel() > 0:
             arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
@@ -293,7 +312,12 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
         dtype: torch.dtype, save: bool, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return op_common.fake(_forward_outputs(kind, x, residual, dtype, save), x)
+        returned = _forward_outputs(kind, x, residual, dtype, save)
+        listener = choice.listener()
+        if listener is not None and should_launch_kernels(implementation, x, weight, bias, residual):
+            arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
+            _tell_launch(listener, kind, "fwd", epsilon, arrays, returned)
+        return op_common.fake(returned, x)
 
     @op_common.define(f"{name}_backward")
     def backward(
@@ -305,7 +329,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
             if dtype is not None and not dtype.is_floating_point:  # PyTorch accepts a bool as a dtype
                 raise ValueError(f"{name} must be a floating-point dtype, or None for no such gradient, got {dtype}")
         returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
-        if _should_launch_kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
+        if should_launch_kernels(implementation, x, dy, dtotal, weight, rstd) and x.numel() > 0:
             arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
             return _run(kind, "bwd", 0.0, arrays, returned)  # type: ignore[return-value]
         dx, *per_row = _row_gradients(kind, dy, x, dtotal, weight, mean, rstd)
@@ -315,13 +339,19 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         dy: Tensor, x: Tensor, dtotal: Tensor | None, weight: Tensor | None, mean: Tensor | None, rstd: Tensor,
         dweight_dtype: torch.dtype | None, dbias_dtype: torch.dtype | None, implementation: str | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        return op_common.fake(_backward_outputs(x, dweight_dtype, dbias_dtype), x)
+        returned = _backward_outputs(x, dweight_dtype, dbias_dtype)
+        listener = choice.listener()
+        if listener is not None and should_launch_kernels(implementation, x, dy, dtotal, weight, rstd):
+            arrays = {"dy": dy, "x": x, "dtotal": dtotal, "weight": weight, "mean": mean, "rstd": rstd}
+            _tell_launch(listener, kind, "bwd", 0.0, arrays, returned)
+        return op_common.fake(returned, x)
 
     forward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm").default
     backward_op = getattr(torch.ops.torch_bridge, f"{kind}_norm_backward").default
 
     def setup(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         x, weight, bias, residual, ctx.epsilon, ctx.dtype, ctx.saves, ctx.implementation = inputs
+        ctx.call = choice.current()
         _, total, mean, rstd = output
         ctx.dtypes = [None if y is None else y.dtype for y in (x, weight, bias, residual)]
         ctx.set_materialize_grads(False)
@@ -329,6 +359,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+        choice.resume(ctx.call)
         x, weight, mean, rstd = ctx.saved_tensors
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
         dtotal = dtotal if of_residual is not None else None  # without a residual, `total` is an empty output
@@ -345,7 +376,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
                 )
             wanted = of_weight if needs[1] else None, of_bias if needs[2] else None
             arrays = dy, x, dtotal, weight, mean if kind == "layer" else None, rstd
-            kernels = _should_launch_kernels(ctx.implementation, x, dy, dtotal, weight, rstd)
+            kernels = should_launch_kernels(ctx.implementation, x, dy, dtotal, weight, rstd)
 
             def compute(*arrays: Tensor | None, implementation: str | None = ctx.implementation) -> tuple[Tensor, ...]:
                 found: tuple[Tensor, ...] = op_common.call(backward_op, *arrays, *wanted, implementation)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge import rules, tiling
+from torch_bridge import choice, rules, tiling
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -38,59 +37,105 @@ def cached_reason(function: Callable[..., str | None]) -> Callable[..., str | No
     return reason
 
 
-def device_facts(device: torch.device, dtype: torch.dtype) -> tiling.Device | str:
-    """Returns the facts about a device if kernels can run there on arrays of this dtype, else the reason why not.
+def unavailable(profile: tiling.Device | None, device: torch.device, *dtypes: torch.dtype) -> str | None:
+    """Returns why kernels cannot run on a device on arrays of these dtypes, and a remedy; None if they can.
 
-    The reason is the predicate of a sentence whose subject the caller puts first, "the Triton kernels".
+    The reason is the predicate of a sentence whose subject the caller puts first, "the Triton implementation".
+
+    Args:
+      profile: a GPU that kernels are chosen for instead of the device, or None.
+      device: the device of the arrays.
+      *dtypes: the dtypes of the arrays.
 
     Raises:
       DriverFailsError: Triton cannot load kernels now.
     """
     if reason := _triton_fails():
         return f"{reason}: pip install 'triton>=3.6'"
+    if unsupported := [dtype for dtype in dtypes if dtype not in _KERNEL_DTYPES]:
+        return f"takes float32, bfloat16 and float16, not {unsupported[0]}: convert, or leave implementation out"
+    return _unusable(device) if profile is None else None
+
+
+def _unusable(device: torch.device) -> str | None:
+    """Returns what `unavailable` returns where Triton is installed, whatever the arrays."""
     from torch_bridge import compiler, gpu
 
-    if dtype not in _KERNEL_DTYPES:
-        return f"take float32, bfloat16 and float16, not {dtype}: convert, or leave implementation out"
     if compiler.interpreting():
-        if device.type != "cpu":
-            return "run in Triton's interpreter here (TRITON_INTERPRET=1), which takes CPU tensors only"
-        return tiling.Device(interpreted=True)
+        if device.type == "cpu":
+            return None
+        return "runs in Triton's interpreter here (TRITON_INTERPRET=1), which takes CPU tensors only"
     if device.type != "cuda" or torch.version.cuda is None:
-        return f"need an NVIDIA GPU, and the tensors are on {device.type}: move them, or leave implementation out"
-    if reason := gpu.driver_fails():
-        _warn_of_driver(reason)
-        raise DriverFailsError(f"cannot be loaded here ({reason}): fix that, or leave implementation out")
-    facts = gpu.device(ordinal(device))
-    if facts.capability < rules.LOWEST_CAPABILITY:
         return (
-            f"need compute capability 8.0 (Ampere) or newer, this GPU has {facts.capability / 10}: "
-            "leave implementation out"
+            f'needs an NVIDIA GPU, and the tensors are on {device.type}: move them to "cuda", or leave implementation '
+            "out"
         )
-    return facts
+    if reason := gpu.driver_fails():
+        raise DriverFailsError(f"cannot load kernels here ({reason}): fix that, or leave implementation out")
+    if (capability := gpu.device(ordinal(device)).capability) < rules.LOWEST_CAPABILITY:
+        return (
+            f"needs compute capability 8.0 (Ampere) or newer, this GPU has {capability / 10}: "
+            "leave implementation out"
+        )  # fmt: skip
+    return None
 
 
-@functools.cache
-def _warn_of_driver(reason: str) -> None:
-    """Warns once: there is a GPU, and calls that name no implementation run a slower one."""
-    warnings.warn(f"Triton cannot load kernels on this machine's GPU: {reason}", RuntimeWarning, stacklevel=3)
+def device_facts(profile: tiling.Device | None, device: torch.device) -> tiling.Device:
+    """Returns the facts about a device on which kernels can run, or those of the profile."""
+    from torch_bridge import compiler, gpu
+
+    if profile is not None:
+        return profile
+    return tiling.Device(interpreted=True) if compiler.interpreting() else gpu.device(ordinal(device))
+
+
+def warn_if_unusable(device: torch.device) -> None:
+    """Warns once a process if the kernels cannot run on an NVIDIA GPU, whatever the arrays."""
+    if device.type != "cuda" or torch.version.cuda is None or torch.compiler.is_compiling():
+        return
+    try:
+        reason = unavailable(None, device)
+    except DriverFailsError as error:
+        reason = str(error)
+    if reason is not None:
+        choice.warn_once(reason)
+
+
+def should_launch_kernels(
+    implementation: str | None, device: torch.device, reason: Callable[[tiling.Device | None], str | None]
+) -> bool:
+    """Returns whether an operator launches a kernel; if not, it runs PyTorch operations.
+
+    Args:
+      implementation: "triton", None, or the name of the PyTorch operations.
+      device: the device of the tensors.
+      reason: returns why the kernels cannot run on the device, or on the GPU that it is given instead.
+
+    Raises:
+      NotImplementedError: `implementation` is "triton" and the kernels cannot run.
+    """
+    profile = choice.profile()
+    if implementation not in (None, "triton"):
+        return False
+    if implementation is None and device.type != "cuda" and profile is None:
+        return False
+    unavailable = reason(profile)
+    if unavailable is not None and implementation == "triton":
+        raise NotImplementedError(f"the Triton implementation {unavailable}")
+    if unavailable is not None and profile is None:
+        warn_if_unusable(device)
+    return unavailable is None
 
 
 @functools.cache
 def _triton_fails() -> str | None:
-    """Returns why Triton cannot be used, as a predicate of "the kernels", or None if it can.
-
-    Warns if Triton is installed but unusable and there is a GPU.
-    """
+    """Returns why Triton cannot be used, or None if it can; the subject is "the Triton implementation"."""
     try:
         from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            return "need triton, which is not installed"
-        reason = f"need Triton 3.6 or newer, and the installed one lacks what they use ({error})"
-        if torch.cuda.is_available():
-            warnings.warn(f"The kernels of torch_bridge {reason}", RuntimeWarning, stacklevel=2)
-        return reason
+            return "needs triton, which is not installed"
+        return f"needs Triton 3.6 or newer, and the installed one lacks what the kernels use ({error})"
     return None
 
 
@@ -425,7 +470,8 @@ def is_unobserved(tensors: list[Tensor]) -> bool:
         or any(len(unwrapped_levels(x)) > 1 for x in tensors)
     ):
         return False
-    return not _is_observed_by_dispatch(tensors)
+    # a listener says what a call runs that nothing observes
+    return choice.listener() is not None or not _is_observed_by_dispatch(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:

@@ -23,7 +23,7 @@ from jaxrnn._bridge.availability import (
     unusable,
 )
 from jaxrnn._bridge.launch_kind import NamedOutput
-from jaxrnn._bridge.launch_record import LaunchRecord, find_launches
+from jaxrnn._bridge.launch_record import find_launches
 from jaxrnn._bridge.method import LaunchMethod, launch_method
 from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
@@ -38,7 +38,6 @@ from jaxrnn._bridge.weight_grads import (
 
 __all__ = [
     "LaunchMethod",
-    "LaunchRecord",
     "NamedOutput",
     "Output",
     "chosen_device",

@@ -200,13 +200,12 @@ def profile(name: str) -> Any:
       ValueError: there is no GPU with this name.
       NotImplementedError: kernels cannot be chosen because Triton is missing.
     """
-    from torch_bridge.tiling import PROFILES
+    from torch_bridge import tiling
 
-    if name not in PROFILES:
-        raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}")
+    found = tiling.profile(name)
     if reason := _not_installed() or _import_fails():
-        raise NotImplementedError(f"to choose kernels for {PROFILES[name].name}, the Triton implementation {reason}")
-    return PROFILES[name]
+        raise NotImplementedError(f"to choose kernels for {found.name}, the Triton implementation {reason}")
+    return found
 
 
 def cuda_device() -> tuple[Any, Sequence[int]]:

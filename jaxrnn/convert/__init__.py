@@ -14,6 +14,9 @@ transposed and biases in other places. Weights are moved and not changed, except
 adds are added here, and that Haiku's constant for the forget gate moves into the bias. Dtypes are kept. A cell that
 computes something else raises ValueError with the reason.
 
+Blocks of recurrent weights are converted from and to modules of this project with `num_blocks`. Cells that have no
+blocks get a matrix that is zero outside of the blocks.
+
 `SimpleParams` do not contain the activation: pass that of the framework's module to `jaxrnn.simple_rnn`, "tanh" or
 "relu".
 

@@ -31,15 +31,21 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Array], np.ndarray[Any, Any]]] = {
 
 
 def find_layout(
-    source: str, arrays: Mapping[str, Array], ih: str, hh: str, layouts: Sequence[Layout], *, transposed: bool = False
-) -> tuple[Layout, int, int]:
-    """Returns `(layout, D, H)` of one of `layouts` from two matrices, `[D, nH]` and `[H, nH]` unless `transposed`."""
+    source: str, arrays: Mapping[str, Array], ih: str, hh: str, layouts: Sequence[Layout], *, transposed: bool = False,
+    blocks: bool = False,
+) -> tuple[Layout, int, int]:  # fmt: skip
+    """Returns `(layout, D, H)` of one of `layouts` from two matrices, `[D, nH]` and `[H, nH]` unless `transposed`.
+
+    With `blocks`, the second may be N blocks `[N, H / N, nH / N]`.
+    """
     w_ih, w_hh = arrays[ih], arrays[hh]
-    check_matrices(source, arrays, ih, hh)
-    hidden, wide = w_hh.shape[::-1] if transposed else w_hh.shape
+    count = w_hh.shape[0] if blocks and (w_ih.ndim, w_hh.ndim) == (2, 3) else 1
+    if not blocks or (w_ih.ndim, w_hh.ndim) != (2, 3):
+        check_matrices(source, arrays, ih, hh)
+    hidden, wide = w_hh.shape[:-3:-1] if transposed else w_hh.shape[-2:]
     for layout in layouts:
-        if hidden and wide == layout.cell.gates * hidden:
-            return layout, w_ih.shape[1 if transposed else 0], hidden
+        if count and hidden and wide == layout.cell.gates * hidden:
+            return layout, w_ih.shape[1 if transposed else 0], count * hidden
     wanted = [f"{_recurrent_shape(layout, transposed)} ({layout.title})" for layout in layouts]
     raise ValueError(f"{source}: {hh} must be {alternatives(wanted)}, got {w_hh.shape}")
 
@@ -47,6 +53,14 @@ def find_layout(
 def _recurrent_shape(layout: Layout, transposed: bool = False) -> str:
     wide = f"{layout.cell.gates}H" if layout.cell.gates > 1 else "H"
     return f"[{wide}, H]" if transposed else f"[H, {wide}]"
+
+
+def recurrent_shape(w_hh: Array, hidden: int, wide: int) -> tuple[int, ...]:
+    """Returns `(H, nH)`, or `(N, H / N, nH / N)` if `w_hh` is N blocks."""
+    if w_hh.ndim == 2:
+        return hidden, wide
+    blocks = w_hh.shape[0]
+    return blocks, hidden // blocks, wide // blocks
 
 
 def check_matrices(source: str, arrays: Mapping[str, Array], ih: str, hh: str) -> None:
@@ -60,8 +74,8 @@ def check_no_blocks(source: str, name: str, w_ih: Array, w_hh: Array) -> None:
     """Raises ValueError if the recurrent weights `name` of one model have three axes: they are blocks."""
     if w_ih.ndim == 2 and w_hh.ndim == 3:
         raise ValueError(
-            f"{source}: {name} must be a matrix, got {w_hh.shape}, the blocks of a block-diagonal matrix; make the "
-            "matrix of each gate dense with jax.scipy.linalg.block_diag(*blocks)"
+            f"{source}: {name} must be a matrix, got {w_hh.shape}, the blocks of a block-diagonal matrix, which such a "
+            "cell does not have; make the matrix of each gate dense with jax.scipy.linalg.block_diag(*blocks)"
         )
 
 
@@ -97,39 +111,63 @@ def check_params(source: str, params: Any, *, framework: str = "", projected: bo
         raise ValueError(f"{source} cannot convert a projection, params.w_hr: only to_torch can")
     if w_hr is not None and w_hr.ndim != 2:
         raise ValueError(f"{source}: params.w_hr must be a matrix, got {w_hr.shape}")
+    cell, blocks = layout.cell, params.w_hh.shape[0] if params.w_hh.ndim == 3 else 1
     if params.w_hh.ndim == 3:
-        raise ValueError(f"{source}: {_blocks_message(layout, params)}")
-    check_matrices(source, arrays, "params.w_ih", "params.w_hh")
-    cell, width = layout.cell, params.w_hh.shape[0]
-    if w_hr is None and (not width or params.w_hh.shape[1] != cell.gates * width):
+        _check_blocks(source, layout, params)
+    else:
+        check_matrices(source, arrays, "params.w_ih", "params.w_hh")
+    width, wide = params.w_hh.shape[-2:]
+    if w_hr is None and (not width or not blocks or wide != cell.gates * width):
+        form = _recurrent_shape(layout) if params.w_hh.ndim == 2 else _block_shape(layout)
         raise ValueError(
-            f"{source}: params.w_hh of {type(params).__name__} must be {_recurrent_shape(layout)}, got "
-            f"{params.w_hh.shape}"
-        )
-    hidden = width if w_hr is None else w_hr.shape[0]
+            f"{source}: params.w_hh of {type(params).__name__} must be {form}, got {params.w_hh.shape}"
+        )  # fmt: skip
+    hidden = blocks * width if w_hr is None else w_hr.shape[0]
     shapes = cell.shapes(params.w_ih.shape[0], hidden)
     if w_hr is not None:
         shapes |= {"w_hh": (w_hr.shape[1], cell.gates * hidden), "w_hr": w_hr.shape}
+    if params.w_hh.ndim == 3:
+        shapes["w_hh"] = params.w_hh.shape
     check_shapes(source, arrays, {f"params.{name}": shape for name, shape in shapes.items()})
     if framework in layout.missing:
         raise ValueError(f"{source}: {layout.missing[framework]}")
     return layout
 
 
-def _blocks_message(layout: Layout, params: Any) -> str:
-    """Returns why recurrent weights with three axes cannot be converted, and what to do."""
-    gates, shape = layout.cell.gates, params.w_hh.shape
-    expected = f"params.w_hh must be {_recurrent_shape(layout)}, got {shape}"
+def _block_shape(layout: Layout) -> str:
+    gates = f"{layout.cell.gates}H" if layout.cell.gates > 1 else "H"
+    return f"[N, H / N, {gates} / N]"
+
+
+def _check_blocks(source: str, layout: Layout, params: Any) -> None:
+    """Raises ValueError if recurrent weights with three axes are no blocks: of several models, or with a projection."""
+    shape = params.w_hh.shape
     if params.w_ih.ndim == 3:
-        return (
-            f"{expected}, the stacked weights of several models; convert them one by one, or with jax.vmap if the "
-            "result has JAX arrays"
+        raise ValueError(
+            f"{source}: params.w_hh must be {_recurrent_shape(layout)}, got {shape}, the stacked weights of several "
+            "models; convert them one by one, or with jax.vmap if the result has JAX arrays"
         )
-    return (
-        f"{expected}, the blocks of a block-diagonal matrix, which cells of other frameworks do not have; make it "
-        "dense with jnp.concatenate([jax.scipy.linalg.block_diag(*w) for w in "
-        f"jnp.split(params.w_hh, {gates}, axis=-1)], axis=-1)"
-    )
+    if getattr(params, "w_hr", None) is not None:
+        raise ValueError(
+            f"{source}: params.w_hh must be a matrix with a projection, params.w_hr, got {shape}, the blocks of a "
+            "block-diagonal matrix; jaxrnn.lstm cannot run both"
+        )
+    if params.w_ih.ndim != 2:
+        raise ValueError(f"{source}: params.w_ih must be a matrix, got {params.w_ih.shape}")
+
+
+def expect(source: str, params: Any, into: Any) -> Any:
+    """Returns `params`; raises ValueError unless they have the class `into`, or that is None."""
+    known = [layout.cell.params for layout in LAYOUTS]
+    if into is not None and into not in known:
+        names = alternatives([one.__name__ for one in known])
+        raise ValueError(f"{source}: into must be {names}, got {describe_value(into)}; jaxrnn has these classes")
+    if into is not None and type(params) is not into:
+        raise ValueError(
+            f"{source}: into must be {type(params).__name__}, the class of these weights, got {into.__name__}; leave "
+            "it out to get the class of the weights"
+        )
+    return params
 
 
 def check_activations(source: str, cell: Any, layout: Layout, *, gate: str, activation: str) -> None:

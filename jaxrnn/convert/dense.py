@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, read_arrays
-from jaxrnn.convert.checks import check_no_blocks, check_shapes
+from jaxrnn.convert.checks import check_shapes, recurrent_shape
 from jaxrnn.convert.layout import Layout, biases_of, pack
 
 if TYPE_CHECKING:
@@ -23,20 +23,22 @@ def dense_names(layout: Layout) -> list[str]:
 
 
 def from_dense(source: str, layout: Layout, tree: Mapping[str, Any]) -> Params:
-    """Returns the parameters from one dense layer per operand and gate; a missing bias is zero."""
+    """Returns the parameters from one dense layer per operand and gate; a missing bias is zero.
+
+    The kernels of the state may be blocks.
+    """
     names = dense_names(layout)
     named = {f"{name}.{part}": x for name in names for part, x in read_dense(source, name, tree[name]).items()}
     arrays = read_arrays(source, named, named)
     first = [arrays[f"{operand}{layout.gates[0]}.kernel"] for operand in "ih"]
-    check_no_blocks(source, f"h{layout.gates[0]}.kernel", *first)
-    if any(x.ndim != 2 for x in first):
+    if first[0].ndim != 2 or first[1].ndim not in (2, 3):
         remedy = "; convert stacked weights of several models with jax.vmap" if first[0].ndim == 3 else ""
         raise ValueError(
             f"{source}: kernels must be [D, H] and [H, H], got {first[0].shape} and {first[1].shape}{remedy}"
         )
-    (inputs, _), (hidden, _) = (x.shape for x in first)
+    (inputs, hidden), square = first[0].shape, recurrent_shape(first[1], *[first[0].shape[1]] * 2)
     shapes: dict[str, tuple[int, ...]] = {f"{name}.bias": (hidden,) for name in names}
-    shapes |= {f"{name}.kernel": (inputs if name[0] == "i" else hidden, hidden) for name in names}
+    shapes |= {f"{name}.kernel": (inputs, hidden) if name[0] == "i" else square for name in names}
     check_shapes(source, arrays, shapes)
 
     def bias(operand: str) -> Array | None:

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.convert.arrays import read_arrays
 from jaxrnn.convert.cells import cells_of
-from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import biases_of, pack
+from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout
+from jaxrnn.convert.layout import biases_of, pack, without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Params
+    from jaxrnn.convert.cells import gru, lstm
+    from jaxrnn.convert.layout import ParamsT
 
 
-def from_equinox(cell: Any) -> Params:
+@overload
+def from_equinox(cell: Any, *, into: type[ParamsT]) -> ParamsT: ...
+
+
+@overload
+def from_equinox(cell: Mapping[str, Any], *, into: None = ...) -> Params: ...
+
+
+@overload
+def from_equinox(cell: gru.EquinoxCell, *, into: None = ...) -> gru.Params: ...
+
+
+@overload
+def from_equinox(cell: lstm.EquinoxCell, *, into: None = ...) -> lstm.Params: ...
+
+
+@overload
+def from_equinox(cell: Any, *, into: None = ...) -> Params: ...
+
+
+def from_equinox(cell: Any, *, into: type[Any] | None = None) -> Params:
     """Returns the weights of `equinox.nn.GRUCell` or `LSTMCell`, whose formulas and order of gates are the same.
 
     Args:
       cell: the cell, or a mapping with its arrays: `weight_ih [3H|4H, D]`, `weight_hh [3H|4H, H]`, `bias [3H|4H]`, and
         `bias_n [H]` for a GRU. Biases that are None (`use_bias=False`) give zeros.
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
-      ValueError: the module is another one, or shapes are wrong.
+      ValueError: the module is another one, or shapes are wrong; or the weights are not those of `into`.
     """
     names = ("weight_ih", "weight_hh", "bias", "bias_n")
     get = cell.get if isinstance(cell, Mapping) else lambda name: getattr(cell, name, None)
@@ -39,7 +63,8 @@ def from_equinox(cell: Any) -> Params:
         shapes["bias_n"] = (hidden,)
     check_shapes("from_equinox", arrays, shapes)
     bias, bias_n = (arrays.get(name) for name in names[2:])
-    return pack(layout, arrays["weight_ih"].T, arrays["weight_hh"].T, bias, b_hn=bias_n)
+    params = pack(layout, arrays["weight_ih"].T, arrays["weight_hh"].T, bias, b_hn=bias_n)
+    return expect("from_equinox", params, into)
 
 
 def to_equinox(params: Params) -> dict[str, Array]:
@@ -53,6 +78,7 @@ def to_equinox(params: Params) -> dict[str, Array]:
         disagree.
     """
     layout = check_params("to_equinox", params, framework="equinox")
+    params = without_blocks(params)
     bias, b_hn = biases_of(layout, params)
     arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias": bias}
     return arrays if b_hn is None else arrays | {"bias_n": b_hn}

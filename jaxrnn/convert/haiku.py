@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, keys_of, read_arrays, remedy_for
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
-from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
+from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout
+from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases, without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import LSTMParams, Params
+    from jaxrnn.convert.cells import simple
+    from jaxrnn.convert.layout import ParamsT
 
 VANILLA_RNN = next(layout for layout in cells_of("haiku") if layout.haiku == "VanillaRNN")
 # The layers of hk.VanillaRNN: of the inputs, and of the state.
@@ -26,7 +28,15 @@ GATES = ("i", "g", "f", "o")
 FORGET = LSTM.gates.index("f")
 
 
-def from_haiku(params: Mapping[str, Any]) -> Params:
+@overload
+def from_haiku(params: Mapping[str, Any], *, into: type[ParamsT]) -> ParamsT: ...
+
+
+@overload
+def from_haiku(params: Mapping[str, Any], *, into: None = ...) -> Params: ...
+
+
+def from_haiku(params: Mapping[str, Any], *, into: type[Any] | None = None) -> Params:
     """Returns the weights of `haiku.LSTM` or `haiku.VanillaRNN`.
 
     Haiku orders the gates of an LSTM i, g, f, o, has one matrix for inputs and state, and adds 1 to the forget gate;
@@ -38,10 +48,12 @@ def from_haiku(params: Mapping[str, Any]) -> Params:
         `{"lstm/linear": {"w": ..., "b": ...}}`. Of a VanillaRNN, a mapping with only its two layers,
         `{"vanilla_rnn/linear": {"w": [D, H], "b": [H]}, "vanilla_rnn/linear_1": {"w": [H, H], "b": [H]}}`; with
         `double_bias=False` the second has no "b".
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
       ValueError: the parameters are of `hk.GRU`, which computes something else, of another module, or of several; or
-        shapes are wrong.
+        shapes are wrong; or the weights are not those of `into`.
     """
     if len(keys_of(params)) == 1:
         (params,) = params.values()
@@ -51,7 +63,7 @@ def from_haiku(params: Mapping[str, Any]) -> Params:
             "it after, r * (W_h h + b_hn), as cuDNN, PyTorch and Flax do. Weights cannot be converted: train a new GRU"
         )
     if _is_vanilla_rnn(params):
-        return _from_vanilla_rnn(params)
+        return expect("from_haiku", _from_vanilla_rnn(params), into)
     if keys_of(params) != {"w", "b"}:
         raise ValueError(
             "from_haiku: params must be the parameters of the linear layer in an hk.LSTM, w and b, like "
@@ -66,7 +78,19 @@ def from_haiku(params: Mapping[str, Any]) -> Params:
         raise ValueError(f"from_haiku: w of an hk.LSTM is [D + H, 4H], got {w.shape}")
     check_shapes("from_haiku", arrays, {"w": w.shape, "b": (gates * hidden,)})
     packed: LSTMParams = pack(LSTM, w[:-hidden], w[-hidden:], arrays["b"], order=GATES)
-    return packed._replace(b=_add_to_forget_gate(packed.b, 1))
+    return expect("from_haiku", packed._replace(b=_add_to_forget_gate(packed.b, 1)), into)
+
+
+@overload
+def to_haiku(params: LSTMParams) -> dict[str, Array]: ...
+
+
+@overload
+def to_haiku(params: simple.Params) -> dict[str, dict[str, Array]]: ...
+
+
+@overload
+def to_haiku(params: Params) -> dict[str, Any]: ...
 
 
 def to_haiku(params: Params) -> dict[str, Any]:
@@ -82,6 +106,7 @@ def to_haiku(params: Params) -> dict[str, Any]:
         MGU; or their shapes disagree.
     """
     layout = check_params("to_haiku", params, framework="haiku")
+    params = without_blocks(params)
     if layout is VANILLA_RNN:
         b_i, b_h = two_biases(layout, params)
         return dict(zip(VANILLA_LAYERS, ({"w": params.w_ih, "b": b_i}, {"w": params.w_hh, "b": b_h}), strict=True))

@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax.numpy as jnp
 
 from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
-from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases
+from jaxrnn.convert.checks import check_activations, check_params, check_shapes, expect, find_layout
+from jaxrnn.convert.layout import biases_of, pack, reorder, two_biases, without_blocks
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.cells import Params
+    from jaxrnn.convert.layout import ParamsT
 
 WEIGHTS = ("kernel", "recurrent_kernel", "bias")
 
 
-def from_keras(source: Any) -> Params:
+@overload
+def from_keras(source: Any, *, into: type[ParamsT]) -> ParamsT: ...
+
+
+@overload
+def from_keras(source: Any, *, into: None = ...) -> Params: ...
+
+
+def from_keras(source: Any, *, into: type[Any] | None = None) -> Params:
     """Returns the weights of Keras' `GRU` (with `reset_after=True`, the default), `LSTM`, `SimpleRNN` or their cells.
 
     Keras orders the gates of a GRU z, r, h; it orders those of an LSTM as here, i, f, c, o. The two biases of a GRU are
@@ -31,11 +40,13 @@ def from_keras(source: Any) -> Params:
       source: the layer or cell, built; or the result of its `get_weights()`, for n = 3 gates of a GRU, 4 of an LSTM, 1
         of a SimpleRNN: `kernel [D, nH]`, `recurrent_kernel [H, nH]` and `bias [nH]`, of a GRU `[2, 3H]`. Missing biases
         are zeros. Pass a GRU without biases as a layer, because its weights do not show `reset_after`.
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
       ValueError: `reset_after` is False, which computes something else; activations are not sigmoid and tanh, or those
         of a SimpleRNN neither tanh nor relu (a list of weights does not show them); there are several cells; the layer
-        is not built; or shapes are wrong.
+        is not built; or shapes are wrong; or the weights are not those of `into`.
     """
     if isinstance(source, (str, Mapping)):
         raise ValueError(
@@ -54,7 +65,8 @@ def from_keras(source: Any) -> Params:
     shapes = {"kernel": (inputs, wide), "recurrent_kernel": (hidden, wide)}
     check_shapes("from_keras", arrays, shapes | {"bias": (2, wide) if layout.cell.last_gate_separate else (wide,)})
     b_i, b_h = bias if bias is not None and bias.ndim == 2 else (bias, None)
-    return pack(layout, arrays["kernel"], arrays["recurrent_kernel"], b_i, b_h, order=layout.keras)
+    params = pack(layout, arrays["kernel"], arrays["recurrent_kernel"], b_i, b_h, order=layout.keras)
+    return expect("from_keras", params, into)
 
 
 def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
@@ -68,6 +80,7 @@ def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
       ValueError: `params` are not those of such a layer, or their shapes disagree.
     """
     layout = check_params("to_keras", params, framework="keras")
+    params = without_blocks(params)
     bias = biases_of(layout, params)[0]
     if layout.cell.last_gate_separate:
         bias = jnp.stack(two_biases(layout, params))

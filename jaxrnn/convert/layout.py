@@ -9,9 +9,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 
 if TYPE_CHECKING:
+    from typing import TypeVar
+
     from jax import Array
 
     from jaxrnn.cells import Cell, Params
+
+    ParamsT = TypeVar("ParamsT", bound=Params)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +69,7 @@ def pack(
     Args:
       layout: the layout of the cell.
       w_ih: `[D, nH]`.
-      w_hh: `[H, nH]`.
+      w_hh: `[H, nH]`, or N blocks `[N, H / N, nH / N]`.
       b_i: `[nH]`, the bias of the input projection.
       b_h: `[nH]`, the bias of the hidden product.
       b_hn: `[H]`, a bias that is added to the hidden product of a separate last gate, like the last part of `b_h`.
@@ -107,3 +111,14 @@ def reorder(x: Array, came: tuple[str, ...], wanted: tuple[str, ...]) -> Array:
         return x
     gates = dict(zip(came, jnp.split(x, len(came), axis=-1), strict=True))
     return jnp.concatenate([gates[gate] for gate in wanted], axis=-1)
+
+
+def without_blocks(params: Any) -> Any:
+    """Returns the parameters with recurrent weights `[H, nH]`: blocks stand on the diagonal of zeros, for each gate."""
+    if params.w_hh.ndim == 2:
+        return params
+    blocks, size, wide = params.w_hh.shape
+    gates, index = wide // size, jnp.arange(blocks)
+    dense = jnp.zeros((blocks, size, gates, blocks, size), params.w_hh.dtype)
+    dense = dense.at[index, :, :, index].set(params.w_hh.reshape(blocks, size, gates, size))
+    return params._replace(w_hh=dense.reshape(blocks * size, gates * blocks * size))

@@ -3,34 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.convert.arrays import alternatives, describe, keys_of, remedy_for
 from jaxrnn.convert.cells import LAYOUTS
-from jaxrnn.convert.checks import check_params
+from jaxrnn.convert.checks import check_params, expect
 from jaxrnn.convert.dense import dense_names, from_dense, to_dense
+from jaxrnn.convert.layout import without_blocks
 
 if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Params
+    from jaxrnn.convert.layout import ParamsT
 
 
-def from_linen(tree: Any) -> Params:
+@overload
+def from_linen(tree: Any, *, into: type[ParamsT]) -> ParamsT: ...
+
+
+@overload
+def from_linen(tree: Any, *, into: None = ...) -> Params: ...
+
+
+def from_linen(tree: Any, *, into: type[Any] | None = None) -> Params:
     """Returns the weights of `flax.linen.GRUCell`, `LSTMCell`, `OptimizedLSTMCell`, `MGUCell` or `SimpleCell`.
 
-    The cells of `jaxrnn.linen` have the same parameters. Parameters do not include attributes: a `gate_fn` or
-    `activation_fn` other than the default cannot be detected here, nor can `residual=True` of a SimpleCell. Do not
-    convert such a cell, except for a SimpleCell with relu, which is `jaxrnn.simple_rnn(..., activation="relu")`.
+    The cells of `jaxrnn.linen` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Parameters do not
+    include attributes: a `gate_fn` or `activation_fn` other than the default cannot be detected here, nor can
+    `residual=True` of a SimpleCell. Do not convert such a cell, except for a SimpleCell with relu, which is
+    `jaxrnn.simple_rnn(..., activation="relu")`.
 
     Args:
       tree: the parameters of the cell, or its variables: `{"ir": {"kernel": [D, H], "bias": [H]}, ...}`. In the
         variables of a larger module the cell is at a path like `variables["params"]["ScannedRNN_0"]["GRUCell_1"]`, or,
         in an `nn.RNN`, under "cell".
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
       ValueError: these are not the parameters of such a cell, or are those of an MGUCell with `reset_gate=False`, which
-        computes something else.
+        computes something else; or the weights are not those of `into`.
     """
     if isinstance(tree, Mapping) and "params" in tree:  # tree holds all variables of a module
         tree = tree["params"]
@@ -39,7 +52,7 @@ def from_linen(tree: Any) -> Params:
             layer, reason = layout.required_bias or (None, None)
             if layer is not None and "bias" not in keys_of(tree[layer]):
                 raise ValueError(f"from_linen: {reason}")
-            return from_dense("from_linen", layout, tree)
+            return expect("from_linen", from_dense("from_linen", layout, tree), into)
     wanted = [f"of {layout.linen} ({', '.join(dense_names(layout))})" for layout in LAYOUTS]
     raise ValueError(
         f"from_linen: tree must be the parameters {alternatives(wanted)}, got {describe(tree)}{_remedy(tree)}"
@@ -65,12 +78,18 @@ def _paths_of_cells(tree: Any, path: str = "") -> Iterator[str]:
             yield from _paths_of_cells(part, here)
 
 
-def to_linen(params: Params) -> dict[str, dict[str, Array]]:
+def to_linen(params: Params, *, dense: bool = False) -> dict[str, dict[str, Array]]:
     """Returns the parameters of the cell of `flax.linen`. `LSTMCell` and `OptimizedLSTMCell` share a format.
 
         cell.apply({"params": to_linen(params)}, carry, x)
 
+    Args:
+      params: the weights.
+      dense: whether to make N blocks of recurrent weights a matrix that is zero outside of the blocks, for a cell of
+        Flax. Without it, the parameters are those of a cell of `jaxrnn.linen` with `num_blocks=N`.
+
     Raises:
       ValueError: `params` are not parameters of jaxrnn, or their shapes disagree.
     """
-    return to_dense(check_params("to_linen", params), params)
+    layout = check_params("to_linen", params)
+    return to_dense(layout, without_blocks(params) if dense else params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import jax
 import numpy as np
@@ -11,13 +11,14 @@ import numpy as np
 from jaxrnn.convert.arrays import alternatives, describe, read_arrays, remedy_for
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
-from jaxrnn.convert.checks import check_activations, check_params, check_shapes, find_layout
+from jaxrnn.convert.checks import check_activations, check_params, check_shapes, expect, find_layout, recurrent_shape
 from jaxrnn.convert.dense import dense_names, from_dense, read_dense, to_dense
-from jaxrnn.convert.layout import biases_of, pack, two_biases
+from jaxrnn.convert.layout import biases_of, pack, two_biases, without_blocks
 
 if TYPE_CHECKING:
     from jaxrnn.cells import Params
-    from jaxrnn.convert.layout import Layout
+    from jaxrnn.convert.cells import gru, lstm, simple
+    from jaxrnn.convert.layout import Layout, ParamsT
 
 CELLS = cells_of("nnx")
 # The class that has a layer per operand and gate instead of a layer per operand.
@@ -26,40 +27,70 @@ FUSED_LAYERS = ["dense_i", "dense_h"]
 UNFUSED_LAYERS = ["if_" if name == "if" else name for name in dense_names(UNFUSED)]
 
 
-def from_nnx(source: Any) -> Params:
+@overload
+def from_nnx(source: Any, *, into: type[ParamsT]) -> ParamsT: ...
+
+
+@overload
+def from_nnx(source: Mapping[str, Any], *, into: None = ...) -> Params: ...
+
+
+@overload
+def from_nnx(source: gru.NNXCell, *, into: None = ...) -> gru.Params: ...
+
+
+@overload
+def from_nnx(source: lstm.NNXCell, *, into: None = ...) -> lstm.Params: ...
+
+
+@overload
+def from_nnx(source: simple.NNXCell, *, into: None = ...) -> simple.Params: ...
+
+
+@overload
+def from_nnx(source: Any, *, into: None = ...) -> Params: ...
+
+
+def from_nnx(source: Any, *, into: type[Any] | None = None) -> Params:
     """Returns the weights of `flax.nnx.GRUCell`, `LSTMCell`, `OptimizedLSTMCell` or `SimpleCell`.
 
-    Flax's NNX GRUCell has no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), and `b_hn` is then zeros.
-    If a cell has one, as `hn_bias [H]` or in the bias of `dense_h [3H]`, it is converted. A SimpleCell gives
-    `SimpleParams`, which `jaxrnn.simple_rnn` runs with the activation of the cell, "tanh" or "relu".
+    The cells of `jaxrnn.nnx` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Flax's NNX GRUCell has
+    no b_hn ([flax#5594](https://github.com/google/flax/issues/5594)), and `b_hn` is then zeros. If a cell has one, as
+    `hn_bias [H]` or in the bias of `dense_h [3H]`, it is converted. A SimpleCell gives `SimpleParams`, which
+    `jaxrnn.simple_rnn` runs with the activation of the cell, "tanh" or "relu".
 
     Args:
       source: the cell, its `nnx.State`, or a mapping like it: `{"dense_i": {"kernel": [D, nH], ...}, "dense_h": ...}`
         for n = 3 gates of a GRU, 4 of an LSTM, 1 of a simple cell, or `{"ii": {"kernel": [D, H]}, "if_": ..., ...}`.
         For an `nnx.RNN`, pass `rnn.cell`.
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
       ValueError: the cell is another one, has another `gate_fn` or `activation_fn`, or has `residual=True`. A state
-        does not show these three.
+        does not show these three; or the weights are not those of `into`.
     """
     tree = _tree("from_nnx", source)
     if _is_unfused(tree):
         _check_formula("from_nnx", source, UNFUSED)
-        return from_dense("from_nnx", UNFUSED, {name.rstrip("_"): entry for name, entry in tree.items()})
+        dense = {name.rstrip("_"): entry for name, entry in tree.items()}
+        return expect("from_nnx", from_dense("from_nnx", UNFUSED, dense), into)
     named = {f"{name}.{part}": x for name in FUSED_LAYERS for part, x in tree[name].items()}
     if "hn_bias" in tree:
         named["hn_bias"] = tree["hn_bias"]
     arrays = read_arrays("from_nnx", named, named)
-    layout, inputs, hidden = find_layout("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel", CELLS)
+    layout, inputs, hidden = find_layout("from_nnx", arrays, "dense_i.kernel", "dense_h.kernel", CELLS, blocks=True)
     _check_formula("from_nnx", source, layout)
     wide = layout.cell.gates * hidden
-    shapes: dict[str, tuple[int, ...]] = {"dense_i.kernel": (inputs, wide), "dense_h.kernel": (hidden, wide)}
+    shapes: dict[str, tuple[int, ...]] = {"dense_i.kernel": (inputs, wide)}
+    shapes["dense_h.kernel"] = recurrent_shape(arrays["dense_h.kernel"], hidden, wide)
     shapes |= {"dense_i.bias": (wide,), "dense_h.bias": (wide,)}
     if layout.cell.last_gate_separate:
         shapes["hn_bias"] = (hidden,)
     check_shapes("from_nnx", arrays, shapes)
     b_i, b_h, b_hn = (arrays.get(name) for name in ("dense_i.bias", "dense_h.bias", "hn_bias"))
-    return pack(layout, arrays["dense_i.kernel"], arrays["dense_h.kernel"], b_i, b_h, b_hn=b_hn)
+    params = pack(layout, arrays["dense_i.kernel"], arrays["dense_h.kernel"], b_i, b_h, b_hn=b_hn)
+    return expect("from_nnx", params, into)
 
 
 def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
@@ -68,7 +99,8 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
         nnx.update(cell, to_nnx(params, cell))
 
     Args:
-      params: the weights.
+      params: the weights. N blocks of recurrent weights fit a cell of `jaxrnn.nnx` with `num_blocks=N`. For a cell
+        without blocks, they become a matrix that is zero outside of the blocks.
       cell: the cell or its state, which determines the structure and whether there is a b_hn; or the name of one of
         Flax's classes, "GRUCell" (without b_hn), "LSTMCell", "OptimizedLSTMCell" or "SimpleCell".
 
@@ -78,6 +110,8 @@ def to_nnx(params: Params, cell: Any) -> dict[str, Any]:
     """
     layout = check_params("to_nnx", params, framework="nnx")
     given = None if isinstance(cell, str) else _tree("to_nnx", cell)
+    if given is None or not _has_blocks(given):
+        params = without_blocks(params)
     unfused = cell == UNFUSED_CLASS if given is None else _is_unfused(given)
     if (given is None and cell not in layout.nnx) or (unfused and layout is not UNFUSED):
         got = repr(cell) if given is None else f"a {type(cell).__name__} with {describe(given)}"
@@ -125,6 +159,12 @@ def _check_formula(source: str, cell: Any, layout: Layout) -> None:
             f"{layout.function} does not. Set residual=False; trained weights then compute the same if you add the "
             "identity matrix to dense_h.kernel"
         )
+
+
+def _has_blocks(tree: Mapping[str, Any]) -> bool:
+    """Whether the recurrent weights of a cell are blocks."""
+    layer = tree["hi" if _is_unfused(tree) else FUSED_LAYERS[1]]
+    return np.ndim(layer["kernel"]) == 3
 
 
 def _is_unfused(tree: Mapping[str, Any]) -> bool:

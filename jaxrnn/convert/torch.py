@@ -4,30 +4,76 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.checks import check_size
 from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
-from jaxrnn.convert.checks import check_params, check_shapes, find_layout
-from jaxrnn.convert.layout import pack, two_biases
+from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout, recurrent_shape
+from jaxrnn.convert.layout import pack, two_biases, without_blocks
 
 if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.cells import Params
+    from jaxrnn.convert.cells import gru, lstm, simple
+    from jaxrnn.convert.layout import ParamsT
 
 
 OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells"
 
 
-def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "") -> Params:
+@overload
+def from_torch(
+    source: Any, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ..., into: type[ParamsT]
+) -> ParamsT: ...
+
+
+@overload
+def from_torch(
+    source: Mapping[str, Any], *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: gru.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> gru.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: lstm.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> lstm.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: simple.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> simple.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
+    source: Any, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ..., into: None = ...
+) -> Params: ...
+
+
+def from_torch(
+    source: Any, *, layer: int | None = None, reverse: bool | None = None, prefix: str = "",
+    into: type[Any] | None = None,
+) -> Params:  # fmt: skip
     """Returns the weights of one layer and direction of `torch.nn.GRU`, `LSTM` or `RNN`, or of one of their cells.
 
     Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
     gates of an LSTM, for r and z of a GRU, and in an RNN. A module without biases gives zeros. An RNN gives
-    `SimpleParams`, which `jaxrnn.simple_rnn` runs with `activation=module.nonlinearity`.
+    `SimpleParams`, which `jaxrnn.simple_rnn` runs with `activation=module.nonlinearity`. The modules of
+    `torch_bridge.nn` have the same parameters; with `num_blocks`, `w_hh` has the blocks.
 
     Args:
       source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays, for n = 3 gates of a
@@ -37,9 +83,11 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
       reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
         for those of the forward direction; optional if there is only one direction.
       prefix: prefix of the names in the state dict of a larger model, like "rnn.".
+      into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
+        weights of another cell raise.
 
     Raises:
-      ValueError: there are no such weights, several fit, or shapes are wrong.
+      ValueError: there are no such weights, several fit, shapes are wrong, or the weights are not those of `into`.
     """
     state = source.state_dict() if hasattr(source, "state_dict") and not isinstance(source, type) else source
     if not isinstance(state, Mapping):
@@ -59,19 +107,20 @@ def from_torch(source: Any, *, layer: int | None = None, reverse: bool | None = 
         (width, hidden), inputs, layout = arrays[projection].shape, arrays[names[0]].shape[1], LSTM
     else:
         layout, inputs, hidden = find_layout(
-            "from_torch", arrays, names[0], names[1], cells_of("torch"), transposed=True
+            "from_torch", arrays, names[0], names[1], cells_of("torch"), transposed=True, blocks=True
         )
         width = hidden
     wide = layout.cell.gates * hidden
-    shapes = dict(zip(names, ((wide, inputs), (wide, width), (wide,), (wide,)), strict=True))
+    square = recurrent_shape(arrays[names[1]], wide, width)
+    shapes = dict(zip(names, ((wide, inputs), square, (wide,), (wide,)), strict=True))
     check_shapes("from_torch", arrays, shapes | ({projection: (width, hidden)} if projected else {}))
     b_i, b_h = (arrays.get(name) for name in names[2:])
-    params = pack(layout, arrays[names[0]].T, arrays[names[1]].T, b_i, b_h)
-    return params._replace(w_hr=arrays[projection].T) if projected else params
+    params = pack(layout, arrays[names[0]].T, arrays[names[1]].mT, b_i, b_h)
+    return expect("from_torch", params._replace(w_hr=arrays[projection].T) if projected else params, into)
 
 
 def to_torch(
-    params: Params, *, layer: int | None = 0, reverse: bool = False, prefix: str = ""
+    params: Params, *, layer: int | None = 0, reverse: bool = False, prefix: str = "", dense: bool = False
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Returns the weights for `torch.nn.GRU`, `LSTM` or `RNN`: copies as NumPy arrays, by PyTorch's names.
 
@@ -85,6 +134,8 @@ def to_torch(
       layer: index in the names: `weight_ih_l0` for 0, and `weight_ih`, the name in a cell, for None.
       reverse: whether to use the names of the backward direction, like `weight_ih_l0_reverse`.
       prefix: prefix of the names.
+      dense: whether to make N blocks of recurrent weights a matrix that is zero outside of the blocks, for a module of
+        `torch.nn`. Without it, the weights are those of a module of `torch_bridge.nn` with `num_blocks=N`.
 
     Raises:
       ValueError: `params` are not those of such a module, or their shapes disagree.
@@ -94,9 +145,10 @@ def to_torch(
     if layer is None and reverse:
         raise ValueError("to_torch: the weights of a cell (layer=None) have no direction: do not pass reverse")
     layout = check_params("to_torch", params, framework="torch", projected=True)
+    params = without_blocks(params) if dense else params
     suffix = "" if layer is None else f"_l{layer}" + "_reverse" * reverse
     b_i, b_h = two_biases(layout, params)
-    arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.T, "bias_ih": b_i, "bias_hh": b_h}
+    arrays = {"weight_ih": params.w_ih.T, "weight_hh": params.w_hh.mT, "bias_ih": b_i, "bias_hh": b_h}
     w_hr = getattr(params, "w_hr", None)
     if w_hr is not None:
         arrays["weight_hr"] = w_hr.T

@@ -688,7 +688,7 @@ def test_source_arrays_may_be_overwritten_after_a_conversion():
 @pytest.mark.torch
 def test_snippet_of_the_documentation_runs(torch):
     page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
-    (snippet,) = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    snippet, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
     names = {}
     exec(compile(snippet, page.name, "exec"), names)
     agree(names["ys"], torch_outputs(torch, names["module"], np.ones((16, 4, 8), np.float32)))
@@ -767,3 +767,175 @@ def test_round_trips_to_haiku_keep_bits():
     for dtype in ("float32", "bfloat16", "float16"):
         params = make_params("simple", dtype=dtype)
         same_bits(convert.from_haiku(convert.to_haiku(params)), params)
+
+
+# Blocks of recurrent weights
+
+N, WIDE = 2, 6
+
+
+def make_blocks(cell, dtype=jnp.float32):
+    """Returns weights of six units in two blocks."""
+    params = make_params(cell, H=WIDE, dtype=dtype)
+    gates = params.w_hh.shape[1] // WIDE
+    return params._replace(w_hh=jnp.asarray(0.5 * draw(50, N, WIDE // N, gates * WIDE // N), dtype))
+
+
+def run_wide(params, **options):
+    zeros = jnp.zeros((B, WIDE), params.w_hh.dtype)
+    (cell,) = (cell for cell, kind in KINDS.items() if type(params) is kind)
+    carry = (zeros, zeros) if cell == "lstm" else zeros
+    return FUNCTIONS[cell](params, carry, jnp.asarray(XS), implementation="xla", **options)[1]
+
+
+def without_blocks(params):
+    """Returns the same weights as matrices, in plain loops."""
+    size = WIDE // N
+    gates = params.w_hh.shape[-1] // size
+    dense = np.zeros((WIDE, gates * WIDE), np.float32)
+    for block in range(N):
+        for gate in range(gates):
+            rows, columns = slice(block * size, (block + 1) * size), gate * WIDE + block * size
+            dense[rows, columns : columns + size] = params.w_hh[block, :, gate * size : (gate + 1) * size]
+    return params._replace(w_hh=jnp.asarray(dense))
+
+
+@pytest.mark.parametrize("cell", KINDS)
+def test_matrix_with_zeros_computes_what_blocks_compute(cell):
+    agree(run_wide(without_blocks(make_blocks(cell))), run_wide(make_blocks(cell)))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("cell", TORCH)
+def test_torch_blocks(torch, cell):
+    from torch_bridge import nn
+
+    params = make_blocks(cell)
+    module = load_torch(torch, getattr(nn, TORCH[cell])(D, WIDE, num_blocks=N), convert.to_torch(params))
+    agree(torch_outputs(torch, module), run_wide(params))
+    same_bits(convert.from_torch(module), params)
+    plain = load_torch(torch, torch_module(torch, cell, D, WIDE), convert.to_torch(params, dense=True))
+    agree(torch_outputs(torch, plain), run_wide(params))
+    same_bits(convert.from_torch(plain), without_blocks(params))
+
+
+LINEN_BLOCKS = {"gru": "GRUCell", "lstm": "LSTMCell", "mgu": "MGUCell", "simple": "SimpleCell"}
+
+
+@pytest.mark.parametrize("cell", LINEN_BLOCKS)
+def test_linen_blocks(cell):
+    import jaxrnn.linen
+
+    params = make_blocks(cell)
+    ours = jaxrnn.linen.RNN(getattr(jaxrnn.linen, LINEN_BLOCKS[cell])(WIDE, num_blocks=N), time_major=True)
+    plain = linen.RNN(getattr(linen, LINEN_BLOCKS[cell])(WIDE), time_major=True)
+    for module, tree in ((ours, convert.to_linen(params)), (plain, convert.to_linen(params, dense=True))):
+        shapes = jax.eval_shape(module.init, jax.random.key(0), XS)["params"]["cell"]
+        assert jax.tree.map(jnp.shape, tree) == jax.tree.map(lambda x: x.shape, shapes)
+        agree(module.apply({"params": {"cell": tree}}, XS), run_wide(params))
+    same_bits(convert.from_linen(convert.to_linen(params)), params)
+    same_bits(convert.from_linen(convert.to_linen(params, dense=True)), without_blocks(params))
+    same_bits(jax.jit(lambda x: convert.from_linen(convert.to_linen(x, dense=True)))(params), without_blocks(params))
+
+
+NNX_BLOCKS = [(cell, name) for cell, names in NNX_CLASSES.items() for name in names]
+
+
+@pytest.mark.parametrize(("cell", "name"), NNX_BLOCKS)
+def test_nnx_blocks(cell, name):
+    import jaxrnn.nnx
+
+    params = make_blocks(cell)
+    if cell == "gru":
+        params = params._replace(b_hn=jnp.zeros(WIDE))
+    ours = getattr(jaxrnn.nnx, name)(D, WIDE, num_blocks=N, rngs=nnx.Rngs(0))
+    plain = getattr(nnx, name)(D, WIDE, rngs=nnx.Rngs(0))
+    for module in (ours, plain):
+        nnx.update(module, convert.to_nnx(params, module))
+        agree(
+            nnx.RNN(module, time_major=True)(jnp.asarray(XS)) if module is plain else run_nnx(module), run_wide(params)
+        )
+    same_bits(convert.from_nnx(ours), params)
+    same_bits(convert.from_nnx(nnx.state(ours)), params)
+    same_bits(convert.from_nnx(plain), without_blocks(params))
+    same_bits(convert.from_nnx(convert.to_nnx(params, name)), without_blocks(params))
+    with pytest.raises(ValueError, match=r"the shapes of the cell \(there\) and of params \(here\) differ"):
+        convert.to_nnx(make_params(cell, H=WIDE)._replace(**({"b_hn": jnp.zeros(WIDE)} if cell == "gru" else {})), ours)
+
+
+def run_nnx(cell):
+    import jaxrnn.nnx
+
+    return jaxrnn.nnx.RNN(cell, time_major=True)(jnp.asarray(XS))
+
+
+def test_frameworks_without_blocks_get_a_matrix_with_zeros():
+    gru, lstm, simple = (make_blocks(cell) for cell in ("gru", "lstm", "simple"))
+    for params in (gru, lstm):
+        same_bits(convert.from_equinox(convert.to_equinox(params)), without_blocks(params))
+    for params in (gru, lstm, simple):
+        same_bits(convert.from_keras(convert.to_keras(params)), without_blocks(params))
+    same_bits(convert.from_haiku(convert.to_haiku(simple)), without_blocks(simple))
+    agree(run_wide(convert.from_haiku(convert.to_haiku(lstm))), run_wide(lstm))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cell", KINDS)
+def test_blocks_keep_bits_and_dtypes(cell, dtype):
+    params = make_blocks(cell, dtype)
+    same_bits(convert.from_linen(convert.to_linen(params)), params)
+    if cell in TORCH:
+        same_bits(convert.from_torch(convert.to_torch(params)), params)
+
+
+def test_blocks_of_wrong_shapes_raise():
+    params = make_blocks("gru")
+    with pytest.raises(ValueError, match=r"params.w_hh of GRUParams must be \[N, H / N, 3H / N\], got \(2, 3, 8\)"):
+        convert.to_linen(params._replace(w_hh=jnp.zeros((2, 3, 8))))
+    with pytest.raises(ValueError, match=r"params.w_ih must be \(4, 27\).*got \(4, 18\)"):
+        convert.to_linen(params._replace(w_hh=jnp.zeros((3, 3, 9))))
+    with pytest.raises(ValueError, match="must be"):
+        convert.to_linen(params._replace(w_hh=jnp.zeros((0, 3, 9))))
+    lstm = make_blocks("lstm")._replace(w_hr=jnp.zeros((WIDE, 2)))
+    with pytest.raises(ValueError, match=r"must be a matrix with a projection, params.w_hr, got \(2, 3, 12\)"):
+        convert.to_torch(lstm)
+    tree = convert.to_linen(params)
+    tree["hz"]["kernel"] = jnp.zeros((2, 3, 4))
+    with pytest.raises(ValueError, match=r"hz.kernel must be \(2, 3, 3\)"):
+        convert.from_linen(tree)
+    arrays = convert.to_torch(params) | {"weight_hh_l0": np.zeros((2, 9, 4), np.float32)}
+    with pytest.raises(ValueError, match="weight_hh_l0 must be"):
+        convert.from_torch(arrays)
+
+
+FROM = {
+    "linen": (convert.from_linen, convert.to_linen),
+    "torch": (convert.from_torch, convert.to_torch),
+    "equinox": (convert.from_equinox, convert.to_equinox),
+    "keras": (convert.from_keras, convert.to_keras),
+    "haiku": (convert.from_haiku, convert.to_haiku),
+    "nnx": (convert.from_nnx, lambda params: convert.to_nnx(params, "OptimizedLSTMCell")),
+}
+
+
+@pytest.mark.parametrize("name", FROM)
+def test_class_of_the_result_may_be_requested(name):
+    read, write = FROM[name]
+    params = make_params("lstm")
+    assert type(read(write(params), into=LSTMParams)) is LSTMParams
+    with pytest.raises(
+        ValueError, match=f"from_{name}: into must be LSTMParams, the class of these weights, got GRUPa"
+    ):
+        read(write(params), into=GRUParams)
+    with pytest.raises(
+        ValueError, match=f"from_{name}: into must be GRUParams, LSTMParams, MGUParams or SimpleParams,"
+    ):
+        read(write(params), into="lstm")
+
+
+def test_class_of_the_unfused_cell_and_of_the_vanilla_rnn_may_be_requested():
+    unfused = convert.to_nnx(make_params("lstm"), "LSTMCell")
+    with pytest.raises(ValueError, match="from_nnx: into must be LSTMParams"):
+        convert.from_nnx(unfused, into=SimpleParams)
+    with pytest.raises(ValueError, match="from_haiku: into must be SimpleParams"):
+        convert.from_haiku(convert.to_haiku(make_params("simple")), into=LSTMParams)

@@ -30,7 +30,6 @@ FUNCTIONS = {
 }  # fmt: skip
 XS, RESETS, H0 = Z((T, B, D)), Z((T, B), bool), Z((B, H))
 BATCH_MAJOR, PAIR = Z((B, T, D)), (H0, H0)
-BLOCKS = Z((2, H // 2, 3 * H // 2))
 
 # Names that a user of jaxrnn has not written and cannot look up.
 INTERNAL = re.compile("ArrayImpl|Tracer|ShapedArray|NoneType|PyTreeDef|_DimExpr|FusedCell|FusedStack|w_hh must be.*RNN")
@@ -789,11 +788,8 @@ TABLE = {
     ],
     "to_torch": [
         (
-            lambda: convert.to_torch(GRU._replace(w_hh=BLOCKS)),
-            (
-                "params.w_hh must be [H, 3H], got (2, 3, 9), the blocks of a block-diagonal matrix, "
-                "which cells of other frameworks do not have; make it dense with"
-            ),
+            lambda: convert.to_torch(LSTM._replace(w_hh=Z((2, 3, 12)), w_hr=Z((H, 2)))),
+            "params.w_hh must be a matrix with a projection, params.w_hr, got (2, 3, 12), the blocks of a",
         ),
         (
             lambda: convert.to_torch(stacked(GRU)),
@@ -815,14 +811,16 @@ TABLE = {
             "params must have known values, got traced arrays; call it outside of jax.jit",
         ),
     ],
-    "to_linen": [(lambda: convert.to_linen(GRU._replace(w_hh=BLOCKS)), "the blocks of a block-diagonal matrix")],
-    "to_equinox": [(lambda: convert.to_equinox(GRU._replace(w_hh=BLOCKS)), "the blocks of a block-diagonal matrix")],
-    "to_haiku": [
-        (lambda: convert.to_haiku(LSTM._replace(w_hh=Z((2, 3, 12)))), "the blocks of a block-diagonal matrix")
-    ],
-    "to_keras": [(lambda: convert.to_keras(GRU._replace(w_hh=BLOCKS)), "the blocks of a block-diagonal matrix")],
+    **{
+        name: [
+            (
+                functools.partial(getattr(convert, name), LSTM._replace(w_hh=Z((2, 3, 9)))),
+                "params.w_hh of LSTMParams must be [N, H / N, 4H / N], got (2, 3, 9)",
+            )
+        ]
+        for name in ("to_linen", "to_equinox", "to_haiku", "to_keras")
+    },
     "to_nnx": [
-        (lambda: convert.to_nnx(GRU._replace(w_hh=BLOCKS), "GRUCell"), "the blocks of a block-diagonal matrix"),
         (
             lambda: convert.to_nnx(GRU, nnx.GRUCell),
             "cell must be an nnx.GRUCell, OptimizedLSTMCell or SimpleCell (dense_i, dense_h) or an nnx.LSTMCell",
@@ -941,19 +939,16 @@ def test_from_torch_names_modules_of_another_kind():
 
 
 @pytest.mark.parametrize("name", ["gru", "lstm"])
-def test_block_weights_that_the_message_makes_dense_compute_the_same(name):
+def test_block_weights_that_convert_makes_dense_compute_the_same(name):
     blocks, gates = 3, 3 if name == "gru" else 4
     keys = iter(jax.random.split(KEY, 8))
     params = jax.tree.map(lambda x: jax.random.normal(next(keys), x.shape), FUNCTIONS[name][1])
     params = params._replace(w_hh=jax.random.normal(KEY, (blocks, H // blocks, gates * H // blocks)))
-    with pytest.raises(ValueError, match="make it dense with") as caught:
-        convert.to_linen(params)
-    expression = str(caught.value).rpartition("make it dense with ")[2]
-    dense = params._replace(w_hh=eval(expression, {"jnp": jnp, "jax": jax, "params": params}))
+    dense = convert.from_linen(convert.to_linen(params, dense=True))
     xs = jax.random.normal(KEY, XS.shape)
     want, got = (call(name, params=one, xs=xs, precision="highest")[1] for one in (params, dense))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
-    assert convert.to_linen(dense)
+    assert dense.w_hh.shape == (H, gates * H)
 
 
 EMPTY = {"T": (0, B, D, H), "B": (T, 0, D, H), "D": (T, B, 0, H), "H": (T, B, D, 0)}

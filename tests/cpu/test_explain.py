@@ -472,7 +472,9 @@ def test_launches_are_logged_with_loop_and_tiling(caplog):
         jax.jit(functools.partial(jaxrnn.gru, implementation="triton")).lower(*arrays)
     messages = [record.getMessage() for record in caplog.records]
     assert messages[0].endswith('runs triton: implementation="triton" was passed')
-    assert re.fullmatch(r"gru forward: streamed loop, gru_fwd_streamed \(1 program\); block_h 16, .*", messages[1])
+    assert re.fullmatch(
+        r"gru forward: streamed loop, gru_fwd_streamed \(1 program\); tf32x3 products, block_h 16, .*", messages[1]
+    )
 
 
 # the default

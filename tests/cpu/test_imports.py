@@ -91,8 +91,9 @@ assert not hasattr(jaxrnn, "layers")
 
 @pytest.mark.torch
 def test_submodules_of_torch_bridge_are_imported_on_first_use():
-    code = "assert {'functional', 'nn'} <= set(dir(torch_bridge)) and 'torch' not in sys.modules; torch_bridge.nn.GRU"
-    run_without(JAX_SIDE, f"import sys, torch_bridge; {code}; torch_bridge.functional.gru")
+    code = "assert {'explain', 'functional', 'nn'} <= set(dir(torch_bridge)) and 'torch' not in sys.modules"
+    uses = "torch_bridge.nn.GRU; torch_bridge.functional.gru; torch_bridge.explain"
+    run_without(JAX_SIDE, f"import sys, torch_bridge; {code}; {uses}")
 
 
 PUBLIC = (
@@ -190,7 +191,7 @@ import torch_bridge
 
 
 def test_shared_modules_of_torch_bridge_import_without_torch_and_jax():
-    tables = ", ".join(f"torch_bridge.{name}" for name in ("tiling", "cells", "rules"))
+    tables = ", ".join(f"torch_bridge.{name}" for name in ("tiling", "cells", "records", "rules"))
     run_without((*TORCH_SIDE, *JAX_SIDE), f"import torch_bridge, {tables}")
 
 
@@ -208,7 +209,7 @@ for kind in (GRU, LSTM):
 
 
 # Modules that import neither torch nor triton, and that every module of jaxrnn may import.
-SHARED = ("torch_bridge.cells", "torch_bridge.rules")
+SHARED = ("torch_bridge.cells", "torch_bridge.records", "torch_bridge.rules")
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
 # `linen` and `nnx` may import Flax.
 ARROWS = {
@@ -266,7 +267,7 @@ def test_files_of_cells_are_imported_by_their_list_alone(package):
 @pytest.mark.parametrize("module", modules("torch_bridge"))
 def test_modules_of_torch_bridge_import_only_what_they_may(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]
-    rooms = ["op_common", "steps", "loops", "rnn_ops", "norm_ops", "functional", "nn"]
+    rooms = ["choice", "op_common", "steps", "loops", "rnn_ops", "norm_ops", "explanation", "functional", "nn"]
     front = [f"torch_bridge.{name}" for name in rooms]
     room = next((i for i, name in enumerate(front) if within(module, name)), -1)
     forbidden += front[room + 1 :]  # each may import those before it; what launches imports none of them

@@ -229,7 +229,7 @@ def test_elements_whose_squares_overflow_become_zeros(kind, columns):
 def test_triton_rejects_float64():
     x = torch.randn(2, 5, dtype=torch.float64)
     for kind, args in itertools.product(KINDS, ((x,), (x.float(), x[0]), (x.float(), None, x[0]))):
-        with pytest.raises(NotImplementedError, match=r"take float32, bfloat16 and float16, not torch\.float64"):
+        with pytest.raises(NotImplementedError, match=r"takes float32, bfloat16 and float16, not torch\.float64"):
             FUNCTIONS[kind](*args, implementation="triton")
 
 

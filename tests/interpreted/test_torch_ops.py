@@ -618,10 +618,10 @@ def test_state_of_an_lstm_must_be_a_pair():
 @pytest.mark.interpret
 def test_triton_rejects_dtypes_that_it_cannot_run():
     xs, states, given, *_ = weights("gru", dtype=torch.float64)
-    with pytest.raises(NotImplementedError, match=r"take float32, bfloat16 and float16, not torch\.float64"):
+    with pytest.raises(NotImplementedError, match=r"takes float32, bfloat16 and float16, not torch\.float64"):
         functional.gru(xs, *states, *given, implementation="triton")
     xs, states, given, *_ = weights("gru", dtype=torch.bfloat16)
-    with pytest.raises(NotImplementedError, match="compute bfloat16 products wrongly in Triton's interpreter"):
+    with pytest.raises(NotImplementedError, match="computes bfloat16 products wrongly in Triton's interpreter"):
         functional.gru(xs, *states, *given, implementation="triton")
 
 

@@ -72,7 +72,17 @@ def loss(params: jaxrnn.GRUParams) -> Array:
 grads = jax.jit(jax.grad(loss))(gru_params)
 assert grads.w_ih.shape == (D, 3 * H)
 
-converted = jaxrnn.convert.from_linen(jaxrnn.convert.to_linen(gru_params))
+convert = jaxrnn.convert
+assert_type(convert.from_linen(convert.to_linen(gru_params), into=jaxrnn.GRUParams), jaxrnn.GRUParams)
+assert_type(convert.from_keras(convert.to_keras(lstm_params), into=jaxrnn.LSTMParams), jaxrnn.LSTMParams)
+assert_type(convert.to_haiku(lstm_params), dict[str, Array])
+assert_type(convert.to_haiku(simple_params), dict[str, dict[str, Array]])
+assert_type(convert.from_haiku(convert.to_haiku(simple_params), into=jaxrnn.SimpleParams), jaxrnn.SimpleParams)
+assert_type(convert.to_linen(gru_params, dense=True), dict[str, dict[str, Array]])
+jaxrnn.gru(convert.from_equinox(convert.to_equinox(gru_params), into=jaxrnn.GRUParams), zeros, xs)
+
+# a mapping says nothing about the cell, so the caller has to
+converted = convert.from_linen(convert.to_linen(gru_params))
 assert isinstance(converted, jaxrnn.GRUParams)
 jaxrnn.gru(converted, zeros, xs)
 
@@ -83,4 +93,6 @@ def mistakes() -> None:
     jaxrnn.lstm(lstm_params, zeros, xs)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType]
     jaxrnn.gru(gru_params, zeros, xs, implementation="cuda")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     jaxrnn.mgu(mgu_params, zeros, xs, return_cells=True)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    jaxrnn.gru(convert.from_linen({}), zeros, xs)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    convert.from_linen({}, into=jaxrnn.gru)  # type: ignore[call-overload]  # pyright: ignore[reportArgumentType, reportCallIssue]
     jaxrnn.rms_norm(x, weights=weight)  # type: ignore[call-overload]  # pyright: ignore[reportCallIssue]

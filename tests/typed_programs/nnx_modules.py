@@ -51,6 +51,13 @@ assert_type(RNN(nnx.GRUCell(D, H, rngs=rngs), return_carry=True)(xs, reverse=Tru
 assert_type(RNN(LSTMCell(D, H, rngs=rngs))(xs, return_carry=True), tuple[Any, Array])
 assert_type(GRU(D, H, rngs=rngs).initialize_carry((B, D)), tuple[Any, ...])
 
+convert = jaxrnn.convert
+assert_type(convert.from_nnx(nnx.GRUCell(D, H, rngs=rngs)), jaxrnn.GRUParams)
+assert_type(convert.from_nnx(LSTMCell(D, H, rngs=rngs)), jaxrnn.LSTMParams)
+assert_type(convert.from_nnx(nnx.OptimizedLSTMCell(D, H, rngs=rngs)), jaxrnn.LSTMParams)
+assert_type(convert.from_nnx(SimpleCell(D, H, num_blocks=2, rngs=rngs)), jaxrnn.SimpleParams)
+assert_type(convert.from_nnx(nnx.state(GRUCell(D, H, rngs=rngs)), into=jaxrnn.GRUParams), jaxrnn.GRUParams)
+
 
 def of_both(flag: bool) -> None:
     assert_type(GRU(D, H, return_carry=flag, rngs=rngs)(xs), Array | tuple[tuple[Any, ...], Array])

@@ -1,12 +1,14 @@
 """A user's program with the functions and modules of `torch_bridge`."""
 
-from typing import assert_type
+from typing import Literal, assert_type
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+import jaxrnn
 import torch_bridge
+from jaxrnn import convert
 from torch_bridge.nn import GRU, LSTM, MGU, RNN, LayerNorm, RMSNorm, run_trajectories
 
 T, B, D, H = 5, 2, 3, 4
@@ -55,6 +57,24 @@ rollout, is_init = torch.ones(B, T, D), torch.zeros(B, T, 1)
 state = torch.zeros(B, T, 1, H)
 assert_type(run_trajectories(GRU(D, H), rollout, is_init, state), tuple[Tensor, Tensor])
 assert_type(run_trajectories(torch.nn.LSTM(D, H), rollout, is_init, state, state), tuple[Tensor, Tensor, Tensor])
+
+
+# weights of a module for JAX
+assert_type(convert.from_torch(torch.nn.GRU(D, H)), jaxrnn.GRUParams)
+assert_type(convert.from_torch(torch.nn.LSTM(D, H, 2), layer=1), jaxrnn.LSTMParams)
+assert_type(convert.from_torch(torch.nn.RNNCell(D, H)), jaxrnn.SimpleParams)
+assert_type(convert.from_torch(GRU(D, H, num_blocks=2)), jaxrnn.GRUParams)
+assert_type(convert.from_torch(LSTM(D, H, bidirectional=True), reverse=True), jaxrnn.LSTMParams)
+assert_type(convert.from_torch(RNN(D, H)), jaxrnn.SimpleParams)
+assert_type(convert.from_torch(GRU(D, H).state_dict(), into=jaxrnn.GRUParams), jaxrnn.GRUParams)
+model: torch.nn.Module = torch.nn.Sequential(torch.nn.GRU(D, H))
+assert_type(convert.from_torch(model, prefix="0.", into=jaxrnn.GRUParams), jaxrnn.GRUParams)
+
+explanation = torch_bridge.explain(GRU(D, H), xs, resets=resets, device="a100", gradients=False)
+assert_type(explanation, torch_bridge.Explanation)
+assert_type(explanation.implementation, Literal["triton", "xla", "torch"])
+assert_type(explanation.launches[0].kernels, tuple[str, ...])
+assert_type(explanation.calls[0].unavailable, str | None)
 
 
 def mistakes() -> None:

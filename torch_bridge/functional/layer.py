@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from torch_bridge import loops, op_common, rnn_ops, steps
+from torch_bridge import choice, loops, op_common, rnn_ops, steps
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.checks import Implementation, check_implementation
 from torch_bridge.functional.direction import Direction, DirectionResult, blocks_of
@@ -124,6 +124,24 @@ def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout)
     return DirectionResult(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
 
 
+def _tell_choice(
+    cell: CellSpec, xs: Tensor, layout: Layout, w_hh: Tensor, implementation: Implementation, reason: str | None = None
+) -> None:
+    """Tells the choice of a layer, given the reason if it runs neither the operator nor its loop."""
+    unavailable = rnn_ops.unsupported(w_hh, choice.profile())
+    hidden = w_hh.shape[-1] * (layout.blocks if w_hh.ndim == 3 else 1)
+    blocks = f" in {layout.blocks} blocks" if layout.blocks > 1 else ""
+    arguments = f"{choice.describe_tensor('xs', xs)}, {hidden} units{blocks}"
+    arguments += ", both directions" if layout.directions == 2 else ""
+    if reason is not None:
+        choice.tell(cell.name, arguments, "torch", reason, unavailable)
+        return
+    launches = implementation != "torch" and rnn_ops.should_launch_kernels(implementation, w_hh)
+    is_empty = 0 in (*layout.sizes, hidden)
+    chosen = choice.explain_choice(implementation, launches, unavailable, xs.device, is_empty)
+    choice.tell(cell.name, arguments, *chosen, unavailable)
+
+
 def run_layer(
     cell: CellSpec,
     xs: Tensor,
@@ -172,6 +190,10 @@ def run_layer(
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
     if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(xs, layer):
+        if choice.is_told():
+            reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"
+            _tell_choice(cell, xs, layout, layer[0].w_hh, None, reason)
+            choice.end()
         return [_run_single_step(cell, xs, layer[0], layout)]
     xs, layer, default = _autocast(cell, xs, layer)
     given = layer
@@ -185,6 +207,9 @@ def run_layer(
     w_hh, b_hn = layout.weights([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs, layout)
     arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states
 
+    told = choice.is_told()
+    if told:
+        _tell_choice(cell, xs, layout, w_hh, implementation)
     order = "bidirectional" if len(layer) == 2 else "reverse" if reverse else "forward"
     precise = rnn_ops.kernel_precision(precision, width)
     if implementation == "torch":
@@ -194,6 +219,8 @@ def run_layer(
             results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
     else:
         results = rnn_ops.forward(cell, arrays, order, precise, cells, implementation)
+    if told:
+        choice.end()
 
     hs = layout.sequences(results["hs"])
     has_cells = cells and len(cell.states) > 1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
+from torch_bridge import choice
 from torch_bridge.cells import CellSpec
 from torch_bridge.nn.checks import check_resets, checked_states
 from torch_bridge.nn.stack import InitialStates, is_backward, resets_of_reversed, run_stack
@@ -34,10 +35,10 @@ def forward_packed(
     def sort(x: Tensor | None, order: Tensor | None = order) -> Any:
         return x if x is None or order is None or x.dim() < 3 else x.index_select(1, order)
 
-    xs, lengths = pad_packed_sequence(PackedSequence(data, batch_sizes))
+    xs, lengths = _pad(data, batch_sizes)
     last = lengths.to(xs.device) - 1
     if resets is not None:
-        resets, _ = pad_packed_sequence(PackedSequence((resets.data != 0).to(torch.uint8), batch_sizes))
+        resets, _ = _pad((resets.data != 0).to(torch.uint8), batch_sizes)
     reset_states = tuple(map(sort, reset_states))
     check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1:2], resets, reset_states)
     starts = []
@@ -55,7 +56,22 @@ def forward_packed(
             ends = tuple(x[last, sequence] for x in (out.hs, out.cs) if x is not None)
         results.append(ends)
     h_n = tuple(sort(torch.stack(x), inverse) for x in zip(*results, strict=True))
-    return PackedSequence(pack_padded_sequence(ys, lengths).data, batch_sizes, order, inverse), h_n
+    return PackedSequence(_pack(ys, lengths, data.shape[0]), batch_sizes, order, inverse), h_n
+
+
+def _pad(data: Tensor, batch_sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns `pad_packed_sequence` of a `PackedSequence`; without values if a listener traces the call."""
+    if choice.listener() is None:
+        return pad_packed_sequence(PackedSequence(data, batch_sizes))
+    steps, sequences = len(batch_sizes), int(batch_sizes[0])
+    return data[torch.zeros(steps, sequences, dtype=torch.int64)], torch.zeros(sequences, dtype=torch.int64)
+
+
+def _pack(ys: Tensor, lengths: Tensor, rows: int) -> Tensor:
+    """Returns the data of `pack_padded_sequence`, of `rows` rows; without values if a listener traces the call."""
+    if choice.listener() is None:
+        return pack_padded_sequence(ys, lengths).data
+    return ys.flatten(0, 1)[torch.zeros(rows, dtype=torch.int64)]
 
 
 def _check_steps(name: str, packed: PackedSequence) -> None:

@@ -13,7 +13,7 @@ Inductor emits a kernel's source again under `@triton.jit`, which does not compi
 Inductor's launches are never cooperative, so programs that wait for one another could deadlock.
 """
 
-from torch_bridge.rnn_ops.implementation import Precision, kernel_precision
+from torch_bridge.rnn_ops.implementation import Precision, kernel_precision, should_launch_kernels, unsupported
 from torch_bridge.rnn_ops.operators import OPERATORS, forward
 
-__all__ = ["OPERATORS", "Precision", "forward", "kernel_precision"]
+__all__ = ["OPERATORS", "Precision", "forward", "kernel_precision", "should_launch_kernels", "unsupported"]

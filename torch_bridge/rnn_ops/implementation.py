@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import get_args
 
 import torch
@@ -16,19 +17,26 @@ PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
 
 
 @op_common.cached_reason
-def _unsupported(device: torch.device, dtype: torch.dtype, hidden: int) -> str | None:
-    """Returns why the kernels cannot run on a device with weights of this dtype and width, or None if they can."""
-    facts = op_common.device_facts(device, dtype)
-    if isinstance(facts, str):
-        return facts
+def _unsupported(
+    profile: tiling.Device | None, device: torch.device, dtype: torch.dtype, hidden: int
+) -> str | None:  # fmt: skip
+    """Returns why the kernels cannot run with weights of this dtype and width, or None, see `op_common.unavailable`."""
+    if reason := op_common.unavailable(profile, device, dtype):
+        return reason
+    facts = op_common.device_facts(profile, device)
     if facts.interpreted and dtype == torch.bfloat16:
-        return "compute bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
+        return "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
     if hidden > tiling.max_hidden(facts):
         return (
-            f"are limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} SMs can "
+            f"is limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} SMs can "
             f"share ({tiling.max_hidden(facts)}); leave implementation out"
         )
     return None
+
+
+def unsupported(w_hh: Tensor, profile: tiling.Device | None = None) -> str | None:
+    """Returns why the kernels cannot run with these recurrent weights, or None if they can."""
+    return _unsupported(profile, w_hh.device, w_hh.dtype, int(w_hh.shape[-1]))
 
 
 def should_launch_kernels(implementation: str | None, w_hh: Tensor) -> bool:
@@ -40,13 +48,9 @@ def should_launch_kernels(implementation: str | None, w_hh: Tensor) -> bool:
     """
     if implementation not in (None, "triton", "loop"):
         raise ValueError(f'implementation of an operator must be "triton", "loop" or None, got {implementation!r}')
-    if implementation == "loop" or (implementation is None and w_hh.device.type != "cuda"):
-        return False
-    hidden = w_hh.shape[-1]
-    reason = _unsupported(w_hh.device, w_hh.dtype, int(hidden))
-    if reason is not None and implementation == "triton":
-        raise NotImplementedError(f"the Triton kernels {reason}")
-    return reason is None
+    return op_common.should_launch_kernels(
+        implementation, w_hh.device, functools.partial(unsupported, w_hh)
+    )  # fmt: skip
 
 
 def _matmul_precision() -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_bridge import op_common, tiling
+from torch_bridge import choice, op_common, tiling
 from torch_bridge.cells import CellSpec
 
 if TYPE_CHECKING:
@@ -35,17 +35,33 @@ def _launch(
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter."""
     from torch_bridge.recurrences import Launch
 
-    problem = tiling.Problem(
+    made: Launch = op_common.load(
+        Launch, _problem(cell, direction, sizes, dtypes, reset_state, order, precision), ordinal
+    )  # fmt: skip
+    choice.log_launch(cell, direction, made)
+    return made
+
+
+def _problem(
+    cell: str, direction: tiling.Direction, sizes: tiling.Sizes, dtypes: tuple[tuple[str, str], ...],
+    reset_state: Any, order: str, precision: Any,
+) -> tiling.Problem:  # fmt: skip
+    return tiling.Problem(
         cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=REVERSE[order], precision=precision
     )
-    return op_common.load(Launch, problem, ordinal)
 
 
 def _run(
     cell: CellSpec, direction: tiling.Direction, sizes: tiling.Sizes, arrays: dict[str, Tensor | None],
     outputs: Outputs, order: str, precision: str, reset_state: str = "zeros",
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
+    """Launches a kernel on the current stream of the tensors' device and returns its outputs by name.
+
+    With a listener, it tells the launch instead, and the outputs have no values.
+    """
+    listener = choice.listener()
+    if listener is not None:
+        return _tell_launch(listener, cell, direction, sizes, arrays, outputs, order, precision, reset_state)
     tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
     place = next(iter(tensors.values())).device
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
@@ -57,6 +73,23 @@ def _run(
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = round_to_tf32(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)
+    return results
+
+
+def _tell_launch(
+    listener: choice.Listener, cell: CellSpec, direction: tiling.Direction, sizes: tiling.Sizes,
+    arrays: dict[str, Tensor | None], outputs: Outputs, order: str, precision: str, reset_state: str,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Tells a listener what `_run` would launch, and returns outputs without values."""
+    from torch_bridge.recurrences import Launch
+
+    tensors = {name: x for name, x in arrays.items() if x is not None}
+    place = next(iter(tensors.values())).device
+    results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
+    dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in (tensors | results).items())
+    device = op_common.device_facts(listener.profile, place)
+    problem = _problem(cell.name, direction, sizes, dtypes, reset_state, order, precision)
+    listener.launched(cell.name, direction, Launch(problem, device), device)
     return results
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from torch_bridge import loops, op_common, rules, steps
+from torch_bridge import choice, loops, op_common, rules, steps
 from torch_bridge.cells import CELLS, CellSpec
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.arguments import (
@@ -132,7 +132,12 @@ def _define(cell: CellSpec) -> Operators:
     def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_arguments(cell, arguments)
         op_common.check_devices("w_hh", x.w_hh, dict(zip(names, arguments[:tensors], strict=False)))
-        return op_common.fake(forward_outputs(cell, x, should_launch_kernels(x.implementation, x.w_hh)), x.xp)
+        launch = should_launch_kernels(x.implementation, x.w_hh)
+        returned = forward_outputs(cell, x, launch)
+        if launch and x.xp.numel() > 0 and choice.listener() is not None:
+            arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states
+            return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
+        return op_common.fake(returned, x.xp)
 
     @op_common.define(f"{name}_backward", schema(backward_types(cell), len(dresults)))
     def backward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -151,7 +156,11 @@ def _define(cell: CellSpec) -> Operators:
 
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = backward_arguments(cell, arguments)
-        return op_common.fake(backward_outputs(cell, x), x.residuals["local_grads"])
+        returned, like = backward_outputs(cell, x), x.residuals["local_grads"]
+        if like.numel() > 0 and choice.listener() is not None and should_launch_kernels(x.implementation, x.w_hh):
+            arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences, x.dlast
+            return kernels.backward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
+        return op_common.fake(returned, like)
 
     forward_op = getattr(torch.ops.torch_bridge, cell.name).default
     backward_op = getattr(torch.ops.torch_bridge, f"{cell.name}_backward").default
@@ -159,6 +168,7 @@ def _define(cell: CellSpec) -> Operators:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, found = forward_arguments(cell, inputs), dict(zip(results, output, strict=True))
         residuals = [found[name] for name, _ in cell.residuals]
+        ctx.call = choice.current()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*residuals)
         # Without residuals, these are needed to recompute them; without kernels, for derivatives of the gradient.
@@ -168,6 +178,7 @@ def _define(cell: CellSpec) -> Operators:
         ctx.options = inputs[tensors:]
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        choice.resume(ctx.call)
         arrays, (hs, *residuals) = ctx.saved_tensors[:tensors], ctx.saved_tensors[tensors:]
         options = ctx.options
         x = forward_arguments(cell, (*arrays, *options))

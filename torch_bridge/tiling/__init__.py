@@ -7,7 +7,7 @@ its tilings and their measured costs in a file of its own: `streamed`, `resident
 
 from torch_bridge.tiling.candidates import candidates, heuristic, may_have_float32_residuals, with_residual_dtypes
 from torch_bridge.tiling.config import KernelConfig, Loop
-from torch_bridge.tiling.devices import PROFILES, Device
+from torch_bridge.tiling.devices import PROFILES, Device, profile
 from torch_bridge.tiling.problem import (
     RESET_STATES,
     Direction,
@@ -39,5 +39,6 @@ __all__ = [
     "max_hidden",
     "may_have_float32_residuals",
     "prefers_scan",
+    "profile",
     "with_residual_dtypes",
 ]

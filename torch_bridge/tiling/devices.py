@@ -57,3 +57,14 @@ PROFILES = {
     "b300": Device(103, 148, 232_448, 2048, name="NVIDIA B300"),
     "rtx5090": Device(120, 170, 101_376, 1536, name="NVIDIA GeForce RTX 5090"),
 }
+
+
+def profile(name: str) -> Device:
+    """Returns the profile of this name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if name not in PROFILES:
+        raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}")
+    return PROFILES[name]
