@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_bridge import op_common, tiling
+from torch_bridge import loops, op_common, tiling
 from torch_bridge.cells import CellSpec
 
 if TYPE_CHECKING:
@@ -30,20 +30,21 @@ def sizes_of(sequence: Tensor, w_hh: Tensor) -> tiling.Sizes:
 @functools.lru_cache(maxsize=4096)
 def _launch(
     cell: str, direction: tiling.Direction, sizes: tiling.Sizes, dtypes: tuple[tuple[str, str], ...],
-    reset_state: Any, order: str, precision: Any, ordinal: int | None,
+    reset_state: Any, order: str, precision: Any, norm_width: int, ordinal: int | None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter."""
     from torch_bridge.recurrences import Launch
 
     problem = tiling.Problem(
-        cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=REVERSE[order], precision=precision
-    )
+        cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=REVERSE[order], precision=precision,
+        norm_width=norm_width,
+    )  # fmt: skip
     return op_common.load(Launch, problem, ordinal)
 
 
 def _run(
     cell: CellSpec, direction: tiling.Direction, sizes: tiling.Sizes, arrays: dict[str, Tensor | None],
-    outputs: Outputs, order: str, precision: str, reset_state: str = "zeros",
+    outputs: Outputs, order: str, precision: str, reset_state: str = "zeros", norm_width: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name."""
     tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
@@ -52,7 +53,7 @@ def _run(
     tensors |= results
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
-    launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
+    launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, norm_width, ordinal)
     if launch.config.loop == "streamed":  # Gluon kernels round weights on load, if at all
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = round_to_tf32(tensors[weights], precision)
@@ -83,7 +84,8 @@ def _in_order(results: Mapping[str, Tensor], returned: Outputs, like: Tensor) ->
 
 def forward(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor | None, states: Sequence[Tensor], resets: Tensor | None,
-    reset_states: Sequence[Tensor | None], *, cell: CellSpec, order: str, precision: str, returned: Outputs,
+    reset_states: Sequence[Tensor | None], norm: loops.Norm | None, *, cell: CellSpec, order: str, precision: str,
+    returned: Outputs,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches the forward kernel, whose arguments `torch_bridge.kernels.loops.streamed` explains.
 
@@ -92,6 +94,8 @@ def forward(
     dtypes = {s: _state_dtype(x, w_hh) for s, x in zip(cell.states, states, strict=True)}
     arrays: dict[str, Tensor | None] = {"w_hh_t": w_hh, "b_hn": None if b_hn is None else b_hn.float()}
     arrays["xp"] = xp.float()
+    if norm is not None:
+        arrays |= {name: getattr(norm, name).float() for name in ("bias", *cell.norm_inputs)}
     arrays |= {f"{s}0": x.to(dtypes[s]) for s, x in zip(cell.states, states, strict=True)}
     arrays["reset"] = resets
     kind = "zeros"
@@ -103,7 +107,8 @@ def forward(
         outputs[f"{s}_last"] = outputs[f"{s}_last"][0], torch.float32
         if f"{s}s" in outputs:
             outputs[f"{s}s"] = outputs[f"{s}s"][0], dtypes[s]
-    results = _run(cell, "fwd", sizes_of(xp, w_hh), arrays, outputs, order, precision, kind)
+    width = 0 if norm is None else norm.width
+    results = _run(cell, "fwd", sizes_of(xp, w_hh), arrays, outputs, order, precision, kind, width)
     return _in_order(results, returned, xp)
 
 
@@ -114,6 +119,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 def backward(
     w_hh: Tensor, residuals: Mapping[str, Tensor], resets: Tensor | None, dsequences: Sequence[Tensor | None],
     dlast: Sequence[Tensor | None], *, cell: CellSpec, order: str, precision: str, returned: Outputs,
+    norm_width: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches the backward kernel, whose arguments `torch_bridge.kernels.loops.streamed` explains.
 
@@ -130,4 +136,5 @@ def backward(
     for s, d in zip(cell.states, dlast, strict=True):
         arrays[f"d{s}_last"] = _zeros(w_hh, groups, batch, hidden) if d is None else d.float()
     outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
-    return _in_order(_run(cell, "bwd", sizes, arrays, outputs, order, precision), returned, w_hh)
+    results = _run(cell, "bwd", sizes, arrays, outputs, order, precision, norm_width=norm_width)
+    return _in_order(results, returned, w_hh)
