@@ -52,7 +52,9 @@ class Case:
         spec = SPECS[self.cell]
         wide = spec.gates * self.H
         biases = {"b_ih": (wide,), "b_hn": (self.H,)} if spec.last_gate_separate else {"b": (wide,)}
-        return {"w_ih": (self.H, wide), "w_hh": (self.H, wide), **biases}
+        kinds = {"": (), "rms": ("scale",), "layer": ("scale", "shift")}[spec.norm]
+        of_norm = {f"{kind}_{operand}": (self.H,) for kind in kinds for operand in "ih"}
+        return {"w_ih": (self.H, wide), "w_hh": (self.H, wide), **biases, **of_norm}
 
 
 def initial_states(case: Case) -> tuple[str, ...]:
@@ -191,8 +193,9 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
     def normal(*shape: int, scale: float = 1.0) -> NDArray[Any]:
         return np.float32(scale) * rng.standard_normal((*lead, *shape), np.float32)
 
-    inputs = {
-        name: normal(*shape, scale=shape[0] ** -0.5 if len(shape) == 2 else 0.5) for name, shape in case.weights.items()
+    inputs: dict[str, NDArray[Any]] = {
+        name: normal(*shape, scale=shape[0] ** -0.5 if len(shape) == 2 else 0.5) + np.float32(name.startswith("scale"))
+        for name, shape in case.weights.items()
     }
     for name in initial_states(case):
         inputs[name] = 0.5 * normal(case.B, case.H)

@@ -31,7 +31,8 @@ TOLERANCE = {"tf32": 1e-2, "bf16": 5e-2}
 # The function of each cell.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple_tanh": jaxrnn.simple_rnn,
-    "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"),
+    "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"), "rms_norm_gru": jaxrnn.norm_gru,
+    "layer_norm_gru": functools.partial(jaxrnn.norm_gru, norm="layer"),
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from benchmarks import cases, oracle
 from jaxrnn import cells, linen
-from jaxrnn.cells import base
+from jaxrnn.cells import base, norm
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -198,27 +198,34 @@ def jaxrnn_pass(case: Case, inputs: Inputs, *, dtype: Dtype = "f32", **options: 
 
 
 class FlaxCell(NamedTuple):
-    """A cell of Flax.
+    """A cell of Flax, or one in its form.
 
     Attributes:
-      linen: its class; of the two LSTMs, the faster one.
-      ours: the name of this project's class.
+      linen: its class, or None if only this project has the cell; of the two LSTMs, the faster one.
+      ours: this project's class.
       gates: the name of each gate, which has kernels of its own.
       bias: the kernels that have biases: those of the inputs ("i") or those of the hidden state ("h").
     """
 
-    linen: Callable[..., nn.RNNCellBase]
-    ours: str
+    linen: Callable[..., nn.RNNCellBase] | None
+    ours: Callable[..., nn.RNNCellBase]
     gates: tuple[str, ...]
     bias: str
 
 
 FLAX: dict[str, FlaxCell] = {
-    "gru": FlaxCell(nn.GRUCell, "GRUCell", ("r", "z", "n"), "i"),
-    "lstm": FlaxCell(nn.OptimizedLSTMCell, "OptimizedLSTMCell", ("i", "f", "g", "o"), "h"),
-    "mgu": FlaxCell(nn.MGUCell, "MGUCell", ("f", "n"), "i"),
-    "simple_tanh": FlaxCell(nn.SimpleCell, "SimpleCell", ("",), "i"),
-    "simple_relu": FlaxCell(functools.partial(nn.SimpleCell, activation_fn=nn.relu), "SimpleCell", ("",), "i"),
+    "gru": FlaxCell(nn.GRUCell, linen.GRUCell, ("r", "z", "n"), "i"),
+    "lstm": FlaxCell(nn.OptimizedLSTMCell, linen.OptimizedLSTMCell, ("i", "f", "g", "o"), "h"),
+    "mgu": FlaxCell(nn.MGUCell, linen.MGUCell, ("f", "n"), "i"),
+    "simple_tanh": FlaxCell(nn.SimpleCell, linen.SimpleCell, ("",), "i"),
+    "simple_relu": FlaxCell(
+        functools.partial(nn.SimpleCell, activation_fn=nn.relu),
+        functools.partial(linen.SimpleCell, activation_fn=nn.relu),
+        ("",),
+        "i",
+    ),
+    "rms_norm_gru": FlaxCell(None, linen.NormGRUCell, ("r", "n", "u"), "i"),
+    "layer_norm_gru": FlaxCell(None, functools.partial(linen.NormGRUCell, norm="layer"), ("r", "n", "u"), "i"),
 }
 
 
@@ -237,16 +244,24 @@ class ScannedRNN(nn.Module):
         return self.cell(features=hidden, name="cell")(carry, ins)
 
 
+def _norm_parameters(case: Case) -> dict[str, tuple[str, str]]:
+    """Returns by weight of a norm its name in the norms of Flax, and its operand, i or h."""
+    names = [name.split("_") for name in case.weights if name.startswith(("scale", "shift"))]
+    return {f"{kind}_{operand}": ("bias" if kind == "shift" else kind, operand) for kind, operand in names}
+
+
 def to_flax(case: Case, weights: Mapping[str, Any]) -> Any:
     """Returns the weights as the parameters of Flax's cell."""
     flax, bias = FLAX[case.cell], cells.CELLS[case.cell].bias
-    split = {name: jnp.split(w, len(flax.gates), axis=-1) for name, w in weights.items() if name != "b_hn"}
+    split = {name: jnp.split(weights[name], len(flax.gates), axis=-1) for name in ("w_ih", "w_hh", bias)}
     params: dict[str, Any] = {}
     for k, gate in enumerate(flax.gates):
         params["i" + gate], params["h" + gate] = {"kernel": split["w_ih"][k]}, {"kernel": split["w_hh"][k]}
         params[flax.bias + gate]["bias"] = split[bias][k]
     if "b_hn" in weights:
         params["hn"]["bias"] = weights["b_hn"]
+    for name, (kind, operand) in _norm_parameters(case).items():
+        params.setdefault(f"norm_{operand}", {})[kind] = weights[name]
     return {"params": {"cell": params}}
 
 
@@ -259,6 +274,8 @@ def from_flax(case: Case, variables: Any) -> Arrays:
 
     gradients = {"dw_ih": join("i", "kernel"), "dw_hh": join("h", "kernel")}
     gradients["d" + cells.CELLS[case.cell].bias] = join(flax.bias, "bias")
+    of_norm = _norm_parameters(case).items()
+    gradients |= {f"d{name}": params[f"norm_{operand}"][kind] for name, (kind, operand) in of_norm}
     return gradients | ({"db_hn": params["hn"]["bias"]} if "b_hn" in case.weights else {})
 
 
@@ -278,14 +295,15 @@ def with_flax_params(case: Case, inputs: Inputs, apply: Callable[[Any, Any, jax.
 
 def flax_pass(case: Case, inputs: Inputs) -> JaxPass:
     """Builds the pass of Flax's cell under `nn.scan`."""
-    rnn = ScannedRNN(FLAX[case.cell].linen)
+    cell = FLAX[case.cell].linen
+    assert cell is not None, case  # `Provider.cells` lacks such a cell
+    rnn = ScannedRNN(cell)
     return with_flax_params(case, inputs, lambda variables, carry, *ins: rnn.apply(variables, carry, ins)[1])
 
 
 def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
     """Builds the pass of this project's `RNN`, which concatenates the parameters of Flax's cell for the kernels."""
-    cell = getattr(linen, FLAX[case.cell].ours)
-    rnn = linen.RNN(cell(case.H), time_major=True, **options)
+    rnn = linen.RNN(FLAX[case.cell].ours(case.H), time_major=True, **options)
     return with_flax_params(
         case, inputs, lambda variables, carry, xs, resets: rnn.apply(variables, xs, initial_carry=carry, resets=resets)
     )
@@ -293,16 +311,25 @@ def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
 
 def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
     """Runs a scan as an expert writes it: the input projection before the loop, and eight steps per iteration."""
+    hidden, statistics = rest["h0"].shape[-1], {}
+    if cell.norm:  # its scales and shifts are folded into the weights, and the bias is added after the norm
+        assert cell.prepare is not None
+        weights = cell.prepare(cell, cell.params(**weights))._asdict()
+        statistics = norm.input_statistics(cell, xs, hidden)
+    xp = xs @ weights["w_ih"] + (0.0 if cell.norm else weights[cell.bias])
 
-    def step(states: tuple[jax.Array, ...], inputs: tuple[jax.Array, jax.Array]) -> Any:
-        xp, reset = inputs
+    def step(states: tuple[jax.Array, ...], inputs: tuple[jax.Array, jax.Array, Arrays]) -> Any:
+        xp, reset, statistics = inputs
         states = tuple(jnp.where(reset[:, None], 0.0, x) for x in states)
         gates, x_last = base.add_gates(cell, xp, states[0] @ weights["w_hh"], weights.get("b_hn"))
+        if cell.norm:
+            scale, _ = norm.scale_and_mean(states[0], statistics, xs.shape[-1] + hidden)
+            _, gates = norm.normalise(gates, scale, weights[cell.bias])
         states, _ = cell.step(gates, x_last, states)
         return states, states[0]
 
     initial = tuple(rest[f"{s}0"] for s in cell.states)
-    return jax.lax.scan(step, initial, (xs @ weights["w_ih"] + weights[cell.bias], rest["resets"]), unroll=8)[1]
+    return jax.lax.scan(step, initial, (xp, rest["resets"], statistics), unroll=8)[1]
 
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -617,7 +644,10 @@ ALL = (
     Provider(
         "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan", cells=EVERY_CELL,
     ),
-    Provider("flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents", cells=EVERY_CELL),
+    Provider(
+        "flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents",
+        cells=tuple(name for name, cell in FLAX.items() if cell.linen is not None),
+    ),
     Provider(
         "hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8", cells=EVERY_CELL,
     ),

@@ -414,6 +414,12 @@ def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array,
         )
 
 
+def check_norm(name: str, norm: Any) -> None:
+    """Raises ValueError unless `norm`, which messages call `name`, names the norm of a cell."""
+    if norm not in ("rms", "layer"):
+        raise ValueError(f'{name} must be "rms" or "layer", got {shown(norm)}; these are RMSNorm and LayerNorm')
+
+
 def suggest(name: Any, known: Sequence[str], meant: Mapping[str, str] | None = None) -> str:
     """Returns the known name that a misspelt one resembles, or that `meant` has for it, as the end of a message."""
     if not isinstance(name, str):

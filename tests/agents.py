@@ -5,6 +5,7 @@ import functools
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from plain_cells import LINEN
 
 
 def agents_rnn(cell, hidden_first):
@@ -20,13 +21,13 @@ def agents_rnn(cell, hidden_first):
             carry = jax.tree.map(
                 lambda new, old: jnp.where(resets[..., None], new, old), self.initialize_carry(*sizes), carry
             )
-            return getattr(nn, cell)(features=hidden)(carry, ins)
+            return getattr(LINEN, cell)(features=hidden)(carry, ins)
 
         if hidden_first:
 
             @staticmethod
             def initialize_carry(hidden, *batch):
-                dummy = getattr(nn, cell)(features=hidden, parent=None)
+                dummy = getattr(LINEN, cell)(features=hidden, parent=None)
                 return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch, hidden))
 
         else:
@@ -34,7 +35,7 @@ def agents_rnn(cell, hidden_first):
             @staticmethod
             def initialize_carry(batch, hidden):
                 batch = batch if isinstance(batch, tuple) else (batch,)
-                dummy = getattr(nn, cell)(features=hidden)
+                dummy = getattr(LINEN, cell)(features=hidden)
                 return dummy.initialize_carry(jax.random.PRNGKey(0), (*batch, hidden))
 
     return ScannedRNN

@@ -81,6 +81,12 @@ def _forward(case, implementation, resets, *, xs, w_ih, w_hh, **rest):
         "resets": resets, "reverse": case.reverse, "batch_first": not case.time_major, "implementation": implementation,
         "precision": {"default": "tf32", "highest": "tf32x3", "high": "tf32x3", None: None}[case.precision],
     }  # fmt: skip
+    if cells.CELLS[case.cell].norm:
+        of_norm = {name: x for name, x in rest.items() if name.startswith(("scale", "shift"))}
+        return functional.norm_gru(
+            xs, rest["carry"], w_ih.mT, w_hh.mT, rest["b"], norm=cells.CELLS[case.cell].norm,
+            reset_state=rest.get("reset_state"), **of_norm, **options,
+        )  # fmt: skip
     if case.cell != "lstm":
         function, gates = getattr(functional, case.cell), cells.CELLS[case.cell].gates
         b_hh = torch.nn.functional.pad(rest["b_hn"], ((gates - 1) * case.H, 0))

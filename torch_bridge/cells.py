@@ -46,10 +46,20 @@ class CellSpec:
         return ("dhn",) if self.last_gate_separate else ()
 
     @property
+    def norm_inputs(self) -> tuple[str, ...]:
+        """The arrays `[G, T, B]` that the norm needs of the inputs, by name: a part of the variance, and the mean."""
+        return {"": (), "rms": ("x_norm",), "layer": ("x_norm", "x_mean")}[self.norm]
+
+    @property
+    def saved(self) -> tuple[str, ...]:
+        """What the forward kernel saves for the backward kernel: residuals and, `[G, T, B]`, the scale of a norm."""
+        return (*dict(self.residuals), *(("scale",) if self.norm else ()))
+
+    @property
     def forward_outputs(self) -> tuple[str, ...]:
-        """The outputs of the forward kernel by name: states of every step, last states, residuals."""
+        """The outputs of the forward kernel by name: states of every step, last states, what it saves."""
         steps, last = (f"{s}s" for s in self.states), (f"{s}_last" for s in self.states)
-        return (*steps, *last, *dict(self.residuals))
+        return (*steps, *last, *self.saved)
 
 
 GRU = CellSpec(

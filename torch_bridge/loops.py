@@ -13,7 +13,7 @@ place, so autograd can differentiate the forward loop to any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,22 @@ from torch.nn.functional import pad
 
 from torch_bridge import op_common, steps
 from torch_bridge.cells import CellSpec
+
+
+class Norm(NamedTuple):
+    """What a loop needs of the norm of `[x, h]` that the gates see; `kernels.loops.streamed` explains it.
+
+    Attributes:
+      bias: `[S, gates * H]`, added after the norm.
+      x_norm: `[G, T, B]`, the part of the variance that follows from the inputs.
+      x_mean: `[G, T, B]`, the mean of the inputs, or None if the norm is RMSNorm.
+      width: the number of elements of `[x, h]`.
+    """
+
+    bias: Tensor
+    x_norm: Tensor
+    x_mean: Tensor | None
+    width: int
 
 
 class _TimeSteps:
@@ -110,9 +126,22 @@ def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor | None, Tensor
     return product
 
 
+def _scale_and_mean(h: Tensor, x_norm: Tensor, x_mean: Tensor | None, width: int) -> tuple[Tensor, Tensor | float]:
+    """Returns the factor of a step's norm and the mean of `[x, h]`, which is 0 for RMSNorm; arrays are `[S, N, 1]`."""
+    squares = (h * h).sum(-1, keepdim=True)
+    if x_mean is None:
+        return torch.rsqrt(x_norm + squares / width), 0.0
+    hidden, mean = h.shape[-1], h.mean(-1, keepdim=True)
+    apart = mean - x_mean
+    variance = x_norm + (squares - hidden * mean * mean) / width
+    variance = variance + apart * apart * (hidden * (width - hidden) / width**2)
+    return torch.rsqrt(variance), x_mean + apart * (hidden / width)
+
+
 def forward(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor | None, states: Sequence[Tensor], resets: Tensor | None,
-    reset_states: Sequence[Tensor | None], *, cell: CellSpec, order: str, cells: bool, save: bool,
+    reset_states: Sequence[Tensor | None], norm: Norm | None = None, *, cell: CellSpec, order: str, cells: bool,
+    save: bool,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Computes what `torch_bridge.kernels.loops.streamed.forward_kernel` does.
 
@@ -123,6 +152,7 @@ def forward(
       states: `[G, B, H]` for each state of the cell.
       resets: `[G, T, B]` or None.
       reset_states: for each state `[G, B, H]`, `[G, T, B, H]`, or None for zeros.
+      norm: the arrays of the norm, if the cell has one.
       cell: an entry of the cell table.
       order: the direction through time.
       cells: whether to return every state of every step, instead of the hidden states only.
@@ -142,12 +172,21 @@ def forward(
         x_lasts = time.split(last_of_all)
         # the bias of all hidden products, zero except for the last gate's
         bias = pad(b_hn.to(dtype), (xp.shape[-1], 0))[:, None].expand(-1, carry[0].shape[1], -1)
-    history, saved = [], []
-    for x, x_last, start, new in zip(time.split(xp), x_lasts, time.starts(resets), new_states, strict=True):
+    history, saved, normed = [], [], []
+    statistics = () if norm is None else (norm.x_norm, norm.x_mean)
+    of_norm = time.together([None if x is None else x.to(dtype)[..., None] for x in statistics])
+    for x, x_last, start, new, of_x in zip(
+        time.split(xp), x_lasts, time.starts(resets), new_states, of_norm, strict=True
+    ):
         if start is not None:
             carry = tuple([torch.where(start, *each) for each in zip(new, carry, strict=True)])
         if x_last is None:
             gates, last = product(x, carry[0]), None
+            if norm is not None:
+                x_norm, x_mean = of_x
+                scale, mean = _scale_and_mean(carry[0], x_norm, x_mean, norm.width)
+                normed.append((gates * scale, (carry[0] - mean) * scale, scale))
+                gates = normed[-1][0] + norm.bias.to(dtype)[:, None]
         else:
             products, h_last = product(bias, carry[0]).split((x.shape[-1], x_last.shape[-1]), -1)
             gates, last = x + products, (x_last, h_last)
@@ -160,6 +199,12 @@ def forward(
     results |= {f"{s}_last": time.groups(x) for s, x in zip(cell.states, carry, strict=True)}
     if save:
         local_grads, factors = arithmetic.residuals([time.join(each) for each in zip(*saved, strict=True)])
+        if norm is not None:
+            normalised, norm_state, scale = (time.join(each) for each in zip(*normed, strict=True))
+            each_gate = zip(local_grads, normalised.chunk(cell.gates, -1), strict=True)
+            local_grads = *local_grads, torch.stack([f * y for f, y in each_gate]).sum(0)
+            factors = norm_state, *factors
+            results["scale"] = scale.squeeze(-1)
         (name, width), *others = cell.residuals
         padding = [torch.zeros_like(local_grads[0])] * (width - len(local_grads))
         results[name] = torch.stack([*local_grads, *padding], -1).flatten(-2)
@@ -169,23 +214,25 @@ def forward(
 
 def backward(
     w_hh: Tensor, residuals: Mapping[str, Tensor], resets: Tensor | None, dsequences: Sequence[Tensor | None],
-    dlast: Sequence[Tensor], *, cell: CellSpec, order: str, reset_gradients: bool,
+    dlast: Sequence[Tensor], *, cell: CellSpec, order: str, reset_gradients: bool, norm_width: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Computes what `torch_bridge.kernels.loops.streamed.backward_kernel` does.
 
     Args:
       w_hh: `[S, gates * H, H]`.
-      residuals: the residuals by name.
+      residuals: by name, what `CellSpec.saved` lists.
       resets: `[G, T, B]` or None.
       dsequences: the gradients of each state at every step, `[G, T, B, H]` or None for zeros.
       dlast: the gradients of each state after the last step, `[G, B, H]`.
       cell: an entry of the cell table.
       order: the direction through time.
       reset_gradients: whether to return the gradient of each step's reset states.
+      norm_width: the number of elements that the cell's norm sees, or 0.
 
     Returns:
       Results by name: "dxp" `[G, T, B, gates * H]`; if the last gate is separate, "dhn" `[G, T, B, H]`, the gradient of
-      its hidden product; and for the state "h", and others likewise, "dh0" `[G, B, H]` and "dreset_h" `[G, T, B, H]`.
+      its hidden product; with a norm, "dnorm" `[G, T, B]`, the D of `kernels.loops.streamed`; and for the state "h",
+      and others likewise, "dh0" `[G, B, H]` and "dreset_h" `[G, T, B, H]`.
     """
     (name, width), *others = cell.residuals
     time, dtype = _TimeSteps(residuals[name], w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
@@ -196,20 +243,28 @@ def backward(
         # With n of the input projection moved to the front, those of the hidden products are one slice, `[1:]`.
         by_gate = (by_gate[cell.gates - 1], *by_gate[: cell.gates - 1], by_gate[cell.gates])
     else:
+        norm_grads = by_gate[cell.gates] if cell.norm else None
         by_gate = by_gate[: cell.gates]
     local_grads = time.split(torch.stack(by_gate, -2))
-    factors = time.together([residuals[name].to(dtype) for name, _ in others])
+    factors = time.together([residuals[name].to(dtype) for name, _ in others if name != "norm_state"])
+    of_norm = (norm_grads, residuals["norm_state"], residuals["scale"][..., None]) if cell.norm else ()
+    each_norm = time.together([None if x is None else x.to(dtype) for x in of_norm])
     gradients = time.together([None if d is None else d.to(dtype) for d in dsequences])
     dstates = tuple(time.state(d).to(dtype) for d in dlast)
     zeros = torch.zeros_like(dstates[0])
-    dgates, dresets = [], []  # of each step, the last step first
-    for local, factor, dys, start in reversed(
-        [*zip(local_grads, factors, gradients, time.starts(resets), strict=True)]
+    dgates, dnorms, dresets = [], [], []  # of each step, the last step first
+    for local, factor, dys, start, norm in reversed(
+        [*zip(local_grads, factors, gradients, time.starts(resets), each_norm, strict=True)]
     ):
         dstates = tuple([d if dy is None else d + dy for d, dy in zip(dstates, dys, strict=True)])
         if len(dstates) > 1:
             dstates = dstates[0], torch.addcmul(dstates[1], dstates[0], factor[0])
         d, carried = grad_step(dstates, local, factor)
+        if norm:
+            norm_grad, norm_state, scale = norm
+            dnorms.append((dstates[0] * norm_grad).sum(-1, keepdim=True))
+            d = d * scale.unsqueeze(-2)
+            carried = (carried[0] - norm_state * (scale * dnorms[-1] / norm_width),)
         dgates.append(d)
         operand = (d[..., 1:, :] if cell.last_gate_separate else d).flatten(-2)
         if len(dstates) > 1:
@@ -225,6 +280,8 @@ def backward(
         results = {"dxp": torch.cat((d[..., 1:-1, :], d[..., :1, :]), -2).flatten(-2), "dhn": d[..., -1, :]}
     else:
         results = {"dxp": d.flatten(-2)}
+    if dnorms:
+        results["dnorm"] = time.join(dnorms[::-1]).squeeze(-1)
     results |= {f"d{s}0": time.groups(d) for s, d in zip(cell.states, dstates, strict=True)}
     for s, each in zip(cell.states, zip(*dresets[::-1], strict=True), strict=False):  # there may be none
         results[f"dreset_{s}"] = time.join(each)

@@ -6,7 +6,7 @@ from jaxrnn.cells.base import Cell
 from jaxrnn.cells.gru import GRU, GRUParams
 from jaxrnn.cells.lstm import LSTM, LSTMParams
 from jaxrnn.cells.mgu import MGU, MGUParams
-from jaxrnn.cells.norm_gru import LAYER_NORM_GRU, RMS_NORM_GRU, NormGRUParams
+from jaxrnn.cells.norm_gru import LAYER_NORM_GRU, RMS_NORM_GRU, NormGRUParams, norm_gru_cell
 from jaxrnn.cells.simple import SIMPLE_RELU, SIMPLE_TANH, SimpleParams
 
 Params = GRUParams | LSTMParams | MGUParams | SimpleParams | NormGRUParams
@@ -18,5 +18,5 @@ for _params in {cell.params for cell in CELLS.values()}:
 
 __all__ = [
     "CELLS", "GRU", "LAYER_NORM_GRU", "LSTM", "MGU", "RMS_NORM_GRU", "SIMPLE_RELU", "SIMPLE_TANH", "Cell", "GRUParams",
-    "LSTMParams", "MGUParams", "NormGRUParams", "Params", "SimpleParams",
+    "LSTMParams", "MGUParams", "NormGRUParams", "Params", "SimpleParams", "norm_gru_cell",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ r = s(a_r), n = tanh(r a_n), u = s(a_u), h' = u n + (1 - u) h.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -92,3 +93,9 @@ LAYER_NORM_GRU = Cell(
     compute_residuals=_compute_residuals, grad_step=_grad_step, optional=_OPTIONAL, prepare=_fold,
     epsilon=1e-4, update_bias=-1.0,
 )  # fmt: skip
+
+
+def norm_gru_cell(norm: str, epsilon: float, update_bias: float) -> Cell:
+    """Returns the cell with the norm "rms" or "layer" and these constants."""
+    cell = {"rms": RMS_NORM_GRU, "layer": LAYER_NORM_GRU}[norm]
+    return dataclasses.replace(cell, epsilon=float(epsilon), update_bias=float(update_bias))

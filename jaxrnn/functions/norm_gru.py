@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Literal
 
 import jax
@@ -10,8 +9,8 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from jaxrnn import recurrent
-from jaxrnn.cells import CELLS, NormGRUParams
-from jaxrnn.checks import Implementation
+from jaxrnn.cells import NormGRUParams, norm_gru_cell
+from jaxrnn.checks import Implementation, check_norm
 
 
 def norm_gru(
@@ -67,15 +66,13 @@ def norm_gru(
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
     """
-    cells = {"rms": CELLS["rms_norm_gru"], "layer": CELLS["layer_norm_gru"]}
-    if norm not in cells:
-        raise ValueError(f'norm_gru: norm must be "rms" or "layer", got {norm!r}')
+    check_norm("norm_gru: norm", norm)
     if norm == "rms" and isinstance(params, NormGRUParams) and (params.shift_i, params.shift_h) != (None, None):
         raise ValueError(
             'norm_gru: params.shift_i and params.shift_h must be None with norm="rms", which has no shifts; pass '
             'norm="layer" for shifts'
         )
-    cell = dataclasses.replace(cells[norm], epsilon=float(epsilon), update_bias=float(update_bias))
+    cell = norm_gru_cell(norm, epsilon, update_bias)
     last, (ys,) = recurrent.run(
         cell, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,
         precision=precision, remat=remat, implementation=implementation,

@@ -11,6 +11,9 @@
 | `nn.MGUCell`, `nn.SimpleCell`                                    | `MGUCell`, `SimpleCell`                           |
 | `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
 
+`GRU`, `LSTM`, `MGU`, `SimpleRNN` and `NormGRU` are stacks of layers. Flax has no cell like `NormGRUCell`, the GRU of
+DreamerV3.
+
 All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
 done flag that step t - 1 returned, which is stored with the observation of step t. The done flag of step t belongs to
 `resets[t + 1]`.
@@ -19,6 +22,7 @@ done flag that step t - 1 returned, which is stored with the observation of step
 from jaxrnn.linen.cells.gru import GRU, GRUCell
 from jaxrnn.linen.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
 from jaxrnn.linen.cells.mgu import MGU, MGUCell
+from jaxrnn.linen.cells.norm_gru import NormGRU, NormGRUCell
 from jaxrnn.linen.cells.simple import SimpleCell, SimpleRNN
 from jaxrnn.linen.norms import LayerNorm, RMSNorm
 from jaxrnn.linen.rnn import RNN, ResetRNN
@@ -34,6 +38,8 @@ __all__ = [
     "LSTMCell",
     "LayerNorm",
     "MGUCell",
+    "NormGRU",
+    "NormGRUCell",
     "OptimizedLSTMCell",
     "RMSNorm",
     "ResetRNN",

@@ -26,7 +26,7 @@ class CellEntry:
 
     Attributes:
       replacements: by class of Flax, the class that replaces it.
-      cell_types: by name in `ScannedRNN.cell_type`, the class that the name selects.
+      cell_types: by name in `ScannedRNN.cell_type`, the class that the name selects. All classes are listed.
       reason_to_scan: maps a cell of one of these classes to the reason why it cannot be fused, or to None.
     """
 
@@ -127,8 +127,8 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
         return super().initialize_carry(rng, input_shape)
 
     @property
-    def recurrence(self) -> str:
-        """The name of the recurrence of `jaxrnn` that computes the cell, such as "gru"."""
+    def recurrence(self) -> modules.Recurrence:
+        """The recurrence of `jaxrnn` that computes the cell: its name, such as "gru", or a cell with its constants."""
         raise NotImplementedError
 
     def gate_params(
@@ -144,7 +144,7 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
             divide H.
         """
         modules.check_num_blocks(modules.caller_of(self), self.num_blocks, hidden)
-        self._check_given(name, input_features, hidden)
+        self.check_given(name, input_features, hidden)
         kernel_init = self.kernel_init if name.startswith("i") else self.recurrent_kernel_init
         if self.num_blocks > 1 and not name.startswith("i"):
             kernel_init = block_initializer(kernel_init, self.num_blocks)
@@ -158,7 +158,7 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
         )(input_features)
 
     @nn.nowrap
-    def _check_given(self, name: str, input_features: int, hidden: int) -> None:
+    def check_given(self, name: str, input_features: int, hidden: int) -> None:
         """Raises ValueError unless the parameters of a gate, if they are given, have the widths of inputs and carry."""
         kind, path = type(self).__name__, "/".join(self.path) or "the top level"
         if not self.has_variable("params", name):

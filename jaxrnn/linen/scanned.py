@@ -84,7 +84,8 @@ class ScannedRNN(nn.Module):
     Attributes:
       hidden_state_dim: H, the default `hidden_size` of `initialize_carry`; if set, the carry must have this width.
       cell_type: "gru", "lstm", "optimized_lstm" or another name in `jaxrnn.linen.cells.CELL_TYPES`, or a cell class.
-        Those that `jaxrnn.linen` has are fused, and so is a class of Flax that one of them replaces.
+        Those that `jaxrnn.linen` has are fused, and so is a class of Flax that one of them replaces. The cell has the
+        default options of its class.
       cell_name: the name of the cell's parameters, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so
         on. The classes that this one replaces create a dummy cell first, and only the second cell has parameters. If
         your class creates no dummy cell, creates it with `parent=None` or creates it second, the name is "GRUCell_0".

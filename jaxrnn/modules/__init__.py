@@ -3,6 +3,7 @@
 from jaxrnn.modules.activations import is_relu, is_tanh
 from jaxrnn.modules.blocks import (
     check_blocks_are_fused,
+    check_blocks_without_norm,
     check_blocks_without_projection,
     check_num_blocks,
     initialize_blocks,
@@ -33,7 +34,7 @@ from jaxrnn.modules.checks import (
 )
 from jaxrnn.modules.norms import check_norm_options, normalize, option_of_flax, run_flax
 from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
-from jaxrnn.modules.recurrence import cast, check_carry, run, state_names
+from jaxrnn.modules.recurrence import Recurrence, cast, check_carry, run, state_names
 from jaxrnn.modules.resets import check_reset_carry, first_reset_carry, with_resets
 from jaxrnn.modules.rnn import run_over_time
 from jaxrnn.modules.stack import check_stack, group_by_direction, run_stack
@@ -41,6 +42,7 @@ from jaxrnn.modules.stack import check_stack, group_by_direction, run_stack
 __all__ = [
     "Carry",
     "CarryT",
+    "Recurrence",
     "ReturnsCarry",
     "are_sizes",
     "as_array",
@@ -49,6 +51,7 @@ __all__ = [
     "caller_of",
     "cast",
     "check_blocks_are_fused",
+    "check_blocks_without_norm",
     "check_blocks_without_projection",
     "check_carry",
     "check_cell",

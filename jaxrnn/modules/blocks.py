@@ -35,6 +35,15 @@ def check_blocks_without_projection(caller: Caller, num_blocks: int, proj_size: 
         )
 
 
+def check_blocks_without_norm(caller: Caller, num_blocks: int) -> None:
+    """Raises ValueError if a cell whose norm sees all units has blocks."""
+    if num_blocks != 1:
+        raise ValueError(
+            f"{caller('num_blocks')} must be 1 for a cell whose norm sees all units, got {shown(num_blocks)}; pass "
+            "num_blocks=1, or use a cell without a norm, such as GRUCell"
+        )
+
+
 def check_blocks_are_fused(caller: Caller, num_blocks: int, reason: str | None) -> None:
     """Raises NotImplementedError if a cell with blocks has to run under Flax's scan for `reason`."""
     if num_blocks != 1 and reason is not None:

@@ -22,6 +22,7 @@ from jaxrnn.modules.recurrence import check_carry
 
 if TYPE_CHECKING:
     from jaxrnn.modules.carries import Carry
+    from jaxrnn.modules.recurrence import Recurrence
 
 
 def caller_of(module: Any, *, has_time_major: bool = True, **arguments: str) -> Caller:
@@ -76,7 +77,7 @@ def check_pair(caller: Caller, argument: str, pair: Any) -> tuple[Any, Any]:
     return xs, resets
 
 
-def check_step(caller: Caller, recurrence: str, carry: Carry, inputs: Any) -> None:
+def check_step(caller: Caller, recurrence: Recurrence, carry: Carry, inputs: Any) -> None:
     """Raises ValueError unless carry and inputs of one step are arrays, and the carry has its structure."""
     check_carry(recurrence, carry, caller)
     check_real(caller("xs"), inputs)

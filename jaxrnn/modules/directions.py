@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.modules.carries import Carry
-    from jaxrnn.modules.recurrence import Results
+    from jaxrnn.modules.recurrence import Recurrence, Results
 
 
 class Direction(NamedTuple):
     """One direction of one layer.
 
     Attributes:
-      cell: the name of the cell, as `modules.run` takes it.
+      cell: the cell or its name, as `modules.run` takes it.
       params: the weights.
       carry: `[*batch, H]`, or `(c, h)`: the carry before the first step.
       reset_carry: the carry that an episode starts from, as the `reset_state` of `jaxrnn.gru`.
     """
 
-    cell: str
+    cell: Recurrence
     params: Any
     carry: Carry
     reset_carry: Carry | None

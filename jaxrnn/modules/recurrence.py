@@ -1,11 +1,11 @@
-"""The runs of recurrences by the name of the cell, which is a key of `jaxrnn.cells.CELLS`."""
+"""The runs of recurrences by the cell, or by its name, which is a key of `jaxrnn.cells.CELLS`."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from jaxrnn import recurrent
-from jaxrnn.cells import CELLS
+from jaxrnn.cells import CELLS, Cell
 from jaxrnn.checks import Caller, check_array, join_carry, split_carry
 from jaxrnn.numerics import accumulation_dtype
 
@@ -18,28 +18,38 @@ if TYPE_CHECKING:
     Results = tuple[Carry, Array, Carry | None]  # the last carry, the outputs, and the carries of all steps or None
 
 
-def state_names(cell: str) -> tuple[str, ...]:
+# A name stands for the cell with its default constants.
+Recurrence = str | Cell
+
+
+def _cell(recurrence: Recurrence) -> Cell:
+    return recurrence if isinstance(recurrence, Cell) else CELLS[recurrence]
+
+
+def state_names(cell: Recurrence) -> tuple[str, ...]:
     """Returns the names of the arrays of a cell's carry in Flax's order, in which the hidden state is the last."""
-    return CELLS[cell].states[::-1]
+    return _cell(cell).states[::-1]
 
 
-def check_carry(cell: str, carry: Carry, caller: Caller) -> None:
+def check_carry(cell: Recurrence, carry: Carry, caller: Caller) -> None:
     """Raises ValueError unless `carry` has the structure of the cell's carry: one array, or a pair of arrays."""
-    for state in split_carry(CELLS[cell], caller("carry"), carry):
+    for state in split_carry(_cell(cell), caller("carry"), carry):
         check_array(caller("carry"), state)
 
 
-def run(cell: str, params: Any, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any) -> Results:
+def run(
+    cell: Recurrence, params: Any, carry: Carry, xs: Array, *, return_carries: bool = False, **options: Any
+) -> Results:
     """Runs the recurrence of a cell; returns `(carry, ys, carries of all steps or None)`."""
-    last, sequences = recurrent.run(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
+    last, sequences = recurrent.run(_cell(cell), params, carry, xs, return_states=return_carries, **options)
     return last, sequences[0], join_carry(sequences) if return_carries else None
 
 
 def run_both(
-    cell: str, params: Any, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any
+    cell: Recurrence, params: Any, carry: Any, xs: Array, *, return_carries: bool = False, **options: Any
 ) -> list[Results]:
     """Runs two directions of the recurrence of a cell; returns the result of `run` for each."""
-    both = recurrent.run_bidirectional(CELLS[cell], params, carry, xs, return_states=return_carries, **options)
+    both = recurrent.run_bidirectional(_cell(cell), params, carry, xs, return_states=return_carries, **options)
     return [(last, sequences[0], join_carry(sequences) if return_carries else None) for last, sequences in both]
 
 

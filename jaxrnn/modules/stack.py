@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from jaxrnn.checks import Caller
     from jaxrnn.modules.carries import Carry
+    from jaxrnn.modules.recurrence import Recurrence
 
 
 def check_stack(
@@ -102,7 +103,7 @@ def _structure(x: Any) -> str:
 
 
 def run_stack(
-    layers: Sequence[Sequence[tuple[str, Any]]],
+    layers: Sequence[Sequence[tuple[Recurrence, Any]]],
     carry: Any,
     xs: Array,
     *,
@@ -120,7 +121,7 @@ def run_stack(
     """Runs layers one after the other, each over the outputs of the previous layer.
 
     Args:
-      layers: the name of the cell and the weights, by layer and direction: one direction, or forward and backward.
+      layers: the recurrence and the weights, by layer and direction: one direction, or forward and backward.
       carry: the carry by layer and direction, as `group_by_direction` returns it.
       xs: `[T, *batch, D]`, or `[*batch, T, D]` if not `time_major`.
       reset_carry: a carry like `carry`, or None for zeros.

@@ -7,7 +7,8 @@
 | `nnx.SimpleCell`                                       | `SimpleCell`                               |
 | `nnx.RMSNorm`, `nnx.LayerNorm`                         | `RMSNorm`, `LayerNorm`                     |
 
-`nnx.Bidirectional` accepts an `RNN` of this module. `GRU`, `LSTM` and `SimpleRNN` are stacks of layers.
+`nnx.Bidirectional` accepts an `RNN` of this module. `GRU`, `LSTM`, `SimpleRNN` and `NormGRU` are stacks of
+layers. Flax has no cell like `NormGRUCell`, the GRU of DreamerV3.
 
 All modules follow one convention for resets: `resets[t]` is nonzero if step t is the first of an episode. It is the
 done flag that step t - 1 returned, which is stored with the observation of step t. The done flag of step t belongs to
@@ -16,6 +17,7 @@ done flag that step t - 1 returned, which is stored with the observation of step
 
 from jaxrnn.nnx.cells.gru import GRU, GRUCell
 from jaxrnn.nnx.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
+from jaxrnn.nnx.cells.norm_gru import NormGRU, NormGRUCell
 from jaxrnn.nnx.cells.simple import SimpleCell, SimpleRNN
 from jaxrnn.nnx.norms import LayerNorm, RMSNorm
 from jaxrnn.nnx.rnn import RNN
@@ -27,6 +29,8 @@ __all__ = [
     "GRUCell",
     "LSTMCell",
     "LayerNorm",
+    "NormGRU",
+    "NormGRUCell",
     "OptimizedLSTMCell",
     "RMSNorm",
     "SimpleCell",

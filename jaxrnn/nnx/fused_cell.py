@@ -45,7 +45,8 @@ class CellEntry:
       replaced: the classes of Flax that have a replacement of the same name.
       layers: by class, of Flax and of this package, the layers of the cell.
       other_params: the parameters that a cell may have besides those of these layers, by attribute.
-      recurrence: maps a cell to the name of the recurrence of `jaxrnn` that computes it, such as "gru".
+      recurrence: maps a cell to the recurrence of `jaxrnn` that computes it: its name, such as "gru", or the cell with
+        its constants.
       pack: maps a cell and the weights of its layers to the parameters for that recurrence.
       reason_to_scan: maps a cell to the reason why it cannot be fused, or to None.
     """
@@ -53,7 +54,7 @@ class CellEntry:
     replaced: tuple[type[nnx.RNNCellBase], ...]
     layers: Mapping[type[nnx.RNNCellBase], Layers]
     other_params: tuple[str, ...]
-    recurrence: Callable[[Any], str]
+    recurrence: Callable[[Any], modules.Recurrence]
     pack: Callable[[Any, LayerWeights], Any]
     reason_to_scan: Callable[[Any], str | None]
 
@@ -209,7 +210,7 @@ def run_fused(
     return modules.run(recurrence, modules.cast(params, dtype), carry, jnp.asarray(xs, dtype), caller=caller, **options)
 
 
-def check_widths(recurrence: str, params: Any, carry: Carry, xs: Array, caller: Caller) -> None:
+def check_widths(recurrence: modules.Recurrence, params: Any, carry: Carry, xs: Array, caller: Caller) -> None:
     """Raises ValueError unless inputs and carry have the widths for which a cell was made."""
     modules.check_width(caller("xs"), "in_features", params.w_ih.shape[0], xs.shape[-1])
     h = jax.tree.leaves(carry)[-1]

@@ -60,6 +60,9 @@ def test_every_suite_has_its_cases():
     assert [split.envs for split in cases.PPO_SPLITS if split.envs == 1024 * split.gpus] == [1024, 2048, 4096]
     assert [split.gpus for split in cases.PPO_SPLITS if split.envs == 1024] == [1, 2, 4]
     assert set(command.SUITES) == set(_suites())
+    others = {"gru", "mgu", "simple_tanh", "simple_relu", "rms_norm_gru", "layer_norm_gru"}
+    for shape in ((64, 128, 128), (1024, 128, 256)):
+        assert {case.cell for case in cases.CELLS if shape == (case.B, case.T, case.H)} == others
 
 
 def _suites():
@@ -95,6 +98,19 @@ def numbers_and_truth(case):
     inputs = providers.Inputs(cases.make_inputs(case))
     assert 0 < inputs.numpy["resets"].sum() < inputs.numpy["resets"].size
     return inputs, Oracle(case, inputs.jax)
+
+
+OTHER_CELLS = [Case(cell, 5, 4, 12, reset_rate=0.3) for cell in dict.fromkeys(case.cell for case in cases.CELLS)]
+OTHER_CELLS.remove(TINY[0])
+
+
+@pytest.mark.parametrize("case", OTHER_CELLS, ids=str)
+@pytest.mark.parametrize("name", ON_CPU[:4])
+def test_provider_passes_the_check_with_other_cells(name, case):
+    if providers.PROVIDERS[name].unsupported(case):
+        assert name == "flax" and case.cell in ("rms_norm_gru", "layer_norm_gru")
+    else:
+        test_provider_passes_the_check(name, case)
 
 
 @pytest.mark.parametrize("case", TINY, ids=str)

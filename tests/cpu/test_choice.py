@@ -128,9 +128,9 @@ def test_command_line_accepts_a_profile():
 
 @pytest.mark.torch
 def test_running_as_a_newer_gpu_raises(monkeypatch):
-    from torch_bridge import gpu, tiling
+    from torch_bridge import cuda_driver, gpu, tiling
 
-    monkeypatch.setattr(gpu, "properties", lambda ordinal=0: tiling.PROFILES["a100"])
+    monkeypatch.setattr(cuda_driver, "device", lambda ordinal: tiling.PROFILES["a100"])
     with pytest.raises(ValueError, match=r"NVIDIA H200 \(compute capability 9.0\) does not run on NVIDIA A100 \(8.0\)"):
         gpu.run_as(tiling.PROFILES["h200"])
 
@@ -140,12 +140,12 @@ def test_running_as_another_gpu_assembles_its_ptx_for_the_actual_gpu(monkeypatch
     import triton
     from problems import make_problem
 
-    from torch_bridge import gpu, recurrences, tiling
+    from torch_bridge import cuda_driver, gpu, recurrences, tiling
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
     monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", None)
     monkeypatch.setattr(gpu, "_profile", None)
-    monkeypatch.setattr(gpu, "properties", lambda ordinal=0: tiling.PROFILES["h200"])
+    monkeypatch.setattr(cuda_driver, "device", lambda ordinal: tiling.PROFILES["h200"])
     problem = make_problem("gru", "fwd", "tf32", 64, 16)
     gpu.run_as(tiling.PROFILES["rtx3090"])
     device = gpu.device()

@@ -554,7 +554,7 @@ TABLE = {
             apply(linen.ScannedRNN(cell_type="GRU"), H0, (XS, RESETS)),
             (
                 "cell_type must be a cell class of linen or one of gru, lstm, optimized_lstm, "
-                "optimised_lstm, mgu, simple, got 'GRU'; did you mean \"gru\"?"
+                "optimised_lstm, mgu, simple, norm_gru, got 'GRU'; did you mean \"gru\"?"
             ),
         ),
         (apply(linen.ScannedRNN(cell_type=linen.GRUCell(H)), H0, (XS, RESETS)), "got GRUCell"),

@@ -290,6 +290,7 @@ def test_no_test_imports_another():
 # The words that name a cell, and the names of its own files; beside these, only tables and exports name it.
 NAMES = {
     "mgu": (r"\bmgu\b|MGU", ("mgu.py",)),
+    "norm_gru": (r"norm_gru|NORM_GRU|Norm\w*GRU", ("norm_gru.py",)),
     "simple": (
         r"\bsimple_(tanh|relu|rnn)\b|SIMPLE_|Simple(Params|Cell|RNN)",
         ("simple.py", "simple_tanh.py", "simple_relu.py", "simple_rnn.py", "rnn.py"),

@@ -17,6 +17,7 @@ import pytest
 import trees
 from agents import ActorCritic, agents_rnn
 from flax import serialization
+from plain_cells import LINEN
 from trees import assert_close, assert_identical, normal, some_resets
 
 import jaxrnn
@@ -25,7 +26,8 @@ from jaxrnn import linen, recurrent
 from jaxrnn.linen.rnn import SCAN_OPTIONS, reason_to_scan
 
 T, B, D, H = 7, 4, 5, 6
-CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "MGUCell", "SimpleCell"]
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "MGUCell", "SimpleCell", "NormGRUCell"]
+WITH_GATE_FN = [cell for cell in CELLS if cell != "NormGRUCell"]
 
 
 def some_carry(cell, batch=(B,), seed=5):
@@ -67,7 +69,8 @@ def outputs_and_gradients(module, variables, *args, **kwargs):
 # --- the class that agents carry -------------------------------------------------------------------------------------
 
 
-CELL_TYPES = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm", "MGUCell": "mgu", "SimpleCell": "simple"}
+CELL_TYPES = {"LSTMCell": "lstm", "OptimizedLSTMCell": "optimized_lstm", "MGUCell": "mgu", "SimpleCell": "simple",
+              "NormGRUCell": "norm_gru"}  # fmt: skip
 
 
 def replacement(cell, hidden_first):
@@ -316,11 +319,11 @@ def test_initialize_carry_without_a_width_raises():
 @pytest.mark.parametrize("options", [{}, {"param_dtype": jnp.bfloat16}, {"dtype": jnp.bfloat16}], ids=str)
 @pytest.mark.parametrize("cell", CELLS)
 def test_cells_have_flax_parameters(cell, options):
-    fields = (field.name for field in dataclasses.fields(getattr(nn, cell)))
+    fields = (field.name for field in dataclasses.fields(getattr(LINEN, cell)))
     inits = [name for name in fields if name.endswith("_init") and name != "carry_init"]
     options = options | {name: nn.initializers.normal(i + 1.0) for i, name in enumerate(inits)}
-    want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
-    assert isinstance(got, getattr(nn, cell))
+    want, got = getattr(LINEN, cell)(H, **options), getattr(linen, cell)(H, **options)
+    assert isinstance(got, getattr(nn, cell, nn.RNNCellBase))
     assert got.num_feature_axes == 1
     carry = want.initialize_carry(jax.random.key(0), (B, D))
     assert_close(got.initialize_carry(jax.random.key(0), (B, D)), carry, tol=0)
@@ -328,14 +331,15 @@ def test_cells_have_flax_parameters(cell, options):
     assert_identical(got.init(jax.random.key(3), carry, x), want.init(jax.random.key(3), carry, x))
 
 
-@pytest.mark.parametrize("gates", ["standard", "custom"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "gates"), [*((cell, "standard") for cell in CELLS), *((cell, "custom") for cell in WITH_GATE_FN)]
+)
 def test_one_step_equals_flax_step(cell, batch, gates):
     options = {} if gates == "standard" else {"gate_fn": nn.hard_sigmoid, "activation_fn": nn.relu}
     if cell == "SimpleCell":
         options.pop("gate_fn", None)
-    want, got = getattr(nn, cell)(H, **options), getattr(linen, cell)(H, **options)
+    want, got = getattr(LINEN, cell)(H, **options), getattr(linen, cell)(H, **options)
     carry, x = some_carry(cell, batch), normal(1, (*batch, D))
     variables = random_variables(want, carry, x)
     assert jax.tree.structure(random_variables(got, carry, x)) == jax.tree.structure(variables)
@@ -346,12 +350,49 @@ def test_one_step_equals_flax_step(cell, batch, gates):
 @pytest.mark.parametrize("dtype", [None, jnp.float32, jnp.bfloat16], ids=["none", "f32", "bf16"])
 @pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell"])
 def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
-    want, got = getattr(nn, cell)(H, dtype=dtype), getattr(linen, cell)(H, dtype=dtype)
+    want, got = getattr(LINEN, cell)(H, dtype=dtype), getattr(linen, cell)(H, dtype=dtype)
     carry = jax.tree.map(lambda x: x.astype(carry_dtype), some_carry(cell))
     x = normal(1, (B, D))
     variables = random_variables(want, carry, x)
     tol = 2e-2 if jnp.bfloat16 in (dtype, carry_dtype) else 2e-6
     assert_close(run(got, variables, carry, x), run(want, variables, carry, x), tol=tol)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_normed_gru_passes_its_options_on(norm):
+    options = {"norm": norm, "epsilon": 0.3, "update_bias": 0.5}
+    xs, call = rnn_inputs(True), {"initial_carry": some_carry("NormGRUCell")}
+    want, got = (
+        kind(of.NormGRUCell(H, **options), time_major=True, return_carry=True)
+        for kind, of in ((nn.RNN, LINEN), (linen.RNN, linen))
+    )
+    assert_identical(got.init(jax.random.key(3), xs), want.init(jax.random.key(3), xs))
+    variables = random_variables(want, xs)
+    results = outputs_and_gradients(got, variables, xs, **call)
+    assert_close(results, outputs_and_gradients(want, variables, xs, **call), tol=1e-5)
+    stack = linen.NormGRU(
+        H, cell_norm=norm, epsilon=0.3, update_bias=0.5, time_major=True, return_carry=True, num_layers=1
+    )
+    params = {"params": {"layers_0": variables["params"]["cell"]}}
+    last, ys = stack.apply(params, xs, initial_carry=(call["initial_carry"],))
+    assert_close((last[0], ys), results[1])
+    other = got.clone(cell=got.cell.clone(norm="rms" if norm == "layer" else "layer"))
+    with pytest.raises(
+        ValueError, match=r"NormGRUCell: norm must be that of the given parameters, whose norm_i has sca"
+    ):
+        other.apply(variables, xs)
+
+
+def test_a_normed_gru_says_what_it_cannot_do():
+    xs = rnn_inputs(True)
+    for module in (linen.NormGRU(H, num_blocks=2), linen.RNN(linen.NormGRUCell(H, num_blocks=2))):
+        with pytest.raises(
+            ValueError, match=r"NormGRU\w*: num_blocks must be 1 for a cell whose norm sees all units, got 2"
+        ):
+            module.init(jax.random.key(0), xs)
+    for module in (linen.NormGRU(H, cell_norm="batch"), linen.RNN(linen.NormGRUCell(H, norm="batch"))):
+        with pytest.raises(ValueError, match=r'NormGRU\w*: (cell_)?norm must be "rms" or "layer", got \'batch\''):
+            module.init(jax.random.key(0), xs)
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
@@ -397,7 +438,7 @@ def test_a_cell_can_be_shared_between_steps_and_sequences(cell):
     variables = random_variables(Shared(), carry, xs)
     assert list(variables["params"]) == [f"{cell}_0"]
     first, rest = run(Shared(), variables, carry, xs)
-    whole = nn.RNN(getattr(nn, cell)(H), time_major=True)
+    whole = nn.RNN(getattr(LINEN, cell)(H), time_major=True)
     params = {"params": {"cell": variables["params"][f"{cell}_0"]}}
     assert_close(jnp.concatenate([first[None], rest]), run(whole, params, xs, initial_carry=carry))
 
@@ -426,21 +467,21 @@ def rnn_inputs(time_major, batch=(B,)):
 def test_rnn_equals_flax_rnn(cell, options, lengths):
     xs, carry = rnn_inputs(options["time_major"]), some_carry(cell)
     call = {"seq_lengths": None if lengths is None else jnp.array(lengths), "initial_carry": carry}
-    flax_rnn = nn.RNN(getattr(nn, cell)(H), return_carry=True, **options)
+    flax_rnn = nn.RNN(getattr(LINEN, cell)(H), return_carry=True, **options)
     variables = random_variables(flax_rnn, xs)
     want = run(flax_rnn, variables, xs, **call)
     ours = linen.RNN(getattr(linen, cell)(H), return_carry=True, **options)
     assert_close(run(ours, variables, xs, **call), want)
-    with_flax_cell = linen.RNN(getattr(nn, cell)(H))  # and with the options passed at the call
+    with_flax_cell = linen.RNN(getattr(LINEN, cell)(H))  # and with the options passed at the call
     assert_close(run(with_flax_cell, variables, xs, return_carry=True, **options, **call), want)
 
 
-@pytest.mark.parametrize("source", [linen, nn], ids=["our_cell", "flax_cell"])
+@pytest.mark.parametrize("source", [linen, LINEN], ids=["our_cell", "flax_cell"])
 @pytest.mark.parametrize("cell", CELLS)
 def test_rnn_has_flax_parameters(cell, source):
     xs = rnn_inputs(False)
     options = {"recurrent_kernel_init": nn.initializers.normal(1.0)}
-    want = nn.RNN(getattr(nn, cell)(H, **options)).init(jax.random.key(3), xs)
+    want = nn.RNN(getattr(LINEN, cell)(H, **options)).init(jax.random.key(3), xs)
     assert list(want["params"]) == ["cell"]
     assert_identical(linen.RNN(getattr(source, cell)(H, **options)).init(jax.random.key(3), xs), want)
 
@@ -470,7 +511,9 @@ def test_a_sequence_of_length_zero_keeps_its_carry(cell):
 @pytest.mark.parametrize("cell", CELLS)
 def test_lengths_beyond_the_end_mean_all_steps(cell):
     xs, lengths = rnn_inputs(False), jnp.array([2, T + 3, T, 0])
-    ours, flax_rnn = (kind(getattr(of, cell)(H), return_carry=True) for kind, of in ((linen.RNN, linen), (nn.RNN, nn)))
+    ours, flax_rnn = (
+        kind(getattr(of, cell)(H), return_carry=True) for kind, of in ((linen.RNN, linen), (nn.RNN, LINEN))
+    )
     variables = random_variables(flax_rnn, xs)
     call = {"initial_carry": some_carry(cell), "seq_lengths": lengths}
     (got, _), (want, _) = (run(rnn, variables, xs, **call) for rnn in (ours, flax_rnn))
@@ -601,7 +644,7 @@ def reset_carries(cell, shape):
     [("none", False, None), ("h", True, None), ("bh", False, [7, 1, 3, 5]), ("tbh", True, [7, 1, 3, 5])],
     ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
 )
-@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell", "SimpleCell"])
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "MGUCell", "SimpleCell", "NormGRUCell"])
 def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
     """A custom `activation_fn` that equals tanh makes the same cell run under `nn.scan`."""
     xs, resets = rnn_inputs(False), some_resets((B, T))
@@ -616,7 +659,11 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
             return self.rnn(xs, initial_carry=carry, reset_carry=reset_carry, resets=resets, **options)
 
     fused = Call(linen.RNN(getattr(linen, cell)(H), return_carry=True))
-    scanned = Call(linen.RNN(getattr(linen, cell)(H, activation_fn=lambda x: nn.tanh(x)), return_carry=True))
+    if cell == "NormGRUCell":  # it has no `activation_fn`, but the cell in Flax's layers has its parameters
+        other = LINEN.NormGRUCell(H)
+    else:
+        other = getattr(linen, cell)(H, activation_fn=lambda x: nn.tanh(x))
+    scanned = Call(linen.RNN(other, return_carry=True))
     variables = random_variables(fused, xs, carry, reset_carry)
     want = outputs_and_gradients(scanned, variables, xs, carry, reset_carry)
     assert_close(outputs_and_gradients(fused, variables, xs, carry, reset_carry), want, tol=1e-5)
@@ -636,7 +683,7 @@ def test_resets_cut_a_sequence_for_every_cell(cell):
 @pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell"])
 def test_bidirectional_equals_flax_bidirectional(cell):
     xs, lengths = rnn_inputs(False), jnp.array([7, 1, 3, 5])
-    want = nn.Bidirectional(*(nn.RNN(getattr(nn, cell)(H)) for _ in range(2)))
+    want = nn.Bidirectional(*(nn.RNN(getattr(LINEN, cell)(H)) for _ in range(2)))
     got = nn.Bidirectional(*(linen.RNN(getattr(linen, cell)(H)) for _ in range(2)))
     variables = random_variables(want, xs)
     assert jax.tree.structure(random_variables(got, xs)) == jax.tree.structure(variables)
@@ -824,7 +871,7 @@ def test_triton_runs_the_agent_as_xla_does(cell):
 def test_a_cell_broadcasts_its_carry_and_inputs(cell, state, inputs):
     h, c, x = normal(0, (*state, H)), normal(1, (*state, H)), normal(2, (*inputs, D))
     carry = (c, h) if "LSTM" in cell else h
-    ours, flax_cell = getattr(linen, cell)(H), getattr(nn, cell)(H)
+    ours, flax_cell = getattr(linen, cell)(H), getattr(LINEN, cell)(H)
     variables = random_variables(flax_cell, carry, x)
     assert_close(ours.apply(variables, carry, x), flax_cell.apply(variables, carry, x))
     with pytest.raises(ValueError, match="carry must have batch axes that can be broadcast with those of inputs"):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import trees
 from flax import nnx
+from plain_cells import NNX
 from trees import assert_close, normal, some_resets
 
 import jaxrnn
@@ -20,7 +21,8 @@ from jaxrnn import linen, recurrent
 from jaxrnn.nnx.fused_cell import packed_params, reason_to_scan
 
 T, B, D, H = 7, 4, 5, 6
-CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell"]
+CELLS = ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell", "NormGRUCell"]
+WITH_GATE_FN = [cell for cell in CELLS if cell != "NormGRUCell"]
 
 
 def some_carry(cell, batch=(B,)):
@@ -87,8 +89,8 @@ def test_cells_have_flax_parameters(cell, options):
     inits = ("kernel_init", "recurrent_kernel_init", "bias_init")
     options = options | {name: nnx.initializers.normal(i + 1.0) for i, name in enumerate(inits)}
     rngs = [nnx.Rngs(params=3, carry=4) for _ in range(2)]
-    want, got = (getattr(m, cell)(D, H, rngs=r, **options) for m, r in zip((nnx, fused), rngs, strict=True))
-    assert isinstance(got, getattr(nnx, cell))
+    want, got = (getattr(m, cell)(D, H, rngs=r, **options) for m, r in zip((NNX, fused), rngs, strict=True))
+    assert isinstance(got, getattr(nnx, cell, nnx.RNNCellBase))
     assert got.num_feature_axes == 1
     assert_identical(got, want)
     carry = want.initialize_carry((B, D), rngs[0])
@@ -98,19 +100,20 @@ def test_cells_have_flax_parameters(cell, options):
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_cells_have_flax_initial_values(cell):
-    assert_identical(*(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)) for m in (fused, nnx)))
-    assert_identical(*(m.RNN(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)), rngs=nnx.Rngs(1)) for m in (fused, nnx)))
+    assert_identical(*(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)) for m in (fused, NNX)))
+    assert_identical(*(m.RNN(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)), rngs=nnx.Rngs(1)) for m in (fused, NNX)))
 
 
-@pytest.mark.parametrize("gates", ["standard", "custom"])
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize(
+    ("cell", "gates"), [*((cell, "standard") for cell in CELLS), *((cell, "custom") for cell in WITH_GATE_FN)]
+)
 def test_one_step_equals_flax_step(cell, batch, gates):
     options = {} if gates == "standard" else {"gate_fn": nnx.hard_sigmoid, "activation_fn": nnx.relu}
     if cell == "SimpleCell":
         options.pop("gate_fn", None)
     carry, x = some_carry(cell, batch), normal(1, (*batch, D))
-    assert_close(make(fused, cell, **options)(carry, x), make(nnx, cell, **options)(carry, x))
+    assert_close(make(fused, cell, **options)(carry, x), make(NNX, cell, **options)(carry, x))
 
 
 @pytest.mark.parametrize("carry_dtype", [jnp.float32, jnp.bfloat16], ids=["carry=f32", "carry=bf16"])
@@ -119,7 +122,43 @@ def test_one_step_equals_flax_step(cell, batch, gates):
 def test_a_step_has_the_dtypes_of_flax(cell, dtype, carry_dtype):
     carry, x = jax.tree.map(lambda x: x.astype(carry_dtype), some_carry(cell)), normal(1, (B, D))
     tol = 2e-2 if jnp.bfloat16 in (dtype, carry_dtype) else 2e-6
-    assert_close(make(fused, cell, dtype=dtype)(carry, x), make(nnx, cell, dtype=dtype)(carry, x), tol=tol)
+    assert_close(make(fused, cell, dtype=dtype)(carry, x), make(NNX, cell, dtype=dtype)(carry, x), tol=tol)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_normed_gru_passes_its_options_on(norm):
+    options = {"norm": norm, "epsilon": 0.3, "update_bias": 0.5}
+    xs, call = normal(1, (T, B, D)), {"initial_carry": some_carry("NormGRUCell")}
+    want, got = (
+        outputs_and_gradients(
+            of.RNN(make(of, "NormGRUCell", **options), time_major=True, return_carry=True), xs, **call
+        )
+        for of in (NNX, fused)
+    )
+    assert_close(got, want, tol=1e-5)
+    options["cell_norm"] = options.pop("norm")
+    stack = make(fused, "NormGRU", time_major=True, return_carry=True, **options)
+    cell = make(fused, "NormGRUCell", norm=norm)
+    nnx.update(stack.layers[0], nnx.state(cell, nnx.Param))
+    last, ys = stack(xs, initial_carry=(call["initial_carry"],))
+    assert_close((last[0], ys), got[2])
+
+
+def test_a_normed_gru_says_what_it_cannot_do():
+    cell = make(fused, "NormGRUCell")
+    cell.gain = nnx.Param(jnp.ones(H))
+    for implementation in (None, "triton"):
+        with pytest.raises(
+            NotImplementedError, match="cannot run a cell with the parameter gain, which jaxrnn does not"
+        ):
+            fused.RNN(cell, implementation=implementation)(normal(1, (B, T, D)))
+    for kind, norm in ((fused.NormGRU, "cell_norm"), (fused.NormGRUCell, "norm")):
+        with pytest.raises(
+            ValueError, match=f"{kind.__name__}: num_blocks must be 1 for a cell whose norm sees all uni"
+        ):
+            kind(D, H, num_blocks=2, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=f'{kind.__name__}: {norm} must be "rms" or "layer", got \'batch\''):
+            kind(D, H, rngs=nnx.Rngs(0), **{norm: "batch"})
 
 
 @pytest.mark.parametrize("activation", ["tanh", "relu"])
@@ -187,11 +226,11 @@ def test_a_gru_with_a_recurrent_bias_of_n_uses_it(monkeypatch):
     assert_close(fused.RNN(cell, time_major=True)(xs, initial_carry=carry), without)
 
 
-@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("cell", WITH_GATE_FN)
 def test_a_cell_with_an_unknown_parameter_runs_as_flax_runs_it(cell):
     """With `implementation="triton"` the cell raises instead."""
     ours, carry, xs = make(fused, cell), some_carry(cell), normal(1, (T, B, D))
-    want = nnx.RNN(make(nnx, cell), time_major=True)(xs, initial_carry=carry)
+    want = nnx.RNN(make(NNX, cell), time_major=True)(xs, initial_carry=carry)
     ours.scale = nnx.Param(jnp.ones(H))
     assert_close(fused.RNN(ours, time_major=True)(xs, initial_carry=carry), want)
     with pytest.raises(NotImplementedError, match="cannot run a cell with the parameter scale, which jaxrnn does not"):
@@ -209,8 +248,9 @@ def test_a_cell_with_an_unknown_parameter_runs_as_flax_runs_it(cell):
         ("LSTMCell", None),
         ("OptimizedLSTMCell", [7, 1, 3, 5]),
         ("SimpleCell", [7, 1, 3, 5]),
+        ("NormGRUCell", [7, 1, 3, 5]),
     ],
-    ids=["gru", "gru-lengths", "lstm", "optimized_lstm-lengths", "simple-lengths"],
+    ids=["gru", "gru-lengths", "lstm", "optimized_lstm-lengths", "simple-lengths", "norm_gru-lengths"],
 )
 @pytest.mark.parametrize(
     "options",
@@ -222,10 +262,10 @@ def test_rnn_equals_flax_rnn(cell, options, lengths):
     xs = normal(1, (T, B, D) if options["time_major"] else (B, T, D))
     call = {"initial_carry": some_carry(cell)}
     call |= {} if lengths is None else {"seq_lengths": jnp.array(lengths)}
-    want = outputs_and_gradients(nnx.RNN(make(nnx, cell), return_carry=True, **options), xs, **call)
+    want = outputs_and_gradients(nnx.RNN(make(NNX, cell), return_carry=True, **options), xs, **call)
     ours = fused.RNN(make(fused, cell), return_carry=True, **options)
     assert_close(outputs_and_gradients(ours, xs, **call), want, tol=1e-5)
-    with_flax_cell = fused.RNN(make(nnx, cell))  # and with the options passed at the call
+    with_flax_cell = fused.RNN(make(NNX, cell))  # and with the options passed at the call
     assert_close(with_flax_cell(xs, return_carry=True, **options, **call), want[2])
 
 
@@ -260,10 +300,10 @@ def test_other_cells_run_as_flax_runs_them(broadcast_rngs):
     assert_identical(got, want)
 
 
-@pytest.mark.parametrize("cell", ["GRUCell", "SimpleCell", "OwnCell"])
+@pytest.mark.parametrize("cell", ["GRUCell", "SimpleCell", "NormGRUCell", "OwnCell"])
 def test_resets_cut_a_sequence_for_every_cell(cell):
     xs = normal(1, (T, B, D))
-    rnn = fused.RNN(make(nnx, cell), time_major=True, return_carry=True)
+    rnn = fused.RNN(make(NNX, cell), time_major=True, return_carry=True)
     carry, ys = rnn(xs, resets=jnp.zeros((T, B), int).at[3].set(2))
     _, head = rnn(xs[:3])
     want_carry, tail = rnn(xs[3:])
@@ -275,7 +315,7 @@ def test_resets_cut_a_sequence_for_every_cell(cell):
     [("none", False, None), ("h", True, None), ("bh", False, [7, 0, 3, 5]), ("tbh", True, [7, 0, 3, 5])],
     ids=["zeros", "h-reverse", "bh-lengths", "tbh-reverse-lengths"],
 )
-@pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell", "SimpleCell"])
+@pytest.mark.parametrize("cell", ["GRUCell", "OptimizedLSTMCell", "SimpleCell", "NormGRUCell"])
 def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
     xs, resets, carry = normal(1, (B, T, D)), some_resets((B, T)), some_carry(cell)
     shape = {"none": None, "h": (H,), "bh": (B, H), "tbh": (B, T, H)}[state]
@@ -290,7 +330,10 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
             lens = None if lengths is None else jnp.array(lengths)
             return self.rnn(xs, initial_carry=carry, resets=resets, reset_carry=new, seq_lengths=lens)
 
-    scanned, ours = (Call(make(fused, cell, **options)) for options in ({"activation_fn": tanh}, {}))
+    if cell == "NormGRUCell":  # it has no `activation_fn`, but the cell in Flax's layers has its parameters
+        scanned, ours = (Call(make(source, cell)) for source in (NNX, fused))
+    else:
+        scanned, ours = (Call(make(fused, cell, **options)) for options in ({"activation_fn": tanh}, {}))
     want = outputs_and_gradients(scanned, xs, carry, new)
     assert_close(outputs_and_gradients(ours, xs, carry, new), want, tol=1e-5)
 
@@ -300,7 +343,7 @@ def test_fused_and_scanned_cells_agree_on_resets(cell, reverse, state, lengths):
 def test_bidirectional_equals_flax_bidirectional(cell, lengths):
     xs, lengths = normal(1, (B, T, D)), None if lengths is None else jnp.array(lengths)
     results = []
-    for source in (fused, nnx):
+    for source in (fused, NNX):
         rnns = [source.RNN(randomized(make(source, cell), seed)) for seed in (1, 2)]
         results.append(nnx.Bidirectional(*rnns, return_carry=True)(xs, seq_lengths=lengths))
     assert_close(*results)
@@ -364,19 +407,20 @@ def as_linen(cell, params, gates):
             tree[side + gate] = {x: jnp.split(value, len(gates), axis=-1)[k] for x, value in params[name].items()}
     if "proj" in params:
         tree["proj"] = params["proj"]
+    tree |= {name: params[name] for name in ("norm_i", "norm_h") if name in params}
     if cell == "GRU":
         tree["hn"]["bias"] = jnp.zeros_like(tree["in"]["bias"])
     return tree
 
 
 @pytest.mark.parametrize("lengths", [None, [7, 0, 3, 5]], ids=["whole", "lengths"])
-@pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj", "SimpleRNN"])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj", "SimpleRNN", "NormGRU"])
 def test_stacks_equal_those_of_linen(cell, lengths):
     """Other tests compare the linen stacks with torch.nn, and with separate runs of their episodes."""
     options = {"num_layers": 2, "bidirectional": True, "learned_carry": True, "return_carry": True}
     cell, *proj = cell.split("-")
     options |= {"proj_size": 3} if proj else {}
-    gates = {"GRU": "rzn", "LSTM": "ifgo", "SimpleRNN": [""]}[cell]
+    gates = {"GRU": "rzn", "LSTM": "ifgo", "SimpleRNN": [""], "NormGRU": "rnu"}[cell]
     stack, want = make(fused, cell, **options), getattr(linen, cell)(H, **options)
     xs, call = normal(1, (B, T, D)), {"resets": some_resets((B, T))}
     call |= {"seq_lengths": None if lengths is None else jnp.array(lengths)}
@@ -495,7 +539,7 @@ def test_options_reach_the_function(name, monkeypatch):
     ],
 )
 def test_triton_says_why_a_cell_cannot_be_fused(cell, options, reason):
-    xs, rnn = normal(1, (B, T, D)), functools.partial(fused.RNN, make(nnx, cell, **options))
+    xs, rnn = normal(1, (B, T, D)), functools.partial(fused.RNN, make(NNX, cell, **options))
     assert rnn()(xs).shape == (B, T, H)
     with pytest.raises(NotImplementedError, match=reason):
         rnn(implementation="triton")(xs)
@@ -526,7 +570,7 @@ def test_rnn_with_non_default_state_axes_runs_under_scan():
 )
 def test_rnn_rejects_wrong_arguments(cell, call, message):
     with pytest.raises(ValueError, match=message):
-        fused.RNN(make(nnx, cell))(normal(1, (B, T, D)), **call)
+        fused.RNN(make(NNX, cell))(normal(1, (B, T, D)), **call)
 
 
 @pytest.mark.interpret

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from plain_cells import LINEN
 from trees import assert_close, normal, random_tree
 
 import jaxrnn
 from jaxrnn import linen, recurrent
 
 T, B, D, H = 7, 3, 5, 6
-CELL_OF = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell", "SimpleRNN": "SimpleCell"}
+CELL_OF = {"GRU": "GRUCell", "LSTM": "OptimizedLSTMCell", "MGU": "MGUCell", "SimpleRNN": "SimpleCell",
+           "NormGRU": "NormGRUCell"}  # fmt: skip
 STACKS = list(CELL_OF)
 
 
@@ -180,7 +182,7 @@ def test_dropout_is_between_layers_and_drawn_per_step():
 def test_bidirectional_layer_matches_flax(cell, lengths):
     stack, variables, carry = make(cell, bidirectional=True)
     xs, lengths = normal(2, (T, B, D)), None if lengths is None else jnp.array(lengths)
-    cells = getattr(nn, CELL_OF[cell])
+    cells = getattr(LINEN, CELL_OF[cell])
     theirs = nn.Bidirectional(nn.RNN(cells(H)), nn.RNN(cells(H)), time_major=True, return_carry=True)
     valid = jnp.ones((T, B, 1)) if lengths is None else (jnp.arange(T)[:, None] < lengths)[..., None]
 
@@ -217,7 +219,7 @@ def test_reversed_layer_matches_reversed_rnn(cell, lengths, keep_order):
 
 @pytest.mark.parametrize("cell", STACKS)
 def test_layers_have_the_parameters_of_flax_cells(cell):
-    flax_cell = getattr(nn, CELL_OF[cell])
+    flax_cell = getattr(LINEN, CELL_OF[cell])
     inits = {name: nn.initializers.normal(i + 1.0) for i, name in enumerate(("kernel_init", "recurrent_kernel_init"))}
 
     class Stacked(nn.Module):

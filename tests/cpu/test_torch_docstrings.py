@@ -19,7 +19,7 @@ DESCRIBED = [y for x in CALLED for y in ([x, x.forward] if inspect.isclass(x) el
 def test_every_room_has_public_functions_or_modules():
     assert {x.__name__ for x in CALLED} == {
         "gru", "lstm", "mgu", "rnn", "rms_norm", "layer_norm", "run_layer", "run_trajectories", "explain", "GRU",
-        "LSTM", "MGU", "RNN", "RMSNorm", "LayerNorm",
+        "LSTM", "MGU", "RNN", "RMSNorm", "LayerNorm", "norm_gru", "NormGRU",
     }  # fmt: skip
 
 

@@ -14,11 +14,14 @@ T, B, D, H = 5, 4, 3, 6
 PLAIN = {"GRU": torch.nn.GRU, "LSTM": torch.nn.LSTM, "MGU": MGU, "RNN": torch.nn.RNN,
          "RNN_RELU": functools.partial(torch.nn.RNN, nonlinearity="relu")}  # fmt: skip
 OURS = {"GRU": nn.GRU, "LSTM": nn.LSTM, "MGU": nn.MGU, "RNN": nn.RNN,
-        "RNN_RELU": functools.partial(nn.RNN, nonlinearity="relu")}  # fmt: skip
+        "RNN_RELU": functools.partial(nn.RNN, nonlinearity="relu"), "NormGRU": nn.NormGRU,
+        "LayerNormGRU": functools.partial(nn.NormGRU, norm="layer")}  # fmt: skip
 FUNCTIONS = {"GRU": functional.gru, "LSTM": functional.lstm, "MGU": functional.mgu, "RNN": functional.rnn,
-             "RNN_RELU": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
-GATES = {"GRU": 3, "LSTM": 4, "MGU": 2, "RNN": 1, "RNN_RELU": 1}
-every_kind = pytest.mark.parametrize("kind", PLAIN)
+             "RNN_RELU": functools.partial(functional.rnn, nonlinearity="relu"), "NormGRU": functional.norm_gru,
+             "LayerNormGRU": functools.partial(functional.norm_gru, norm="layer")}  # fmt: skip
+GATES = {"GRU": 3, "LSTM": 4, "MGU": 2, "RNN": 1, "RNN_RELU": 1, "NormGRU": 3, "LayerNormGRU": 3}
+every_kind_of_torch_nn = pytest.mark.parametrize("kind", PLAIN)
+every_kind = pytest.mark.parametrize("kind", OURS)
 every_kind_of_torchrl = pytest.mark.parametrize("kind", ["GRU", "LSTM"])
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 
@@ -195,7 +198,7 @@ def test_outputs_share_no_memory(kind, options, steps):
     assert len(set(places)) == len(places)
 
 
-@every_kind
+@every_kind_of_torch_nn
 @pytest.mark.parametrize("steps", [1, 3])
 def test_outputs_of_functions_share_no_memory(kind, steps):
     module = pair(kind)[0]
@@ -218,7 +221,7 @@ def test_last_states_can_be_changed_in_place(kind, options, steps):
     (ys.sum() + sum(x.sum() for x in flat(last))).backward()
 
 
-@every_kind
+@every_kind_of_torch_nn
 @pytest.mark.parametrize("steps", [1, 3])
 def test_last_states_of_functions_can_be_changed_in_place(kind, steps):
     module = pair(kind)[0]
@@ -239,7 +242,7 @@ def test_inputs_may_have_no_features(kind, steps):
     assert ys.shape == (steps, B, H) and ys.all()
 
 
-@every_kind
+@every_kind_of_torch_nn
 def test_dropout_is_between_layers_in_training_only(kind):
     plain, ours = pair(kind, num_layers=2, dropout=0.5)
     xs = torch.randn(T, B, D, dtype=torch.float64)
@@ -254,7 +257,7 @@ def test_dropout_is_between_layers_in_training_only(kind):
         OURS[kind](D, H, dropout=0.5)
 
 
-@every_kind
+@every_kind_of_torch_nn
 def test_initial_values_match_torch_nn_and_copies_compute_the_same(kind):
     modules = []
     for table in (PLAIN, OURS):
@@ -330,7 +333,7 @@ WRONG = [  # inputs and states that torch.nn refuses
 
 
 @pytest.mark.parametrize(("shape", "state"), WRONG, ids=str)
-@every_kind
+@every_kind_of_torch_nn
 def test_errors_match_torch_nn(kind, shape, state):
     errors = []
     for module in pair(kind):
@@ -381,7 +384,7 @@ def test_states_replaced_by_resets_leave_no_nan_in_gradients_of_a_projection():
 
 
 @pytest.mark.parametrize("options", STACKS[:5], ids=str)
-@every_kind
+@every_kind_of_torch_nn
 def test_empty_batch_has_the_shapes_of_torch_nn(kind, options):
     plain, ours = pair(kind, **options)
     xs = torch.zeros((0, T, D) if options.get("batch_first") else (T, 0, D), dtype=torch.float64)
@@ -447,7 +450,7 @@ def test_constructor_of_an_mgu_is_that_of_a_gru_with_two_gates():
         nn.MGU(D, H, proj_size=2)
 
 
-@every_kind
+@every_kind_of_torch_nn
 def test_inputs_of_another_dtype_raise(kind):
     said = set()
     for module in pair(kind):
@@ -615,3 +618,61 @@ def test_bad_trajectories_raise():
         nn.run_trajectories(module, xs[:, :0], is_init[:, :0], given[0][:, :0])
     with pytest.raises(ValueError, match="a GRU's or an LSTM's, got RNN_TANH"):
         nn.run_trajectories(torch.nn.RNN(D, H), xs, is_init, *given)
+
+
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_normed_gru_runs_its_function_in_every_layer_and_direction(norm):
+    options = {"epsilon": 0.3, "update_bias": 0.5}
+    rnn = nn.NormGRU(D, H, 2, bidirectional=True, norm=norm, dtype=torch.float64, **options)
+    assert str(rnn) == f"NormGRU({D}, {H}, num_layers=2, bidirectional=True, norm={norm})"
+    names = [name for name, _ in rnn.named_parameters() if name.startswith(("scale", "shift"))]
+    assert {name: rnn.get_parameter(name).shape for name in names} == {
+        f"{kind}_{side}_l{layer}{end}": (H if side == "h" else D if layer == 0 else 2 * H,)
+        for kind, side, layer, end in itertools.product(
+            ("scale", "shift") if norm == "layer" else ("scale",), "ih", (0, 1), ("", "_reverse")
+        )
+    }
+    assert all((rnn.get_parameter(name) == (1 if name.startswith("scale") else 0)).all() for name in names)
+    torch.manual_seed(0)
+    for x in rnn.parameters():
+        torch.nn.init.normal_(x)
+    xs, lengths = torch.randn(T, B, D, dtype=torch.float64), [5, 3, 3, 1]
+    packed, last = rnn(torch.nn.utils.rnn.pack_padded_sequence(xs, lengths))
+    for b, (length, got) in enumerate(zip(lengths, torch.nn.utils.rnn.unpack_sequence(packed), strict=True)):
+        ys, ends = xs[:length, b], []
+        for layer in range(2):
+            outputs = []
+            for end in ("", "_reverse"):
+                weights = [
+                    getattr(rnn, f"{name}_l{layer}{end}") for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+                ]
+                of_norm = {name: getattr(rnn, f"{name}_l{layer}{end}") for name in {name[:7] for name in names}}
+                out, h_n = functional.norm_gru(ys, None, *weights, **of_norm, norm=norm, reverse=end != "", **options)
+                outputs.append(out)
+                ends.append(h_n)
+            ys = torch.cat(outputs, -1)
+        assert_same(got, ys)
+        assert_same(last[:, b], torch.stack(ends))
+
+
+def test_a_normed_gru_says_what_it_cannot_do():
+    with pytest.raises(ValueError, match="num_blocks must be 1, because the norm of a NormGRU sees all units, got 2"):
+        nn.NormGRU(D, H, num_blocks=2)
+    with pytest.raises(ValueError, match="proj_size argument is only supported for LSTM, not NormGRU"):
+        nn.NormGRU(D, H, proj_size=2)
+    for make in (
+        functools.partial(nn.NormGRU, D, H),
+        lambda norm: functional.norm_gru(*[torch.zeros(1)] * 4, norm=norm),
+    ):
+        for norm in ("batch", ["rms"]):
+            with pytest.raises(ValueError, match=r'norm must be "rms" or "layer", got '):
+                make(norm=norm)
+    arrays = torch.zeros(T, B, D), None, torch.zeros(3 * H, D), torch.zeros(3 * H, H)
+    with pytest.raises(ValueError, match=r'shift_i must be None with norm="rms", which has no shifts'):
+        functional.norm_gru(*arrays, shift_i=torch.zeros(D))
+    with pytest.raises(ValueError, match=r"scale_h must be \(6,\), got \(3,\)"):
+        functional.norm_gru(*arrays, scale_h=torch.zeros(D))
+    with pytest.raises(ValueError, match=r"scale_h must have the dtype of xs, torch.float32, got torch.float64"):
+        functional.norm_gru(*arrays, scale_h=torch.zeros(H, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"w_hh must be \(18, 6\), not blocks \(2, 9, 3\): the norm sees all units"):
+        functional.norm_gru(*arrays[:3], torch.zeros(2, 9, 3))

@@ -13,12 +13,15 @@ from torch_bridge import cells, functional, loops, rnn_ops
 from torch_bridge.rnn_ops import kernels
 
 T, B, H, D, S = 4, 3, 5, 2, 3
-WITH_ORACLE = (*CELLS, "mgu")  # test_torch_rnn.py has a loop for the others
+WITH_ORACLE = (*CELLS, "mgu", "rms_norm_gru", "layer_norm_gru")  # test_torch_rnn.py has a loop for the others
 FUNCTIONS = {"gru": functional.gru, "lstm": functional.lstm, "mgu": functional.mgu, "simple_tanh": functional.rnn,
-             "simple_relu": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
+             "simple_relu": functools.partial(functional.rnn, nonlinearity="relu"),
+             "rms_norm_gru": functional.norm_gru,
+             "layer_norm_gru": functools.partial(functional.norm_gru, norm="layer")}  # fmt: skip
 MODULES = {"gru": torch.nn.GRU, "lstm": torch.nn.LSTM, "mgu": MGU, "simple_tanh": torch.nn.RNN,
            "simple_relu": functools.partial(torch.nn.RNN, nonlinearity="relu")}  # fmt: skip
 every_operator = pytest.mark.parametrize("cell", FUNCTIONS)
+every_cell_with_a_single_step = pytest.mark.parametrize("cell", MODULES)
 
 
 def variations(cell):
@@ -28,6 +31,8 @@ def variations(cell):
         {"reset_state": "tbh", "time_major": False, "reset_dtype": "float32"}, {"T": 1, "B": 1, "H": 1, "D": 1},
         {"models": 2, "reset_state": "h", "reverse": True, "time_major": False}, {"cells": False},
     )  # fmt: skip
+    if cells.CELLS[cell].norm:  # gradients of a norm of two elements are zero but for rounding errors
+        changes = [change | {"D": 5} if change.get("D") == 1 else change for change in changes]
     return [dataclasses.replace(base, **change) for change in changes]
 
 
@@ -48,9 +53,11 @@ def test_loops_match_the_oracle(case, implementation):
 @pytest.mark.parametrize("cell", WITH_ORACLE)
 def test_narrow_operands_keep_a_wide_state(cell, dtypes):
     case = Case(cell, T=64, B=3, H=6, D=4, dtype=dtypes[0], carry_dtype=dtypes[1], reset_state="h")
-    inputs = cases.make_inputs(case)
+    # the terms of a scale's gradient cancel, so its error in one draw is mostly chance
+    draws = [cases.make_inputs(case, k) for k in range(8 if cells.CELLS[cell].norm else 1)]
     rounding = {"f32": 2.0**-24, "bf16": 2.0**-8, "f16": 2.0**-11}
-    got, want = run(case, inputs), cases.run_oracle(case, inputs)
+    got = cases.stack([run(case, inputs) for inputs in draws])
+    want = cases.stack([cases.run_oracle(case, inputs) for inputs in draws])
     cases.compare(got, want, lambda _: 2 * rounding[dtypes[0]])
 
 
@@ -97,11 +104,15 @@ def arguments(cell, dtype=torch.float32, seed=0, **changes):
         return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
     resets = torch.rand(G, T, B, generator=generator) < 0.4
-    options = {"order": "forward", "precision": "tf32x3", "cells": True, "save": True} | changes
+    options = {"order": "forward", "precision": "tf32x3", "norm_width": D + H, "cells": True, "save": True} | changes
     if count == 1:
         options.pop("cells")
-    biases = [normal(S, H)] if spec.last_gate_separate else []
-    weights = normal(G, T, B, spec.gates * H), normal(S, spec.gates * H, H), *biases
+    if not spec.norm:
+        options.pop("norm_width")
+    biases = [normal(S, H)] if spec.last_gate_separate else [normal(S, spec.gates * H)] if spec.norm else []
+    # a part of a variance is positive
+    statistics = [normal(G, T, B).detach().square().add(0.1).requires_grad_() for _ in spec.norm_inputs]
+    weights = normal(G, T, B, spec.gates * H), normal(S, spec.gates * H, H), *biases, *statistics
     reset_state = (G, B, H) if count == 1 else (G, T, B, H)
     return (*weights, *(normal(G, B, H) for _ in range(count)), resets, *(normal(*reset_state) for _ in range(count)),
             *options.values())  # fmt: skip
@@ -110,13 +121,13 @@ def arguments(cell, dtype=torch.float32, seed=0, **changes):
 def backward_arguments(cell, device="cpu", **changes):
     spec, forward = cell_of(cell), moved(arguments(cell, **changes), device)
     results = dict(zip(spec.forward_outputs, op_of(cell)(*forward), strict=True))
-    count, saved = len(spec.states), [results[name] for name, _ in spec.residuals]
+    count, saved = len(spec.states), [results[name] for name in spec.saved]
     gradients = [torch.randn_like(results["hs"]), *[None] * (count - 1)]
     gradients += [torch.randn(2 * S, B, H, device=device)] if count == 1 else [None] * count
     (resets,) = (x for x in forward if isinstance(x, torch.Tensor) and x.dtype == torch.bool)
     order = next(x for x in forward if isinstance(x, str))
     tensors = [x.detach() for x in (forward[1], results["hs"], *saved)]
-    return (*tensors, resets, *gradients, order, "tf32x3", True)
+    return (*tensors, resets, *gradients, order, "tf32x3", *([D + H] if spec.norm else []), True)
 
 
 def cell_of(cell):
@@ -139,9 +150,11 @@ def test_opcheck(cell, device, order):
 def test_opcheck_of_groups_of_one_sequence(cell):
     """Checks the groups of batch-major input: results of the loop must have the strides of the fake outputs."""
     spec, (xp, w_hh, *others) = cell_of(cell), arguments(cell)
-    count, separate = len(spec.states), int(spec.last_gate_separate)
-    one = [x[:1].detach().requires_grad_() for x in (w_hh, *others[:separate])]
-    states = [x[:, :1].detach().requires_grad_() for x in others[separate : separate + count]]
+    biases, sequences = int(spec.last_gate_separate or spec.norm != ""), len(spec.norm_inputs)
+    count, before = len(spec.states), biases + sequences
+    one = [x[:1].detach().requires_grad_() for x in (w_hh, *others[:biases])]
+    one += [x[:, :, :1].detach().requires_grad_() for x in others[biases:before]]
+    states = [x[:, :1].detach().requires_grad_() for x in others[before : before + count]]
     options = [x for x in others if not isinstance(x, torch.Tensor)]
     empty = [None] * (1 + count)
     torch.library.opcheck(op_of(cell), (xp[:, :, :1].detach().requires_grad_(), *one, *states, *empty, *options))
@@ -437,7 +450,7 @@ NO_LSTM = "lstm", torch.float16
 
 @pytest.mark.parametrize(
     ("cell", "dtype"),
-    [(cell, dtype) for cell in FUNCTIONS for dtype in (torch.bfloat16, torch.float16) if (cell, dtype) != NO_LSTM],
+    [(cell, dtype) for cell in MODULES for dtype in (torch.bfloat16, torch.float16) if (cell, dtype) != NO_LSTM],
     ids=str,
 )  # PyTorch has no float16 LSTM on CPUs
 def test_autocast_matches_torch_nn(cell, dtype):
@@ -479,7 +492,8 @@ def test_compiled_call_is_one_graph_for_any_length_and_batch(cell):
         got, want = compiled(*args), loss(cell, *args)
         close(got, want)
         close(torch.autograd.grad(got, inputs), torch.autograd.grad(want, inputs))
-    assert len(graphs) == 1
+    # the compiler empties the first graph of a function with a float, such as an epsilon, and begins again
+    assert len([graph for graph in graphs if graph.graph.nodes]) == 1
     with torch.no_grad():
         close(compiled(*args), loss(cell, *args))
 
@@ -710,7 +724,7 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
     if batch_first:
         xs, resets, new = (x.transpose(0, 1).contiguous() for x in (xs, resets, new))
     functional.gru(xs, *states, *given, resets=resets, reset_state=new, batch_first=batch_first)
-    xp, w_hh, _, (h0,), got_resets, (got_new,) = seen["args"]
+    xp, w_hh, _, (h0,), got_resets, (got_new,), _ = seen["args"]
     for got, of in ((w_hh, given[1]), (h0, states[0]), (got_resets, resets), (got_new, new)):
         assert got.data_ptr() == of.data_ptr() and got.is_contiguous()
     assert xp.is_contiguous() and xp.shape[:3] == got_resets.shape == ((B, T, 1) if batch_first else (1, T, B))
@@ -718,7 +732,7 @@ def test_sequences_reach_the_operator_without_a_copy(batch_first, monkeypatch):
 
 @pytest.mark.parametrize("state", [None, "h", "bh", "tbh"])
 @pytest.mark.parametrize("batch_first", [False, True])
-@every_operator
+@every_cell_with_a_single_step
 def test_single_eager_step_runs_pytorchs_cell(cell, batch_first, state):
     """Checks that an actor's call runs no operator of ours, and has the results of the loop in PyTorch operations.
 

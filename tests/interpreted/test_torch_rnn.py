@@ -1,4 +1,4 @@
-"""Tests the MGU and simple RNN of `torch_bridge` against loops over their equations, which autograd differentiates.
+"""Tests the MGU, the simple RNN and the normed GRU of `torch_bridge` against loops over their equations, in autograd.
 
 The loops are in float64. `test_torch_nn.py` compares the modules with those of `torch.nn`, and `test_torch_ops.py`
 tests the operators.
@@ -14,10 +14,13 @@ from torch_calls import torch
 from torch_bridge import functional, nn
 
 FUNCTIONS = {"mgu": functional.mgu, "tanh": functools.partial(functional.rnn, nonlinearity="tanh"),
-             "relu": functools.partial(functional.rnn, nonlinearity="relu")}  # fmt: skip
+             "relu": functools.partial(functional.rnn, nonlinearity="relu"), "rms": functional.norm_gru,
+             "layer": functools.partial(functional.norm_gru, norm="layer")}  # fmt: skip
 MODULES = {"mgu": nn.MGU, "tanh": functools.partial(nn.RNN, nonlinearity="tanh"),
-           "relu": functools.partial(nn.RNN, nonlinearity="relu")}  # fmt: skip
-GATES = {"mgu": 2, "tanh": 1, "relu": 1}
+           "relu": functools.partial(nn.RNN, nonlinearity="relu"), "rms": nn.NormGRU,
+           "layer": functools.partial(nn.NormGRU, norm="layer")}  # fmt: skip
+GATES = {"mgu": 2, "tanh": 1, "relu": 1, "rms": 3, "layer": 3}
+NORMED = ("rms", "layer")
 every_cell = pytest.mark.parametrize("cell", FUNCTIONS)
 NAMES = ("xs", "h0", "w_ih", "w_hh", "b_ih", "b_hh", "reset_state")
 
@@ -34,9 +37,23 @@ def make_arrays(cell, T, B, D, H, reset_state="h", batch_first=False, seed=0):
     arrays = {"xs": normal(*outer, D), "h0": normal(B, H)}
     arrays |= {"w_ih": normal(wide, D) / D**0.5, "w_hh": normal(wide, H) / H**0.5}
     arrays |= {"b_ih": normal(wide) / 2, "b_hh": normal(wide) / 2}
+    if cell in NORMED:
+        arrays |= {"scale_i": normal(D), "scale_h": normal(H)}
+        arrays |= {"shift_i": normal(D), "shift_h": normal(H)} if cell == "layer" else {}
     arrays["reset_state"] = None if shape is None else normal(*shape)
     resets = torch.rand(outer, generator=generator) < 0.3
     return arrays, resets, (normal(*outer, H), normal(B, H))
+
+
+def normed_step(cell, x, h, w_ih, w_hh, bias, scale_i, scale_h, shift_i=0.0, shift_h=0.0):
+    """Returns the hidden state after a step of a GRU whose gates see a norm."""
+    both, inputs = torch.cat((x, h), -1), x.shape[-1]
+    both = both if cell == "rms" else both - both.mean(-1, keepdim=True)
+    both = both / (both.square().mean(-1, keepdim=True) + 1e-4).sqrt()
+    y_i, y_h = both[:, :inputs] * scale_i + shift_i, both[:, inputs:] * scale_h + shift_h
+    a_r, a_n, a_u = (y_i @ w_ih.T + y_h @ w_hh.T + bias).chunk(3, -1)
+    u = torch.sigmoid(a_u - 1)
+    return u * torch.tanh(torch.sigmoid(a_r) * a_n) + (1 - u) * h
 
 
 def step(cell, x, hidden, h):
@@ -48,7 +65,7 @@ def step(cell, x, hidden, h):
     return (1 - f) * torch.tanh(x_n + f * h_n) + f * h
 
 
-def looped(cell, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state, reverse, batch_first):
+def looped(cell, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state, reverse, batch_first, **of_norm):
     """Computes the function of a cell step by step."""
     if batch_first:
         xs, resets = xs.transpose(0, 1), resets.T
@@ -57,7 +74,10 @@ def looped(cell, xs, h0, w_ih, w_hh, b_ih, b_hh, *, resets, reset_state, reverse
     for t in reversed(steps) if reverse else steps:
         new = torch.zeros_like(h) if reset_state is None else reset_state[t] if reset_state.ndim == 3 else reset_state
         h = torch.where(resets[t][:, None], new, h)
-        h = ys[t] = step(cell, xs[t] @ w_ih.T + b_ih, h @ w_hh.T + b_hh, h)
+        if cell in NORMED:
+            h = ys[t] = normed_step(cell, xs[t], h, w_ih, w_hh, b_ih + b_hh, **of_norm)
+        else:
+            h = ys[t] = step(cell, xs[t] @ w_ih.T + b_ih, h @ w_hh.T + b_hh, h)
     return torch.stack([ys[t] for t in steps], 1 if batch_first else 0), h
 
 
@@ -66,7 +86,8 @@ def with_gradients(function, given, cotangents, dtype, device="cpu"):
     leaves = {name: x.to(device, dtype).requires_grad_() for name, x in given[0].items() if x is not None}
     arrays = dict.fromkeys(NAMES) | leaves
     reset_state = arrays.pop("reset_state")
-    outputs = function(*arrays.values(), resets=given[1].to(device), reset_state=reset_state)
+    of_norm = {name: arrays.pop(name) for name in [*arrays] if name not in NAMES}
+    outputs = function(*arrays.values(), resets=given[1].to(device), reset_state=reset_state, **of_norm)
     found = torch.autograd.grad(
         outputs, list(leaves.values()), [x.to(device, y.dtype) for x, y in zip(cotangents, outputs, strict=True)]
     )
@@ -151,7 +172,10 @@ def test_nan_stays_until_a_reset(cell, implementation):
     arrays["xs"][0, 0] = torch.nan
     resets = torch.tensor([[0, 0], [0, 0], [1, 0], [0, 0]])
     reset_state = arrays.pop("reset_state")
-    ys, h_n = FUNCTIONS[cell](*arrays.values(), resets=resets, reset_state=reset_state, implementation=implementation)
+    of_norm = {name: arrays.pop(name) for name in [*arrays] if name not in NAMES}
+    ys, h_n = FUNCTIONS[cell](
+        *arrays.values(), **of_norm, resets=resets, reset_state=reset_state, implementation=implementation
+    )
     assert ys[:2, 0].isnan().all()
     assert ys[2:].isfinite().all() and ys[:, 1].isfinite().all() and h_n.isfinite().all()
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax import Array
 
 import jaxrnn
-from jaxrnn.linen import GRU, LSTM, MGU, RNN, GRUCell, LSTMCell, ResetRNN, SimpleRNN
+from jaxrnn.linen import GRU, LSTM, MGU, RNN, GRUCell, LSTMCell, NormGRU, NormGRUCell, ResetRNN, SimpleRNN
 
 T, B, D, H = 5, 2, 3, 4
 xs, resets = jnp.ones((T, B, D)), jnp.zeros((T, B), bool)
@@ -54,6 +54,8 @@ class Agent(nn.Module):
         assert_type(GRU(H, time_major=True, return_carry=True)(xs), tuple[tuple[Any, ...], Array])
         assert_type(LSTM(H, time_major=True, proj_size=2)(xs, return_carry=True), tuple[tuple[Any, ...], Array])
         assert_type(MGU(H, time_major=True, return_carry=True)(xs, return_carry=False), Array)
+        assert_type(NormGRU(H, time_major=True, cell_norm="layer")(xs), Array)
+        assert_type(NormGRUCell(H, norm="layer")(jnp.zeros((B, H)), xs[0]), tuple[Array, Array])
         assert_type(SimpleRNN(H, return_carry=flag)(xs), Array | tuple[tuple[Any, ...], Array])
         assert_type(SimpleRNN(H)(xs, return_carry=flag), Array | tuple[tuple[Any, ...], Array])
 

@@ -8,7 +8,7 @@ from flax import nnx
 from jax import Array
 
 import jaxrnn
-from jaxrnn.nnx import GRU, LSTM, RNN, GRUCell, LSTMCell, OptimizedLSTMCell, SimpleCell, SimpleRNN
+from jaxrnn.nnx import GRU, LSTM, RNN, GRUCell, LSTMCell, NormGRU, NormGRUCell, OptimizedLSTMCell, SimpleCell, SimpleRNN
 
 T, B, D, H = 5, 2, 3, 4
 xs, resets, h = jnp.ones((T, B, D)), jnp.zeros((T, B), bool), jnp.zeros((B, H))
@@ -42,6 +42,8 @@ assert_type(GRU(D, H, time_major=True, rngs=rngs)(xs, resets=np.zeros((T, B))), 
 assert_type(GRU(D, H, bidirectional=True, return_carry=True, rngs=rngs)(xs), tuple[tuple[Any, ...], Array])
 assert_type(LSTM(D, H, proj_size=2, rngs=rngs)(xs, return_carry=True), tuple[tuple[Any, ...], Array])
 assert_type(SimpleRNN(D, H, activation_fn=nnx.relu, return_carry=True, rngs=rngs)(xs, return_carry=False), Array)
+assert_type(NormGRU(D, H, cell_norm="layer", rngs=rngs)(xs), Array)
+assert_type(NormGRUCell(D, H, norm="layer", epsilon=1e-3, rngs=rngs)(h, xs[0]), tuple[Array, Array])
 assert_type(LSTM(D, H, num_blocks=2, rngs=rngs)(xs), Array)
 assert_type(SimpleRNN(D, H, num_blocks=2, return_carry=True, rngs=rngs)(xs), tuple[tuple[Any, ...], Array])
 assert_type(GRUCell(D, H, num_blocks=2, rngs=rngs)(h, xs[0]), tuple[Array, Array])
@@ -77,6 +79,7 @@ def mistakes() -> None:
     GRU(D, H, layers=2, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     LSTM(D, H, proj=2, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     GRUCell(D, H, residual=True, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    NormGRUCell(D, H, gate_fn=nnx.sigmoid, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     SimpleCell(D, H, gate_fn=nnx.sigmoid, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     jaxrnn.nnx.RMSNorm(H, use_bias=True, rngs=rngs)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     jaxrnn.nnx.RMSNorm(H)  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]

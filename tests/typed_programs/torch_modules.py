@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import jaxrnn
 import torch_bridge
 from jaxrnn import convert
-from torch_bridge.nn import GRU, LSTM, MGU, RNN, LayerNorm, RMSNorm, run_trajectories
+from torch_bridge.nn import GRU, LSTM, MGU, RNN, LayerNorm, NormGRU, RMSNorm, run_trajectories
 
 T, B, D, H = 5, 2, 3, 4
 xs, resets = torch.ones(T, B, D), torch.zeros(T, B)
@@ -24,6 +24,7 @@ assert_type(LSTM(D, H, proj_size=2, bidirectional=True)(xs), tuple[Tensor, State
 assert_type(LSTM(D, H)(packed, None), tuple[PackedSequence, States])
 assert_type(LSTM(D, H).forward(xs, (torch.zeros(1, B, H), torch.zeros(1, B, H))), tuple[Tensor, States])
 
+assert_type(NormGRU(D, H, norm="layer", epsilon=1e-3)(xs), tuple[Tensor, Tensor])
 assert_type(LSTM(D, H, num_blocks=2)(xs), tuple[Tensor, States])
 assert_type(MGU(D, H, num_blocks=2)(xs), tuple[Tensor, Tensor])
 
@@ -43,6 +44,7 @@ functional = torch_bridge.functional
 w_ih, w_hh = torch.ones(4 * H, D), torch.ones(4 * H, H)
 assert_type(functional.gru(xs, None, w_ih[: 3 * H], w_hh[: 3 * H], resets=resets), tuple[Tensor, Tensor])
 assert_type(functional.mgu(xs, None, w_ih[: 2 * H], w_hh[: 2 * H]), tuple[Tensor, Tensor])
+assert_type(functional.norm_gru(xs, None, w_ih[: 3 * H], w_hh[: 3 * H], norm="layer"), tuple[Tensor, Tensor])
 assert_type(functional.rnn(xs, None, w_ih[:H], w_hh[:H], nonlinearity="relu"), tuple[Tensor, Tensor])
 assert_type(functional.lstm(xs, None, w_ih, w_hh), tuple[Tensor, States])
 assert_type(functional.lstm(xs, None, w_ih, w_hh, return_cells=True), tuple[tuple[Tensor, Tensor], States])

@@ -66,6 +66,8 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
     wide = one.w_ih.shape[0]
     hidden = wide // cell.gates
     width = hidden if one.w_hr is None else one.w_hr.shape[0]
+    if one.w_hh.ndim == 3 and cell.norm:
+        raise ValueError(f"w_hh must be {(wide, hidden)}, not blocks {tuple(one.w_hh.shape)}: the norm sees all units")
     w_hh = (wide, width) if one.w_hh.ndim != 3 else _block_shape(cell, one.w_hh, hidden, one.w_hr)
     shapes = {"w_ih": (cell.gates * hidden, xs.shape[-1]), "w_hh": w_hh, "b_ih": (wide,), "b_hh": (wide,)}
     for name, shape in (shapes | {"w_hr": (width, hidden)}).items():

@@ -15,6 +15,7 @@ from torch_bridge.cells import CellSpec
 from torch_bridge.functional.checks import Implementation, check_implementation
 from torch_bridge.functional.direction import Direction, DirectionResult, blocks_of
 from torch_bridge.functional.layout import Layout, stack
+from torch_bridge.functional.norm_weights import input_statistics
 from torch_bridge.functional.projection import project, without_projection
 from torch_bridge.rnn_ops import Precision
 
@@ -71,7 +72,7 @@ def _project_inputs(
 
     The weights are split by block, and not the projections, which are many times as large.
     """
-    biases = [_bias(cell, one) for one in layer]
+    biases = [None if cell.norm else _bias(cell, one) for one in layer]  # a norm adds its bias in the time loop
     if layer[0].w_hr is not None:
         xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
         return without_projection(xps, layer, reverse, layout.time)
@@ -88,8 +89,25 @@ def _project_inputs(
     return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), layer
 
 
-def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
-    """Whether `single_step` of `steps.cell.Cell` can compute the step, which has less host overhead than a launch."""
+def _norm(cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, epsilon: float) -> loops.Norm | None:
+    """Returns what the time loop needs of a norm: statistics of the inputs, and the bias of each model, folded."""
+    if not cell.norm:
+        return None
+    hidden = layer[0].w_hh.shape[-1]
+
+    def of_models(x: Tensor | None) -> Tensor | None:
+        return None if x is None else layout.sequence(x.expand(layout.models, *x.shape))
+
+    x_norm, x_mean = map(of_models, input_statistics(cell, xs, hidden, epsilon))
+    assert x_norm is not None
+    biases = [one.b_ih for one in layer if one.b_ih is not None]
+    return loops.Norm(layout.by_model(stack(biases), cell.gates), x_norm, x_mean, xs.shape[-1] + hidden)
+
+
+def _can_run_single_step(cell: CellSpec, xs: Tensor, layer: Sequence[Direction]) -> bool:
+    """Whether a function of `steps.SINGLE_STEPS` can compute the step, which has less host overhead than a launch."""
+    if cell.name not in steps.SINGLE_STEPS:
+        return False
     one = layer[0]
     alone = len(layer) == 1 and one.w_hr is None and one.w_hh.ndim == 2 and (one.b_ih is None) == (one.b_hh is None)
     if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
@@ -102,7 +120,7 @@ def _can_run_single_step(xs: Tensor, layer: Sequence[Direction]) -> bool:
 
 
 def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout) -> DirectionResult:
-    """Runs a layer of one direction for one step, with `single_step` of `steps.cell.Cell`."""
+    """Runs a layer of one direction for one step, with a function of `steps.SINGLE_STEPS`."""
     hidden, sequences = one.w_hh.shape[-1], math.prod(layout.batch)
     states = []
     starts = one.resets
@@ -118,7 +136,7 @@ def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout)
             h = torch.where(starts, new.reshape(sequences, hidden), h)
         states.append(h)
     x, weights = xs.reshape(sequences, xs.shape[-1]), (one.w_ih, one.w_hh, one.b_ih, one.b_hh)
-    found = steps.CELLS[cell.name].single_step(x, tuple(states), *weights)
+    found = steps.SINGLE_STEPS[cell.name](x, tuple(states), *weights)
     hs, *cs = (h.reshape(*layout.outer, hidden) for h in found)
     # The last states are copies, so that an in-place change to them does not change `hs` or `cs`, nor the reverse.
     return DirectionResult(hs, cs[0] if cs else None, tuple(h.clone().reshape(*layout.batch, hidden) for h in found))
@@ -152,6 +170,7 @@ def run_layer(
     cells: bool = False,
     precision: Precision = None,
     implementation: Implementation = None,
+    epsilon: float = 0.0,
 ) -> list[DirectionResult]:
     """Runs a layer of one direction, or of two, forward and reverse, in one launch. Expects valid shapes and dtypes.
 
@@ -167,6 +186,8 @@ def run_layer(
       cells: whether to return the cell states of all steps.
       precision: see `gru`.
       implementation: see `gru`.
+      epsilon: what the norm of the cell adds to the variance, if it has a norm. The weights of each direction are then
+        those that `norm_weights.fold` returns.
 
     Returns:
       The results of each direction.
@@ -189,7 +210,7 @@ def run_layer(
     layout = Layout(xs, len(layer), batch_first, blocks_of(layer[0].w_hh))
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
-    if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(xs, layer):
+    if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(cell, xs, layer):
         if choice.is_told():
             reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"
             _tell_choice(cell, xs, layout, layer[0].w_hh, None, reason)
@@ -205,7 +226,8 @@ def run_layer(
     states = [layout.initial_states(of_state, default, xs, hidden) for of_state in by_state]
     resets, reset_states = layout.resets([one.resets for one in layer], xs), layout.reset_states(layer, states)
     w_hh, b_hn = layout.weights([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs, layout)
-    arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states
+    norm = _norm(cell, xs, layer, layout, epsilon)
+    arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states, norm
 
     told = choice.is_told()
     if told:

@@ -1,15 +1,16 @@
 """`GRU`, `LSTM` and `RNN` with episode resets, `RMSNorm` and `LayerNorm`: replacements for the modules of `torch.nn`.
 
 Constructors, parameters, initial values, state dicts and outputs are those of `torch.nn`; so are the errors of the
-recurrent modules. In addition, `forward` takes `resets` and `reset_state`, or a `residual`. `MGU` is a module in the
-form of `GRU`; `torch.nn` has none. `run_trajectories` takes the inputs of TorchRL's recurrent modules.
+recurrent modules. In addition, `forward` takes `resets` and `reset_state`, or a `residual`. `MGU` and `NormGRU` are
+modules in the form of `GRU`; `torch.nn` has none. `run_trajectories` takes the inputs of TorchRL's recurrent modules.
 """
 
 from torch_bridge.nn.gru import GRU
 from torch_bridge.nn.lstm import LSTM
 from torch_bridge.nn.mgu import MGU
+from torch_bridge.nn.norm_gru import NormGRU
 from torch_bridge.nn.norms import LayerNorm, RMSNorm
 from torch_bridge.nn.rnn import RNN
 from torch_bridge.nn.trajectories import run_trajectories
 
-__all__ = ["GRU", "LSTM", "MGU", "RNN", "LayerNorm", "RMSNorm", "run_trajectories"]
+__all__ = ["GRU", "LSTM", "MGU", "RNN", "LayerNorm", "NormGRU", "RMSNorm", "run_trajectories"]

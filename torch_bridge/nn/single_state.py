@@ -13,7 +13,7 @@ from torch_bridge.nn.recurrent import RecurrentModule
 
 
 class SingleStateModule(RecurrentModule):
-    """Base class of `GRU`, `MGU` and `RNN`, which differ in their cell."""
+    """Base class of `GRU`, `MGU`, `RNN` and `NormGRU`, which differ in their cell."""
 
     @property
     def _cell(self) -> CellSpec:

@@ -64,10 +64,12 @@ def run_stack(
                 names[name] = getattr(rnn, long + suffix) if rnn.bias or name.startswith("w") else None
             if rnn.proj_size:
                 names["w_hr"] = getattr(rnn, "weight_hr" + suffix)
-            directions.append(Direction(**names, **starts[i]._asdict()))  # type: ignore[arg-type]
+            one = Direction(**names, **starts[i]._asdict())  # type: ignore[arg-type]
+            directions.append(rnn.fold_norm(one, suffix) if cell.norm else one)  # type: ignore[operator]
         results = functional.run_layer(
             cell, xs, directions, batch_first=batch_first, cells=cells,
             precision=getattr(rnn, "precision", None), implementation=getattr(rnn, "implementation", None),
+            epsilon=getattr(rnn, "epsilon", 0.0),
         )  # fmt: skip
         outcomes += results
         xs = results[0].hs if len(results) == 1 else torch.cat([one.hs for one in results], -1)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torch_bridge import op_common, tiling
+from torch_bridge import loops, op_common, tiling
 from torch_bridge.cells import CellSpec
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.implementation import PRECISIONS
@@ -24,6 +24,7 @@ class ForwardArguments(NamedTuple):
       states: `[G, B, H]` each; the arguments "h0", ...
       resets: `[G, T, B]` or None.
       reset_states: `[G, B, H]`, `[G, T, B, H]`, or None for zeros; the arguments "reset_h", ...
+      norm: the arguments "bias", "x_norm", "x_mean" (for LayerNorm) and "norm_width" if the cell has a norm, else None.
       order: the direction through time, see `torch_bridge.loops`.
       precision: precision of float32 products, by Triton's name.
       cells: whether to return every state of every step, instead of the hidden states only; an argument only if there
@@ -38,6 +39,7 @@ class ForwardArguments(NamedTuple):
     states: tuple[Tensor, ...]
     resets: Tensor | None
     reset_states: tuple[Tensor | None, ...]
+    norm: loops.Norm | None
     order: str
     precision: str
     cells: bool
@@ -49,10 +51,12 @@ def forward_types(cell: CellSpec) -> dict[str, str]:
     """Returns the arguments of a cell's forward operator with their types in PyTorch's schema language."""
     return {
         **dict.fromkeys(("xp", "w_hh", *(("b_hn",) if cell.last_gate_separate else ())), "Tensor"),
+        **(dict.fromkeys(("bias", *cell.norm_inputs), "Tensor") if cell.norm else {}),
         **{f"{s}0": "Tensor" for s in cell.states},
         "resets": "Tensor?",
         **{f"reset_{s}": "Tensor?" for s in cell.states},
         **{"order": "str", "precision": "str"},
+        **({"norm_width": "int"} if cell.norm else {}),
         **({"cells": "bool"} if len(cell.states) > 1 else {}),
         **{"save": "bool", "implementation": "str?"},
     }
@@ -61,15 +65,26 @@ def forward_types(cell: CellSpec) -> dict[str, str]:
 def forward_arguments(cell: CellSpec, arguments: Sequence[Any]) -> ForwardArguments:
     """Groups the arguments of a cell's forward operator; PyTorch leaves out `implementation` if it is None."""
     each, count = iter(arguments), len(cell.states)
+    xp, w_hh = next(each), next(each)
+    b_hn = next(each) if cell.last_gate_separate else None
+    of_norm = [next(each) for _ in ("bias", *cell.norm_inputs)] if cell.norm else []
+    states, resets = tuple(itertools.islice(each, count)), next(each)
+    reset_states = tuple(itertools.islice(each, count))
+    order, precision = next(each), next(each)
+    norm = None
+    if cell.norm:
+        bias, x_norm, x_mean = (*of_norm, None)[:3]
+        norm = loops.Norm(bias, x_norm, x_mean, next(each))
     return ForwardArguments(
-        xp=next(each),
-        w_hh=next(each),
-        b_hn=next(each) if cell.last_gate_separate else None,
-        states=tuple(itertools.islice(each, count)),
-        resets=next(each),
-        reset_states=tuple(itertools.islice(each, count)),
-        order=next(each),
-        precision=next(each),
+        xp=xp,
+        w_hh=w_hh,
+        b_hn=b_hn,
+        states=states,
+        resets=resets,
+        reset_states=reset_states,
+        norm=norm,
+        order=order,
+        precision=precision,
         cells=next(each) if count > 1 else False,
         save=next(each),
         implementation=next(each, None),
@@ -82,12 +97,13 @@ class BackwardArguments(NamedTuple):
     Attributes:
       w_hh: `[S, gates * H, H]`.
       hs: `[G, T, B, H]`, which connects the operator to the inputs, see `operators`, and is not read.
-      residuals: by name, see `torch_bridge.cells.CellSpec`.
+      residuals: by name, what `torch_bridge.cells.CellSpec.saved` lists.
       resets: `[G, T, B]` or None.
       dsequences: gradients of the states of every step, `[G, T, B, H]` or None for zeros; the arguments "dhs", ...
       dlast: gradients of the last states, `[G, B, H]` or None for zeros; the arguments "dh_last", ...
       order: see `ForwardArguments`.
       precision: see `ForwardArguments`.
+      norm_width: the number of elements that the norm sees, an argument only if the cell has a norm, else 0.
       reset_gradients: whether to return the gradient of each step's reset states.
       implementation: see `ForwardArguments`.
     """
@@ -100,6 +116,7 @@ class BackwardArguments(NamedTuple):
     dlast: tuple[Tensor | None, ...]
     order: str
     precision: str
+    norm_width: int
     reset_gradients: bool
     implementation: str | None
 
@@ -107,11 +124,13 @@ class BackwardArguments(NamedTuple):
 def backward_types(cell: CellSpec) -> dict[str, str]:
     """Returns the arguments of a cell's backward operator with their types in PyTorch's schema language."""
     return {
-        **dict.fromkeys(("w_hh", "hs", *dict(cell.residuals)), "Tensor"),
+        **dict.fromkeys(("w_hh", "hs", *cell.saved), "Tensor"),
         "resets": "Tensor?",
         **{f"d{s}s": "Tensor?" for s in cell.states},
         **{f"d{s}_last": "Tensor?" for s in cell.states},
-        **{"order": "str", "precision": "str", "reset_gradients": "bool", "implementation": "str?"},
+        **{"order": "str", "precision": "str"},
+        **({"norm_width": "int"} if cell.norm else {}),
+        **{"reset_gradients": "bool", "implementation": "str?"},
     }
 
 
@@ -121,12 +140,13 @@ def backward_arguments(cell: CellSpec, arguments: Sequence[Any]) -> BackwardArgu
     return BackwardArguments(
         w_hh=next(each),
         hs=next(each),
-        residuals={name: next(each) for name, _ in cell.residuals},
+        residuals={name: next(each) for name in cell.saved},
         resets=next(each),
         dsequences=tuple(itertools.islice(each, count)),
         dlast=tuple(itertools.islice(each, count)),
         order=next(each),
         precision=next(each),
+        norm_width=next(each) if cell.norm else 0,
         reset_gradients=next(each),
         implementation=next(each, None),
     )
@@ -158,13 +178,18 @@ def _check(
     widths = {"xp": cell.gates, **dict(cell.residuals)}
     for name, x in sequences.items():
         shape: tuple[int, ...] = (groups, steps, batch, widths.get(name, 1) * hidden)
-        if x is not None and tuple(x.shape) != (shape[:3] if name == "resets" else shape):
-            raise ValueError(f"{name} must be {shape[:3] if name == 'resets' else shape}, got {tuple(x.shape)}")
+        if name in ("resets", "scale", "x_norm", "x_mean"):
+            shape = shape[:3]
+        if x is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
     for name, x in states.items():
         if x is not None and tuple(x.shape) != (groups, batch, hidden):
             raise ValueError(f"{name} must be {(groups, batch, hidden)}, got {tuple(x.shape)}")
     for name, x in weights.items():
-        wanted = (models, cell.gates * hidden, hidden) if name == "w_hh" else (models, hidden)
+        wanted: tuple[int, ...] = {
+            "w_hh": (models, cell.gates * hidden, hidden), "b_hn": (models, hidden),
+            "bias": (models, cell.gates * hidden),
+        }[name]  # fmt: skip
         if tuple(x.shape) != wanted:
             raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
 
@@ -183,6 +208,9 @@ def check_forward(cell: CellSpec, x: ForwardArguments) -> None:
         else:
             states |= reset_states
     weights = {"w_hh": x.w_hh} if x.b_hn is None else {"w_hh": x.w_hh, "b_hn": x.b_hn}
+    if x.norm is not None:
+        weights["bias"] = x.norm.bias
+        sequences |= {name: getattr(x.norm, name) for name in cell.norm_inputs}
     _check(cell, kernels.sizes_of(x.xp, x.w_hh), sequences, states, weights, x.order, x.precision)
 
 

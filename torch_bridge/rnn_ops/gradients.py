@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from torch_bridge import op_common
 from torch_bridge.cells import CellSpec
 from torch_bridge.rnn_ops.arguments import ForwardArguments
 
@@ -81,3 +82,39 @@ def weight_gradient(cell: CellSpec, x: ForwardArguments, hs: Tensor, gradients: 
         return _sum_products(dxp, seen, models)
     first = _sum_products(dxp[..., : (cell.gates - 1) * hidden], seen, models)
     return torch.cat((first, _sum_products(gradients["dhn"], seen, models)), 1)
+
+
+def norm_gradients(
+    cell: CellSpec,
+    wanted: Sequence[str],
+    x: ForwardArguments,
+    hs: Tensor,
+    scale: Tensor,
+    gradients: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """Returns the gradients of those arguments of a norm that are in `wanted`.
+
+    Args:
+      cell: the cell.
+      wanted: names of arguments.
+      x: the arguments of the forward operator.
+      hs: the hidden states of all steps.
+      scale: `[G, T, B]`, the factor of each step's norm.
+      gradients: the results of the backward operator by name.
+    """
+    assert x.norm is not None
+    found, hidden, wide = {}, hs.shape[-1], op_common.accumulation_dtype(x.w_hh.dtype)
+    if "bias" in wanted:  # it is added after the norm
+        dgates = gradients["dxp"].to(wide) / scale[..., None]
+        dbias = dgates.reshape(x.w_hh.shape[0], -1, dgates.shape[-1]).sum(1)
+        found["bias"] = dbias.to(x.norm.bias.dtype)
+    dvariance = -0.5 * scale * scale * gradients["dnorm"]
+    found["x_norm"] = dvariance.to(x.norm.x_norm.dtype)
+    if x.norm.x_mean is not None and "x_mean" in wanted:
+        seen = _states_read(hs, x.states[0], x.resets, x.reset_states[0], x.order, x.w_hh.shape[0], wide)
+        ordered = sorted(seen, key=lambda part: part[0].start)
+        h_mean = torch.cat([h for _, h in ordered], 1).mean(-1)
+        width = x.norm.width
+        dmean = dvariance * (h_mean - x.norm.x_mean) * (-2 * hidden * (width - hidden) / width**2)
+        found["x_mean"] = dmean.to(x.norm.x_mean.dtype)
+    return found

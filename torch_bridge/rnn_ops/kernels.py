@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_bridge import choice, op_common, tiling
+from torch_bridge import choice, loops, op_common, tiling
 from torch_bridge.cells import CellSpec
 
 if TYPE_CHECKING:
@@ -30,13 +30,13 @@ def sizes_of(sequence: Tensor, w_hh: Tensor) -> tiling.Sizes:
 @functools.lru_cache(maxsize=4096)
 def _launch(
     cell: str, direction: tiling.Direction, sizes: tiling.Sizes, dtypes: tuple[tuple[str, str], ...],
-    reset_state: Any, order: str, precision: Any, ordinal: int | None,
+    reset_state: Any, order: str, precision: Any, norm_width: int, ordinal: int | None,
 ) -> Launch:  # fmt: skip
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter."""
     from torch_bridge.recurrences import Launch
 
     made: Launch = op_common.load(
-        Launch, _problem(cell, direction, sizes, dtypes, reset_state, order, precision), ordinal
+        Launch, _problem(cell, direction, sizes, dtypes, reset_state, order, precision, norm_width), ordinal
     )  # fmt: skip
     choice.log_launch(cell, direction, made)
     return made
@@ -44,16 +44,17 @@ def _launch(
 
 def _problem(
     cell: str, direction: tiling.Direction, sizes: tiling.Sizes, dtypes: tuple[tuple[str, str], ...],
-    reset_state: Any, order: str, precision: Any,
+    reset_state: Any, order: str, precision: Any, norm_width: int,
 ) -> tiling.Problem:  # fmt: skip
     return tiling.Problem(
-        cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=REVERSE[order], precision=precision
-    )
+        cell, direction, *sizes, dtypes=dtypes, reset_state=reset_state, reverse=REVERSE[order], precision=precision,
+        norm_width=norm_width,
+    )  # fmt: skip
 
 
 def _run(
     cell: CellSpec, direction: tiling.Direction, sizes: tiling.Sizes, arrays: dict[str, Tensor | None],
-    outputs: Outputs, order: str, precision: str, reset_state: str = "zeros",
+    outputs: Outputs, order: str, precision: str, reset_state: str = "zeros", norm_width: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Launches a kernel on the current stream of the tensors' device and returns its outputs by name.
 
@@ -61,14 +62,16 @@ def _run(
     """
     listener = choice.listener()
     if listener is not None:
-        return _tell_launch(listener, cell, direction, sizes, arrays, outputs, order, precision, reset_state)
+        return _tell_launch(
+            listener, cell, direction, sizes, arrays, outputs, order, precision, reset_state, norm_width
+        )  # fmt: skip
     tensors = {name: op_common.as_kernel_input(x) for name, x in arrays.items() if x is not None}
     place = next(iter(tensors.values())).device
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
     tensors |= results
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
-    launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, ordinal)
+    launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, norm_width, ordinal)
     if launch.config.loop == "streamed":  # Gluon kernels round weights on load, if at all
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
         tensors[weights] = round_to_tf32(tensors[weights], precision)
@@ -78,7 +81,7 @@ def _run(
 
 def _tell_launch(
     listener: choice.Listener, cell: CellSpec, direction: tiling.Direction, sizes: tiling.Sizes,
-    arrays: dict[str, Tensor | None], outputs: Outputs, order: str, precision: str, reset_state: str,
+    arrays: dict[str, Tensor | None], outputs: Outputs, order: str, precision: str, reset_state: str, norm_width: int,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Tells a listener what `_run` would launch, and returns outputs without values."""
     from torch_bridge.recurrences import Launch
@@ -88,7 +91,7 @@ def _tell_launch(
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in (tensors | results).items())
     device = op_common.device_facts(listener.profile, place)
-    problem = _problem(cell.name, direction, sizes, dtypes, reset_state, order, precision)
+    problem = _problem(cell.name, direction, sizes, dtypes, reset_state, order, precision, norm_width)
     listener.launched(cell.name, direction, Launch(problem, device), device)
     return results
 
@@ -116,7 +119,8 @@ def _in_order(results: Mapping[str, Tensor], returned: Outputs, like: Tensor) ->
 
 def forward(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor | None, states: Sequence[Tensor], resets: Tensor | None,
-    reset_states: Sequence[Tensor | None], *, cell: CellSpec, order: str, precision: str, returned: Outputs,
+    reset_states: Sequence[Tensor | None], norm: loops.Norm | None, *, cell: CellSpec, order: str, precision: str,
+    returned: Outputs,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches the forward kernel, whose arguments `torch_bridge.kernels.loops.streamed` explains.
 
@@ -125,6 +129,8 @@ def forward(
     dtypes = {s: _state_dtype(x, w_hh) for s, x in zip(cell.states, states, strict=True)}
     arrays: dict[str, Tensor | None] = {"w_hh_t": w_hh, "b_hn": None if b_hn is None else b_hn.float()}
     arrays["xp"] = xp.float()
+    if norm is not None:
+        arrays |= {name: getattr(norm, name).float() for name in ("bias", *cell.norm_inputs)}
     arrays |= {f"{s}0": x.to(dtypes[s]) for s, x in zip(cell.states, states, strict=True)}
     arrays["reset"] = resets
     kind = "zeros"
@@ -136,7 +142,8 @@ def forward(
         outputs[f"{s}_last"] = outputs[f"{s}_last"][0], torch.float32
         if f"{s}s" in outputs:
             outputs[f"{s}s"] = outputs[f"{s}s"][0], dtypes[s]
-    results = _run(cell, "fwd", sizes_of(xp, w_hh), arrays, outputs, order, precision, kind)
+    width = 0 if norm is None else norm.width
+    results = _run(cell, "fwd", sizes_of(xp, w_hh), arrays, outputs, order, precision, kind, width)
     return _in_order(results, returned, xp)
 
 
@@ -147,6 +154,7 @@ def _zeros(like: Tensor, *shape: int) -> Tensor:
 def backward(
     w_hh: Tensor, residuals: Mapping[str, Tensor], resets: Tensor | None, dsequences: Sequence[Tensor | None],
     dlast: Sequence[Tensor | None], *, cell: CellSpec, order: str, precision: str, returned: Outputs,
+    norm_width: int,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Launches the backward kernel, whose arguments `torch_bridge.kernels.loops.streamed` explains.
 
@@ -163,4 +171,5 @@ def backward(
     for s, d in zip(cell.states, dlast, strict=True):
         arrays[f"d{s}_last"] = _zeros(w_hh, groups, batch, hidden) if d is None else d.float()
     outputs = {name: output for name, output in returned.items() if output[0] != (0,)}
-    return _in_order(_run(cell, "bwd", sizes, arrays, outputs, order, precision), returned, w_hh)
+    results = _run(cell, "bwd", sizes, arrays, outputs, order, precision, norm_width=norm_width)
+    return _in_order(results, returned, w_hh)

@@ -22,7 +22,7 @@ from torch_bridge.rnn_ops.arguments import (
     forward_types,
     schema,
 )
-from torch_bridge.rnn_ops.gradients import reset_state_gradient, weight_gradient
+from torch_bridge.rnn_ops.gradients import norm_gradients, reset_state_gradient, weight_gradient
 from torch_bridge.rnn_ops.implementation import should_launch_kernels
 from torch_bridge.rnn_ops.outputs import as_outputs, backward_names, backward_outputs, forward_outputs
 from torch_bridge.rnn_ops.vmap import vmap_rule
@@ -43,12 +43,12 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
 
 
 def _split_gradient_arguments(cell: CellSpec, options: Sequence[Any], every: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Splits the tensors of a gradient into forward arguments, gradients of outputs by name, and `hs` and residuals.
+    """Splits the tensors of a gradient into forward arguments, gradients of outputs by name, and `hs` and `saved`.
 
     The gradients of outputs are those of `{s}s`, then of `{s}_last`, for each state s.
     """
     count, outputs = len(cell.states), [f"{s}{end}" for end in ("s", "_last") for s in cell.states]
-    tensors = len(every) - 2 * count - 1 - len(cell.residuals)
+    tensors = len(every) - 2 * count - 1 - len(cell.saved)
     grads = dict(zip(outputs, every[tensors : tensors + 2 * count], strict=True))
     return (*every[:tensors], *options), grads, every[tensors + 2 * count :]
 
@@ -59,16 +59,20 @@ def _first_gradients(
     """Returns the gradients of the arguments in `wanted`, by the backward operator."""
     arguments, grads, (hs, *residuals) = _split_gradient_arguments(cell, options, every)
     x = forward_arguments(cell, arguments)
+    width = () if x.norm is None else (x.norm.width,)
     dresets = x.resets is not None and any(f"reset_{s}" in wanted for s in cell.states)
     found = op_common.call(
-        backward_op, x.w_hh, hs, *residuals, x.resets, *grads.values(), x.order, x.precision, dresets, x.implementation
-    )
+        backward_op, x.w_hh, hs, *residuals, x.resets, *grads.values(), x.order, x.precision, *width, dresets,
+        x.implementation,
+    )  # fmt: skip
     found = dict(zip(backward_names(cell), found, strict=True))
     returned = {"xp": found["dxp"]}
     if "w_hh" in wanted:
         returned["w_hh"] = weight_gradient(cell, x, hs, found)
     if "b_hn" in wanted:
         returned["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
+    if x.norm is not None:
+        returned |= norm_gradients(cell, wanted, x, hs, residuals[-1], found)
     for s, state, reset_state in zip(cell.states, x.states, x.reset_states, strict=True):
         returned[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
         if reset_state is not None and f"reset_{s}" in wanted:
@@ -91,7 +95,7 @@ def _reference_gradients(
     def loop(*some: Tensor) -> tuple[Tensor, ...]:
         new = dict(zip(places, some, strict=True))
         x = forward_arguments(cell, [new.get(i, y) for i, y in enumerate(arguments)])
-        arrays = x.xp, x.w_hh, x.b_hn, x.states, x.resets, x.reset_states
+        arrays = x.xp, x.w_hh, x.b_hn, x.states, x.resets, x.reset_states, x.norm
         run = op_common.without_autocast(loops.forward)
         found = run(*arrays, cell=cell, order=x.order, cells=x.cells, save=False)
         return tuple(found[name].to(d.dtype) for name, d in given.items())
@@ -123,7 +127,7 @@ def _define(cell: CellSpec) -> Operators:
         launch = should_launch_kernels(x.implementation, x.w_hh)
         check_forward(cell, x)
         returned = forward_outputs(cell, x, launch)
-        arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states
+        arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
         if launch and x.xp.numel() > 0:
             return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
         found = loops.forward(*arrays, cell=cell, order=x.order, cells=x.cells, save=x.save)
@@ -135,7 +139,7 @@ def _define(cell: CellSpec) -> Operators:
         launch = should_launch_kernels(x.implementation, x.w_hh)
         returned = forward_outputs(cell, x, launch)
         if launch and x.xp.numel() > 0 and choice.listener() is not None:
-            arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states
+            arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
             return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
         return op_common.fake(returned, x.xp)
 
@@ -148,10 +152,13 @@ def _define(cell: CellSpec) -> Operators:
         arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences
         if launch and like.numel() > 0:
             return kernels.backward(
-                *arrays, x.dlast, cell=cell, order=x.order, precision=x.precision, returned=returned
+                *arrays, x.dlast, cell=cell, order=x.order, precision=x.precision, returned=returned,
+                norm_width=x.norm_width,
             )  # fmt: skip
         dlast = [like.new_zeros(returned["dh0"][0]) if d is None else d for d in x.dlast]
-        found = loops.backward(*arrays, dlast, cell=cell, order=x.order, reset_gradients=x.reset_gradients)
+        found = loops.backward(
+            *arrays, dlast, cell=cell, order=x.order, reset_gradients=x.reset_gradients, norm_width=x.norm_width
+        )
         return as_outputs(found, returned, like)
 
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
@@ -159,7 +166,9 @@ def _define(cell: CellSpec) -> Operators:
         returned, like = backward_outputs(cell, x), x.residuals["local_grads"]
         if like.numel() > 0 and choice.listener() is not None and should_launch_kernels(x.implementation, x.w_hh):
             arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences, x.dlast
-            return kernels.backward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
+            return kernels.backward(
+                *arrays, cell=cell, order=x.order, precision=x.precision, returned=returned, norm_width=x.norm_width
+            )
         return op_common.fake(returned, like)
 
     forward_op = getattr(torch.ops.torch_bridge, cell.name).default
@@ -167,7 +176,7 @@ def _define(cell: CellSpec) -> Operators:
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, found = forward_arguments(cell, inputs), dict(zip(results, output, strict=True))
-        residuals = [found[name] for name, _ in cell.residuals]
+        residuals = [found[name] for name in cell.saved]
         ctx.call = choice.current()
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*residuals)
@@ -190,10 +199,10 @@ def _define(cell: CellSpec) -> Operators:
             return (None,) * len(names)
         if not x.save:
             again = {"order": x.order, "precision": x.precision, "cells": False, "save": True}
-            again["implementation"] = x.implementation
+            again |= {"implementation": x.implementation, "norm_width": 0 if x.norm is None else x.norm.width}
             found = op_common.call(forward_op, *arrays, *(again[name] for name in names[tensors:]))
             found = dict(zip(results, found, strict=True))
-            hs, residuals = found["hs"], [found[name] for name, _ in cell.residuals]
+            hs, residuals = found["hs"], [found[name] for name in cell.saved]
         compute = functools.partial(_first_gradients, cell, wanted, options, backward_op)
         every = *arrays, *dsequences, *dlast, hs, *residuals
         if should_launch_kernels(x.implementation, x.w_hh):
@@ -225,7 +234,9 @@ OPERATORS = {name: _define(CELLS[name]) for name in steps.CELLS}
 
 def forward(
     cell: CellSpec,
-    arrays: tuple[Tensor, Tensor, Tensor | None, Sequence[Tensor], Tensor | None, Sequence[Tensor | None]],
+    arrays: tuple[
+        Tensor, Tensor, Tensor | None, Sequence[Tensor], Tensor | None, Sequence[Tensor | None], loops.Norm | None
+    ],
     order: str,
     precision: str,
     cells: bool,
@@ -235,7 +246,8 @@ def forward(
 
     Args:
       cell: an entry of the cell table.
-      arrays: `xp`, `w_hh`, `b_hn`, the states, `resets` and the reset states, see `torch_bridge.loops.forward`.
+      arrays: `xp`, `w_hh`, `b_hn`, the states, `resets`, the reset states and what belongs to the norm, see
+        `torch_bridge.loops.forward`.
       order: the direction through time, see `torch_bridge.loops`.
       precision: precision of float32 products, by Triton's name.
       cells: whether to return every state of every step, instead of the hidden states only.
@@ -244,10 +256,12 @@ def forward(
     Returns:
       The outputs of the operator, by name.
     """
-    xp, w_hh, b_hn, states, resets, reset_states = arrays
-    arguments = xp, w_hh, *([] if b_hn is None else [b_hn]), *states, resets, *reset_states
+    xp, w_hh, b_hn, states, resets, reset_states, norm = arrays
+    of_norm = [] if norm is None else [norm.bias, *(getattr(norm, name) for name in cell.norm_inputs)]
+    arguments = xp, w_hh, *([] if b_hn is None else [b_hn]), *of_norm, *states, resets, *reset_states
     save = op_common.wants_gradients([x for x in arguments if x is not None])
     several = (cells,) if len(cell.states) > 1 else ()
-    options = order, precision, *several, save, implementation
+    width = () if norm is None else (norm.width,)
+    options = order, precision, *width, *several, save, implementation
     results = op_common.call(OPERATORS[cell.name].forward, *arguments, *options)
     return dict(zip(cell.forward_outputs, results, strict=True))

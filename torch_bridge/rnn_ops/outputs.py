@@ -34,12 +34,21 @@ def forward_outputs(cell: CellSpec, x: ForwardArguments, kernels: bool) -> Outpu
     for name, width in cell.residuals:
         shape = (groups, steps, batch, width * hidden) if x.save else (0,)
         outputs[name] = (shape, _residual_dtype(name, kernels, x.precision, x.w_hh))
+    if cell.norm:
+        outputs["scale"] = ((groups, steps, batch) if x.save else (0,), op_common.accumulation_dtype(x.w_hh.dtype))
     return outputs
 
 
 def backward_names(cell: CellSpec) -> list[str]:
     """Returns the names of the outputs of the backward operator."""
-    return ["dxp", *cell.hidden_grads, *(f"d{s}0" for s in cell.states), *(f"dreset_{s}" for s in cell.states)]
+    of_norm = ["dnorm"] if cell.norm else []
+    return [
+        "dxp",
+        *cell.hidden_grads,
+        *of_norm,
+        *(f"d{s}0" for s in cell.states),
+        *(f"dreset_{s}" for s in cell.states),
+    ]
 
 
 def backward_outputs(cell: CellSpec, x: BackwardArguments) -> Outputs:
@@ -50,6 +59,7 @@ def backward_outputs(cell: CellSpec, x: BackwardArguments) -> Outputs:
     dreset: Any = (each_step if x.reset_gradients and x.resets is not None else (0,), wide)
     outputs: Outputs = {"dxp": ((groups, steps, batch, cell.gates * hidden), x.w_hh.dtype)}
     outputs |= {name: (each_step, x.w_hh.dtype) for name in cell.hidden_grads}
+    outputs |= {"dnorm": ((groups, steps, batch), wide)} if cell.norm else {}
     outputs |= {f"d{s}0": ((groups, batch, hidden), wide) for s in cell.states}
     return outputs | {f"dreset_{s}": dreset for s in cell.states}
 

@@ -7,10 +7,16 @@ host time of its operations. Nothing is written in place, so autograd can differ
 
 from __future__ import annotations
 
-from torch_bridge.steps import gru, lstm, mgu, simple_relu, simple_tanh
-from torch_bridge.steps.cell import Cell
+from torch_bridge.steps import gru, lstm, mgu, norm_gru, simple_relu, simple_tanh
+from torch_bridge.steps.cell import Cell, SingleStep
 
 # The arithmetic of cells in `torch_bridge.cells.CELLS`.
 CELLS: dict[str, Cell] = {
     "gru": gru, "lstm": lstm, "mgu": mgu, "simple_tanh": simple_tanh, "simple_relu": simple_relu,
+    "rms_norm_gru": norm_gru, "layer_norm_gru": norm_gru,
+}  # fmt: skip
+# What computes one step of a cell without a launch, for the cells that have it.
+SINGLE_STEPS: dict[str, SingleStep] = {
+    "gru": gru.single_step, "lstm": lstm.single_step, "mgu": mgu.single_step, "simple_tanh": simple_tanh.single_step,
+    "simple_relu": simple_relu.single_step,
 }  # fmt: skip

@@ -46,7 +46,11 @@ class Cell(Protocol):
           factors: the residuals after `local_grads`, each `[S, N, H]`.
         """
 
-    def single_step(
+
+class SingleStep(Protocol):
+    """The function `single_step` of a module of this package; a cell with a norm has none."""
+
+    def __call__(
         self, x: Tensor, states: Tensors, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
     ) -> Tensors:
         """Returns the new states, given the inputs of one step, `[N, D]`.

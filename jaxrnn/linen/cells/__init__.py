@@ -5,10 +5,10 @@ from __future__ import annotations
 import flax.linen as nn
 
 from jaxrnn import modules
-from jaxrnn.linen.cells import gru, lstm, mgu, simple
+from jaxrnn.linen.cells import gru, lstm, mgu, norm_gru, simple
 from jaxrnn.linen.fused_cell import CellEntry
 
-ENTRIES = (gru.ENTRY, lstm.ENTRY, mgu.ENTRY, simple.ENTRY)
+ENTRIES = (gru.ENTRY, lstm.ENTRY, mgu.ENTRY, simple.ENTRY, norm_gru.ENTRY)
 
 # By class of Flax, the class that replaces it.
 REPLACEMENTS = {theirs: ours for entry in ENTRIES for theirs, ours in entry.replacements.items()}
@@ -17,7 +17,7 @@ REPLACEMENTS = {theirs: ours for entry in ENTRIES for theirs, ours in entry.repl
 CELL_TYPES = {name: cell for entry in ENTRIES for name, cell in entry.cell_types.items()}
 
 _ENTRY_OF: dict[type[nn.RNNCellBase], CellEntry] = {
-    cell: entry for entry in ENTRIES for pair in entry.replacements.items() for cell in pair
+    cell: entry for entry in ENTRIES for cell in (*entry.replacements, *entry.cell_types.values())
 }
 
 

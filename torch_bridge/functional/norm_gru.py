@@ -1,0 +1,123 @@
+"""The function `norm_gru`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from torch import Tensor
+
+from torch_bridge import op_common
+from torch_bridge.cells import LAYER_NORM_GRU, RMS_NORM_GRU, CellSpec
+from torch_bridge.functional.checks import Implementation, check_direction, check_tensor
+from torch_bridge.functional.direction import Direction
+from torch_bridge.functional.layer import run_layer
+from torch_bridge.functional.norm_weights import NormWeights, fold
+from torch_bridge.rnn_ops import Precision
+
+# The cell of each norm.
+CELLS = {"rms": RMS_NORM_GRU, "layer": LAYER_NORM_GRU}
+
+
+def cell_of(norm: Any) -> CellSpec:
+    """Returns the cell with a norm. Raises ValueError if there is none."""
+    if norm not in (*CELLS,):  # it may have no hash
+        raise ValueError(f'norm must be "rms" or "layer", got {norm!r}')
+    return CELLS[norm]
+
+
+def _check_norm(cell: CellSpec, xs: Tensor, w_hh: Tensor, norm: NormWeights) -> None:
+    """Raises ValueError unless scales and shifts have the shapes and dtypes of a direction's norm."""
+    for name, x in norm._asdict().items():
+        check_tensor(name, x)
+        if x is None:
+            continue
+        if name.startswith("shift") and cell.norm == "rms":
+            raise ValueError(f'{name} must be None with norm="rms", which has no shifts: pass norm="layer" for shifts')
+        shape = (xs.shape[-1] if name.endswith("_i") else w_hh.shape[-1],)
+        if tuple(x.shape) != shape:
+            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
+        if x.dtype != xs.dtype and not op_common.is_autocasting(xs.device.type):
+            raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {x.dtype}: convert one of them")
+
+
+def norm_gru(
+    xs: Tensor,
+    h0: Tensor | None,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+    *,
+    scale_i: Tensor | None = None,
+    scale_h: Tensor | None = None,
+    shift_i: Tensor | None = None,
+    shift_h: Tensor | None = None,
+    norm: Literal["rms", "layer"] = "rms",
+    epsilon: float = 1e-4,
+    update_bias: float = -1.0,
+    resets: Tensor | None = None,
+    reset_state: Tensor | None = None,
+    reverse: bool = False,
+    batch_first: bool = False,
+    precision: Precision = None,
+    implementation: Implementation = None,
+) -> tuple[Tensor, Tensor]:
+    """Runs a GRU whose gates see a norm of inputs and state, starting afresh wherever `resets` is nonzero.
+
+    This is the GRU of DreamerV3 (Hafner et al., 2023). With s the logistic function and gates ordered r, n, u:
+
+        h = reset_state if resets[t] else h
+        y_i, y_h = norm(x, h)
+        a = W_i y_i + b_i + W_h y_h + b_h
+        r = s(a_r),  n = tanh(r * a_n),  u = s(a_u + update_bias)
+        h' = u * n + (1 - u) * h
+
+    The norm is over all D + H elements. "rms" divides by the root of mean(v^2) + epsilon and multiplies by the scales.
+    "layer" first subtracts the mean, and adds the shifts.
+
+    Args:
+      xs: see `gru`.
+      h0: see `gru`.
+      w_ih: `[3H, D]`.
+      w_hh: `[3H, H]`; blocks raise ValueError, because the norm sees all units.
+      b_ih: `[3H]` or None.
+      b_hh: `[3H]` or None; added to `b_ih`.
+      scale_i: `[D]`, the scales of the norm for the inputs, or None for ones.
+      scale_h: `[H]`, the scales of the norm for the state, or None for ones.
+      shift_i: `[D]`, the shifts of the norm for the inputs, or None for zeros; None with `norm="rms"`.
+      shift_h: `[H]`, the shifts of the norm for the state, or None for zeros; None with `norm="rms"`.
+      norm: "rms" (RMSNorm) or "layer" (LayerNorm).
+      epsilon: what is added to the variance.
+      update_bias: what is added to the update gate before its activation.
+      resets: see `gru`.
+      reset_state: see `gru`.
+      reverse: see `gru`.
+      batch_first: see `gru`.
+      precision: see `gru`.
+      implementation: see `gru`. PyTorch has no cell of this kind; where `gru` runs PyTorch's own cell, `norm_gru` runs
+        a loop of PyTorch operations or a kernel.
+
+    Returns:
+      `(ys, h_n)`, see `gru`.
+
+    Raises:
+      ValueError: see `gru`; also if there is no such norm, or if `norm="rms"` is given shifts.
+      NotImplementedError: see `gru`.
+
+    Example:
+      >>> import torch
+      >>> from torch_bridge import functional
+      >>> w_ih, w_hh = torch.randn(12, 3), torch.randn(12, 4)
+      >>> ys, h_n = functional.norm_gru(torch.randn(5, 2, 3), None, w_ih, w_hh, norm="layer")
+      >>> ys.shape, h_n.shape
+      (torch.Size([5, 2, 4]), torch.Size([2, 4]))
+    """
+    cell, weights = cell_of(norm), NormWeights(scale_i, scale_h, shift_i, shift_h)
+    one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    check_direction(cell, xs, one, batch_first)
+    _check_norm(cell, xs, w_hh, weights)
+    (out,) = run_layer(
+        cell, xs, [fold(cell, one, weights, update_bias)], reverse=reverse, batch_first=batch_first,
+        precision=precision, implementation=implementation, epsilon=epsilon,
+    )  # fmt: skip
+    return out.hs, out.last[0]

@@ -1,0 +1,64 @@
+"""What a layer whose gates see a norm computes before its time loop: folded weights, and statistics of the inputs.
+
+`torch_bridge.kernels.loops.streamed` explains how the time loop uses them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from torch_bridge import op_common
+from torch_bridge.cells import CellSpec
+from torch_bridge.functional.direction import Direction
+
+
+class NormWeights(NamedTuple):
+    """The scales and shifts of the norm of `[x, h]`; None stands for ones and zeros.
+
+    Attributes:
+      scale_i: `[D]`.
+      scale_h: `[H]`.
+      shift_i: `[D]`.
+      shift_h: `[H]`.
+    """
+
+    scale_i: Tensor | None
+    scale_h: Tensor | None
+    shift_i: Tensor | None
+    shift_h: Tensor | None
+
+
+def fold(cell: CellSpec, one: Direction, norm: NormWeights, update_bias: float) -> Direction:
+    """Returns a direction whose weights contain the norm's scales, and whose one bias contains its shifts.
+
+    For LayerNorm, the weights are centered. The bias of the last gate also contains `update_bias`.
+    """
+    dtype = op_common.accumulation_dtype(one.w_ih.dtype)
+    w_ih, w_hh = one.w_ih.to(dtype), one.w_hh.to(dtype)
+    wide, hidden = w_hh.shape
+    bias = torch.cat((w_hh.new_zeros(wide - hidden), w_hh.new_full((hidden,), update_bias)))
+    biases = [b.to(dtype) for b in (one.b_ih, one.b_hh) if b is not None]
+    shifts = ((w_ih, norm.shift_i), (w_hh, norm.shift_h))
+    biases += [w @ shift.to(dtype) for w, shift in shifts if shift is not None]
+    for b in biases:
+        bias = bias + b
+    w_ih, w_hh = (
+        w if scale is None else w * scale.to(dtype) for w, scale in ((w_ih, norm.scale_i), (w_hh, norm.scale_h))
+    )
+    if cell.norm == "layer":
+        mean = (w_ih.sum(1, keepdim=True) + w_hh.sum(1, keepdim=True)) / (w_ih.shape[1] + hidden)
+        w_ih, w_hh = w_ih - mean, w_hh - mean
+    return one._replace(w_ih=w_ih.to(one.w_ih.dtype), w_hh=w_hh.to(one.w_hh.dtype), b_ih=bias, b_hh=None)
+
+
+def input_statistics(cell: CellSpec, xs: Tensor, hidden: int, epsilon: float) -> tuple[Tensor, Tensor | None]:
+    """Returns "x_norm" and "x_mean" of `CellSpec.norm_inputs` for inputs `[..., D]`; the latter is None for RMSNorm."""
+    xs = xs.to(op_common.accumulation_dtype(xs.dtype))
+    width = xs.shape[-1] + hidden
+    if cell.norm == "rms":
+        return (xs * xs).sum(-1) / width + epsilon, None
+    mean = xs.mean(-1, keepdim=True)
+    return ((xs - mean) ** 2).sum(-1) / width + epsilon, mean.squeeze(-1)
