@@ -100,7 +100,7 @@ def test_explain_follows_the_precision_of_pytorch(tf32):
     assert {one.precision for one in launches} == {"bfloat16"}
 
 
-CELLS = {"GRU": "gru", "LSTM": "lstm", "MGU": "mgu", "RNN": "simple_tanh"}
+CELLS = {"GRU": "gru", "LSTM": "lstm", "MGU": "mgu", "RNN": "simple_tanh", "NormGRU": "rms_norm_gru"}
 
 
 @pytest.mark.parametrize("module", CELLS)
