@@ -16,6 +16,8 @@ TRITON := 3.7.1
 TRITON_LOWEST := 3.6.0
 TRITON_NEWEST := 3.9.0
 TORCH_LOWEST := 2.10.0
+# One jaxlib of each interface of XLA for calls of C, for `make wheel`.
+JAXLIBS := 0.8.0 0.9.2 0.10.2 0.11.2
 
 # PyPI's torch brings gigabytes of CUDA, PyTorch's own index has the CPU build; where that cannot be reached, pip's
 # configured index decides. Installed first: what depends on torch later finds it there.
@@ -42,7 +44,7 @@ PYTEST := -m pytest -n logical --maxprocesses $(WORKERS) $(ARGS)
 
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
 
-.PHONY: help demo test stress lint format types docs test-versions test-latest resolve clean
+.PHONY: help demo test wheel stress lint format types docs test-versions test-latest resolve clean
 .DEFAULT_GOAL := help
 
 help:
@@ -52,6 +54,7 @@ help:
 	@echo "make format         ruff: fix and format"
 	@echo "make types          mypy"
 	@echo "make docs           build the site of the documentation into outputs/site; a broken link is an error"
+	@echo "make wheel          build a wheel into dist, with the native launch for jaxlib $(JAXLIBS)"
 	@echo "make stress         run the tests that load a GPU for minutes: launches, threads, streams, failures"
 	@echo "make test-versions  run the tests on triton $(TRITON_LOWEST) with torch $(TORCH_LOWEST), and on triton $(TRITON_NEWEST)"
 	@echo "make test-latest    run the tests that need no torch on the newest JAX and Flax for PYTHON=$(PYTHON), 3.12 or newer"
@@ -81,6 +84,15 @@ types: $(TEST)
 docs: $(TEST)
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet
 	@echo "open outputs/site/index.html, or run $(VENV)/bin/mkdocs serve"
+
+# The handler has the binary interface of this machine's C library, which the wheel's tag names.
+wheel: $(TEST)
+	$(VENV)/bin/python tools/prebuild_launch.py $(JAXLIBS)
+	rm -rf dist
+	$(VENV)/bin/hatchling build -t wheel
+	$(VENV)/bin/wheel tags --remove --platform-tag $$($(VENV)/bin/python -c \
+		'import platform; print("manylinux_%s_%s" % (platform.libc_ver()[1].replace(".", "_"), platform.machine()))') dist/*.whl
+	rm -r jaxrnn/_bridge/native/prebuilt
 
 stress: $(TEST)
 	$(VENV)/bin/python -m pytest -m stress $(ARGS)

@@ -1,4 +1,7 @@
-"""Builds the handler's library from `launch.c` with the system's C compiler, once, into a private cache folder."""
+"""Builds the handler's library from `launch.c` with the system's C compiler, once, into a private cache folder.
+
+A wheel may have the library prebuilt for several versions of jaxlib, so that no compiler is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from pathlib import Path
 
 import jax
 
-SOURCE = Path(__file__).with_name("launch.c")
+SOURCE, PREBUILT = (Path(__file__).with_name(name) for name in ("launch.c", "prebuilt"))
 COMPILERS = ("cc", "gcc", "clang")
 _ANY_COMPILER = " or ".join(COMPILERS)
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
@@ -51,10 +54,11 @@ def build() -> Path:
     processor, then the compiler. Processes may build it at the same time: each writes a file of its own, and then moves
     it to the name.
     """
+    made_from = _made_from(Path(jax.ffi.include_dir()))
+    prebuilt = PREBUILT / f"launch-{made_from}.so"
+    if prebuilt.exists():
+        return prebuilt
     folder = _cache_folder()
-    made_from = _hash(
-        SOURCE.read_bytes(), *(path.read_bytes() for path in _headers()), *_FLAGS, *_LIBRARIES, platform.machine()
-    )
     compiler = _find_compiler()
     if compiler is None:
         # a machine that only runs programs may have the cache folder of one that has a compiler
@@ -66,13 +70,27 @@ def build() -> Path:
         )
     path = folder / f"launch-{made_from}-{_hash(*compiler, _version(compiler))}.so"
     if not path.exists():
-        _compile(compiler, path)
+        _compile(compiler, path, Path(jax.ffi.include_dir()))
     return path
 
 
-def _headers() -> list[Path]:
-    """Returns the headers of XLA that the source includes."""
-    return [Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")]
+def prebuild(headers: Path) -> Path:
+    """Builds the library for a folder of XLA's headers into the package, and returns its path.
+
+    Raises:
+      NativeLaunchError: there is no compiler, or it fails.
+    """
+    compiler, path = _find_compiler(), PREBUILT / f"launch-{_made_from(headers)}.so"
+    if compiler is None:
+        raise NativeLaunchError("a C compiler is needed to build the native launch: install one (apt install gcc)")
+    _compile(compiler, path, headers)
+    return path
+
+
+def _made_from(headers: Path) -> str:
+    """Returns the hash of all that the library is made from, except for the compiler."""
+    header = headers / "xla" / "ffi" / "api" / "c_api.h"
+    return _hash(SOURCE.read_bytes(), header.read_bytes(), *_FLAGS, *_LIBRARIES, platform.machine())
 
 
 def _hash(*parts: str | bytes) -> str:
@@ -97,7 +115,7 @@ def _version(compiler: tuple[str, ...]) -> str:
     return done.stdout
 
 
-def _compile(compiler: tuple[str, ...], path: Path) -> None:
+def _compile(compiler: tuple[str, ...], path: Path, headers: Path) -> None:
     """Compiles the source into a temporary file beside `path`, and moves that to `path`, which is atomic."""
     try:
         number, temporary = tempfile.mkstemp(suffix=".tmp", prefix=path.stem, dir=path.parent)
@@ -105,7 +123,7 @@ def _compile(compiler: tuple[str, ...], path: Path) -> None:
         raise NativeLaunchError(_not_writable(path.parent, error)) from error
     os.close(number)
     try:
-        command = (*compiler, *_FLAGS, f"-I{jax.ffi.include_dir()}", str(SOURCE), "-o", temporary, *_LIBRARIES)
+        command = (*compiler, *_FLAGS, f"-I{headers}", str(SOURCE), "-o", temporary, *_LIBRARIES)
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise NativeLaunchError(
