@@ -688,10 +688,26 @@ def test_source_arrays_may_be_overwritten_after_a_conversion():
 @pytest.mark.torch
 def test_snippet_of_the_documentation_runs(torch):
     page = Path(__file__).resolve().parents[2] / "docs" / "convert.md"
-    snippet, *_ = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    first, *others = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+    (of_dreamer,) = (one for one in others if "def from_dreamer" in one)
     names = {}
-    exec(compile(snippet, page.name, "exec"), names)
+    exec(compile(first, page.name, "exec"), names)
     agree(names["ys"], torch_outputs(torch, names["module"], np.ones((16, 4, 8), np.float32)))
+
+    exec(compile(of_dreamer, page.name, "exec"), names)
+    (B, D, H), rng = (names[name] for name in "BDH"), np.random.default_rng(0)
+    kernel, bias, scale, shift, h, x = (
+        rng.normal(size=shape).astype(np.float32) for shape in ((H + D, 3 * H), 3 * H, H + D, H + D, (B, H), (1, B, D))
+    )
+    both = np.concatenate([h, x[0]], -1)  # the order of DreamerV3
+    for norm, shifts in (("rms", ()), ("layer", (shift,))):
+        centered = both - both.mean(-1, keepdims=True) if norm == "layer" else both
+        normal = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-4)
+        a_r, a_n, a_u = np.split((normal * scale + sum(shifts)) @ kernel + bias, 3, -1)
+        u = jax.nn.sigmoid(a_u - 1)
+        want = u * np.tanh(jax.nn.sigmoid(a_r) * a_n) + (1 - u) * h
+        params = names["from_dreamer"](kernel, bias, scale, *shifts)
+        agree(jaxrnn.norm_gru(params, h, x, norm=norm)[1][0], want)
 
 
 TO = {

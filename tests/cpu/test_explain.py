@@ -259,6 +259,16 @@ def test_explain_says_why_a_cell_of_flax_has_no_kernel():
 
 
 @pytest.mark.torch
+def test_norms_that_flax_runs_are_explained(h200):
+    norm, x = jaxrnn.linen.RMSNorm(), jnp.ones((4, 8))
+    variables = norm.init(jax.random.key(0), x)
+    explanation = jaxrnn.explain(lambda v, x: norm.apply(v, x, mask=x > 0), variables, x)
+    (call,) = explanation.calls
+    assert (call.name, call.arguments, call.implementation) == ("norm", "a mask", "xla")
+    assert call.reason == "Flax's own norm runs it" and call.unavailable == "cannot run a norm with a mask"
+
+
+@pytest.mark.torch
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_explain_shows_a_norm(norm):
     function = {"rms": jaxrnn.rms_norm, "layer": jaxrnn.layer_norm}[norm]

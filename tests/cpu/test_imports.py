@@ -229,7 +229,7 @@ ARROWS = {
     "kernel_vjp": ("_bridge", "cells", "numerics", "sharding"),
     "recurrent": ("_bridge", "blocks", "cells", "checks", "choice", "kernel_vjp", "scan", "sharding"),
     "functions": ("cells", "checks", "recurrent"),
-    "modules": ("cells", "checks", "context", "norms", "numerics", "recurrent"),
+    "modules": ("cells", "checks", "choice", "context", "norms", "numerics", "recurrent"),
     "linen": ("cells", "checks", "choice", "modules"),
     "nnx": ("cells", "checks", "choice", "modules"),
 }

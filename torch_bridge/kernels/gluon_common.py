@@ -401,3 +401,61 @@ def load_resets(reset_ptr, rows, mask_q):
 def load_gradient(ptr, rows, unit, mask, H: gl.constexpr):
     """Loads the gradient of a step's output."""
     return gl.load(ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)
+
+
+@gluon.jit
+def load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q):
+    """Loads what a norm needs of a step's inputs: a part of the variance and, for LayerNorm, the mean.
+
+    Returns a tuple, which is empty without a norm.
+    """
+    statistics = ()
+    if x_norm_ptr is not None:
+        statistics += (gl.load(x_norm_ptr + rows, mask=mask_q, other=1.0),)
+    if x_mean_ptr is not None:
+        statistics += (gl.load(x_mean_ptr + rows, mask=mask_q, other=0.0),)
+    return statistics
+
+
+@gluon.jit
+def scale_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
+    """Returns the factor `s` of a step's norm, given what `load_statistics` returned.
+
+    `sums` are the sum of squares of the state and, for LayerNorm, its sum.
+    """
+    variance = statistics[0]
+    if len(sums) == 1:
+        variance += sums[0] * (1.0 / NORM_WIDTH)
+    else:
+        apart = sums[1] * (1.0 / H) - statistics[1]
+        variance += (sums[0] - sums[1] * (sums[1] * (1.0 / H))) * (1.0 / NORM_WIDTH)
+        variance += apart * apart * (H * (NORM_WIDTH - H) / (NORM_WIDTH * NORM_WIDTH))
+    return 1.0 / gl.sqrt(variance)
+
+
+@gluon.jit
+def mean_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
+    """Returns the mean of inputs and state for LayerNorm; the arguments are those of `scale_of_norm`."""
+    return statistics[1] + (sums[1] * (1.0 / H) - statistics[1]) * (H / NORM_WIDTH)
+
+
+@gluon.jit
+def normalise(gates, scale, bias):
+    """Returns `s (xp + hp)` and the gates before their activations, given the sums `xp + hp`."""
+    GATES: gl.constexpr = len(gates)
+    normalised = ()
+    biased = ()
+    for gate in gl.static_range(GATES):
+        one = gates[gate] * scale
+        normalised += (one,)
+        biased += (one + bias[gate],)
+    return normalised, biased
+
+
+@gluon.jit
+def with_norm_grad(local_grads, normalised):
+    """Appends the local gradient of the norm to those of the gates."""
+    total = local_grads[0] * normalised[0]
+    for gate in gl.static_range(1, len(normalised)):
+        total += local_grads[gate] * normalised[gate]
+    return local_grads + (total,)

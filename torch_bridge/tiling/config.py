@@ -86,7 +86,8 @@ class KernelConfig:
             return 2 * gates * self.block_h * self.block_h * self.splits + 1024
         if self.loop == "fma":
             operands = 1 if problem.direction == "fwd" else gates
-            return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2
+            sums = 4 * self.num_warps if problem.norm_width else 0
+            return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2 + sums
         if self.loop == "resident":
             # weights on their way to registers, operands of two steps, upper bounds on the operands' magnitude
             operands = 1 if problem.direction == "fwd" else gates

@@ -56,6 +56,8 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     # 3.9 and up to 72 bytes before, cost little compared to kernels whose programs share the units
     full = product_kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
     covered &= problem.hidden <= (FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
+    if full and forward and problem.norm_width and problem.is_unaligned and device.capability == 120:
+        return []  # LayerNorm spills 24 bytes there, where a GRU spills none
     if not covered or not device.runs_gluon:
         return []
     block = max(16, power_of_2(problem.hidden))

@@ -44,7 +44,11 @@ def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
 
 def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
     """Whether the "resident" kernel has too few registers for tiles of eight sequences."""
-    if problem.tilings != "lstm" or not 64 < problem.hidden <= 128:
+    if not 64 < problem.hidden <= 128:
+        return False
+    if problem.norm_width:  # with 127 units in TF32, 8 bytes spill on compute capability 12.0
+        return problem.direction == "bwd" and problem.is_unaligned and device.capability == 120
+    if problem.tilings != "lstm":
         return False
     old, new, halves = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
     forward, full = problem.direction == "fwd", problem.hidden == 128
@@ -59,6 +63,9 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
-    """Whether the "resident" kernel has enough registers for tiles of 16 sequences, or spills only a few."""
-    gru = problem.tilings == "gru" and problem.hidden == 128 and problem.is_common
+    """Whether the "resident" kernel has enough registers for tiles of 16 sequences, or spills only a few.
+
+    With a norm, its sums by sequence have the layout of tiles of eight.
+    """
+    gru = problem.tilings == "gru" and problem.hidden == 128 and problem.is_common and not problem.norm_width
     return gru and (problem.direction == "fwd" or product_kind(problem) == "16-bit")

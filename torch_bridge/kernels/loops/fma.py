@@ -2,6 +2,8 @@
 
 The kernels compute what those of `streamed.py` do with SPLITS == 1. The forward kernel supports no reset state but
 zeros. `fma_common` explains where weights and operands are kept.
+
+With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains.
 """
 
 import triton.experimental.gluon.language as gl
@@ -14,8 +16,13 @@ from torch_bridge.kernels.gluon_common import (
     barrier,
     forward_rows,
     load_inputs,
+    load_statistics,
+    mean_of_norm,
+    normalise,
     operands_of,
     product_order,
+    scale_of_norm,
+    with_norm_grad,
 )
 from torch_bridge.kernels.loops.fma_common import (
     allocate_operands,
@@ -37,11 +44,13 @@ from torch_bridge.kernels.loops.fma_common import (
 
 @gluon.jit
 def _load_step(
-    i, xp_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, GATES: gl.constexpr, REVERSE: gl.constexpr
+    i, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H: gl.constexpr, GATES: gl.constexpr,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Loads what step min(i, T - 1) reads: input projections by gate, and whether it starts an episode."""
+    """Loads what step min(i, T - 1) reads: input projections by gate, resets, and what a norm needs of the inputs."""
     row = forward_rows(row, i, T, stride, REVERSE)
-    return load_inputs(xp_ptr + row * (GATES * H) + unit, mask, H, GATES), load_reset(reset_ptr, row)
+    x = load_inputs(xp_ptr + row * (GATES * H) + unit, mask, H, GATES)
+    return x, load_reset(reset_ptr, row), load_statistics(x_norm_ptr, x_mean_ptr, row, row >= 0)
 
 
 @gluon.jit
@@ -53,15 +62,15 @@ def _row_sums(w, operand):
 
 @gluon.jit
 def _forward_step(
-    i, states, inputs, buffers, w, b_hn,
-    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-    seq, row, T, stride, unit, mask,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr,
+    i, states, inputs, buffers, w, b_hn, bias,
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+    carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Runs step i and prefetches what step i + DEPTH reads."""
     ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
-    x, reset = inputs
+    x, reset, statistics = inputs
     before = states
     if reset_ptr is not None:
         before = ()
@@ -79,8 +88,16 @@ def _forward_step(
     gates = ()
     for gate in gl.static_range(GATES):
         gates += (started[product_order(gate, GATES)],)
+    if NORM_WIDTH > 0:
+        sums = (gl.sum(before[0] * before[0], axis=0),)
+        if x_mean_ptr is not None:
+            sums += (gl.sum(before[0], axis=0),)
+        scale = scale_of_norm(sums, statistics, H, NORM_WIDTH)
+        normalised, gates = normalise(gates, scale, bias)
     x_last = x[GATES - 1].to(gl.float32)
-    inputs = _load_step(i + DEPTH, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE)
+    inputs = _load_step(
+        i + DEPTH, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE
+    )
     states, activations = STEP(gates, x_last, before, ACCURACY)
     live = mask & (i < T)  # nothing is stored for a step past the last
     at = forward_rows(row, i, T, stride, REVERSE) * H + unit
@@ -89,6 +106,14 @@ def _forward_step(
         gl.store(cs_ptr + at, states[1].to(cs_ptr.dtype.element_ty), mask=live)
     if local_grads_ptr is not None:
         local_grads, factors = RESIDUALS(activations, before)
+        if NORM_WIDTH > 0:
+            local_grads = with_norm_grad(local_grads, normalised)
+            norm_state = before[0]
+            if x_mean_ptr is not None:
+                norm_state -= mean_of_norm(sums, statistics, H, NORM_WIDTH)
+            norm_state *= scale
+            gl.store(norm_state_ptr + at, norm_state.to(norm_state_ptr.dtype.element_ty), mask=live)
+            gl.store(scale_ptr + forward_rows(row, i, T, stride, REVERSE), scale, mask=i < T)
         store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION)
         if dc_dh_ptr is not None:
             gl.store(dc_dh_ptr + at, factors[0].to(dc_dh_ptr.dtype.element_ty), mask=live)
@@ -103,10 +128,10 @@ def _forward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr,
+    h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
     T, B, Q,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`.
@@ -118,11 +143,17 @@ def forward_kernel(
     DEPTH: gl.constexpr = 4 if BLOCK_H <= 64 else 2
     inputs = no_loads()
     for k in gl.static_range(DEPTH):
-        inputs = then(inputs, _load_step(k, xp_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE))
+        first = _load_step(k, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE)
+        inputs = then(inputs, first)
     w = load_gate_weights(w_hh_t_ptr + model * (GATES * H * H), H * H, H, H, BLOCK_H, GATES, SHARED_GATES)
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
+    bias = ()
+    if NORM_WIDTH > 0:
+        for gate in gl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            bias += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
     states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:
         states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
@@ -130,18 +161,18 @@ def forward_kernel(
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
             states, next_inputs = _forward_step(
-                i + k, states, inputs[0], buffers[k % 2], w, b_hn,
-                xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-                seq, row, T, stride, unit, mask,
-                STEP, RESIDUALS, GATES, SEPARATE, H, DEPTH, DTYPE, REVERSE, PRECISION,
+                i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias,
+                xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
+                dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
+                STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, H, DEPTH, DTYPE, REVERSE, PRECISION,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 
 
 @gluon.jit
 def _load_saved(
-    i, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
-    H: gl.constexpr, COUNT: gl.constexpr, REVERSE: gl.constexpr,
+    i, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T,
+    stride, unit, mask, H: gl.constexpr, COUNT: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Loads what step min(i, T - 1) of the backward pass reads."""
     row = backward_rows(row, i, T, stride, REVERSE)
@@ -154,25 +185,35 @@ def _load_saved(
     dys = (gl.load(dhs_ptr + at, mask=mask, other=0.0),)
     if dcs_ptr is not None:
         dys += (gl.load(dcs_ptr + at, mask=mask, other=0.0),)
-    return load_local_grads(local_grads_ptr, at, mask, COUNT), factors, dys, load_reset(reset_ptr, row)
+    of_norm = ()
+    if norm_state_ptr is not None:
+        of_norm = (gl.load(norm_state_ptr + at, mask=mask, other=0.0), gl.load(scale_ptr + row))
+    return load_local_grads(local_grads_ptr, at, mask, COUNT), factors, dys, load_reset(reset_ptr, row), of_norm
 
 
 @gluon.jit
 def _backward_step(
     i, dstates, saved, buffers, w,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr,
-    dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, COUNT: gl.constexpr, STATES: gl.constexpr,
-    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr,
+    dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
+    COUNT: gl.constexpr, STATES: gl.constexpr, H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs step i and prefetches what step i + DEPTH reads."""
-    packed, stored_factors, dys, reset = saved
+    packed, stored_factors, dys, reset, of_norm = saved
     local_grads = unpack_local_grads(packed, COUNT)
     factors = ()
     for k in gl.static_range(len(stored_factors)):
         factors += (stored_factors[k].to(gl.float32),)
     dh = dstates[0] + dys[0].to(gl.float32)
-    if STATES == 1:
+    if NORM_WIDTH > 0:
+        dnorm = gl.sum(dh * local_grads[GATES], axis=0)
+        unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+        grads = ()
+        for gate in gl.static_range(GATES):
+            grads += (unscaled[gate] * of_norm[1],)
+    elif STATES == 1:
         grads, carried = GRAD_STEP((dh,), local_grads, factors)
     else:
         dc = dstates[1] + dh * factors[0]
@@ -188,8 +229,8 @@ def _backward_step(
         w_gate = to_registers(w[gate])
         parts += partial_row_sums(w_gate * load_operand(buffers[gate], w_gate))
     saved = _load_saved(
-        i + DEPTH, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
-        H, COUNT, REVERSE,
+        i + DEPTH, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+        row, T, stride, unit, mask, H, COUNT, REVERSE,
     )  # fmt: skip
     live = mask & (i < T)  # nothing is stored for a step past the last
     row = backward_rows(row, i, T, stride, REVERSE)
@@ -202,6 +243,9 @@ def _backward_step(
     product = sum_rows(parts, w[0])
     if STATES == 1 and len(carried) > 0:
         product = carried[0] + product
+    if NORM_WIDTH > 0:
+        gl.store(dnorm_ptr + row, dnorm, mask=i < T)
+        product -= of_norm[0].to(gl.float32) * (of_norm[1] * dnorm * (1.0 / NORM_WIDTH))
     dstates = (product,)
     if STATES > 1:
         dstates += carried
@@ -223,10 +267,10 @@ def _backward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "bwd"))
 def backward_kernel(
-    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     T, B, Q,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`.
@@ -234,7 +278,7 @@ def backward_kernel(
     SHARED_GATES is the number of gates whose weights are in shared memory.
     """
     DTYPE: gl.constexpr = w_hh_ptr.dtype.element_ty
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
     model, unit, mask, seq, row, stride = locate(T, B, Q, H, BLOCK_H, REVERSE)
     UNROLL: gl.constexpr = 4 if BLOCK_H <= 64 else 2
@@ -242,8 +286,8 @@ def backward_kernel(
     saved = no_loads()
     for k in gl.static_range(DEPTH):
         first = _load_saved(
-            k, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, row, T, stride, unit, mask,
-            H, COUNT, REVERSE,
+            k, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, row,
+            T, stride, unit, mask, H, COUNT, REVERSE,
         )  # fmt: skip
         saved = then(saved, first)
     w = load_gate_weights(w_hh_ptr + model * (GATES * H * H), H, H, GATES * H, BLOCK_H, GATES, SHARED_GATES)
@@ -255,8 +299,8 @@ def backward_kernel(
         for k in gl.static_range(UNROLL):
             dstates, next_saved = _backward_step(
                 i + k, dstates, saved[0], buffers[k % 2], w,
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr,
-                dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask,
-                GRAD_STEP, GATES, SEPARATE, COUNT, STATES, H, DEPTH, DTYPE, REVERSE,
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+                dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit,
+                mask, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, COUNT, STATES, H, DEPTH, DTYPE, REVERSE,
             )  # fmt: skip
             saved = then(saved[1:], next_saved)

@@ -6,8 +6,12 @@ zeros. `gluon_common` explains where weights and operands are kept.
 With three gates, the registers hold the weights and the data of two steps, so memory accesses overlap with products: a
 step loads the next step's inputs first, and stores its results while products run. The weights of four gates with 128
 units leave few registers for the rest. The forward pass then stores the results of tiles of eight sequences at once,
-not while the next step's product runs. In the backward pass, a step stores its results gate by gate, and loads the
-inputs of the next step after that.
+not while the next step's product runs; so it does for three gates whose cell has a norm. In the backward pass of four
+gates, a step stores its results gate by gate, and loads the inputs of the next step after that.
+
+With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Each warp stores the sums over its 16 units in
+shared memory beside the operands, so that the barrier before a step's products covers them too. The kernels then have
+tiles of at most eight sequences.
 """
 
 import triton.experimental.gluon.language as gl
@@ -28,13 +32,17 @@ from torch_bridge.kernels.gluon_common import (
     load_inputs,
     load_resets,
     load_residuals,
+    load_statistics,
     load_weights,
     locate_tile,
+    mean_of_norm,
     new_state_scale,
     no_residuals,
+    normalise,
     operands_of,
     pack_residuals,
     product_order,
+    scale_of_norm,
     scale_to_float16,
     slot_layout,
     state_scale,
@@ -44,6 +52,7 @@ from torch_bridge.kernels.gluon_common import (
     units_layout,
     unpack_residuals,
     weights_scale,
+    with_norm_grad,
 )
 
 
@@ -98,19 +107,46 @@ def _store_operand(buffer, x, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(xp_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr, GATES: gl.constexpr):
-    """Loads what a forward step reads: input projections by gate, and resets."""
+def _allocate_sums(COUNT: gl.constexpr, COLS: gl.constexpr):
+    """Allocates COUNT arrays of one value per warp and sequence."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    sums = ()
+    for _ in gl.static_range(COUNT):
+        sums += (gl.allocate_shared_memory(gl.float32, [gl.num_warps(), COLS], PLAIN),)
+    return sums
+
+
+@gluon.jit
+def _store_sum(slot, x):
+    """Stores, for each warp and sequence, the sum of `x` over the warp's units."""
+    slot.store(gl.sum(x.reshape([gl.num_warps(), 16, x.shape[1]]), axis=1))
+
+
+@gluon.jit
+def _load_sum(slot, UNITS: gl.constexpr):
+    """Returns the sums over all units by sequence, after a barrier."""
+    SLOT: gl.constexpr = slot_layout(gl.num_warps())
+    return gl.convert_layout(gl.sum(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
+
+
+@gluon.jit
+def _load_step(
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr, GATES: gl.constexpr
+):  # fmt: skip
+    """Loads what a forward step reads: input projections by gate, resets, and what a norm needs of the inputs."""
     x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-    return x, load_resets(reset_ptr, rows, mask_q)
+    return x, load_resets(reset_ptr, rows, mask_q), load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
 
 
 @gluon.jit
 def _store_results(
-    i, states, saved, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-    seq, row, T, stride, unit, mask, H: gl.constexpr, COUNT: gl.constexpr, REVERSE: gl.constexpr,
+    i, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+    norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H: gl.constexpr, COUNT: gl.constexpr,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Stores the results of step i, if there is such a step."""
-    rows = (row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE) * stride)[None, :]
+    step_rows = row + step_time(gl.minimum(gl.maximum(i, 0), T - 1), T, REVERSE) * stride
+    rows = step_rows[None, :]
     live = mask & (i >= 0) & (i < T)
     at = rows * H + unit[:, None]
     gl.store(hs_ptr + at, states[0].to(hs_ptr.dtype.element_ty), mask=live)
@@ -118,6 +154,9 @@ def _store_results(
         gl.store(cs_ptr + at, states[1].to(cs_ptr.dtype.element_ty), mask=live)
     if local_grads_ptr is not None:
         store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit[:, None], live, saved, H, COUNT)
+        if norm_state_ptr is not None:
+            gl.store(norm_state_ptr + at, of_norm[0], mask=live)
+            gl.store(scale_ptr + step_rows, of_norm[1], mask=mask_q & (i >= 0) & (i < T))
     last = seq[None, :] * H + unit[:, None]
     gl.store(h_last_ptr + last, states[0], mask=mask & (i == T - 1))
     if c_last_ptr is not None:
@@ -126,21 +165,24 @@ def _store_results(
 
 @gluon.jit
 def _forward_step(
-    i, states, saved, x, reset, buffer, w, b_hn, scale, w_unscale, zeros,
-    xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-    seq, row, T, stride, unit, mask, mask_q,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, COUNT: gl.constexpr,
-    H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr, LATE: gl.constexpr,
+    i, states, saved, of_norm, x, reset, statistics, buffer, sums, w, b_hn, bias, scale, w_unscale, zeros,
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+    carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
+    COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
+    LATE: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads what step i + 1 reads.
 
-    The results of step i - 1 (`states`, `saved`) are stored if LATE, otherwise those of step i.
+    The results of step i - 1 (`states`, `saved`, `of_norm`) are stored if LATE, otherwise those of step i.
     """
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
     # registers can hold the inputs of two steps, except in float32 if the tile has sixteen sequences
     EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
     if EARLY:
-        next_x, next_reset = _load_step(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES)
+        next_x, next_reset, next_statistics = _load_step(
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
+        )
     before = states
     if reset_ptr is not None:
         before = ()
@@ -149,16 +191,25 @@ def _forward_step(
         if SCALED:
             scale = new_state_scale(scale, reset)
     _store_operand(buffer, before[0], scale, SCALED)
+    if NORM_WIDTH > 0:
+        _store_sum(sums[0], before[0] * before[0])
+        if x_mean_ptr is not None:
+            _store_sum(sums[1], before[0])
     barrier()
     if LATE:
         _store_results(
-            i - 1, states, saved, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            seq, row, T, stride, unit, mask, H, COUNT, REVERSE,
+            i - 1, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+            carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
     operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
     started = ()
     for k in gl.static_range(GATES):
         started += (by_unit(mma_v2(w[product_order(k, GATES)], operand, zeros), UNITS),)
+    if NORM_WIDTH > 0:
+        of_state = (_load_sum(sums[0], UNITS),)
+        if x_mean_ptr is not None:
+            of_state += (_load_sum(sums[1], UNITS),)
+        norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
     products = ()
     unscale = scale
     if SCALED:
@@ -169,33 +220,45 @@ def _forward_step(
             product = product * unscale
         products += (product,)
     if not EARLY:
-        next_x, next_reset = _load_step(xp_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES)
+        next_x, next_reset, next_statistics = _load_step(
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
+        )
     gates = add_inputs(products, x, b_hn, SEPARATE)
+    if NORM_WIDTH > 0:
+        normalised, gates = normalise(gates, norm_scale[None, :], bias)
     states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
     if local_grads_ptr is not None:
         local_grads, factors = RESIDUALS(activations, before)
+        if NORM_WIDTH > 0:
+            local_grads = with_norm_grad(local_grads, normalised)
+            norm_state = before[0]
+            if x_mean_ptr is not None:
+                norm_state -= mean_of_norm(of_state, statistics, H, NORM_WIDTH)[None, :]
+            norm_state *= norm_scale[None, :]
+            of_norm = (norm_state.to(norm_state_ptr.dtype.element_ty), norm_scale)
         saved = pack_residuals(local_grads, factors, dc_dh_ptr)
     if not LATE:
         _store_results(
-            i, states, saved, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            seq, row, T, stride, unit, mask, H, COUNT, REVERSE,
+            i, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+            carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
-    return states, saved, scale, next_x, next_reset
+    return states, saved, of_norm, scale, next_x, next_reset, next_statistics
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr,
+    h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
     T, B, Q, tiles,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, FACTORS: gl.constexpr,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+    NORM_WIDTH: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
-    LATE: gl.constexpr = GATES < 4 or BLOCK_H < 128 or BLOCK_B < 8  # see the top of this file
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
+    # see the top of this file
+    LATE: gl.constexpr = (GATES < 4 and NORM_WIDTH == 0) or BLOCK_H < 128 or BLOCK_B < 8
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -210,6 +273,11 @@ def forward_kernel(
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
+    bias = ()
+    if NORM_WIDTH > 0:
+        for gate in gl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            bias += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
     first = seq[None, :] * H + unit[:, None]
     states = (gl.load(h0_ptr + first, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:
@@ -220,32 +288,41 @@ def forward_kernel(
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
+    SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
+    even_sums = _allocate_sums(SUMS, COLS)
+    odd_sums = _allocate_sums(SUMS, COLS)
 
-    x, reset = _load_step(
-        xp_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H, GATES
+    x, reset, statistics = _load_step(
+        xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H, GATES
     )  # fmt: skip
     saved = ()
-    if local_grads_ptr is not None:
-        saved = no_residuals(states[0], dc_dh_ptr, COUNT, FACTORS)  # no step has run yet
+    of_norm = ()
+    if local_grads_ptr is not None:  # no step has run yet
+        if NORM_WIDTH > 0:
+            saved = no_residuals(states[0], dc_dh_ptr, COUNT, 1)
+            of_norm = (states[0].to(norm_state_ptr.dtype.element_ty), statistics[0])
+        else:
+            saved = no_residuals(states[0], dc_dh_ptr, COUNT, FACTORS)
     barrier()
     for i in range(0, T, 2):
-        states, saved, scale, x, reset = _forward_step(
-            i, states, saved, x, reset, even[0], w, b_hn, scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            seq, row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, COUNT, H, SCALED, REVERSE, UNITS, LATE,
+        states, saved, of_norm, scale, x, reset, statistics = _forward_step(
+            i, states, saved, of_norm, x, reset, statistics, even[0], even_sums, w, b_hn, bias, scale, w_unscale, zeros,
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
+            dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
+            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
-        states, saved, scale, x, reset = _forward_step(
-            i + 1, states, saved, x, reset, odd[0], w, b_hn, scale, w_unscale, zeros,
-            xp_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            seq, row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, COUNT, H, SCALED, REVERSE, UNITS, LATE,
+        states, saved, of_norm, scale, x, reset, statistics = _forward_step(
+            i + 1, states, saved, of_norm, x, reset, statistics, odd[0], odd_sums, w, b_hn, bias, scale, w_unscale,
+            zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
+            mask_q,
+            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
     if LATE:
         steps = (T + 1) // 2 * 2  # number of steps run, which for odd T includes one past the last
         _store_results(
-            steps - 1, states, saved, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-            carry_gate_ptr, seq, row, T, stride, unit, mask, H, COUNT, REVERSE,
+            steps - 1, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+            carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
 
 
@@ -260,14 +337,21 @@ def _load_outputs(dhs_ptr, dcs_ptr, rows, unit, mask, H: gl.constexpr):
 
 @gluon.jit
 def _load_saved(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
-    COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q,
+    H: gl.constexpr, COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
-    """Loads the residuals of a step, and which sequences start an episode there."""
+    """Loads the residuals of a step, which sequences start an episode there, and the step's normalised state and scale.
+
+    The last two are a tuple, which is empty without a norm.
+    """
+    of_norm = ()
+    if norm_state_ptr is not None:
+        norm_state = gl.load(norm_state_ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)
+        of_norm = (norm_state, gl.load(scale_ptr + rows, mask=mask_q, other=1.0))
     saved = load_residuals(
         local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
     )
-    return saved, load_resets(reset_ptr, rows, mask_q)
+    return saved, load_resets(reset_ptr, rows, mask_q), of_norm
 
 
 @gluon.jit
@@ -316,12 +400,12 @@ def _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H: gl.constexpr):
 
 @gluon.jit
 def _backward_step(
-    i, dstates, dys, next_dys, saved, reset, bound, operands, slot, w, w_bound, w_unscale, zeros,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr,
-    dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, IN_PLACE: gl.constexpr, COUNT: gl.constexpr,
-    H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr, SLOT: gl.constexpr,
-    STATES: gl.constexpr,
+    i, dstates, dys, next_dys, saved, reset, of_norm, bound, operands, slot, sums, w, w_bound, w_unscale, zeros,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr,
+    dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
+    IN_PLACE: gl.constexpr, COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
+    UNITS: gl.constexpr, SLOT: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
 
@@ -330,25 +414,35 @@ def _backward_step(
     `w_bound`, the largest sum of a unit's absolute weights, and with each term's maximum over units, the gradients of
     the states of the next step are at most
       |gradients of its outputs| + |what goes straight to the last state| + L max(|gradients of the gates|).
-    Each unit adds up the terms of its own; their number times the largest of these sums is an upper bound. Where an
-    episode starts, only the first terms remain.
+    A norm adds the term |y D s / n|, with the names of `streamed.py`. Each unit adds up the terms of its own; their
+    number times the largest of these sums is an upper bound. Where an episode starts, only the first terms remain.
     """
     ROOMY: gl.constexpr = GATES < 4  # there are registers to overlap memory accesses with products
     live = mask & (i < T)  # nothing is stored for a step past the last
     local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
     this_reset = reset
+    this_norm = of_norm
     this_dys = dys
     dys = next_dys
     if ROOMY:
         next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-        saved, reset = _load_saved(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, COUNT, IN_PLACE
-        )
+        saved, reset, of_norm = _load_saved(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, next_rows, unit, mask,
+            mask_q, H, COUNT, IN_PLACE,
+        )  # fmt: skip
         next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
         next_dys = _load_outputs(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
 
     dh = dstates[0] + this_dys[0].to(gl.float32)
-    if STATES == 1:
+    if NORM_WIDTH > 0:
+        _store_sum(sums[0], dh * local_grads[GATES])
+        norm_scale = this_norm[1][None, :]
+        unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+        grads = ()
+        for gate in gl.static_range(GATES):
+            grads += (unscaled[gate] * norm_scale,)
+        kept = gl.abs(dh)
+    elif STATES == 1:
         grads, carried = GRAD_STEP((dh,), local_grads, factors)
         kept = gl.abs(dh)
     else:
@@ -361,7 +455,10 @@ def _backward_step(
     unscale = zeros
     if SCALED:
         # the exponent 0 leaves room for local gradients beyond one, which may be a quarter of |h| or |c|
-        scale = scale_to_float16(bound, 0)[None, :]
+        if NORM_WIDTH > 0:
+            scale = scale_to_float16(bound * this_norm[1], 0)[None, :]
+        else:
+            scale = scale_to_float16(bound, 0)[None, :]
         unscale = inverse(scale) * w_unscale
     rows = row + step_time(T - 1 - i, T, REVERSE) * stride
     at = rows[None, :] * H + unit[:, None]
@@ -375,12 +472,18 @@ def _backward_step(
         barrier()
         product = _multiply(w, operands, zeros, GATES)
 
+    if NORM_WIDTH > 0:
+        dnorm = _load_sum(sums[0], UNITS)
+        gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (i < T))
+        of_state = this_norm[0].to(gl.float32) * (this_norm[1] * dnorm * (1.0 / NORM_WIDTH))[None, :]
     # if there are registers, this runs while the product does
     if SCALED:
         largest = gl.abs(multiplied[0])
         for gate in gl.static_range(1, GATES):
             largest = gl.maximum(largest, gl.abs(multiplied[gate]))
         largest = kept + w_bound * largest
+        if NORM_WIDTH > 0:
+            largest += gl.abs(of_state)
         if reset_ptr is not None:
             largest = gl.where(this_reset[None, :], 0.0, largest)
         _store_bound(slot, largest + _sum_of_magnitudes(dys))
@@ -393,15 +496,16 @@ def _backward_step(
         barrier()
         product = _multiply(w, operands, zeros, GATES)
         next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-        saved, reset = _load_saved(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, COUNT, IN_PLACE
-        )
+        saved, reset, of_norm = _load_saved(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, next_rows, unit, mask,
+            mask_q, H, COUNT, IN_PLACE,
+        )  # fmt: skip
         next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
         next_dys = _load_outputs(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
     if SEPARATE:
         gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
-        TERMS: gl.constexpr = 2.0 + STATES
+        TERMS: gl.constexpr = 2.0 + STATES + (1 if NORM_WIDTH > 0 else 0)
         bound = TERMS * gl.max(slot.load(SLOT), axis=0)
         bound = gl.convert_layout(bound, gl.SliceLayout(0, UNITS), assert_trivial=True)
 
@@ -410,6 +514,8 @@ def _backward_step(
         product = product * unscale
     if STATES == 1 and len(carried) > 0:
         product = carried[0] + product
+    if NORM_WIDTH > 0:
+        product -= of_state
     dstates = (product,)
     if STATES > 1:
         dstates += carried
@@ -426,21 +532,21 @@ def _backward_step(
         _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask & (i == T - 1), H)
     elif i == T - 1:  # the branch keeps the addresses of the next step from taking registers before this one ends
         _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H)
-    return dstates, dys, next_dys, saved, reset, bound
+    return dstates, dys, next_dys, saved, reset, of_norm, bound
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "bwd"))
 def backward_kernel(
-    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     T, B, Q, tiles,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, IN_PLACE: gl.constexpr,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
+    IN_PLACE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
@@ -464,11 +570,15 @@ def backward_kernel(
     odd = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
     even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
+    SUMS: gl.constexpr = 1 if NORM_WIDTH > 0 else 0
+    even_sums = _allocate_sums(SUMS, COLS)
+    odd_sums = _allocate_sums(SUMS, COLS)
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
-    saved, reset = _load_saved(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, rows, unit, mask, mask_q, H, COUNT, IN_PLACE
-    )
+    saved, reset, of_norm = _load_saved(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q, H,
+        COUNT, IN_PLACE,
+    )  # fmt: skip
     dys = _load_outputs(dhs_ptr, dcs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
     next_dys = _load_outputs(dhs_ptr, dcs_ptr, rows, unit, mask, H)
@@ -478,15 +588,17 @@ def backward_kernel(
         bound = gl.max(_sum_of_magnitudes(dstates) + _sum_of_magnitudes(dys), axis=0)
     barrier()
     for i in range(0, T, 2):
-        dstates, dys, next_dys, saved, reset, bound = _backward_step(
-            i, dstates, dys, next_dys, saved, reset, bound, even, even_slot, w, w_bound, w_unscale, zeros,
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr,
-            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
-            GRAD_STEP, GATES, SEPARATE, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS, SLOT, STATES,
+        dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
+            i, dstates, dys, next_dys, saved, reset, of_norm, bound, even, even_slot, even_sums, w, w_bound,
+            w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
+            dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
+            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
+            SLOT, STATES,
         )  # fmt: skip
-        dstates, dys, next_dys, saved, reset, bound = _backward_step(
-            i + 1, dstates, dys, next_dys, saved, reset, bound, odd, odd_slot, w, w_bound, w_unscale, zeros,
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr,
-            dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
-            GRAD_STEP, GATES, SEPARATE, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS, SLOT, STATES,
+        dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
+            i + 1, dstates, dys, next_dys, saved, reset, of_norm, bound, odd, odd_slot, odd_sums, w, w_bound,
+            w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
+            dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
+            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
+            SLOT, STATES,
         )  # fmt: skip
