@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any, *, may_use_xla: bool) -> Array:
+def launch_projection(x: Array, w_ih: Array, bias: Array, dtype: Any, *, may_use_xla: bool = False) -> Array:
     """Launches an input projection: returns `x @ w_ih + bias`, `[*rows, W]`, in `dtype`, float32 or float16.
 
     x is `[*rows, D]`, w_ih is `[D, W]` in the dtype of x, and bias is `[W]` in float32. Products of float32 run in

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def launch_weight_grads(arrays: dict[str, Array | None], *, reverse: bool, may_use_xla: bool) -> dict[str, Array]:
+def launch_weight_grads(
+    arrays: dict[str, Array | None], *, reverse: bool, may_use_xla: bool = False
+) -> dict[str, Array]:
     """Launches the kernel that sums up the gradients of all weights of S models, as `launch` does.
 
     `torch_bridge.weight_grads` names its arrays. Returns the gradients, `[S, ...]` in float32, by the field names of

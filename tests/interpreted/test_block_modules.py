@@ -235,10 +235,19 @@ def test_parameters_of_a_matrix_are_rejected():
         Functional(linen, "GRU", num_blocks=N).apply(plain, xs)
 
 
-@pytest.mark.parametrize("source", ["from_linen", "to_linen", "from_nnx", "to_torch"])
-def test_blocks_cannot_be_converted(source):
-    cell = jaxrnn.nnx.GRUCell(D, H, num_blocks=N, rngs=nnx.Rngs(0))
-    given = {"from_linen": Functional(linen, "GRU", num_blocks=N).params["layers_0"], "from_nnx": cell}
-    params = jaxrnn.GRUParams(jnp.ones((D, 3 * H)), jnp.ones((N, H // N, 3 * H // N)), jnp.ones(3 * H), jnp.ones(H))
-    with pytest.raises(ValueError, match=rf"{source}: .* must be .*, the blocks of a block-diagonal matrix"):
-        getattr(convert, source)(given.get(source, params))
+@pytest.mark.parametrize("source", ["linen", "nnx", "torch"])
+def test_blocks_are_converted_there_and_back(source):
+    if source == "linen":
+        params = convert.from_linen(Functional(linen, "GRU", num_blocks=N).params["layers_0"])
+        again = convert.from_linen(convert.to_linen(params))
+    elif source == "nnx":
+        cell = jaxrnn.nnx.GRUCell(D, H, num_blocks=N, rngs=nnx.Rngs(0))
+        params = convert.from_nnx(cell)
+        again = convert.from_nnx(convert.to_nnx(params, cell))
+    else:
+        shapes = (D, 3 * H), (N, H // N, 3 * H // N), (3 * H,), (H,)
+        params = jaxrnn.GRUParams(*(jax.random.normal(jax.random.key(k), shape) for k, shape in enumerate(shapes)))
+        again = convert.from_torch(convert.to_torch(params))
+    assert params.w_hh.shape == (N, H // N, 3 * H // N)
+    for x, y in zip(params, again, strict=True):
+        np.testing.assert_array_equal(x, y)
