@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from jaxrnn.cells import Cell
 
 Implementation = Literal["triton", "xla"] | None
+# The names of norms, in cells and between the layers of stacks.
+NORMS = ("rms", "layer")
 # Names of implementations elsewhere, and the one that is meant.
 _IMPLEMENTATIONS = ("triton", "xla")
 _ALIASES = {
@@ -416,7 +418,7 @@ def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array,
 
 def check_norm(name: str, norm: Any) -> None:
     """Raises ValueError unless `norm`, which messages call `name`, names the norm of a cell."""
-    if norm not in ("rms", "layer"):
+    if norm not in NORMS:
         raise ValueError(f'{name} must be "rms" or "layer", got {shown(norm)}; these are RMSNorm and LayerNorm')
 
 

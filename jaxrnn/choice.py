@@ -116,7 +116,7 @@ def choose(
     told = listener is not None or logger.isEnabledFor(logging.DEBUG)
     choice = Choice(
         name, arguments() if told else "", "triton" if uses_kernels else "xla", reason, unavailable,
-        may_use_xla=implementation is None,
+        may_use_xla=uses_kernels and implementation is None,
     )  # fmt: skip
     return tell(choice) if told else choice
 

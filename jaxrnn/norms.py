@@ -21,7 +21,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxrnn import _bridge, sharding
 from jaxrnn.checks import Caller, Implementation, check_floating, check_implementation, describe
 from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
-from jaxrnn.numerics import broadcast_to_rank
+from jaxrnn.numerics import broadcast_to_rank, rounded_sum
 
 __all__ = ["layer_norm", "rms_norm"]
 
@@ -259,7 +259,7 @@ def add_residual(x: Array, residual: Array, *, caller: Caller) -> Array:
     if sharding.on_explicit_mesh(x):
         mesh, spec = jax.typeof(x).sharding.mesh, PartitionSpec(*sharding.spec_of(x))
         (residual,) = sharding.reshard((residual,), mesh, (spec,))
-    return _sum(x, residual)
+    return rounded_sum(x, residual)
 
 
 def _choose(
@@ -320,7 +320,7 @@ def _xla(
         )
     dtypes = [static.dtype, *(array.dtype for array in (x, weight, bias) if array is not None)]
     dtype = jnp.float64 if jnp.float64 in dtypes else jnp.float32  # `jax_numpy_dtype_promotion` may forbid promotion
-    total = x if residual is None else _sum(x, residual)
+    total = x if residual is None else rounded_sum(x, residual)
     y, factor = _statistics(static.kind, total.astype(dtype), static.epsilon)
     y = y * factor
     if weight is not None:
@@ -328,15 +328,6 @@ def _xla(
     if bias is not None:
         y = y + broadcast_to_rank(bias, y)
     return y.astype(static.dtype), total
-
-
-def _sum(x: Array, y: Array) -> Array:
-    """Returns `x + y`, rounded to their dtype for every consumer: XLA may omit a rounding to 16 bits and back."""
-    info = jnp.finfo(x.dtype)
-    if info.bits > 16:
-        return x + y
-    total = x.astype(jnp.float32) + y.astype(jnp.float32)
-    return jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(x.dtype)
 
 
 def _run_triton(

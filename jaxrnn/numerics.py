@@ -27,6 +27,15 @@ def broadcast_to_rank(b: Array, x: Array) -> Array:
     return jax.lax.expand_dims(b.astype(x.dtype), range(x.ndim - 1))
 
 
+def rounded_sum(x: Array, y: Array) -> Array:
+    """Returns `x + y`, rounded to their dtype for every consumer: XLA may omit a rounding to 16 bits and back."""
+    info = jnp.finfo(x.dtype)
+    if info.bits > 16:
+        return x + y
+    total = x.astype(jnp.float32) + y.astype(jnp.float32)
+    return jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(x.dtype)
+
+
 def is_reset(resets: Array) -> Array:
     """Returns `resets` as booleans. Nonzero, NaN included, means reset."""
     return resets if resets.dtype == bool else resets != jnp.zeros((), resets.dtype)

@@ -263,16 +263,19 @@ def with_signs(case: Case, inputs: Inputs, ys: NDArray) -> Inputs:
 
 
 def check_draws(
-    case: Case, inputs: Sequence[Inputs], got: Sequence[Outputs], xla: Sequence[Outputs],
-    run: Callable[[Case, Inputs], Outputs] = run_oracle,
-) -> Outputs:  # fmt: skip
-    """Asserts what `check` does, over several draws together; computes by `run` what is wanted, and returns it."""
+    case: Case, got: Sequence[Outputs], xla: Sequence[Outputs], wanted: Callable[[int, Outputs], Outputs]
+) -> Outputs:
+    """Asserts what `check` does, over several draws together, and returns what is wanted.
 
-    def wanted(results: Sequence[Outputs]) -> Outputs:
-        return stack([run(case, with_signs(case, x, one["ys"])) for x, one in zip(inputs, results, strict=True)])
+    `wanted` returns what is wanted of one draw, given its index and the results that it is compared with, whose signs
+    the oracle's ReLU follows.
+    """
 
-    want = wanted(got)
-    check(case, stack(got), stack(xla), want, wanted(xla) if case.cell == "simple_relu" else want)
+    def of_each(results: Sequence[Outputs]) -> Outputs:
+        return stack([wanted(draw, one) for draw, one in enumerate(results)])
+
+    want = of_each(got)
+    check(case, stack(got), stack(xla), want, of_each(xla) if case.cell == "simple_relu" else want)
     return want
 
 

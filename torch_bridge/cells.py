@@ -52,7 +52,7 @@ class CellSpec:
 
     @property
     def saved(self) -> tuple[str, ...]:
-        """What the forward kernel saves for the backward kernel: residuals and, `[G, T, B]`, the scale of a norm."""
+        """The names of the arrays that the forward kernel saves: residuals and, `[G, T, B]`, the scale of a norm."""
         return (*dict(self.residuals), *(("scale",) if self.norm else ()))
 
     @property

@@ -94,7 +94,7 @@ def profile() -> Device | None:
 
 
 def is_told() -> bool:
-    """Whether a listener or the log takes choices. Compilers trace a call once, and cannot trace a log."""
+    """Returns whether a listener or the log receives choices. While a compiler traces a call, neither does."""
     return not torch.compiler.is_compiling() and (logger.isEnabledFor(logging.DEBUG) or listener() is not None)
 
 

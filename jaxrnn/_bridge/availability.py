@@ -217,7 +217,7 @@ def cuda_device() -> tuple[Any, Sequence[int]]:
 
 
 def runs_interpreter() -> bool:
-    """Whether the kernels run in Triton's interpreter, on the CPU."""
+    """Returns whether Triton's interpreter runs the kernels, on the CPU."""
     from torch_bridge.compiler import interpreting
 
     return interpreting()

@@ -55,7 +55,7 @@ class LaunchKind:
         return batch_rows(arrays, axes, params)
 
     def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        """Whether `in_xla` should replace a launch: if that is permitted and estimated to be faster."""
+        """Returns whether `in_xla` should replace a launch, which must be permitted and estimated to be faster."""
         return False
 
     def choose(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:

@@ -12,7 +12,6 @@ from jaxrnn._bridge.native import NativeLaunchError, NativeMethod, register
 VARIABLE = "JAXRNN_LAUNCH"
 Method = callback.CallbackMethod | NativeMethod
 _NATIVE = NativeMethod()
-_NAMED = f"the environment variable {VARIABLE} names it"
 
 
 class LaunchMethod(NamedTuple):
@@ -50,7 +49,7 @@ def chosen() -> LaunchMethod:
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "callback", "native"):
         raise ValueError(f'{VARIABLE} must be "callback" or "native", got {value!r}: correct it, or unset it')
-    return LaunchMethod(value, _NAMED) if value else _choose()
+    return LaunchMethod(value, f"the environment variable {VARIABLE} names it") if value else _choose()
 
 
 @functools.cache
@@ -64,8 +63,8 @@ def _choose() -> LaunchMethod:
 
 
 def native_fails() -> str | None:
-    """Returns why the native launch cannot be used although JAXRNN_LAUNCH names it; None otherwise."""
-    if chosen() != ("native", _NAMED):
+    """Returns why the native launch cannot be used although it is chosen, which JAXRNN_LAUNCH can do; else None."""
+    if chosen().name != "native":
         return None
     try:
         register()

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from jaxrnn._bridge.launch_kind import ROW_STATISTICS, ROW_WEIGHTS, WEIGHT_GRADS, NamedOutput, RowLaunchKind, dtypes_of
 from jaxrnn._bridge.primitive import bind
+from jaxrnn.numerics import rounded_sum
 
 if TYPE_CHECKING:
     from jax import Array
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 def launch_norm(
     norm: str, direction: str, arrays: dict[str, Array | None], outputs: Sequence[NamedOutput], *, epsilon: float,
-    may_use_xla: bool,
+    may_use_xla: bool = False,
 ) -> dict[str, Array]:  # fmt: skip
     """Launches the kernel of a norm, `norm` "rms" or "layer", as `launch` does. `torch_bridge.norms` names its arrays.
 
@@ -26,11 +27,10 @@ def launch_norm(
     return bind(NORM, arrays, outputs, norm=norm, direction=direction, epsilon=epsilon, may_use_xla=may_use_xla)
 
 
-def _forward(x: Array, arrays: dict[str, Array], epsilon: float, centered: bool) -> dict[str, Array]:
+def _forward(arrays: dict[str, Array], epsilon: float, centered: bool) -> dict[str, Array]:
     """Returns the outputs of the forward launch by name, in float32."""
-    if "residual" in arrays:
-        # the norm is that of the sum as it is returned, in the dtype of x
-        x = (x + arrays["residual"].astype(jnp.float32)).astype(arrays["x"].dtype).astype(jnp.float32)
+    total = rounded_sum(arrays["x"], arrays["residual"]) if "residual" in arrays else arrays["x"]
+    x = total.astype(jnp.float32)
     mean = jnp.mean(x, axis=-1) if centered else jnp.zeros(x.shape[:-1])
     y = x - mean[..., None]
     rstd = jax.lax.rsqrt(jnp.mean(y * y, axis=-1) + epsilon)
@@ -42,8 +42,9 @@ def _forward(x: Array, arrays: dict[str, Array], epsilon: float, centered: bool)
     return {"y": y, "total": x, "mean": mean, "rstd": rstd}
 
 
-def _backward(x: Array, arrays: dict[str, Array], centered: bool) -> dict[str, Array]:
+def _backward(arrays: dict[str, Array], centered: bool) -> dict[str, Array]:
     """Returns the outputs of the backward launch by name, in float32."""
+    x = arrays["x"].astype(jnp.float32)
     dy, rstd = arrays["dy"].astype(jnp.float32), arrays["rstd"][..., None]
     normal = (x - arrays["mean"][..., None] if centered else x) * rstd
     d = dy * arrays["weight"][:, None].astype(jnp.float32) if "weight" in arrays else dy
@@ -84,11 +85,11 @@ class NormKind(RowLaunchKind):
 
     def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
         by_name = dict(zip(params["inputs"], arrays, strict=True))
-        x, centered = by_name["x"].astype(jnp.float32), params["norm"] == "layer"
+        centered = params["norm"] == "layer"
         if params["direction"] == "fwd":
-            results = _forward(x, by_name, params["epsilon"], centered)
+            results = _forward(by_name, params["epsilon"], centered)
         else:
-            results = _backward(x, by_name, centered)
+            results = _backward(by_name, centered)
         return [results[output.name].astype(output.dtype) for output in params["outputs"]]
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:

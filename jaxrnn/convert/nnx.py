@@ -162,7 +162,7 @@ def _check_formula(source: str, cell: Any, layout: Layout) -> None:
 
 
 def _has_blocks(tree: Mapping[str, Any]) -> bool:
-    """Whether the recurrent weights of a cell are blocks."""
+    """Returns whether the recurrent weights of a cell are blocks."""
     layer = tree["hi" if _is_unfused(tree) else FUSED_LAYERS[1]]
     return np.ndim(layer["kernel"]) == 3
 

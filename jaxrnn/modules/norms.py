@@ -17,10 +17,6 @@ if TYPE_CHECKING:
     from jax.typing import DTypeLike
 
 
-# The names that the argument `norm` of the stacks accepts.
-NORMS = ("rms", "layer")
-
-
 def check_norm_options(module: Any, num_features: Any, options: Mapping[str, Any]) -> None:
     """Raises ValueError unless the width and the generators of an NNX norm are valid."""
     caller = Caller(type(module).__name__)

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrnn.checks import check_flags, check_reset_state, check_resets, check_size, describe, shown, suggest
+from jaxrnn.checks import NORMS, check_flags, check_reset_state, check_resets, check_size, describe, shown, suggest
 from jaxrnn.modules.directions import Direction, run_layer
 from jaxrnn.modules.lengths import checked_seq_lengths, flip_sequences
-from jaxrnn.modules.norms import NORMS
 from jaxrnn.modules.recurrence import cast
 
 if TYPE_CHECKING:

@@ -43,10 +43,13 @@ def tf32():
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Makes kernels those of a process without Triton's interpreter."""
-    from torch_bridge import compiler
+    """Makes kernels those of a process without Triton's interpreter, whose reasons this process may have cached."""
+    from torch_bridge import compiler, op_common
+    from torch_bridge.rnn_ops import implementation
 
     monkeypatch.setattr(compiler, "interpreting", lambda: False)
+    uncached = implementation._unsupported.__wrapped__
+    monkeypatch.setattr(implementation, "_unsupported", op_common.cached_reason(uncached))
 
 
 # explain
@@ -306,7 +309,7 @@ def test_modules_without_memory_are_explained():
 
 @pytest.mark.interpret
 def test_explain_makes_the_choices_of_the_call(monkeypatch):
-    """What a call launches is what `explain` says, also under checkpoints, which run forward twice."""
+    """A call launches what `explain` says. A checkpoint runs the forward pass twice, and the two agree there too."""
     from torch_bridge import op_common
 
     made = []

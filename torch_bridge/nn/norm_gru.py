@@ -115,8 +115,7 @@ class NormGRU(SingleStateModule):
 
     def fold_norm(self, one: Direction, suffix: str) -> Direction:
         """Returns a direction whose weights and bias contain the norm, given that of the parameters with a suffix."""
-        names = ("scale_i", "scale_h", "shift_i", "shift_h")
-        parameters = NormWeights(*(getattr(self, name + suffix, None) for name in names))
+        parameters = NormWeights(*(getattr(self, name + suffix, None) for name in NormWeights._fields))
         return fold(self._cell, one, parameters, self.update_bias)
 
     def extra_repr(self) -> str:
