@@ -326,6 +326,28 @@ def test_gradients_of_weights_fit_and_do_not_spill(target, whole, cell, dtype):
     assert not bad, "\n".join(bad)
 
 
+@every_target
+@pytest.mark.parametrize(("cell", "hidden"), [("gru", 128), ("gru", 256), ("lstm", 128), ("lstm", 256)])
+def test_gradients_of_weights_come_from_a_launch_where_it_is_faster(target, cell, hidden):
+    """Without wgmma, a launch is faster for a GRU of 128 units: of a few rows, or with four pipeline stages."""
+    from torch_bridge import weight_grads
+
+    device, gates = TARGETS[target], CELLS[cell].gates
+    names = ("x", "hs", "h0", "dxp", "reset", *CELLS[cell].hidden_grads)
+    dtypes = tuple((name, "bool" if name == "reset" else "float32") for name in names)
+    used = {
+        batch: weight_grads.is_profitable(
+            weight_grads.Problem(1, 1, 128, batch, hidden, hidden, gates * hidden, dtypes), device
+        )
+        for batch in (16, 64, 2048)
+    }
+    if device.has_wgmma:
+        assert used == {16: False, 64: cell == "gru", 2048: cell == "gru" or hidden == 128}
+    else:
+        common = (cell, hidden) == ("gru", 128)
+        assert used == {16: False, 64: common, 2048: common and device.shared_memory > 140_000}
+
+
 def sampled(device: Device, whole: bool) -> dict[str, tuple[Any, Callable[[int], Any]]]:
     """Returns a kernel of each kind that runs without wgmma: its function, and a function that compiles it."""
     from torch_bridge import input_projections, norms, weight_grads

@@ -85,7 +85,7 @@ def test_float64_runs_without_kernels():
         case = Case(cell, T=5, B=3, H=40, dtype="f64", carry_dtype="f64", reset_state="h", precision="highest")
         inputs = cases.make_inputs(dataclasses.replace(case, dtype="f32", carry_dtype="f32"))
         cases.compare(run(case, inputs, None, DEVICE), cases.run_oracle(case, inputs), lambda _: 1e-13)
-        with pytest.raises(NotImplementedError, match="take float32, bfloat16 and float16"):
+        with pytest.raises(NotImplementedError, match="takes float32, bfloat16 and float16"):
             run(case, inputs, "triton", DEVICE)
 
 

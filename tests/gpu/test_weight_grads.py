@@ -174,6 +174,14 @@ def loss(cell, implementation, params, carry, xs, resets, **options):
     return jnp.sum(jnp.sin(ys.astype(jnp.promote_types(ys.dtype, jnp.float32))))
 
 
+@pytest.fixture
+def launch_wherever_supported(monkeypatch):
+    """Makes every device use the launch, also one on which XLA is faster."""
+    from torch_bridge import weight_grads
+
+    monkeypatch.setattr(weight_grads, "is_profitable", weight_grads.supports)
+
+
 def is_used(function, *arguments):
     return "kind=weight_grads" in str(jax.make_jaxpr(function)(*arguments))
 
@@ -194,6 +202,7 @@ def check(make_grad, arguments):
             assert error <= 2 * allowed + 1e-6 * np.linalg.norm(exact), name
 
 
+@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"time_major": False}], ids=str)
@@ -209,6 +218,7 @@ def test_layers_use_the_launch(cell, dtype, options):
     check(make_grad, (params, carry, xs, resets))
 
 
+@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_vmap_uses_the_launch(cell, shared):
@@ -225,6 +235,7 @@ def test_vmap_uses_the_launch(cell, shared):
     check(make_grad, stacked)
 
 
+@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.parametrize(
     "options",
     [{"precision": "highest"}, {"precision": "high"}, {"remat": True}, {"reset_state": jnp.zeros(128)}],
@@ -237,6 +248,7 @@ def test_unsupported_options_use_xla(options):
     assert not is_used(jax.grad(functools.partial(loss, "gru", "triton", **options)), *layer)
 
 
+@pytest.mark.usefixtures("launch_wherever_supported")
 def test_both_directions_in_one_launch_use_xla():
     params, carry, xs, resets = make_layer("gru", "float32")
 
@@ -248,6 +260,7 @@ def test_both_directions_in_one_launch_use_xla():
     assert not is_used(jax.grad(both), params)
 
 
+@pytest.mark.usefixtures("launch_wherever_supported")
 def test_lstm_projection_uses_the_launch():
     params, (c, h), xs, resets = make_layer("lstm", "float32")
     w_hr = jnp.asarray(np.random.default_rng(1).normal(size=(128, 64)) / 128**0.5, jnp.float32)
@@ -258,6 +271,7 @@ def test_lstm_projection_uses_the_launch():
     )
 
 
+@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
