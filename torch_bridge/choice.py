@@ -1,7 +1,7 @@
 """The choice between the kernels and PyTorch operations for one recurrence or norm, and how users get to know of it.
 
-A `torch_bridge.explain` listens to the choices and launches of what it traces. Every choice and every new launch is
-logged to the logger "torch_bridge" at level DEBUG. A warning says once a process that the kernels cannot run on the
+A `torch_bridge.explain` listens to the choices and launches of what it traces. Every other choice and every new launch
+is logged to the logger "torch_bridge" at level DEBUG. A warning says once a process that the kernels cannot run on the
 NVIDIA GPU that is there.
 """
 
@@ -101,11 +101,12 @@ def is_told() -> bool:
 def tell(
     name: str, arguments: str, implementation: Implementation, reason: str, unavailable: str | None = None
 ) -> None:  # fmt: skip
-    """Logs a choice once and tells it to the listener, to whose call the next launches belong until `end`."""
-    _log_once(describe_choice(name, arguments, implementation, reason))
-    if (found := listener()) is not None:
-        found.current = Call(name, arguments, implementation, reason, unavailable)
-        found.calls.append(found.current)
+    """Tells a choice to the listener, to whose call the next launches belong until `end`, or else logs it once."""
+    if (found := listener()) is None:
+        _log_once(describe_choice(name, arguments, implementation, reason))
+        return
+    found.current = Call(name, arguments, implementation, reason, unavailable)
+    found.calls.append(found.current)
 
 
 def end() -> None:

@@ -359,8 +359,8 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         ctx.save_for_backward(x if residual is None else total, weight, mean, rstd)
 
     def gradients(ctx: Any, dy: Tensor | None, dtotal: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-        choice.resume(ctx.call)
         x, weight, mean, rstd = ctx.saved_tensors
+        choice.resume(ctx.call)  # after the read, in which a checkpoint runs the forward pass again
         of_x, of_weight, of_bias, of_residual = ctx.dtypes
         dtotal = dtotal if of_residual is not None else None  # without a residual, `total` is an empty output
         needs = ctx.needs_input_grad

@@ -187,9 +187,9 @@ def _define(cell: CellSpec) -> Operators:
         ctx.options = inputs[tensors:]
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        choice.resume(ctx.call)
-        arrays, (hs, *residuals) = ctx.saved_tensors[:tensors], ctx.saved_tensors[tensors:]
-        options = ctx.options
+        saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint lets a tensor be unpacked once
+        choice.resume(ctx.call)  # after the read, in which a checkpoint runs the forward pass again
+        arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:], ctx.options
         x = forward_arguments(cell, (*arrays, *options))
         given = dict(zip(results, grads, strict=True))
         dsequences = [given[f"{s}s"] if s == "h" or x.cells else None for s in cell.states]

@@ -1,0 +1,365 @@
+"""What README.md claims is true of the repository: figures, commands, extras, names, versions and links.
+
+`test_readme.py` runs its snippets, `test_orders.py` checks its table of orders, and `test_benchmarks.py` how the tables
+of results are made.
+"""
+
+import importlib
+import inspect
+import itertools
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+from example_modules import load
+
+from benchmarks import __main__ as command
+from benchmarks.report import markdown
+from benchmarks.results import Report
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+PROSE = " ".join(README.split())  # in which sentences are not broken into lines
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+PAGES = [
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "benchmarks/NOTES.md",
+    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+]  # fmt: skip
+TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
+
+
+def results(suite, machine="nvidia-h200"):
+    return Report.load(ROOT / "benchmarks" / "results" / machine / f"{suite}.json")
+
+
+def values(report):
+    """Returns the figures of a report by case and provider, at least one."""
+    found = {(row.case, row.provider): row.value for row in report.rows if row.value is not None}
+    assert found
+    return found
+
+
+def rounded(value, text):
+    """Returns a figure with as many decimals as a text has."""
+    return f"{value:.{len(text.partition('.')[2])}f}"
+
+
+def cells_of(line):
+    return [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
+
+
+def table(heading):
+    """Returns the headings of the table whose first line begins with `heading`, and its other rows by their labels."""
+    (block,) = re.findall(rf"^(\| {re.escape(heading)} \|.*\n(?:\|.*\n)+)", README, re.MULTILINE)
+    headings, _, *rows = map(cells_of, block.splitlines())
+    return headings, {label: cells for label, *cells in rows}
+
+
+# Figures
+
+
+def test_headline_table_is_made_from_the_results():
+    lines = markdown(results("headline")).splitlines()
+    rows = [line for line in lines if line.startswith("|")]
+    assert len(rows) == 13 and set(rows) <= set(README.splitlines())
+    sentences = [one for line in lines if line and line not in rows for one in re.split(r"(?<=\.) (?=[A-Z1])", line)]
+    assert len(sentences) == 6 and [one for one in sentences if one not in PROSE] == []
+
+
+def test_figures_that_the_headline_leaves_out_are_first_calls_that_took_too_long():
+    seconds = int(re.search(r"A `-` for TorchRL is a first call that was unfinished after (\d+) s or more", PROSE)[1])
+    missing = [row for row in results("headline").rows if "torchrl" in row.provider and row.value is None]
+    assert missing and {row.status for row in missing} <= {"unfinished", "skipped", "unsupported"}
+    limits = [int(x) for row in missing for x in re.findall(r"unfinished after (\d+) s", row.reason)]
+    assert len(limits) == len(missing) and min(limits) == seconds
+
+
+def test_ratios_to_flax_are_those_of_the_results():
+    found = values(results("headline"))
+    narrow, wide = [], []
+    for (case, provider), ours in found.items():
+        if provider == "jaxrnn":
+            units = int(case.split(",")[2])
+            (narrow if units <= 256 else wide).append(found[case, "flax"] / ours)
+    assert (len(narrow), len(wide)) == (8, 3)
+    words = {"sixth": 6, "thirty-third": 33}
+    low, high = re.search(r"up to 256 hidden units take a ([\w-]+) to a ([\w-]+) of the time of Flax's", PROSE).groups()
+    assert (words[low], words[high]) == (round(min(narrow)), round(max(narrow)))
+    low, high = re.search(r"the wider ones take ([\d.]+) to ([\d.]+) of it", PROSE).groups()
+    assert (rounded(1 / max(wide), low), rounded(1 / min(wide), high)) == (low, high)
+
+
+def test_ratios_to_cudnn_are_those_of_the_results():
+    found = values(results("small"))
+    cases = [f"GRU {batch},128,128" for batch in (1, 2, 4, 8, 16, 32, 64)]
+    for provider, pattern in (
+        ("torch-cudnn", r"cuDNN takes ([\d.]+) to ([\d.]+) times our time without any reset"),
+        ("torch-cudnn-packed", r"without any reset, and (\d+) to (\d+) times with its episodes packed"),
+    ):
+        ratios = [found[case, provider] / found[case, "jaxrnn"] for case in cases]
+        low, high = re.search(pattern, PROSE).groups()
+        assert (rounded(min(ratios), low), rounded(max(ratios), high)) == (low, high)
+    found = values(results("sweep"))
+    theirs, ours = found["GRU 64,128,32", "torch-cudnn"], found["GRU 64,128,32", "jaxrnn"]
+    quoted = re.search(r"without resets takes ([\d.]+) times our time \(([\d.]+) and ([\d.]+) ms, `sweep`\)", PROSE)
+    assert [rounded(x, y) for x, y in zip((theirs / ours, theirs, ours), quoted.groups(), strict=True)] == [
+        *quoted.groups()
+    ]
+
+
+def test_steps_per_second_are_those_of_the_results():
+    report = results("ppo")
+    found, checked = values(report), 0
+    cases = {
+        "64": "PPO, 64 envs",
+        "16 seeds of 64 at once (`--num-seeds 16`)": "PPO, 16 seeds of 64 envs",
+        "1024": "PPO, 1024 envs",
+        "2048, on two GPUs": "PPO, 2048 envs on 2 GPUs",
+    }
+    providers = ["jaxrnn", "jaxrnn-xla", "flax", "no recurrence"]
+    headings, rows = table("environments")
+    assert headings == ["environments", "jaxrnn", 'jaxrnn, `implementation="xla"`', "Flax GRU", "no recurrence"]
+    assert list(rows) == list(cases)
+    for label, cells in rows.items():
+        for provider, cell in zip(providers, cells, strict=True):
+            if cell:
+                number, unit = cell.split()
+                steps = found[cases[label], provider] / {"k": 1e3, "M": 1e6}[unit]
+                assert rounded(steps, number) == number, (label, provider)
+                checked += 1
+    assert checked == 12
+    commits = report.commits()
+    newer, older = re.search(r"rows of 1024 and 2048 environments were measured at commit (\w+), the others at (\w+)\.",
+                             PROSE).groups()  # fmt: skip
+    assert {"PPO, 1024 envs", "PPO, 2048 envs on 2 GPUs"} <= set(commits[newer])
+    assert {"PPO, 64 envs", "PPO, 16 seeds of 64 envs"} == set(commits[older])
+
+
+def test_figures_as_other_gpus_are_those_of_the_results():
+    profiles = {"as an A100": "a100", "as an RTX 3090": "rtx3090", "as an RTX 4090": "rtx4090"}
+    headings, rows = table("B, T, H | as an A100")
+    assert headings == ["B, T, H", *profiles, "`lax.scan`, hoisted"] and len(rows) == 6
+    found, commits = {}, set()
+    for profile, suite in itertools.product(profiles.values(), ("headline", "sweep")):
+        report = results(suite, f"as-{profile}-on-nvidia-h200")
+        found |= {(*key, profile): value for key, value in values(report).items()}
+        commits |= set(report.commits())
+    for case, (*ours, scan) in rows.items():
+        for profile, cell in zip(profiles.values(), ours, strict=True):
+            times = [found.get((case, f"jaxrnn-default{dtype}", profile)) for dtype in ("", "-bf16")]
+            if cell == "-":
+                assert times == [None, None]
+                continue
+            assert [rounded(x, y) for x, y in zip(times, cell.split(" / "), strict=True)] == cell.split(" / ")
+        scans = [found[key] for key in found if key[:2] == (case, "hoisted-scan")]
+        bounds = scan.split(" to ")
+        assert [rounded(min(scans), bounds[0]), rounded(max(scans), bounds[0])] == [bounds[0], bounds[-1]], case
+    (commit,) = commits
+    assert f"jax 0.11.2, triton 3.6.0, commit {commit}." in PROSE
+
+
+def test_errors_are_at_most_twice_those_of_xla():
+    assert "The error is at most twice XLA's own error at the same precision." in PROSE
+    rows = results("accuracy").rows
+    assert len(rows) > 100 and all(row.good for row in rows)
+
+
+# Versions, extras and limits
+
+
+def required(extra):
+    """Returns the names of all packages that an extra installs, and the extras of this project among them."""
+    packages, pending = set(), [extra]
+    while pending:
+        for requirement in EXTRAS[pending.pop()]:
+            name, options = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+            packages.add(name)
+            pending += options.split(",") if name == "jaxrnn" else []
+    return packages - {"jaxrnn"}
+
+
+def test_extras_that_pages_name_exist():
+    named = [
+        (page, extra)
+        for page, text in TEXTS.items()
+        for names in re.findall(r"'\.\[([\w,-]+)\]'", text)
+        for extra in names.split(",")
+    ]
+    assert {extra for page, extra in named if page == "README.md"} >= {
+        "cuda13", "cuda12", "jax", "triton", "torch", "torch-cuda13", "torch-cuda12", "examples",
+    }  # fmt: skip
+    assert [(page, extra) for page, extra in named if extra not in EXTRAS] == []
+
+
+def test_extras_install_what_the_readme_says():
+    assert "`cuda13` and `cuda12` install JAX and Triton, and no PyTorch." in PROSE
+    for extra in ("cuda13", "cuda12"):
+        assert {"jax", "triton"} <= required(extra) and "torch" not in required(extra)
+        assert {"jax", "triton", "torch"} <= required(f"torch-{extra}")
+    assert "`pip install '.[torch]'`, which brings no JAX" in PROSE
+    assert {"torch", "triton"} <= required("torch") and required("torch").isdisjoint({"jax", "jaxlib", "flax"})
+    assert {"jax", "flax"} <= required("jax") and required("jax").isdisjoint({"triton", "torch"})
+
+
+def test_versions_are_those_that_the_package_requires():
+    (python,) = set(re.findall(r"Python (3\.\d+)(?:\+| or newer)", README))
+    assert PROJECT["requires-python"] == f">={python}"
+    (requirement,) = EXTRAS["triton"]
+    low, high = re.search(r"triton>=(3\.\d+),<3\.(\d+)", requirement).groups()
+    assert f"with Triton {low} to 3.{int(high) - 1}" in PROSE
+
+
+def test_widest_state_is_that_of_the_kernels():
+    from torch_bridge import tiling
+
+    per_sm, width = re.search(r"H up to (\d+) times the SMs \(([\d,]+) on an H200\)", PROSE).groups()
+    device = tiling.PROFILES["h200"]
+    assert tiling.max_hidden(device) == int(width.replace(",", "")) == int(per_sm) * device.multiprocessors
+
+
+# Commands
+
+
+def test_targets_of_make_that_pages_name_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)[1].split())
+    assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in targets)
+    named = [
+        (page, target)
+        for page, text in TEXTS.items()
+        for target in re.findall(r"(?:`|^)make (?:\w+=\S+ )*([a-z-]+)", text, re.MULTILINE)
+    ]
+    assert {target for page, target in named if page == "README.md"} == {"demo", "test", "docs"}
+    assert {target for page, target in named if page == "CONTRIBUTING.md"} > {"test", "lint", "types", "wheel"}
+    assert [(page, target) for page, target in named if target not in targets] == []
+
+
+def benchmark_commands():
+    """Returns the arguments of every `python -m benchmarks` of a page, without placeholders such as SUITE."""
+    found = [(page, one) for page, text in TEXTS.items() for one in re.findall(r"`python -m benchmarks ?(.*?)`", text)]
+    return [(page, arguments) for page, arguments in found if not re.search("[A-Z]{3}", arguments)]
+
+
+def test_benchmark_commands_are_accepted():
+    commands = benchmark_commands()
+    assert len([page for page, _ in commands if page == "README.md"]) == 3
+    for page, arguments in commands:
+        if "..." not in arguments:
+            options = command.parse_arguments(shlex.split(arguments.replace("\n", " ")))
+            assert options.view or options.suites, page
+
+
+def test_every_suite_is_in_the_table_of_the_benchmarks():
+    listed = re.findall(r"^\| `([\w-]+)` \|", TEXTS["benchmarks/README.md"], re.MULTILINE)
+    assert sorted(listed) == sorted(command.SUITES)
+
+
+def example_commands():
+    """Returns the examples and options that README.md and examples/README.md call."""
+    found = [
+        (name, arguments.split("#")[0])
+        for page in ("README.md", "examples/README.md", *[page for page in PAGES if page.startswith("docs/")])
+        for name, arguments in re.findall(r"^ *python examples/(\w+)\.py(.*)$", TEXTS[page], re.MULTILINE)
+        + re.findall(r"`examples/(\w+)\.py( [^`]+)`", TEXTS[page])
+    ]
+    markers = {"torch_policy": pytest.mark.torch, "gymnax_ppo": pytest.mark.gymnax}
+    assert len(found) >= 12 and {"recurrent_ppo", "many_seeds", *markers} <= {name for name, _ in found}
+    return [
+        pytest.param(name, arguments, marks=markers.get(name, ()), id=f"{name}{arguments}".strip())
+        for name, arguments in dict.fromkeys(found)
+    ]
+
+
+@pytest.mark.parametrize(("name", "arguments"), example_commands())
+def test_example_commands_are_accepted(name, arguments):
+    assert load(name).parse_arguments(shlex.split(arguments))
+
+
+# Names
+
+
+def dotted_names(package):
+    """Returns the dotted names of a package that the README writes as code, such as `jaxrnn.linen.ScannedRNN`."""
+    code = re.sub(r"^```.*?^```", "", README, flags=re.DOTALL | re.MULTILINE)
+    names = {name for span in re.findall(r"`([^`]+)`", code) for name in re.findall(rf"\b{package}(?:\.\w+)+", span)}
+    assert len(names) >= 3
+    return sorted(names)
+
+
+def resolve(dotted):
+    """Returns what a dotted name refers to: a module, or an attribute of one."""
+    module, *attributes = dotted.split(".")
+    found = importlib.import_module(module)
+    for name in attributes:
+        if inspect.ismodule(found) and not hasattr(found, name):
+            importlib.import_module(f"{found.__name__}.{name}")
+        found = getattr(found, name)
+    return found
+
+
+@pytest.mark.parametrize("name", dotted_names("jaxrnn"))
+def test_names_of_jaxrnn_exist(name):
+    assert resolve(name) is not None
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", dotted_names("torch_bridge"))
+def test_names_of_torch_bridge_exist(name):
+    assert resolve(name) is not None
+
+
+def listed(module):
+    """Returns the code of the row of a module in the table of modules."""
+    (contents,) = table("module")[1][f"`{module}`"]
+    names = re.findall(r"`(\w+)`", contents)
+    assert names
+    return names
+
+
+@pytest.mark.parametrize("module", ["jaxrnn.linen", "jaxrnn.nnx"])
+def test_modules_and_options_in_the_table_exist(module):
+    found, names = resolve(module), listed(module)
+    classes = [name for name in names if name[0].isupper()]
+    assert len(classes) >= 12 and set(classes) <= set(found.__all__)
+    options = [name for name in names if name[0].islower()]
+    assert (len(options) == 6) == (module == "jaxrnn.linen")
+    for option in options:
+        assert option in inspect.signature(found.LSTM if option == "proj_size" else found.GRU).parameters
+
+
+def test_functions_take_the_arguments_that_the_readme_lists():
+    import jaxrnn
+
+    all_take, lstm_takes = re.search(r"All functions take (.*?); `lstm` also takes `(\w+)`\.", PROSE).groups()
+    arguments = re.findall(r"`(\w+)`", all_take)
+    assert len(arguments) == 6
+    functions = [jaxrnn.gru, jaxrnn.lstm, jaxrnn.mgu, jaxrnn.simple_rnn, jaxrnn.norm_gru]
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        assert set(arguments) <= set(parameters) and (lstm_takes in parameters) == (function is jaxrnn.lstm)
+
+
+# Links
+
+
+def anchors(text):
+    """Returns the anchors of the headings of a page, as GitHub and the site make them."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "](" in TEXTS[page]])
+def test_links_lead_to_files_and_headings(page):
+    prose = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"https?:", link)]
+    assert links or "http" in prose
+    for link in links:
+        name, _, heading = link.partition("#")
+        target = (ROOT / page).parent / name if name else ROOT / page
+        assert target.exists(), link
+        if heading:
+            assert heading in anchors(target.read_text()), link
