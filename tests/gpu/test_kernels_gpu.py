@@ -67,8 +67,8 @@ def of_sequence(name, x, b):
     return x[b] if name.startswith("carry") else None
 
 
-# Beyond 128 units, only a GRU and an LSTM have kernels with scaled operands, on GPUs with wgmma. Without scaling, it is a
-# matter of rounding whether a gate near zero saturates if states are large.
+# Beyond 128 units, only GRU and LSTM have kernels with scaled operands, on GPUs with wgmma. Without scaling, whether a
+# gate near zero saturates is a matter of rounding if states are large.
 MAGNITUDES = [
     pytest.param(case, largest, id=f"{case}-{largest}")
     for case, largest in itertools.product(cases.OF_EVERY_SIZE, (1.0, 1e4))
