@@ -51,8 +51,7 @@ def _current() -> _Context:
 def default_implementation(implementation: Implementation) -> Iterator[None]:
     """Returns a context manager inside which `implementation=None` means another implementation.
 
-        with jaxrnn.default_implementation("triton"):
-            train()  # raises instead of running without the kernels
+    Inside of `default_implementation("triton")`, training raises instead of running without the kernels.
 
     A name that is passed to a function or a module takes precedence. Contexts nest: the innermost one holds, and
     `default_implementation(None)` restores the automatic choice. The context manager is also a decorator. It holds for
@@ -63,8 +62,19 @@ def default_implementation(implementation: Implementation) -> Iterator[None]:
       implementation: "triton", "xla" or None, as in `jaxrnn.gru`. With "triton", every call must run the kernels, also
         calls of a single step and norms of small arrays, for which None chooses XLA.
 
+    Returns:
+      The context manager.
+
     Raises:
       ValueError: no implementation has that name.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> with jaxrnn.default_implementation("xla"):
+      ...     explanation = jaxrnn.explain(jaxrnn.rms_norm, jnp.ones((2, 8)))
+      >>> explanation.implementation, explanation.reason
+      ('xla', 'jaxrnn.default_implementation("xla") holds')
     """
     check_implementation(implementation, Caller("default_implementation"))
     with _contexts(dataclasses.replace(_current(), implementation=implementation)):

@@ -23,9 +23,6 @@ def explain(
 ) -> Explanation:
     """Says which implementation every recurrence and norm of a function would run, and why.
 
-        print(jaxrnn.explain(jaxrnn.gru, params, carry, xs, resets=resets))
-        print(jaxrnn.explain(model.apply, variables, xs, device="a100"))
-
     The function is traced, and neither compiled nor run. The choices are those that the call itself makes: for the
     implementation when it is traced, for the tiling when it is compiled.
 
@@ -49,6 +46,23 @@ def explain(
       ValueError: there is no GPU with the name `device`.
       NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but PyTorch or
         Triton is missing.
+
+    Examples:
+      The forward and the backward pass of a module, on an H100 that need not be here:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> from jaxrnn import linen
+      >>> model, xs = linen.GRU(16, time_major=True), jnp.ones((12, 4, 8))
+      >>> variables = model.init(jax.random.key(0), xs)
+      >>> explanation = jaxrnn.explain(model.apply, variables, xs, device="h100")
+      >>> print(explanation)  # doctest: +ELLIPSIS
+      on NVIDIA H100...:
+      gru(xs float32[12,4,8], 16 units) runs triton: ...
+        gru forward: ...
+      >>> explanation.implementation, [launch.direction for launch in explanation.launches]
+      ('triton', ['forward', 'backward'])
     """
     profile = None if device is None else _bridge.profile(device)
     leaves, tree = jax.tree.flatten((args, kwargs))

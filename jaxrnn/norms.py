@@ -115,6 +115,16 @@ def rms_norm(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> x, weight = jnp.arange(8.0).reshape(2, 4), jnp.ones(4)
+      >>> y, total = jaxrnn.rms_norm(x, weight, residual=x)
+      >>> bool((total == 2 * x).all())
+      True
+      >>> bool(jnp.allclose((y * y).mean(axis=-1), 1, atol=1e-5))
+      True
     """
     return normalize("rms", x, weight, bias, residual, epsilon, implementation)
 
@@ -182,6 +192,14 @@ def layer_norm(
     Raises:
       ValueError: as in `rms_norm`.
       NotImplementedError: as in `rms_norm`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> x, weight, bias = jnp.arange(8.0).reshape(2, 4), jnp.ones(4), jnp.zeros(4)
+      >>> y = jaxrnn.layer_norm(x, weight, bias)
+      >>> bool(jnp.allclose(y.mean(axis=-1), 0, atol=1e-5)), bool(jnp.allclose(y.var(axis=-1), 1, atol=1e-5))
+      (True, True)
     """
     return normalize("layer", x, weight, bias, residual, epsilon, implementation)
 

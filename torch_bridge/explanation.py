@@ -54,7 +54,7 @@ def explain(
         without values, sets `data` of a tensor, initialises a lazy module, or changes in place, with gradients, a view
         or a result of the caller.
 
-    Example:
+    Examples:
       >>> import torch, torch_bridge
       >>> rnn = torch_bridge.nn.GRU(8, 16)
       >>> explanation = torch_bridge.explain(rnn, torch.ones(12, 4, 8))

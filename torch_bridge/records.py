@@ -15,7 +15,19 @@ DIRECTIONS: dict[str, Literal["forward", "backward"]] = {"fwd": "forward", "bwd"
 
 
 class ImplementationWarning(RuntimeWarning):
-    """The kernels cannot run on the NVIDIA GPU of this process, and `implementation=None` runs without them."""
+    """The kernels cannot run on the NVIDIA GPU of this process, and `implementation=None` runs without them.
+
+    `jaxrnn` and `torch_bridge` give the same warning.
+
+    Examples:
+      The warning becomes an error, so that nothing runs without the kernels unnoticed:
+
+      >>> import warnings
+      >>> import jaxrnn
+      >>> warnings.filterwarnings("error", category=jaxrnn.ImplementationWarning)
+      >>> issubclass(jaxrnn.ImplementationWarning, RuntimeWarning)
+      True
+    """
 
 
 def warn_of_unusable_gpu(instead: str, reason: str | None, *packages: str) -> None:
@@ -164,6 +176,13 @@ class Explanation:
     Attributes:
       device: the GPU that the kernels are chosen for, or None if no call runs them.
       calls: the recurrences and norms.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> explanation = jaxrnn.explain(jaxrnn.rms_norm, jnp.ones((2, 8)), implementation="xla")
+      >>> [(call.name, call.arguments, call.implementation) for call in explanation.calls]
+      [('rms_norm', 'x float32[2,8]', 'xla')]
     """
 
     device: str | None

@@ -20,6 +20,12 @@ class LaunchMethod(NamedTuple):
     Attributes:
       name: "native" or "callback".
       reason: why this one is used.
+
+    Examples:
+      >>> import jaxrnn
+      >>> name, reason = jaxrnn.launch_method()
+      >>> name in ("native", "callback")
+      True
     """
 
     name: str
@@ -35,9 +41,18 @@ def launch_method() -> LaunchMethod:
     This is the default elsewhere, and Triton's interpreter always uses it. Set the environment variable JAXRNN_LAUNCH
     to one of the names before the first program is compiled to use that one.
 
+    Returns:
+      The method and the reason for it.
+
     Raises:
       ValueError: JAXRNN_LAUNCH is neither name.
       RuntimeError: JAXRNN_LAUNCH is "native" and its handler cannot be built.
+
+    Examples:
+      >>> import jaxrnn
+      >>> method = jaxrnn.launch_method()
+      >>> method  # doctest: +ELLIPSIS
+      LaunchMethod(name=..., reason=...)
     """
     if (reason := native_fails()) is not None:
         raise NativeLaunchError(reason)

@@ -27,6 +27,14 @@ class GRUParams(NamedTuple):
       w_hh: `[H, 3H]` recurrent weights, or `[N, H / N, 3H / N]` for N blocks of units.
       b_ih: `[3H]` bias of the three gates; it includes the recurrent biases of r and z.
       b_hn: `[H]` recurrent bias of n, inside the product with r.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.GRUParams(jnp.ones((3, 12)), jnp.ones((4, 12)), b_ih=jnp.zeros(12), b_hn=jnp.zeros(4))
+      >>> jax.tree.map(jnp.shape, params)
+      GRUParams(w_ih=(3, 12), w_hh=(4, 12), b_ih=(12,), b_hn=(4,))
     """
 
     w_ih: Array

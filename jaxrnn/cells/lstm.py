@@ -27,6 +27,14 @@ class LSTMParams(NamedTuple):
       w_hh: `[H, 4H]` recurrent weights, or `[N, H / N, 4H / N]` for N blocks of units, `[P, 4H]` with a projection.
       b: `[4H]` bias; no constant is added for the forget gate.
       w_hr: `[H, P]` projection of the hidden state, or None if there is none.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.LSTMParams(jnp.ones((3, 16)), jnp.ones((2, 16)), jnp.zeros(16), w_hr=jnp.ones((4, 2)))
+      >>> jax.tree.map(jnp.shape, params)
+      LSTMParams(w_ih=(3, 16), w_hh=(2, 16), b=(16,), w_hr=(4, 2))
     """
 
     w_ih: Array

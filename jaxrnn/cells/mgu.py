@@ -27,6 +27,14 @@ class MGUParams(NamedTuple):
       w_hh: `[H, 2H]` recurrent weights, or `[N, H / N, 2H / N]` for N blocks of units.
       b_ih: `[2H]` bias of both gates.
       b_hn: `[H]` recurrent bias of n, inside the product with f.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.MGUParams(jnp.ones((3, 8)), jnp.ones((4, 8)), b_ih=jnp.zeros(8), b_hn=jnp.zeros(4))
+      >>> jax.tree.map(jnp.shape, params)
+      MGUParams(w_ih=(3, 8), w_hh=(4, 8), b_ih=(8,), b_hn=(4,))
     """
 
     w_ih: Array

@@ -32,6 +32,14 @@ class NormGRUParams(NamedTuple):
       scale_h: `[H]` scales of the norm for the state, or None for ones.
       shift_i: `[D]` shifts of the norm for the inputs, or None for zeros.
       shift_h: `[H]` shifts of the norm for the state, or None for zeros.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.NormGRUParams(jnp.ones((3, 12)), jnp.ones((4, 12)), jnp.zeros(12), scale_i=jnp.ones(3))
+      >>> jax.tree.map(jnp.shape, params)._asdict()
+      {'w_ih': (3, 12), 'w_hh': (4, 12), 'b': (12,), 'scale_i': (3,), 'scale_h': None, 'shift_i': None, 'shift_h': None}
     """
 
     w_ih: Array

@@ -23,6 +23,14 @@ class SimpleParams(NamedTuple):
       w_ih: `[D, H]` input weights.
       w_hh: `[H, H]` recurrent weights, or `[N, H / N, H / N]` for N blocks of units.
       b: `[H]` bias.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.SimpleParams(w_ih=jnp.ones((3, 4)), w_hh=jnp.eye(4), b=jnp.zeros(4))
+      >>> jax.tree.map(jnp.shape, params)
+      SimpleParams(w_ih=(3, 4), w_hh=(4, 4), b=(4,))
     """
 
     w_ih: Array

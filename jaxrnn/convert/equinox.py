@@ -47,8 +47,22 @@ def from_equinox(cell: Any, *, into: type[Any] | None = None) -> Params:
       into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
         weights of another cell raise.
 
+    Returns:
+      `GRUParams` or `LSTMParams`, with arrays in the dtypes of the source.
+
     Raises:
       ValueError: the module is another one, or shapes are wrong; or the weights are not those of `into`.
+
+    Examples:
+      >>> import equinox as eqx
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> cell, xs = eqx.nn.GRUCell(3, 4, key=jax.random.key(0)), jnp.ones((5, 3))
+      >>> _, ys = jaxrnn.gru(convert.from_equinox(cell), jnp.zeros(4), xs)
+      >>> bool(jnp.allclose(ys[0], cell(xs[0], jnp.zeros(4)), atol=1e-2))
+      True
     """
     names = ("weight_ih", "weight_hh", "bias", "bias_n")
     get = cell.get if isinstance(cell, Mapping) else lambda name: getattr(cell, name, None)
@@ -70,12 +84,28 @@ def from_equinox(cell: Any, *, into: type[Any] | None = None) -> Params:
 def to_equinox(params: Params) -> dict[str, Array]:
     """Returns the arrays of `equinox.nn.GRUCell` or `LSTMCell` (with `use_bias=True`), by attribute.
 
-        arrays = to_equinox(params)
-        cell = eqx.tree_at(lambda cell: [getattr(cell, name) for name in arrays], cell, list(arrays.values()))
+    Args:
+      params: the weights.
+
+    Returns:
+      `weight_ih [nH, D]`, `weight_hh [nH, H]` and `bias [nH]` for n gates, and `bias_n [H]` for a GRU, in the dtypes of
+      `params`.
 
     Raises:
       ValueError: `params` are neither `GRUParams` nor `LSTMParams`, since Equinox has no other cells, or their shapes
         disagree.
+
+    Examples:
+      >>> import equinox as eqx
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> params = jaxrnn.LSTMParams(jnp.ones((3, 16)), jnp.ones((4, 16)), jnp.zeros(16))
+      >>> cell, arrays = eqx.nn.LSTMCell(3, 4, key=jax.random.key(0)), convert.to_equinox(params)
+      >>> cell = eqx.tree_at(lambda cell: [getattr(cell, name) for name in arrays], cell, list(arrays.values()))
+      >>> bool((cell.weight_ih == params.w_ih.T).all())
+      True
     """
     layout = check_params("to_equinox", params, framework="equinox")
     params = without_blocks(params)

@@ -51,9 +51,27 @@ def from_haiku(params: Mapping[str, Any], *, into: type[Any] | None = None) -> P
       into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
         weights of another cell raise.
 
+    Returns:
+      `LSTMParams` or `SimpleParams`, with arrays in the dtypes of the source.
+
     Raises:
       ValueError: the parameters are of `hk.GRU`, which computes something else, of another module, or of several; or
         shapes are wrong; or the weights are not those of `into`.
+
+    Examples:
+      >>> import haiku as hk
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> def unroll(xs):
+      ...     core = hk.LSTM(4)
+      ...     return hk.dynamic_unroll(core, xs, core.initial_state(2))[0]
+      >>> network, xs, zeros = hk.transform(unroll), jnp.ones((5, 2, 3)), jnp.zeros((2, 4))
+      >>> weights = network.init(jax.random.key(0), xs)
+      >>> _, ys = jaxrnn.lstm(convert.from_haiku(weights), (zeros, zeros), xs)
+      >>> bool(jnp.allclose(ys, network.apply(weights, None, xs), atol=1e-2))
+      True
     """
     if len(keys_of(params)) == 1:
         (params,) = params.values()
@@ -96,14 +114,30 @@ def to_haiku(params: Params) -> dict[str, Any]: ...
 def to_haiku(params: Params) -> dict[str, Any]:
     """Returns the parameters of the linear layer in `haiku.LSTM`, or of both layers in `haiku.VanillaRNN`.
 
-        {"lstm/linear": to_haiku(params)}
-        {f"vanilla_rnn/{name}": layer for name, layer in to_haiku(params).items()}
-
     The 1 that the LSTM adds to its forget gate is subtracted from the bias. The second bias of a VanillaRNN is zero.
+
+    Args:
+      params: the weights.
+
+    Returns:
+      `w [D + H, 4H]` and `b [4H]` of an LSTM, or for both layers of a VanillaRNN, `linear` and `linear_1`, such a
+      mapping with `w [D, H]` or `[H, H]` and `b [H]`, in the dtypes of `params`.
 
     Raises:
       ValueError: `params` are `GRUParams`, since `hk.GRU` computes something else, or `MGUParams`, since Haiku has no
         MGU; or their shapes disagree.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> of_lstm = jaxrnn.LSTMParams(jnp.ones((3, 16)), jnp.ones((4, 16)), jnp.zeros(16))
+      >>> jax.tree.map(jnp.shape, {"lstm/linear": convert.to_haiku(of_lstm)})
+      {'lstm/linear': {'b': (16,), 'w': (7, 16)}}
+      >>> of_rnn = jaxrnn.SimpleParams(w_ih=jnp.ones((3, 4)), w_hh=jnp.eye(4), b=jnp.zeros(4))
+      >>> sorted({f"vanilla_rnn/{name}": layer for name, layer in convert.to_haiku(of_rnn).items()})
+      ['vanilla_rnn/linear', 'vanilla_rnn/linear_1']
     """
     layout = check_params("to_haiku", params, framework="haiku")
     params = without_blocks(params)

@@ -43,10 +43,25 @@ def from_keras(source: Any, *, into: type[Any] | None = None) -> Params:
       into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
         weights of another cell raise.
 
+    Returns:
+      `GRUParams`, `LSTMParams` or `SimpleParams`, with arrays in the dtypes of the source.
+
     Raises:
       ValueError: `reset_after` is False, which computes something else; activations are not sigmoid and tanh, or those
         of a SimpleRNN neither tanh nor relu (a list of weights does not show them); there are several cells; the layer
         is not built; or shapes are wrong; or the weights are not those of `into`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import keras
+      >>> import numpy as np
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> layer, xs = keras.layers.GRU(4, return_sequences=True), np.ones((2, 5, 3), np.float32)
+      >>> expected = layer(xs)
+      >>> _, ys = jaxrnn.gru(convert.from_keras(layer), jnp.zeros((2, 4)), xs, time_major=False)
+      >>> np.allclose(ys, expected, atol=1e-2)
+      True
     """
     if isinstance(source, (str, Mapping)):
         raise ValueError(
@@ -72,12 +87,27 @@ def from_keras(source: Any, *, into: type[Any] | None = None) -> Params:
 def to_keras(params: Params) -> list[np.ndarray[Any, Any]]:
     """Returns kernel, recurrent kernel and bias for Keras' `GRU` (`reset_after=True`), `LSTM` or `SimpleRNN`, copied.
 
-    The copies are NumPy arrays.
+    Args:
+      params: the weights.
 
-        layer.set_weights(to_keras(params))
+    Returns:
+      NumPy arrays `[D, nH]`, `[H, nH]` and `[nH]` for n gates; the bias of a GRU is `[2, 3H]`. They have the dtypes of
+      `params`.
 
     Raises:
       ValueError: `params` are not those of such a layer, or their shapes disagree.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import keras
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> params = jaxrnn.SimpleParams(w_ih=jnp.ones((3, 4)), w_hh=jnp.eye(4), b=jnp.zeros(4))
+      >>> layer = keras.layers.SimpleRNN(4)
+      >>> layer.build((None, None, 3))
+      >>> layer.set_weights(convert.to_keras(params))
+      >>> [tuple(weight.shape) for weight in layer.weights]
+      [(3, 4), (4, 4), (4,)]
     """
     layout = check_params("to_keras", params, framework="keras")
     params = without_blocks(params)

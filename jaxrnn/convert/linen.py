@@ -41,9 +41,25 @@ def from_linen(tree: Any, *, into: type[Any] | None = None) -> Params:
       into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
         weights of another cell raise.
 
+    Returns:
+      `GRUParams`, `LSTMParams`, `MGUParams` or `SimpleParams`, with arrays in the dtypes of the source.
+
     Raises:
       ValueError: these are not the parameters of such a cell, or are those of an MGUCell with `reset_gate=False`, which
         computes something else; or the weights are not those of `into`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> rnn, xs = nn.RNN(nn.GRUCell(4), time_major=True), jnp.ones((5, 2, 3))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> params = convert.from_linen(variables["params"]["cell"])
+      >>> _, ys = jaxrnn.gru(params, jnp.zeros((2, 4)), xs)
+      >>> bool(jnp.allclose(ys, rnn.apply(variables, xs), atol=1e-2))
+      True
     """
     if isinstance(tree, Mapping) and "params" in tree:  # tree holds all variables of a module
         tree = tree["params"]
@@ -81,15 +97,26 @@ def _paths_of_cells(tree: Any, path: str = "") -> Iterator[str]:
 def to_linen(params: Params, *, dense: bool = False) -> dict[str, dict[str, Array]]:
     """Returns the parameters of the cell of `flax.linen`. `LSTMCell` and `OptimizedLSTMCell` share a format.
 
-        cell.apply({"params": to_linen(params)}, carry, x)
-
     Args:
       params: the weights.
       dense: whether to make N blocks of recurrent weights a matrix that is zero outside of the blocks, for a cell of
         Flax. Without it, the parameters are those of a cell of `jaxrnn.linen` with `num_blocks=N`.
 
+    Returns:
+      The kernels `[D, H]` and `[H, H]` and the biases `[H]` of each gate, in the dtypes of `params`.
+
     Raises:
       ValueError: `params` are not parameters of jaxrnn, or their shapes disagree.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> params = jaxrnn.SimpleParams(w_ih=jnp.ones((3, 4)), w_hh=jnp.eye(4), b=jnp.zeros(4))
+      >>> carry, y = nn.SimpleCell(4).apply({"params": convert.to_linen(params)}, jnp.zeros(4), jnp.ones(3))
+      >>> y.shape
+      (4,)
     """
     layout = check_params("to_linen", params)
     return to_dense(layout, without_blocks(params) if dense else params)

@@ -86,8 +86,24 @@ def from_torch(
       into: the class of the parameters, such as `jaxrnn.GRUParams`. It tells type checkers the class of the result, and
         weights of another cell raise.
 
+    Returns:
+      `GRUParams`, `LSTMParams` or `SimpleParams` of D inputs and H units, with JAX arrays in the dtypes of the source.
+
     Raises:
       ValueError: there are no such weights, several fit, shapes are wrong, or the weights are not those of `into`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> import torch
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> module, xs = torch.nn.GRU(3, 4, num_layers=2), torch.randn(5, 2, 3)
+      >>> first, second = (convert.from_torch(module, layer=k, into=jaxrnn.GRUParams) for k in range(2))
+      >>> _, ys = jaxrnn.gru(first, jnp.zeros((2, 4)), xs.numpy())
+      >>> _, ys = jaxrnn.gru(second, jnp.zeros((2, 4)), ys)
+      >>> np.allclose(ys, module(xs)[0].detach(), atol=1e-2)
+      True
     """
     state = source.state_dict() if hasattr(source, "state_dict") and not isinstance(source, type) else source
     if not isinstance(state, Mapping):
@@ -124,8 +140,6 @@ def to_torch(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Returns the weights for `torch.nn.GRU`, `LSTM` or `RNN`: copies as NumPy arrays, by PyTorch's names.
 
-        module.load_state_dict({name: torch.from_numpy(x) for name, x in to_torch(params).items()})
-
     `bias_hh` is zero except for a GRU's b_hn. PyTorch does not accept NumPy's bfloat16: pass `x.astype("float32")`,
     which `load_state_dict` rounds to the module's bfloat16, with the same bits.
 
@@ -137,8 +151,23 @@ def to_torch(
       dense: whether to make N blocks of recurrent weights a matrix that is zero outside of the blocks, for a module of
         `torch.nn`. Without it, the weights are those of a module of `torch_bridge.nn` with `num_blocks=N`.
 
+    Returns:
+      By name, `weight_ih_l0 [nH, D]`, `weight_hh_l0 [nH, H]`, `bias_ih_l0 [nH]` and `bias_hh_l0 [nH]` for n gates, and
+      with a projection `weight_hr_l0 [P, H]`, in the dtypes of `params`.
+
     Raises:
       ValueError: `params` are not those of such a module, or their shapes disagree.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import torch
+      >>> import jaxrnn
+      >>> from jaxrnn import convert
+      >>> params = jaxrnn.SimpleParams(w_ih=jnp.ones((3, 4)), w_hh=jnp.eye(4), b=jnp.zeros(4))
+      >>> weights = {name: torch.from_numpy(x) for name, x in convert.to_torch(params).items()}
+      >>> module = torch.nn.RNN(3, 4)
+      >>> module.load_state_dict(weights)
+      <All keys matched successfully>
     """
     if layer is not None:
         check_size("to_torch: layer", layer, least=0)

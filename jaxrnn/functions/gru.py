@@ -72,6 +72,23 @@ def gru(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
+
+    Examples:
+      Two sequences of five steps, of which the second starts a new episode at step 2:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> keys = jax.random.split(jax.random.key(0), 3)
+      >>> w_ih, w_hh, xs = map(jax.random.normal, keys, [(3, 12), (4, 12), (5, 2, 3)])
+      >>> params = jaxrnn.GRUParams(w_ih, w_hh, b_ih=jnp.zeros(12), b_hn=jnp.zeros(4))
+      >>> resets = jnp.zeros((5, 2), bool).at[2, 1].set(True)
+      >>> carry, ys = jaxrnn.gru(params, jnp.zeros((2, 4)), xs, resets=resets)
+      >>> carry.shape, ys.shape
+      ((2, 4), (5, 2, 4))
+      >>> _, episode = jaxrnn.gru(params, jnp.zeros((2, 4)), xs[2:])
+      >>> bool(jnp.allclose(ys[2:, 1], episode[:, 1], atol=1e-3))
+      True
     """
     last, (ys,) = recurrent.run(
         GRU, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,

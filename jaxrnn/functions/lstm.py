@@ -114,6 +114,18 @@ def lstm(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.LSTMParams(jnp.ones((3, 16)), jnp.ones((4, 16)), jnp.zeros(16))
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool).at[2, 1].set(True)
+      >>> start = jnp.full(4, 0.5), None  # episodes start with c = 0.5 and h = 0
+      >>> c, h = jnp.zeros((2, 4)), jnp.zeros((2, 4))
+      >>> (c, h), hs = jaxrnn.lstm(params, (c, h), xs, resets=resets, reset_state=start)
+      >>> (c, h), (hs, cs) = jaxrnn.lstm(params, (c, h), xs, return_cells=True)  # goes on from there
+      >>> c.shape, h.shape, hs.shape, cs.shape
+      ((2, 4), (2, 4), (5, 2, 4), (5, 2, 4))
     """
     last, sequences = recurrent.run(
         LSTM, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,

@@ -55,6 +55,15 @@ def mgu(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.MGUParams(jnp.ones((3, 8)), jnp.ones((4, 8)), jnp.zeros(8), jnp.zeros(4))
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool).at[2, 1].set(True)
+      >>> carry, ys = jaxrnn.mgu(params, jnp.zeros((2, 4)), xs, resets=resets)
+      >>> carry.shape, ys.shape
+      ((2, 4), (5, 2, 4))
     """
     last, (ys,) = recurrent.run(
         MGU, params, carry, xs, resets=resets, reset_state=reset_state, reverse=reverse, time_major=time_major,

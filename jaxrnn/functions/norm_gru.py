@@ -65,6 +65,15 @@ def norm_gru(
       ValueError: shapes or dtypes disagree, there is no such norm, or `norm="rms"` is given shifts.
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.NormGRUParams(jnp.ones((3, 12)), jnp.ones((4, 12)), jnp.zeros(12), scale_h=jnp.ones(4))
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool).at[2, 1].set(True)
+      >>> carry, ys = jaxrnn.norm_gru(params, jnp.zeros((2, 4)), xs, norm="layer", resets=resets)
+      >>> carry.shape, ys.shape
+      ((2, 4), (5, 2, 4))
     """
     check_norm("norm_gru: norm", norm)
     if norm == "rms" and isinstance(params, NormGRUParams) and (params.shift_i, params.shift_h) != (None, None):

@@ -59,6 +59,17 @@ def simple_rnn(
       ValueError: shapes or dtypes disagree, or `activation` is another one.
       NotImplementedError: the named implementation cannot run this input, or a forward-mode or second derivative of
         the kernels is requested; the message says which limit was hit.
+
+    Examples:
+      With these weights the hidden state is the sum of the inputs since the last reset:
+
+      >>> import jax.numpy as jnp
+      >>> import jaxrnn
+      >>> params = jaxrnn.SimpleParams(w_ih=jnp.ones((3, 4)), w_hh=jnp.eye(4), b=jnp.zeros(4))
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool).at[2, 1].set(True)
+      >>> carry, ys = jaxrnn.simple_rnn(params, jnp.zeros((2, 4)), xs, resets=resets, activation="relu")
+      >>> ys[:, 0, 0].tolist(), ys[:, 1, 0].tolist()
+      ([3.0, 6.0, 9.0, 12.0, 15.0], [3.0, 6.0, 3.0, 6.0, 9.0])
     """
     if not isinstance(activation, str) or activation not in _CELLS:
         raise ValueError(

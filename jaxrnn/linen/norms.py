@@ -24,12 +24,30 @@ class RMSNorm(nn.RMSNorm):
     `mask`, `axis_name`, `axis_index_groups` or `force_float32_reductions=False`, Flax's own norm runs.
 
     Attributes:
-      epsilon: added to the mean square, inside the root. All attributes not listed here are Flax's.
+      epsilon: added to the mean square, inside the root.
       dtype: the dtype of the result; None uses the dtype to which inputs and parameters promote. The norm is computed
         in float32.
+      param_dtype: the dtype of the parameters.
+      use_scale: whether the result is multiplied by a parameter `scale`, `[N]`.
+      scale_init: the initializer of `scale`.
+      reduction_axes: the axes over which the mean square is computed.
+      feature_axes: the axes of the parameters.
+      axis_name: the name of a mapped axis over which statistics are averaged too, or None.
+      axis_index_groups: groups of indices of that axis that are averaged apart, or None.
       use_fast_variance: has no effect unless Flax's own norm runs: `jaxrnn` always computes the variance as the mean of
         squared differences.
+      force_float32_reductions: whether statistics are computed in float32 at least.
       implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import RMSNorm
+      >>> norm, x = RMSNorm(), jnp.arange(8.0).reshape(2, 4)
+      >>> variables = norm.init(jax.random.key(0), x)
+      >>> y, total = norm.apply(variables, x, residual=x)
+      >>> y.shape, bool((total == 2 * x).all())
+      ((2, 4), True)
     """
 
     implementation: Implementation = None
@@ -69,7 +87,30 @@ class LayerNorm(nn.LayerNorm):
     """`flax.linen.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
 
     Attributes:
-      epsilon: added to the variance, inside the root. All other attributes are those of `RMSNorm`.
+      epsilon: added to the variance, inside the root.
+      dtype: as in `RMSNorm`.
+      param_dtype: as in `RMSNorm`.
+      use_bias: whether a parameter `bias`, `[N]`, is added to the result.
+      use_scale: as in `RMSNorm`.
+      bias_init: the initializer of `bias`.
+      scale_init: as in `RMSNorm`.
+      reduction_axes: as in `RMSNorm`.
+      feature_axes: as in `RMSNorm`.
+      axis_name: as in `RMSNorm`.
+      axis_index_groups: as in `RMSNorm`.
+      use_fast_variance: as in `RMSNorm`.
+      force_float32_reductions: as in `RMSNorm`.
+      implementation: as in `jaxrnn.layer_norm`. "triton" raises if Flax's own norm would run.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import LayerNorm
+      >>> norm, x = LayerNorm(), jnp.arange(8.0).reshape(2, 4)
+      >>> variables = norm.init(jax.random.key(0), x)
+      >>> y, total = norm.apply(variables, x, residual=x)
+      >>> y.shape, bool((total == 2 * x).all())
+      ((2, 4), True)
     """
 
     implementation: Implementation = None
@@ -87,7 +128,20 @@ class LayerNorm(nn.LayerNorm):
 
     @nn.compact
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
-        """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
+        """Normalises the last axis, or `reduction_axes`.
+
+        Args:
+          x: `[*rows, N]`.
+          residual: as in `RMSNorm`.
+          mask: as in `RMSNorm`.
+
+        Returns:
+          `y` or `(y, x + residual)`, as in `RMSNorm`.
+
+        Raises:
+          ValueError: as in `RMSNorm`.
+          NotImplementedError: as in `RMSNorm`.
+        """
         return run_norm(self, "layer", x, residual, mask, super().__call__)
 
 

@@ -134,9 +134,6 @@ class CallOptions(TypedDict, total=False):
 class RNN(nn.RNN, Generic[ReturnsCarry]):
     """`flax.linen.RNN` with episode resets: runs `cell` over time in one launch. Its parameters are under `cell/`.
 
-        rnn = RNN(GRUCell(128), time_major=True, return_carry=True)
-        carry, ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
-
     The functions of `jaxrnn` run the cells of this module, and the cells of Flax that they replace. `nn.scan` runs any
     other cell, a cell with another `gate_fn` or `activation_fn`, and an RNN whose `variable_axes`,
     `variable_broadcast`, `variable_carry` or `split_rngs` is not the default; these take `resets` too.
@@ -148,8 +145,24 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
       reverse: whether to run from the last step to the first. Outputs are in the order computed, last step first.
       keep_order: whether to return the outputs in the order of the inputs when `reverse` is set.
       unroll: the number of steps per loop iteration of `nn.scan`, if `nn.scan` runs the cell.
+      variable_axes: the axes of variable collections over which `nn.scan` runs; by default none.
+      variable_broadcast: the collections that are the same in every step of `nn.scan`; by default "params".
+      variable_carry: the collections that `nn.scan` carries from step to step; by default none.
+      split_rngs: by name of a random number generator, whether each step of `nn.scan` has its own key; by default none.
       precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
       implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import LSTMCell, RNN
+      >>> rnn = RNN(LSTMCell(4), time_major=True, return_carry=True)
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> carry, ys = rnn.apply(variables, xs, resets=resets)
+      >>> (c, h), ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
+      >>> ys.shape, c.shape, h.shape
+      ((5, 2, 4), (2, 4), (2, 4))
     """
 
     return_carry: ReturnsCarry = False  # type: ignore[assignment]
@@ -267,6 +280,21 @@ class ResetRNN(nn.Module):
       cell: the cell, of this module or of Flax.
       precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
       implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jaxrnn.linen import OptimizedLSTMCell, ResetRNN
+      >>> class Agent(nn.Module):
+      ...     @nn.compact
+      ...     def __call__(self, xs, resets, carry=None):
+      ...         return ResetRNN(OptimizedLSTMCell(4))((xs, resets), initial_carry=carry)
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool)
+      >>> (carry, ys), variables = Agent().init_with_output(jax.random.key(0), xs, resets)
+      >>> carry, ys = Agent().apply(variables, xs, resets, carry)
+      >>> ys.shape, list(variables["params"])
+      ((5, 2, 4), ['OptimizedLSTMCell_0'])
     """
 
     cell: nn.RNNCellBase

@@ -44,6 +44,12 @@ def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | Non
       rnn: the class or the instance.
       batch_size: an int, or a tuple with the sizes of all batch axes.
       hidden_size: H; by default `hidden_state_dim`.
+
+    Returns:
+      The carry, `[*batch, H]` or a pair `(c, h)` of such arrays, in `param_dtype`.
+
+    Raises:
+      ValueError: there is no `hidden_size`, or a size or `cell_type` is not valid.
     """
     batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
@@ -76,10 +82,7 @@ class ScannedRNN(nn.Module):
     H is the width of the carry and may differ from D. Rollouts call the module with T = 1, and updates call it with
     whole sequences.
 
-    Set `cell_type` for another cell. If `initialize_carry` is called on the class, set `cell_type` in a subclass:
-
-        class ScannedRNN(jaxrnn.linen.ScannedRNN):
-            cell_type: str = "lstm"
+    Set `cell_type` for another cell. If `initialize_carry` is called on the class, set `cell_type` in a subclass.
 
     Attributes:
       hidden_state_dim: H, the default `hidden_size` of `initialize_carry`; if set, the carry must have this width.
@@ -96,6 +99,27 @@ class ScannedRNN(nn.Module):
       implementation: as in `jaxrnn.gru`; None chooses one that can run the cell.
       num_blocks: the number of blocks (heads) of the recurrent weights, as in `GRUCell`; more than 1 needs a cell that
         is fused.
+
+    Examples:
+      The second environment was reset before step 2:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import ScannedRNN
+      >>> ins, dones = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool).at[2, 1].set(True)
+      >>> carry = ScannedRNN.initialize_carry(2, 4)
+      >>> rnn = ScannedRNN()
+      >>> variables = rnn.init(jax.random.key(0), carry, (ins, dones))
+      >>> carry, ys = rnn.apply(variables, carry, (ins, dones))
+      >>> ys.shape, list(variables["params"])
+      ((5, 2, 4), ['GRUCell_1'])
+
+      An LSTM, whose carry is `(c, h)`:
+
+      >>> class ScannedLSTM(ScannedRNN):
+      ...     cell_type: str = "lstm"
+      >>> [state.shape for state in ScannedLSTM.initialize_carry(2, 4)]
+      [(2, 4), (2, 4)]
     """
 
     hidden_state_dim: int | None = None
@@ -183,11 +207,32 @@ class ScannedRNN(nn.Module):
 class HiddenFirstScannedRNN(ScannedRNN):
     """The `ScannedRNN` of JaxMARL's Q-learning and of purejaxql.
 
-    It has `initialize_carry(hidden_size, *batch_size)`, and its parameters are under `ScannedRNN_0/GRUCell_0`. The
-    following class replaces purejaxql's LSTM:
+    It has `initialize_carry(hidden_size, *batch_size)`, and its parameters are under `ScannedRNN_0/GRUCell_0`.
 
-        class ScannedRNN(jaxrnn.linen.HiddenFirstScannedRNN):
-            cell_type: str = "optimized_lstm"
+    Attributes:
+      hidden_state_dim: as in `jaxrnn.linen.ScannedRNN`.
+      cell_type: as in `jaxrnn.linen.ScannedRNN`.
+      cell_name: the name of the cell's parameters, by default `GRUCell_0` for "gru", and so on.
+      dtype: as in `jaxrnn.linen.ScannedRNN`.
+      param_dtype: as in `jaxrnn.linen.ScannedRNN`.
+      precision: as in `jaxrnn.linen.ScannedRNN`.
+      implementation: as in `jaxrnn.linen.ScannedRNN`.
+      num_blocks: as in `jaxrnn.linen.ScannedRNN`.
+
+    Examples:
+      The module that replaces purejaxql's LSTM:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import HiddenFirstScannedRNN
+      >>> class ScannedRNN(HiddenFirstScannedRNN):
+      ...     cell_type: str = "optimized_lstm"
+      >>> ins, dones = jnp.ones((5, 2, 3)), jnp.zeros((5, 2), bool)
+      >>> carry = ScannedRNN.initialize_carry(4, 2)
+      >>> variables = ScannedRNN().init(jax.random.key(0), carry, (ins, dones))
+      >>> (c, h), ys = ScannedRNN().apply(variables, carry, (ins, dones))
+      >>> ys.shape, list(variables["params"])
+      ((5, 2, 4), ['OptimizedLSTMCell_0'])
     """
 
     _cell_index = 0

@@ -205,8 +205,12 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
           rng: the key for `carry_init`.
           input_shape: the shape of the inputs of one step, `[*batch, D]`.
 
+        Returns:
+          A tuple with an entry for each layer: `[*batch, H]` or, for an LSTM, `(c, h)`; if `bidirectional`, a pair
+          (forward, backward) of these. The arrays have the dtype `param_dtype`.
+
         Raises:
-          ValueError: the carry is learned and the module is not bound to parameters: use
+          ValueError: a size is not valid; or the carry is learned and the module is not bound to parameters: use
             `stack.apply(variables, rng, input_shape, method="initialize_carry")`.
         """
         modules.check_sizes(self, "features", "num_layers")

@@ -50,14 +50,36 @@ class RMSNorm(nnx.RMSNorm):
     `jaxrnn.rms_norm` normalises the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
     `mask`, `axis_name` or `axis_index_groups`, Flax's own norm runs.
 
-    Attributes:
+    Args:
       num_features: N.
-      epsilon: added to the mean square, inside the root. All arguments and attributes not listed here are Flax's.
+      epsilon: added to the mean square, inside the root.
       dtype: the dtype of the result, to which inputs are rounded first; None uses the dtype to which inputs and
         parameters promote. The norm is computed in float32.
+      param_dtype: the dtype of the parameters.
+      use_scale: whether the result is multiplied by a parameter `scale`, `[N]`.
+      scale_init: the initializer of `scale`.
+      reduction_axes: the axes over which the mean square is computed.
+      feature_axes: the axes of the parameters.
+      axis_name: the name of a mapped axis over which statistics are averaged too, or None.
+      axis_index_groups: groups of indices of that axis that are averaged apart, or None.
       use_fast_variance: has no effect unless Flax's own norm runs: `jaxrnn` always computes the variance as the mean of
         squared differences.
+      promote_dtype: the function that converts inputs and parameters to one dtype.
       implementation: as in `jaxrnn.rms_norm`. "triton" raises if Flax's own norm would run.
+      rngs: the random number generators of the parameters.
+      scale_metadata: metadata of `scale`, such as its sharding.
+
+    Raises:
+      ValueError: an argument has an invalid value.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import RMSNorm
+      >>> norm, x = RMSNorm(4, rngs=nnx.Rngs(0)), jnp.arange(8.0).reshape(2, 4)
+      >>> y, total = norm(x, residual=x)
+      >>> y.shape, bool((total == 2 * x).all())
+      ((2, 4), True)
     """
 
     def __init__(
@@ -101,8 +123,37 @@ class RMSNorm(nnx.RMSNorm):
 class LayerNorm(nnx.LayerNorm):
     """`flax.nnx.LayerNorm` computed by `jaxrnn.layer_norm`, with the same parameters, initial values and results.
 
-    Attributes:
-      num_features: N. All attributes are those of `RMSNorm`; `epsilon` is added to the variance.
+    Args:
+      num_features: N.
+      epsilon: added to the variance, inside the root.
+      dtype: as in `RMSNorm`.
+      param_dtype: as in `RMSNorm`.
+      use_bias: whether a parameter `bias`, `[N]`, is added to the result.
+      use_scale: as in `RMSNorm`.
+      bias_init: the initializer of `bias`.
+      scale_init: as in `RMSNorm`.
+      reduction_axes: as in `RMSNorm`.
+      feature_axes: as in `RMSNorm`.
+      axis_name: as in `RMSNorm`.
+      axis_index_groups: as in `RMSNorm`.
+      use_fast_variance: as in `RMSNorm`.
+      promote_dtype: as in `RMSNorm`.
+      implementation: as in `jaxrnn.layer_norm`. "triton" raises if Flax's own norm would run.
+      rngs: as in `RMSNorm`.
+      bias_metadata: metadata of `bias`, such as its sharding.
+      scale_metadata: as in `RMSNorm`.
+
+    Raises:
+      ValueError: an argument has an invalid value.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import LayerNorm
+      >>> norm, x = LayerNorm(4, rngs=nnx.Rngs(0)), jnp.arange(8.0).reshape(2, 4)
+      >>> y, total = norm(x, residual=x)
+      >>> y.shape, bool((total == 2 * x).all())
+      ((2, 4), True)
     """
 
     def __init__(
@@ -124,7 +175,20 @@ class LayerNorm(nnx.LayerNorm):
     ) -> Array | tuple[Array, Array]: ...
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None = None) -> Any:
-        """Normalises the last axis; arguments, results and errors are those of `RMSNorm`."""
+        """Normalises the last axis, or `reduction_axes`.
+
+        Args:
+          x: `[*rows, N]`.
+          mask: as in `RMSNorm`.
+          residual: as in `RMSNorm`.
+
+        Returns:
+          `y` or `(y, x + residual)`, as in `RMSNorm`.
+
+        Raises:
+          ValueError: as in `RMSNorm`.
+          NotImplementedError: as in `RMSNorm`.
+        """
         return run_norm(self, "layer", x, residual, mask, super().__call__, ("scale", "bias"))
 
 

@@ -42,14 +42,11 @@ class CallOptions(TypedDict, total=False):
 class RNN(nnx.RNN, Generic[ReturnsCarry]):
     """`flax.nnx.RNN` with episode resets: runs `cell` over time in one launch.
 
-        rnn = RNN(GRUCell(64, 128, rngs=rngs), time_major=True, return_carry=True)
-        carry, ys = rnn(xs, initial_carry=carry, resets=resets)
-
     The functions of `jaxrnn` run the cells of this module, and the cells of Flax that they replace. `nnx.scan` runs any
     other cell, a cell with another `gate_fn`, `activation_fn`, `promote_dtype` or layers, and an RNN whose `state_axes`
     or `broadcast_rngs` is not the default; these take `resets` too.
 
-    Attributes:
+    Args:
       cell: the cell.
       time_major: whether inputs are `[T, *batch, D]` or, by default, `[*batch, T, D]`. Neither layout is transposed.
       return_carry: whether to return `(carry, outputs)` instead of `outputs`.
@@ -61,6 +58,21 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
       rngs: the random number generator of `cell.initialize_carry`.
       precision: the precision of the matmuls, as in `jaxrnn.gru`; None uses the cell's.
       implementation: as in `jaxrnn.gru`; None uses the cell's. If both are None, one that can run the cell is chosen.
+
+
+    Raises:
+      ValueError: `cell` is no cell, or `unroll` is not a positive integer.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import LSTMCell, RNN
+      >>> rnn = RNN(LSTMCell(3, 4, rngs=nnx.Rngs(0)), time_major=True, return_carry=True)
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2))
+      >>> carry, ys = rnn(xs, resets=resets)
+      >>> (c, h), ys = rnn(xs, initial_carry=carry, resets=resets)
+      >>> ys.shape, c.shape, h.shape
+      ((5, 2, 4), (2, 4), (2, 4))
     """
 
     return_carry: ReturnsCarry

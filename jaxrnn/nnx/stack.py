@@ -284,8 +284,12 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
           input_shape: the shape of the inputs of one step, `[*batch, D]`.
           rngs: the random number generator of `carry_init`, needed unless `carry_init` is zeros.
 
+        Returns:
+          A tuple with an entry for each layer: `[*batch, H]` or, for an LSTM, `(c, h)`; if `bidirectional`, a pair
+          (forward, backward) of these. The arrays have the dtype `param_dtype`.
+
         Raises:
-          ValueError: `carry_init` is not zeros, and `rngs` is None.
+          ValueError: `input_shape` is no shape; or `carry_init` is not zeros, and `rngs` is None.
         """
         modules.check_input_shape(self, input_shape, "input_shape, rngs")
         if self.learned_carry:

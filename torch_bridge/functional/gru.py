@@ -70,7 +70,7 @@ def gru(
       NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
         not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
 
-    Example:
+    Examples:
       Two sequences of five steps, of which the second starts a new episode at step 2:
 
       >>> import torch

@@ -196,7 +196,7 @@ def run_layer(
       ValueError: there are no steps, or the implementation or precision is unknown.
       NotImplementedError: see `gru`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import cells, functional
       >>> def direction():

@@ -127,7 +127,7 @@ def lstm(
       ValueError: `state` or `reset_state` is not a pair; see also `gru`.
       NotImplementedError: see `gru`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import functional
       >>> xs, w_ih, w_hh = torch.randn(5, 2, 3), torch.randn(16, 3), torch.randn(16, 4)

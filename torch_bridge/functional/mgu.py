@@ -59,7 +59,7 @@ def mgu(
       ValueError: see `gru`.
       NotImplementedError: see `gru`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import functional
       >>> ys, h_n = functional.mgu(torch.randn(5, 2, 3), None, torch.randn(8, 3), torch.randn(8, 4))

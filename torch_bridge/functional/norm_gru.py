@@ -104,7 +104,7 @@ def norm_gru(
       ValueError: see `gru`; also if there is no such norm, or if `norm="rms"` is given shifts.
       NotImplementedError: see `gru`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import functional
       >>> w_ih, w_hh = torch.randn(12, 3), torch.randn(12, 4)

@@ -83,7 +83,7 @@ def rms_norm(
       NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
         not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import functional
       >>> x, weight = torch.randn(4, 8), torch.ones(8)
@@ -155,7 +155,7 @@ def layer_norm(
       TypeError: see `rms_norm`.
       NotImplementedError: see `rms_norm`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import functional
       >>> x, weight, bias = torch.randn(4, 8), torch.ones(8), torch.zeros(8)

@@ -68,7 +68,7 @@ def rnn(
       ValueError: the nonlinearity is unknown; see also `gru`.
       NotImplementedError: see `gru`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import functional
       >>> xs, w_ih, w_hh = torch.randn(5, 2, 3), torch.randn(4, 3), torch.randn(4, 4)

@@ -37,7 +37,7 @@ class GRU(SingleStateModule):
         divides H; see also `torch.nn.GRU`.
       TypeError: see `torch.nn.GRU`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import GRU
       >>> rnn = GRU(3, 4, num_layers=2)

@@ -38,7 +38,7 @@ class LSTM(RecurrentModule):
       ValueError: see `GRU` and `torch.nn.LSTM`.
       TypeError: see `torch.nn.LSTM`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import LSTM
       >>> rnn = LSTM(3, 4)

@@ -38,7 +38,7 @@ class MGU(SingleStateModule):
       ValueError: see `GRU` and `torch.nn.GRU`.
       TypeError: see `torch.nn.GRU`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import MGU
       >>> rnn = MGU(3, 4)

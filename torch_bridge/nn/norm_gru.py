@@ -48,7 +48,7 @@ class NormGRU(SingleStateModule):
       ValueError: see `GRU` and `torch.nn.GRU`; also if there is no such norm, or if there are several blocks.
       TypeError: see `torch.nn.GRU`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import NormGRU
       >>> rnn = NormGRU(3, 4, norm="layer")

@@ -27,7 +27,7 @@ class RMSNorm(torch.nn.RMSNorm):
     Raises:
       ValueError: the implementation is unknown.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import RMSNorm
       >>> norm, x, residual = RMSNorm(8), torch.randn(4, 8), torch.randn(4, 8)
@@ -106,7 +106,7 @@ class LayerNorm(torch.nn.LayerNorm):
     Raises:
       ValueError: the implementation is unknown.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import LayerNorm
       >>> norm, x, residual = LayerNorm(8), torch.randn(4, 8), torch.randn(4, 8)

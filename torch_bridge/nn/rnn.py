@@ -36,7 +36,7 @@ class RNN(SingleStateModule):
       ValueError: see `GRU` and `torch.nn.RNN`.
       TypeError: see `torch.nn.RNN`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge.nn import RNN
       >>> rnn = RNN(3, 4, nonlinearity="relu")

@@ -61,7 +61,7 @@ def run_trajectories(
       ValueError: shapes disagree, there are no steps, or `rnn` is not a GRU or an LSTM.
       RuntimeError: the width of the input is wrong, as in `torch.nn`.
 
-    Example:
+    Examples:
       >>> import torch
       >>> from torch_bridge import nn
       >>> rnn, is_init = nn.GRU(3, 4), torch.zeros(2, 5, 1, dtype=torch.bool)

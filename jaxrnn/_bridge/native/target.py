@@ -24,6 +24,19 @@ def register() -> None:
 
     Raises:
       RuntimeError: the handler cannot be built; the message says why, and what to do.
+
+    Examples:
+      A process that runs an exported program registers the handler first:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jax import export
+      >>> import jaxrnn
+      >>> exported = export.export(jax.jit(jaxrnn.rms_norm))(jnp.ones((2, 8)))
+      >>> blob = exported.serialize()
+      >>> jaxrnn.register_native_launch()  # in the process that loads `blob`
+      >>> export.deserialize(blob).call(jnp.ones((2, 8))).shape
+      (2, 8)
     """
     global _registered
     with _registering:

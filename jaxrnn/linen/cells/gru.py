@@ -19,17 +19,38 @@ class GRUCell(FusedCell[Array], nn.GRUCell):
     `RNN` and `ScannedRNN` run the cell over time in one call. A call of the cell itself computes one step.
 
     Attributes:
-      features: H, the width of the carry that `initialize_carry` returns. All attributes not listed here are Flax's.
-      gate_fn: with a function other than sigmoid, or an `activation_fn` other than tanh, Flax's own cell runs, and in
-        an `RNN` it runs under `nn.scan`.
-      dtype: the dtype of the matmul operands. The carry keeps its own dtype, so it may be float32 with
-        `dtype=jnp.bfloat16`.
+      features: H, the width of the carry that `initialize_carry` returns.
+      gate_fn: the activation of the gates. With a function other than sigmoid, or an `activation_fn` other than tanh,
+        Flax's own cell runs, and in an `RNN` it runs under `nn.scan`.
+      activation_fn: the activation of the candidate state; in an LSTM, also that of the cell state.
+      kernel_init: the initializer of the input weights of each gate.
+      recurrent_kernel_init: the initializer of the recurrent weights of each gate.
+      bias_init: the initializer of the biases.
+      dtype: the dtype of the matmul operands. None uses the dtype to which inputs, carry and parameters promote. The
+        carry keeps its own dtype, so it may be float32 with `dtype=jnp.bfloat16`.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      carry_init: the initializer of the carry.
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
       num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
         the states of their own block alone, and all inputs. With N > 1, the kernel of each layer `h*` is
         `[N, H / N, H / N]`, and `recurrent_kernel_init` initializes each block like a matrix. N must divide H.
         NotImplementedError is raised with another `gate_fn` or `activation_fn`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jaxrnn.linen import GRUCell
+      >>> cell, x = GRUCell(features=4), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+      >>> variables = cell.init(jax.random.key(0), carry, x)
+      >>> carry, y = cell.apply(variables, carry, x)
+      >>> y.shape
+      (2, 4)
+      >>> of_flax = nn.GRUCell(features=4).init(jax.random.key(0), carry, x)  # the same parameters
+      >>> jax.tree.map(jnp.shape, variables) == jax.tree.map(jnp.shape, of_flax)
+      True
     """
 
     @property
@@ -54,9 +75,6 @@ class GRUCell(FusedCell[Array], nn.GRUCell):
 
 class GRU(FusedStack[ReturnsCarry]):
     """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
-
-        gru = GRU(128, num_layers=2, time_major=True, return_carry=True)
-        carry, ys = gru.apply(variables, xs, initial_carry=carry, resets=resets)
 
     Layer k has the parameters of a `GRUCell` at `layers_{k}`; those of its backward direction are at
     `layers_{k}_reverse`. The outputs concatenate the directions: forward, then backward.
@@ -91,6 +109,20 @@ class GRU(FusedStack[ReturnsCarry]):
         whose outputs it normalises. A class or a function creates another module when called as `norm(name=name)`. None
         means no norm.
       num_blocks: the number of blocks (heads) of the recurrent weights of every layer and direction, as in `GRUCell`.
+
+    Examples:
+      Two layers, and a second chunk of the sequences, which goes on from the carry of the first:
+
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import GRU
+      >>> rnn = GRU(4, num_layers=2, time_major=True, return_carry=True)
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> carry, ys = rnn.apply(variables, xs, resets=resets)
+      >>> carry, ys = rnn.apply(variables, xs, initial_carry=carry, resets=resets)
+      >>> ys.shape, [h.shape for h in carry]
+      ((5, 2, 4), [(2, 4), (2, 4)])
     """
 
     _cell = GRUCell

@@ -43,7 +43,29 @@ class LSTMCell(FusedLSTMCell, nn.LSTMCell):
     The carry is `(c, h)`.
 
     Attributes:
-      features: H. All attributes are those of `GRUCell`.
+      features: H.
+      gate_fn: as in `GRUCell`.
+      activation_fn: as in `GRUCell`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      bias_init: as in `GRUCell`.
+      dtype: as in `GRUCell`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
+      precision: as in `GRUCell`.
+      implementation: as in `GRUCell`.
+      num_blocks: as in `GRUCell`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import LSTMCell
+      >>> cell, x = LSTMCell(features=4), jnp.ones((2, 3))
+      >>> c, h = cell.initialize_carry(jax.random.key(0), x.shape)
+      >>> variables = cell.init(jax.random.key(0), (c, h), x)
+      >>> (c, h), y = cell.apply(variables, (c, h), x)
+      >>> c.shape, h.shape, y.shape
+      ((2, 4), (2, 4), (2, 4))
     """
 
 
@@ -51,7 +73,29 @@ class OptimizedLSTMCell(FusedLSTMCell, nn.OptimizedLSTMCell):
     """`flax.linen.OptimizedLSTMCell` computed by `jaxrnn.lstm`. It differs from `LSTMCell` of this module only in name.
 
     Attributes:
-      features: H. All attributes are those of `GRUCell`.
+      features: H.
+      gate_fn: as in `GRUCell`.
+      activation_fn: as in `GRUCell`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      bias_init: as in `GRUCell`.
+      dtype: as in `GRUCell`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
+      precision: as in `GRUCell`.
+      implementation: as in `GRUCell`.
+      num_blocks: as in `GRUCell`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import OptimizedLSTMCell
+      >>> cell, x = OptimizedLSTMCell(features=4), jnp.ones((2, 3))
+      >>> c, h = cell.initialize_carry(jax.random.key(0), x.shape)
+      >>> variables = cell.init(jax.random.key(0), (c, h), x)
+      >>> (c, h), y = cell.apply(variables, (c, h), x)
+      >>> c.shape, h.shape, y.shape
+      ((2, 4), (2, 4), (2, 4))
     """
 
 
@@ -59,9 +103,40 @@ class LSTM(FusedStack[ReturnsCarry]):
     """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
     Attributes:
-      features: H. All attributes not listed here are those of `GRU`.
+      features: H.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      deterministic: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
+      bias_init: as in `GRU`.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
       proj_size: P, the width to which `layers_{k}/proj` projects hidden states, and so outputs; c stays H wide. None
         means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`. It excludes `num_blocks` > 1.
+      num_blocks: as in `GRU`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import LSTM
+      >>> rnn, xs, resets = LSTM(4, num_layers=2, return_carry=True), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> carry, ys = rnn.apply(variables, xs, resets=resets)
+      >>> (c, h), second = carry  # a pair for each layer
+      >>> ys.shape, c.shape, h.shape
+      ((2, 5, 4), (2, 4), (2, 4))
     """
 
     proj_size: int | None = None

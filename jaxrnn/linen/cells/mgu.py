@@ -20,9 +20,31 @@ class MGUCell(FusedCell[Array], nn.MGUCell):
     """`flax.linen.MGUCell` computed by `jaxrnn.mgu`, with the same parameters, initial values and results.
 
     Attributes:
-      features: H. All attributes not listed here are those of `GRUCell` or Flax's.
+      features: H.
+      gate_fn: as in `GRUCell`.
+      activation_fn: as in `GRUCell`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      forget_bias_init: the initializer of the biases of the forget gate.
+      activation_bias_init: the initializer of the biases of n.
+      dtype: as in `GRUCell`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
       reset_gate: if False, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nn.scan`.
+      precision: as in `GRUCell`.
       implementation: as in `jaxrnn.mgu`; "triton" raises NotImplementedError for a cell that Flax runs.
+      num_blocks: as in `GRUCell`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import MGUCell
+      >>> cell, x = MGUCell(features=4), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+      >>> variables = cell.init(jax.random.key(0), carry, x)
+      >>> carry, y = cell.apply(variables, carry, x)
+      >>> y.shape
+      (2, 4)
     """
 
     @property
@@ -50,9 +72,37 @@ class MGU(FusedStack[ReturnsCarry]):
     """A stack of minimal gated units: `GRU` with the cell `MGUCell`.
 
     Attributes:
-      features: H. All attributes not listed here are those of `GRU`.
+      features: H.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      deterministic: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
       bias_init: the initializer of the biases of n, which is `activation_bias_init` of the cell.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
       forget_bias_init: the initializer of the biases of the forget gate.
+      num_blocks: as in `GRU`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import MGU
+      >>> rnn, xs, resets = MGU(4, bidirectional=True), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> rnn.apply(variables, xs, resets=resets).shape  # of both directions
+      (2, 5, 8)
     """
 
     forget_bias_init: Initializer = nn.initializers.ones

@@ -81,6 +81,19 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; None chooses one that can run the input.
       num_blocks: must be 1, because the norm sees all units; ValueError is raised otherwise.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import NormGRUCell
+      >>> cell, x = NormGRUCell(features=4, norm="layer"), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+      >>> variables = cell.init(jax.random.key(0), carry, x)
+      >>> carry, y = cell.apply(variables, carry, x)
+      >>> y.shape
+      (2, 4)
+      >>> jax.tree.map(jnp.shape, variables["params"]["norm_h"])
+      {'bias': (4,), 'scale': (4,)}
     """
 
     @property
@@ -127,11 +140,39 @@ class NormGRU(FusedStack[ReturnsCarry]):
     The norm inside the cells is `cell_norm`; `norm`, as in `GRU`, is between layers.
 
     Attributes:
-      features: H. All attributes not listed here are those of `GRU`.
+      features: H.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      deterministic: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
+      bias_init: as in `GRU`.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
+      num_blocks: must be 1, as in `NormGRUCell`.
       cell_norm: `norm` of the cells, "rms" or "layer".
-      epsilon: see `NormGRUCell`.
-      update_bias: see `NormGRUCell`.
-      num_blocks: must be 1, see `NormGRUCell`.
+      epsilon: as in `NormGRUCell`.
+      update_bias: as in `NormGRUCell`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import NormGRU
+      >>> rnn, xs, resets = NormGRU(4, num_layers=2, cell_norm="layer"), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> rnn.apply(variables, xs, resets=resets).shape
+      (2, 5, 4)
     """
 
     cell_norm: Literal["rms", "layer"] = dataclasses.field(default="rms", kw_only=True)

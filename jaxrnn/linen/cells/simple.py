@@ -19,12 +19,30 @@ class SimpleCell(FusedCell[Array], nn.SimpleCell):
     """`flax.linen.SimpleCell` computed by `jaxrnn.simple_rnn`, with the same parameters, initial values and results.
 
     Attributes:
-      features: H. All attributes not listed here are those of `GRUCell` or Flax's.
-      activation_fn: with a function other than tanh and relu, Flax's own cell runs, and in an `RNN` it runs under
-        `nn.scan`.
-      dtype: the dtype of the matmul operands. The carry keeps its own dtype, whereas Flax's cell casts it to `dtype`.
+      features: H.
+      activation_fn: tanh or relu. With another function, Flax's own cell runs, and in an `RNN` it runs under `nn.scan`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      bias_init: as in `GRUCell`.
+      dtype: the dtype of the matmul operands. None uses the dtype to which inputs, carry and parameters promote. The
+        carry keeps its own dtype, whereas Flax's cell casts it to `dtype`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
       residual: if True, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nn.scan`.
+      precision: as in `GRUCell`.
       implementation: as in `jaxrnn.simple_rnn`; "triton" raises NotImplementedError for a cell that Flax runs.
+      num_blocks: as in `GRUCell`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import SimpleCell
+      >>> cell, x = SimpleCell(features=4, activation_fn=jax.nn.relu), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(jax.random.key(0), x.shape)
+      >>> variables = cell.init(jax.random.key(0), carry, x)
+      >>> carry, y = cell.apply(variables, carry, x)
+      >>> y.shape
+      (2, 4)
     """
 
     @property
@@ -45,8 +63,37 @@ class SimpleRNN(FusedStack[ReturnsCarry]):
     """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
 
     Attributes:
-      features: H. All attributes not listed here are those of `GRU`.
+      features: H.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      deterministic: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
+      bias_init: as in `GRU`.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
       activation_fn: tanh or relu; another function raises NotImplementedError.
+      num_blocks: as in `GRU`.
+
+    Examples:
+      >>> import jax
+      >>> import jax.numpy as jnp
+      >>> from jaxrnn.linen import SimpleRNN
+      >>> rnn, xs, resets = SimpleRNN(4, activation_fn=jax.nn.relu), jnp.ones((2, 5, 3)), jnp.zeros((2, 5))
+      >>> variables = rnn.init(jax.random.key(0), xs)
+      >>> rnn.apply(variables, xs, resets=resets).shape
+      (2, 5, 4)
     """
 
     activation_fn: Callable[[Array], Array] = nn.tanh

@@ -19,13 +19,22 @@ class GRUCell(FusedCell[Array], nnx.GRUCell):
     Flax's cell has no recurrent bias of n, unlike `linen.GRUCell`, and this cell has none while Flax's has none. If the
     bias exists, as `hn_bias` ([flax#5595](https://github.com/google/flax/pull/5595)) or in `dense_h`, it is used.
 
-    Attributes:
-      in_features: D.
-      hidden_features: H. All arguments and attributes not listed here are Flax's.
-      gate_fn: with a function other than sigmoid, or an `activation_fn` other than tanh, Flax's own cell runs, and in
-        an `RNN` it runs under `nnx.scan`.
-      dtype: the dtype of the matmul operands. The carry keeps its own dtype, so it may be float32 with
-        `dtype=jnp.bfloat16`.
+    Args:
+      in_features: D, the width of the inputs.
+      hidden_features: H, the width of the carry.
+      gate_fn: the activation of the gates. With a function other than sigmoid, or an `activation_fn` other than tanh,
+        Flax's own cell runs, and in an `RNN` it runs under `nnx.scan`.
+      activation_fn: the activation of the candidate state; in an LSTM, also that of the cell state.
+      kernel_init: the initializer of the input weights.
+      recurrent_kernel_init: the initializer of the recurrent weights.
+      bias_init: the initializer of the biases.
+      dtype: the dtype of the matmul operands. None uses the dtype to which inputs, carry and parameters promote. The
+        carry keeps its own dtype, so it may be float32 with `dtype=jnp.bfloat16`.
+      param_dtype: the dtype of the parameters and of the carry that `initialize_carry` returns.
+      carry_init: the initializer of the carry, by default zeros.
+      promote_dtype: the function that converts inputs and parameters to one dtype. With a function other than the
+        default, Flax's own cell runs.
+      keep_rngs: whether the cell keeps `rngs` for `initialize_carry`.
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; "triton" raises NotImplementedError with another `gate_fn` or `activation_fn`.
       num_blocks: N, the number of blocks (heads) of the recurrent weights. The H / N consecutive units of a block read
@@ -33,6 +42,26 @@ class GRUCell(FusedCell[Array], nnx.GRUCell):
         `[N, H / N, gates * H / N]` (in an `LSTMCell`, those of `hi`, `hf`, `hg` and `ho` are `[N, H / N, H / N]`), and
         `recurrent_kernel_init` initializes each block like a matrix. A call of `dense_h` itself is then not the product
         with all units. N must divide H. NotImplementedError is raised with another `gate_fn` or `activation_fn`.
+      rngs: the random number generators of the parameters.
+      kernel_metadata: metadata of the input weights, such as their sharding.
+      recurrent_kernel_metadata: metadata of the recurrent weights.
+      bias_metadata: metadata of the biases.
+
+    Raises:
+      ValueError: an argument has an invalid value, or `num_blocks` does not divide H.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import GRUCell
+      >>> cell, x = GRUCell(3, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(x.shape, rngs=nnx.Rngs(0))
+      >>> carry, y = cell(carry, x)
+      >>> y.shape
+      (2, 4)
+      >>> of_flax = nnx.GRUCell(3, 4, rngs=nnx.Rngs(0))  # the same parameters
+      >>> bool((cell.dense_i.kernel[...] == of_flax.dense_i.kernel[...]).all())
+      True
     """
 
 
@@ -50,13 +79,10 @@ def pack(cell: nnx.GRUCell, weights: LayerWeights) -> GRUParams:
 class GRU(FusedStack[ReturnsCarry]):
     """A stack of GRUs like `torch.nn.GRU`, with layers, directions, dropout between layers, and episode resets.
 
-        gru = GRU(64, 128, num_layers=2, time_major=True, return_carry=True, rngs=nnx.Rngs(0))
-        carry, ys = gru(xs, initial_carry=carry, resets=resets)
-
     `layers[k]` is the `GRUCell` of layer k, and `layers_reverse[k]` is the `GRUCell` of its backward direction. The
     outputs concatenate the directions: forward, then backward.
 
-    Attributes:
+    Args:
       in_features: D, the width of the inputs.
       hidden_features: H, the width of every layer and direction.
       num_layers: the number of layers; each runs over the outputs of the previous layer.
@@ -90,6 +116,19 @@ class GRU(FusedStack[ReturnsCarry]):
 
     Raises:
       ValueError: an argument has an invalid value, or both `bidirectional` and `reverse` are set.
+
+    Examples:
+      Two layers, and a second chunk of the sequences, which goes on from the carry of the first:
+
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import GRU
+      >>> rnn = GRU(3, 4, num_layers=2, time_major=True, return_carry=True, rngs=nnx.Rngs(0))
+      >>> xs, resets = jnp.ones((5, 2, 3)), jnp.zeros((5, 2))
+      >>> carry, ys = rnn(xs, resets=resets)
+      >>> carry, ys = rnn(xs, initial_carry=carry, resets=resets)
+      >>> ys.shape, [h.shape for h in carry]
+      ((5, 2, 4), [(2, 4), (2, 4)])
     """
 
     _cell = GRUCell

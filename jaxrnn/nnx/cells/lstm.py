@@ -24,8 +24,39 @@ class LSTMCell(FusedCell[tuple[Array, Array]], nnx.LSTMCell):
 
     The carry is `(c, h)`.
 
-    Attributes:
-      in_features: D. All attributes are those of `GRUCell`.
+    Args:
+      in_features: D.
+      hidden_features: H.
+      gate_fn: as in `GRUCell`.
+      activation_fn: as in `GRUCell`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      bias_init: as in `GRUCell`.
+      dtype: as in `GRUCell`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
+      promote_dtype: as in `GRUCell`.
+      keep_rngs: as in `GRUCell`.
+      precision: as in `GRUCell`.
+      implementation: as in `GRUCell`.
+      num_blocks: as in `GRUCell`.
+      rngs: as in `GRUCell`.
+      kernel_metadata: as in `GRUCell`.
+      recurrent_kernel_metadata: as in `GRUCell`.
+      bias_metadata: as in `GRUCell`.
+
+    Raises:
+      ValueError: as in `GRUCell`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import LSTMCell
+      >>> cell, x = LSTMCell(3, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+      >>> c, h = cell.initialize_carry(x.shape, rngs=nnx.Rngs(0))
+      >>> (c, h), y = cell((c, h), x)
+      >>> c.shape, h.shape, y.shape
+      ((2, 4), (2, 4), (2, 4))
     """
 
 
@@ -34,8 +65,39 @@ class OptimizedLSTMCell(FusedCell[tuple[Array, Array]], nnx.OptimizedLSTMCell):
 
     The carry is `(c, h)`.
 
-    Attributes:
-      in_features: D. All attributes are those of `GRUCell`.
+    Args:
+      in_features: D.
+      hidden_features: H.
+      gate_fn: as in `GRUCell`.
+      activation_fn: as in `GRUCell`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      bias_init: as in `GRUCell`.
+      dtype: as in `GRUCell`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
+      promote_dtype: as in `GRUCell`.
+      keep_rngs: as in `GRUCell`.
+      precision: as in `GRUCell`.
+      implementation: as in `GRUCell`.
+      num_blocks: as in `GRUCell`.
+      rngs: as in `GRUCell`.
+      kernel_metadata: as in `GRUCell`.
+      recurrent_kernel_metadata: as in `GRUCell`.
+      bias_metadata: as in `GRUCell`.
+
+    Raises:
+      ValueError: as in `GRUCell`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import OptimizedLSTMCell
+      >>> cell, x = OptimizedLSTMCell(3, 4, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+      >>> c, h = cell.initialize_carry(x.shape, rngs=nnx.Rngs(0))
+      >>> (c, h), y = cell((c, h), x)
+      >>> c.shape, h.shape, y.shape
+      ((2, 4), (2, 4), (2, 4))
     """
 
 
@@ -59,10 +121,44 @@ def pack(cell: nnx.LSTMCell | nnx.OptimizedLSTMCell, weights: LayerWeights) -> L
 class LSTM(FusedStack[ReturnsCarry]):
     """A stack of LSTMs like `torch.nn.LSTM`: `GRU` with the cell `OptimizedLSTMCell` and carries `(c, h)`.
 
-    Attributes:
-      in_features: D. All attributes not listed here are those of `GRU`.
+    Args:
+      in_features: D.
+      hidden_features: H.
       proj_size: P, the width to which `layers[k].proj` projects hidden states, and so outputs; c stays H wide. None
         means no projection. The weight is `params.w_hr` in `jaxrnn.lstm`. It excludes `num_blocks` > 1.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
+      bias_init: as in `GRU`.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
+      num_blocks: as in `GRU`.
+      rngs: as in `GRU`.
+
+    Raises:
+      ValueError: as in `GRU`, or both `proj_size` and `num_blocks` > 1 are given.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import LSTM
+      >>> rnn = LSTM(3, 4, num_layers=2, return_carry=True, rngs=nnx.Rngs(0))
+      >>> carry, ys = rnn(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5)))
+      >>> (c, h), second = carry  # a pair for each layer
+      >>> ys.shape, c.shape, h.shape
+      ((2, 5, 4), (2, 4), (2, 4))
     """
 
     _cell = OptimizedLSTMCell

@@ -102,7 +102,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
     kernel of `dense_h` `[H, 3H]`. `norm_i` has the scale of the norm for the inputs, `[D]`, and `norm_h` that for the
     state, `[H]`; with `norm="layer"`, each also has a bias, the shift of the norm.
 
-    Attributes:
+    Args:
       in_features: D.
       hidden_features: H.
       norm: "rms" (RMSNorm) or "layer" (LayerNorm).
@@ -121,6 +121,18 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
 
     Raises:
       ValueError: an argument has an invalid value.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import NormGRUCell
+      >>> cell, x = NormGRUCell(3, 4, norm="layer", rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(x.shape)
+      >>> carry, y = cell(carry, x)
+      >>> y.shape
+      (2, 4)
+      >>> cell.norm_h.scale.shape, cell.norm_h.bias.shape
+      ((4,), (4,))
     """
 
     def __init__(
@@ -149,12 +161,43 @@ class NormGRU(FusedStack[ReturnsCarry]):
 
     The norm inside the cells is `cell_norm`; `norm`, as in `GRU`, is between layers.
 
-    Attributes:
-      in_features: D. All attributes not listed here are those of `GRU`.
+    Args:
+      in_features: D.
+      hidden_features: H.
       cell_norm: `norm` of the cells, "rms" or "layer".
-      epsilon: see `NormGRUCell`.
-      update_bias: see `NormGRUCell`.
-      num_blocks: must be 1, see `NormGRUCell`.
+      epsilon: as in `NormGRUCell`.
+      update_bias: as in `NormGRUCell`.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
+      bias_init: as in `GRU`.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
+      num_blocks: must be 1, as in `NormGRUCell`.
+      rngs: as in `GRU`.
+
+    Raises:
+      ValueError: as in `GRU`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import NormGRU
+      >>> rnn = NormGRU(3, 4, num_layers=2, cell_norm="layer", rngs=nnx.Rngs(0))
+      >>> rnn(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5))).shape
+      (2, 5, 4)
     """
 
     _cell = NormGRUCell

@@ -29,15 +29,41 @@ class SimpleCellOptions(CellOptions, total=False):
 class SimpleCell(FusedCell[Array], nnx.SimpleCell):
     """`flax.nnx.SimpleCell` computed by `jaxrnn.simple_rnn`, with the same parameters, initial values and results.
 
-    Attributes:
+    Args:
       in_features: D.
-      hidden_features: H. All arguments and attributes not listed here are those of `GRUCell` or Flax's.
-      activation_fn: with a function other than tanh and relu, Flax's own cell runs, and in an `RNN` it runs under
+      hidden_features: H.
+      activation_fn: tanh or relu. With another function, Flax's own cell runs, and in an `RNN` it runs under
         `nnx.scan`.
+      kernel_init: as in `GRUCell`.
+      recurrent_kernel_init: as in `GRUCell`.
+      bias_init: as in `GRUCell`.
       dtype: the dtype of the matmul operands, by default float32 as in Flax. The carry keeps its own dtype, whereas
         Flax's cell casts it to `dtype`.
+      param_dtype: as in `GRUCell`.
+      carry_init: as in `GRUCell`.
       residual: if True, which is another formula, Flax's own cell runs, and in an `RNN` it runs under `nnx.scan`.
+      promote_dtype: as in `GRUCell`.
+      keep_rngs: as in `GRUCell`.
+      precision: as in `GRUCell`.
       implementation: as in `jaxrnn.simple_rnn`; "triton" raises NotImplementedError for a cell that Flax runs.
+      num_blocks: as in `GRUCell`.
+      rngs: as in `GRUCell`.
+      kernel_metadata: as in `GRUCell`.
+      recurrent_kernel_metadata: as in `GRUCell`.
+      bias_metadata: as in `GRUCell`.
+
+    Raises:
+      ValueError: as in `GRUCell`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import SimpleCell
+      >>> cell, x = SimpleCell(3, 4, activation_fn=nnx.relu, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+      >>> carry = cell.initialize_carry(x.shape, rngs=nnx.Rngs(0))
+      >>> carry, y = cell(carry, x)
+      >>> y.shape
+      (2, 4)
     """
 
     def __init__(
@@ -64,9 +90,41 @@ class SimpleCell(FusedCell[Array], nnx.SimpleCell):
 class SimpleRNN(FusedStack[ReturnsCarry]):
     """A stack of simple RNNs like `torch.nn.RNN`: `GRU` with the cell `SimpleCell`.
 
-    Attributes:
-      in_features: D. All attributes not listed here are those of `GRU`.
+    Args:
+      in_features: D.
+      hidden_features: H.
       activation_fn: tanh or relu; another function raises NotImplementedError in the call.
+      num_layers: as in `GRU`.
+      dropout_rate: as in `GRU`.
+      bidirectional: as in `GRU`.
+      time_major: as in `GRU`.
+      return_carry: as in `GRU`.
+      reverse: as in `GRU`.
+      keep_order: as in `GRU`.
+      learned_carry: as in `GRU`.
+      dtype: as in `GRU`.
+      param_dtype: as in `GRU`.
+      kernel_init: as in `GRU`.
+      recurrent_kernel_init: as in `GRU`.
+      bias_init: as in `GRU`.
+      carry_init: as in `GRU`.
+      precision: as in `GRU`.
+      implementation: as in `GRU`.
+      remat: as in `GRU`.
+      norm: as in `GRU`.
+      num_blocks: as in `GRU`.
+      rngs: as in `GRU`.
+
+    Raises:
+      ValueError: as in `GRU`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jaxrnn.nnx import SimpleRNN
+      >>> rnn = SimpleRNN(3, 4, activation_fn=nnx.relu, rngs=nnx.Rngs(0))
+      >>> rnn(jnp.ones((2, 5, 3)), resets=jnp.zeros((2, 5))).shape
+      (2, 5, 4)
     """
 
     _cell = SimpleCell
