@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from torch_bridge import choice, op_common, tiling
+from torch_bridge import availability, choice, tiling
 from torch_bridge.records import CallExplanation, Explanation, merge_launches
 
 
@@ -96,7 +96,7 @@ def explain(
 
 def _profile(name: str) -> tiling.Device:
     found = tiling.profile(name)
-    if reason := op_common.unavailable(found, torch.device("cpu")):
+    if reason := availability.unavailable(found, torch.device("cpu")):
         raise NotImplementedError(f"to choose kernels for {found.name}, the Triton implementation {reason}")
     return found
 
