@@ -52,9 +52,9 @@ STREAMED_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (2.4, 0.0, 9.0, 0.0, 0.0, 2.5),
     ("lstm", "tf32x3", "bwd"): (2.9, 13.0, 3.8, 0.0, 0.0, 2.8),
 }
-# The same costs on GPUs with wgmma. Keys that are missing here use `STEP_COST`, which is too low by up to a factor of
-# three for the LSTM of more than 512 units. Fitted to 40 timings on an H100 (Triton 3.6) with 1 to 1024 sequences and
-# 1024 or 1536 units. The fit is within 25 % for 1024 units.
+# The same costs on GPUs with wgmma, for the keys for which `STEP_COST` is too low there: by up to a factor of three for
+# the LSTM of more than 512 units. Other keys use `STEP_COST`. Fitted to 40 timings on an H100 (Triton 3.6) with 1 to
+# 1024 sequences and 1024 or 1536 units. The fit is within 25 % for 1024 units.
 HOPPER_STREAMED_STEP_COST = {
     ("lstm", "tf32", "fwd"): (2.2, 10.0, 1.1, 0.0, 0.0, 0.0),
     ("lstm", "tf32", "bwd"): (0.0, 0.0, 0.0, 3.9, 33.0, 0.0),
