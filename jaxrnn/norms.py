@@ -1,15 +1,13 @@
-"""Checks the arguments of `rms_norm` and `layer_norm`, chooses the implementation and runs it.
+"""`rms_norm` and `layer_norm`: checks of arguments, the choice of the implementation, and the norms in `jax.numpy`.
 
-The Triton implementation is one `jax.custom_vjp` for both. It works on arrays `[1, *rows, N]`: `vmap` adds rows, or
-models if the weights are batched. Row axes are not merged, so that each of them can be sharded.
+`norm_kernels` has the Triton implementation.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from typing import Any, Literal, overload
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,25 +16,23 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxrnn import _bridge, sharding
+from jaxrnn import _bridge, norm_kernels, sharding
 from jaxrnn.checks import Caller, Implementation, check_floating, check_implementation, describe
 from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
+from jaxrnn.norm_kernels import Kind, NormSpec
 from jaxrnn.numerics import broadcast_to_rank, rounded_sum
 
 __all__ = ["layer_norm", "rms_norm"]
 
-Kind = Literal["rms", "layer"]
-
-# Elements from which a kernel is profitable (H200: as fast as XLA forward, up to 1.6 times as fast backward). Below,
-# XLA fuses a norm with the operations around it.
+# Minimum number of elements for which a kernel is profitable: on an H200, it is as fast as XLA in the forward pass and
+# up to 1.6 times as fast in the backward pass. For fewer elements, XLA fuses a norm with the operations around it.
 _MIN_KERNEL_ELEMENTS = 2**22
 
 
 def preferred(rows: int, columns: int) -> bool:
     """Whether the Triton implementation, if it can run, is the fastest for an array of this size."""
-    return (
-        isinstance(rows * columns, int) and rows * columns >= _MIN_KERNEL_ELEMENTS
-    )  # symbolic sizes of `jax.export` are not ints
+    elements = rows * columns
+    return isinstance(elements, int) and elements >= _MIN_KERNEL_ELEMENTS  # `jax.export` has sizes that are no ints
 
 
 @overload
@@ -92,12 +88,12 @@ def rms_norm(
       x: `[*rows, N]`, float32, bfloat16 or float16; any number of axes before the last.
       weight: `[N]` of any of these dtypes, or None for ones.
       bias: `[N]` of any of these dtypes, or None for zeros.
-      residual: array with the shape and dtype of `x`, added to `x` first, in the same pass. The norm is computed from
-        the sum as it is returned, rounded to that dtype.
+      residual: residual connection: an array with the shape and dtype of `x` that is added to `x` before the norm, in
+        the same kernel. The norm is computed from the sum as it is returned, rounded to that dtype.
       epsilon: a number, not an array; added to the mean square, inside the root.
       implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`jax.numpy`), or None, which picks "triton"
-        for arrays of at least 2^22 elements if it can run, else "xla". Under `jax.vmap` the elements of one example
-        count. If you name one that cannot run the input, a `NotImplementedError` says why.
+        for arrays of at least 2^22 elements if it can run, else "xla". Under `jax.vmap`, only the elements of one
+        example are counted. If you name one that cannot run the input, a `NotImplementedError` says why.
 
     The norm is computed in float32. Only "xla" supports float64 and computes it in float64.
 
@@ -217,7 +213,7 @@ def normalize(
 ) -> Any:
     """Computes `rms_norm` or `layer_norm`, with `y` in `dtype`; the default is the dtype of `x`.
 
-    Error messages name `caller`, by default the function.
+    Error messages name `caller`; the default is the name of the function.
     """
     caller = Caller(f"{kind}_norm") if caller is None else caller
     _check(caller, x, weight, bias, residual, epsilon)
@@ -225,14 +221,14 @@ def normalize(
     x, weight, bias, residual = jax.tree.map(jnp.asarray, (x, weight, bias, residual))
     dtype = jnp.dtype(x.dtype if dtype is None else dtype)
     choice = _choose(kind, implementation, x, weight, bias, dtype, caller)
-    static = _NormSpec(kind, float(epsilon), dtype, choice.may_use_xla)
-    run = functools.partial(_run_triton if choice.implementation == "triton" else _xla, static)
+    static = NormSpec(kind, float(epsilon), dtype, choice.may_use_xla)
+    run = functools.partial(norm_kernels.run if choice.implementation == "triton" else _xla, static)
     y, total = choice.mark(run)(x, weight, bias, residual)
     return y if residual is None else (y, total)
 
 
 def _check(caller: Caller, x: Any, weight: Any, bias: Any, residual: Any, epsilon: Any) -> None:
-    """Raises ValueError unless the norm accepts these arguments."""
+    """Raises ValueError unless shapes, dtypes and `epsilon` are valid."""
     arrays = {"x": x, "weight": weight, "bias": bias, "residual": residual}
     for name, array in arrays.items():
         if array is not None or name == "x":
@@ -283,7 +279,7 @@ def add_residual(x: Array, residual: Array, *, caller: Caller) -> Array:
 def _choose(
     kind: Kind, implementation: Any, x: Array, weight: Array | None, bias: Array | None, dtype: Any, caller: Caller
 ) -> Choice:
-    """Chooses the implementation of a norm; errors are those of `choose`."""
+    """Chooses the implementation of a norm; raises what `choose` raises."""
     rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
 
     def prefer_xla() -> str | None:
@@ -308,18 +304,8 @@ def _choose(
     )  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class _NormSpec:
-    """The static arguments of a norm, on which it is specialised besides shapes and dtypes; `dtype` is that of y."""
-
-    kind: Kind
-    epsilon: float
-    dtype: Any
-    may_use_xla: bool
-
-
 def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
-    """Returns `x`, with its mean subtracted for LayerNorm, and the factor `[..., 1]` that normalises it."""
+    """Returns `x`, with its mean subtracted for LayerNorm, and the factor `[..., 1]` that the norm scales it by."""
     if kind == "layer":
         x = x - jnp.mean(x, axis=-1, keepdims=True)
     return x, jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + epsilon)
@@ -327,10 +313,10 @@ def _statistics(kind: Kind, x: Array, epsilon: float) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnums=(0,))
 def _xla(
-    static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
+    static: NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
 ) -> tuple[Array, Array]:
     """Computes the norm with `jax.numpy` under `jax.jit`, so that eager calls reuse the compiled program."""
-    if sharding.on_explicit_mesh(x):  # the other arguments are resharded to match x
+    if sharding.on_explicit_mesh(x):  # reshards the other arguments to match x
         spec = sharding.spec_of(x)
         rows, columns = PartitionSpec(*spec), PartitionSpec(spec[-1])
         weight, bias, residual = sharding.reshard(
@@ -346,97 +332,3 @@ def _xla(
     if bias is not None:
         y = y + broadcast_to_rank(bias, y)
     return y.astype(static.dtype), total
-
-
-def _run_triton(
-    static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
-) -> tuple[Array, Array]:
-    """Runs the kernels; on an explicit mesh each device runs them for its shard of the rows."""
-    run = functools.partial(_run_on_device, static)
-    arguments = _bridge.reverse_mode_only((x, weight, bias, residual))
-    spec = sharding.spec_of(x)
-    if all(axis is None for axis in spec):
-        return run(*sharding.replicate(arguments))
-    rows, whole = PartitionSpec(*spec), PartitionSpec()
-    specs = tuple(
-        None if array is None else to for array, to in zip(arguments, (rows, whole, whole, rows), strict=True)
-    )
-    return sharding.shard_over_mesh(run, jax.typeof(x).sharding.mesh, specs, (rows, rows), arguments)
-
-
-def _run_on_device(
-    static: _NormSpec, x: Array, weight: Array | None, bias: Array | None, residual: Array | None
-) -> tuple[Array, Array]:
-    """Brings the arguments into canonical form, runs the kernels, and brings the results back."""
-    # done outside of the custom_vjp, where the transpose sums gradients over the mesh axes of a `shard_map` that an
-    # argument does not vary over
-    x, weight, bias, residual = sharding.unify_varying_axes((x, weight, bias, residual))
-    lead = (0,) if x.ndim > 1 else (0, 1)  # adds one model and, if x is a vector, one row
-    canonical = jax.tree.map(lambda array: jnp.expand_dims(array, lead), (x, residual))
-    y, total = _norm(static, *canonical, *jax.tree.map(lambda w: w[None], (weight, bias)))
-    return y.squeeze(lead), total.squeeze(lead)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-@functools.partial(jax.jit, static_argnums=(0,), inline=True)
-def _norm(
-    static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
-) -> tuple[Array, Array]:
-    """Runs the norm on canonical arrays; returns y and the array of which y is the norm."""
-    results = _forward(static, x, residual, weight, bias, save_residuals=False)
-    return results["y"], results["total"]
-
-
-def _forward(
-    static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None, save_residuals: bool
-) -> dict[str, Array]:
-    """Computes `_norm` and returns its outputs by name; `save_residuals` adds the residuals of the backward pass."""
-    outputs = [_bridge.NamedOutput("y", static.dtype)]
-    if residual is not None:
-        outputs.append(_bridge.NamedOutput("total", x.dtype))
-    if save_residuals:
-        outputs += [_bridge.NamedOutput(name, jnp.dtype(jnp.float32)) for name in _residuals(static)]
-    arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
-    return {"total": x} | _launch(static, "fwd", arrays, outputs)
-
-
-def _launch(
-    static: _NormSpec, direction: str, arrays: dict[str, Array | None], outputs: list[_bridge.NamedOutput]
-) -> dict[str, Array]:
-    """Launches a kernel; under `vmap` over sharded axes each device launches it for its shard."""
-
-    def run(arrays: dict[str, Array | None]) -> dict[str, Array]:
-        return _bridge.launch_norm(
-            static.kind, direction, arrays, outputs, epsilon=static.epsilon, may_use_xla=static.may_use_xla
-        )
-
-    return sharding.shard_over_vmapped_axes(run, arrays)
-
-
-def _residuals(static: _NormSpec) -> tuple[str, ...]:
-    """Returns the names of the statistics that the backward pass needs."""
-    return ("mean", "rstd") if static.kind == "layer" else ("rstd",)
-
-
-def _norm_fwd(
-    static: _NormSpec, x: Array, residual: Array | None, weight: Array | None, bias: Array | None
-) -> tuple[Any, Any]:
-    results = _forward(static, x, residual, weight, bias, save_residuals=True)
-    saved = results["total"], {name: results[name] for name in _residuals(static)}
-    return (results["y"], results["total"]), (*saved, weight, bias, residual is not None)
-
-
-def _norm_bwd(static: _NormSpec, residuals: Any, cotangents: Any) -> tuple[Any, ...]:
-    total, statistics, weight, bias, has_residual = residuals
-    dy, dtotal = cotangents
-    outputs = [_bridge.NamedOutput("dx", total.dtype)]
-    outputs += [
-        _bridge.NamedOutput(name, w.dtype) for name, w in (("dweight", weight), ("dbias", bias)) if w is not None
-    ]
-    arrays = {"dy": dy, "x": total, "dtotal": dtotal if has_residual else None, "weight": weight} | statistics
-    results = _launch(static, "bwd", arrays, outputs)
-    dx = results["dx"]
-    return dx, dx if has_residual else None, results.get("dweight"), results.get("dbias")
-
-
-_norm.defvjp(_norm_fwd, _norm_bwd)

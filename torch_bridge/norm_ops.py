@@ -15,17 +15,17 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torch_bridge import choice, op_common, tiling
+from torch_bridge import availability, choice, op_common, tiling
 
 Kind = Literal["rms", "layer"]
 
 
-@op_common.cached_reason
+@availability.cached_reason
 def _unsupported(
     profile: tiling.Device | None, device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int
 ) -> str | None:
-    """Returns why the kernels cannot run with these dtypes and columns, or None, see `op_common.unavailable`."""
-    if reason := op_common.unavailable(profile, device, *dtypes):
+    """Returns why the kernels cannot run with these dtypes and columns; see `availability.unavailable`."""
+    if reason := availability.unavailable(profile, device, *dtypes):
         return reason
     from torch_bridge import norms
 
@@ -50,7 +50,7 @@ def should_launch_kernels(implementation: str | None, *tensors: Tensor | None) -
     if implementation not in (None, "triton", "torch"):
         raise ValueError(f'implementation must be "triton", "torch" or None, got {implementation!r}')
     given = [x for x in tensors if x is not None]
-    return op_common.should_launch_kernels(
+    return availability.should_launch_kernels(
         implementation, given[0].device, functools.partial(unsupported, given)
     )  # fmt: skip
 
@@ -193,7 +193,7 @@ def _tell_launch(
     given = {name: x.dtype for name, x in arrays.items() if x is not None}
     given |= {name: dtype for name, (shape, dtype) in outputs.items() if shape != (0,)}
     dtypes = tuple((name, op_common.dtype_name(dtype)) for name, dtype in given.items())
-    device = op_common.device_facts(listener.profile, x.device)
+    device = availability.device_facts(listener.profile, x.device)
     models, rows, columns = map(int, x.shape)
     problem = norms.Problem(kind, direction, models, rows, columns, epsilon, dtypes)
     listener.launched(f"{kind}_norm", direction, norms.Launch(problem, device), device)

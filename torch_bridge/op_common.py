@@ -1,4 +1,4 @@
-"""Code shared by all operators: where kernels can run, launches, autocast, autograd and `torch.func`."""
+"""Code shared by all operators: launches, autocast, registration, autograd and `torch.func`."""
 
 from __future__ import annotations
 
@@ -11,142 +11,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from torch_bridge import choice, rules, tiling
-
-_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
+from torch_bridge import availability, choice, tiling
 
 # Launches.
 
 
-class DriverFailsError(RuntimeError):
-    """Triton cannot load kernels now; the message says why, and what to do."""
-
-
-def cached_reason(function: Callable[..., str | None]) -> Callable[..., str | None]:
-    """Caches a function that returns why kernels cannot run, except for a `DriverFailsError`, whose cause may pass."""
-    cached = functools.cache(function)
-
-    @functools.wraps(function)
-    def reason(*args: Any) -> str | None:
-        try:
-            return cached(*args)
-        except DriverFailsError as error:
-            return str(error)
-
-    return reason
-
-
-def unavailable(profile: tiling.Device | None, device: torch.device, *dtypes: torch.dtype) -> str | None:
-    """Returns why kernels cannot run on a device on arrays of these dtypes, and a remedy; None if they can.
-
-    The reason is the predicate of a sentence whose subject the caller puts first, "the Triton implementation".
-
-    Args:
-      profile: a GPU that kernels are chosen for instead of the device, or None.
-      device: the device of the arrays.
-      *dtypes: the dtypes of the arrays.
-
-    Raises:
-      DriverFailsError: Triton cannot load kernels now.
-    """
-    if reason := _triton_fails():
-        return f"{reason}: pip install 'triton>=3.6'"
-    if unsupported := [dtype for dtype in dtypes if dtype not in _KERNEL_DTYPES]:
-        return f"takes float32, bfloat16 and float16, not {unsupported[0]}: convert, or leave implementation out"
-    return _unusable(device) if profile is None else None
-
-
-def _unusable(device: torch.device) -> str | None:
-    """Returns what `unavailable` returns where Triton is installed, whatever the arrays."""
-    from torch_bridge import compiler, gpu
-
-    if compiler.interpreting():
-        if device.type == "cpu":
-            return None
-        return "runs in Triton's interpreter here (TRITON_INTERPRET=1), which takes CPU tensors only"
-    if device.type != "cuda" or torch.version.cuda is None:
-        return (
-            f'needs an NVIDIA GPU, and the tensors are on {device.type}: move them to "cuda", or leave implementation '
-            "out"
-        )
-    if reason := gpu.driver_fails():
-        raise DriverFailsError(f"cannot load kernels here ({reason}): fix that, or leave implementation out")
-    if (capability := gpu.device(ordinal(device)).capability) < rules.LOWEST_CAPABILITY:
-        return (
-            f"needs compute capability 8.0 (Ampere) or newer, this GPU has {capability / 10}: "
-            "leave implementation out"
-        )  # fmt: skip
-    return None
-
-
-def device_facts(profile: tiling.Device | None, device: torch.device) -> tiling.Device:
-    """Returns the facts about a device on which kernels can run, or those of the profile."""
-    from torch_bridge import compiler, gpu
-
-    if profile is not None:
-        return profile
-    return tiling.Device(interpreted=True) if compiler.interpreting() else gpu.device(ordinal(device))
-
-
-def warn_if_unusable(device: torch.device) -> None:
-    """Warns once a process if the kernels cannot run on an NVIDIA GPU, whatever the arrays."""
-    if device.type != "cuda" or torch.version.cuda is None or torch.compiler.is_compiling():
-        return
-    try:
-        reason = unavailable(None, device)
-    except DriverFailsError as error:
-        reason = str(error)
-    if reason is not None:
-        choice.warn_once(reason)
-
-
-def should_launch_kernels(
-    implementation: str | None, device: torch.device, reason: Callable[[tiling.Device | None], str | None]
-) -> bool:
-    """Returns whether an operator launches a kernel; if not, it runs PyTorch operations.
-
-    Args:
-      implementation: "triton", None, or the name of the PyTorch operations.
-      device: the device of the tensors.
-      reason: returns why the kernels cannot run on the device, or on the GPU that it is given instead.
-
-    Raises:
-      NotImplementedError: `implementation` is "triton" and the kernels cannot run.
-    """
-    profile = choice.profile()
-    if implementation not in (None, "triton"):
-        return False
-    if implementation is None and device.type != "cuda" and profile is None:
-        return False
-    unavailable = reason(profile)
-    if unavailable is not None and implementation == "triton":
-        raise NotImplementedError(f"the Triton implementation {unavailable}")
-    if unavailable is not None and profile is None:
-        warn_if_unusable(device)
-    return unavailable is None
-
-
-@functools.cache
-def _triton_fails() -> str | None:
-    """Returns why Triton cannot be used, or None if it can; the subject is "the Triton implementation"."""
-    try:
-        from torch_bridge import gpu  # noqa: F401
-    except (ImportError, AttributeError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            return "needs triton, which is not installed"
-        return f"needs Triton 3.6 or newer, and the installed one lacks what the kernels use ({error})"
-    return None
-
-
-def ordinal(device: torch.device) -> int:
-    """Returns the index of a CUDA device."""
-    return torch.cuda.current_device() if device.index is None else device.index
-
-
 def launch_ordinal(device: torch.device) -> int | None:
     """Returns the index of a CUDA device, or None for the CPU, where kernels are interpreted."""
-    return ordinal(device) if device.type == "cuda" else None
+    return availability.ordinal(device) if device.type == "cuda" else None
 
 
 @functools.cache
@@ -176,8 +48,8 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
     """Returns the launch of a problem, compiled and loaded onto a device; if `ordinal` is None, for the interpreter.
 
     Args:
-      make: a class of launches, such as `torch_bridge.recurrences.Launch`; called with the problem and the facts about
-        the device, it chooses the kernel and its tiling.
+      make: a class of launches, such as `torch_bridge.recurrences.Launch`. It is called with the problem and a
+        `tiling.Device`, and chooses the kernel and its tiling.
       problem: the problem that the class takes.
       ordinal: the index of a CUDA device, or None.
 
@@ -189,7 +61,7 @@ def load(make: Callable[[Any, tiling.Device], Any], problem: Any, ordinal: int |
     if ordinal is None:
         return make(problem, tiling.Device(interpreted=True))
     made = make(problem, gpu.device(ordinal))
-    # an earlier launch may have loaded the kernels: for another shape, or for this one before a cache dropped it
+    # the kernels may be loaded already: by a launch of another shape, or of this shape if a cache has dropped it since
     if torch.cuda.is_current_stream_capturing() and not made.is_loaded(ordinal):
         raise RuntimeError(
             "a kernel is not loaded yet, and none can be loaded during CUDA graph capture: before the capture, call "
@@ -206,13 +78,13 @@ def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None
       launch: what `load` returned. Its `workspaces` are `(name, length, dtype, whether it must be zeroed)`, and a call
         `launch(stream, ordinal, addresses)` enqueues the kernels.
       tensors: the inputs and outputs by name, as `as_kernel_input` returns them.
-      ordinal: the device for which it was loaded.
+      ordinal: the index of the CUDA device for which the launch was loaded, or None for the interpreter.
     """
     tensors = dict(tensors)
-    place = next(iter(tensors.values())).device
+    device = next(iter(tensors.values())).device
     for name, length, dtype, zeroed in launch.workspaces:
-        make = torch.zeros if zeroed else torch.empty
-        tensors[name] = make(length, dtype=getattr(torch, dtype), device=place)
+        allocate = torch.zeros if zeroed else torch.empty
+        tensors[name] = allocate(length, dtype=getattr(torch, dtype), device=device)
     if ordinal is None:
         launch.interpret(tensors)
         return
@@ -225,11 +97,11 @@ def run(launch: Any, tensors: Mapping[str, Tensor], ordinal: int | None) -> None
             launch(stream, ordinal, addresses)
 
 
-# Implementations of operators.
+# Functions that become operators.
 
 
 def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `function` with autocast disabled, for the type of device that its first argument is on."""
+    """Returns `function` with autocast disabled for the device type of its first argument."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -258,7 +130,7 @@ def define(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]
     def decorate(function: Callable[..., Any]) -> Any:
         function = without_autocast(function)
         definition: Any = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
-        definition.function = function  # `register` gives it to `call`, which bypasses the dispatcher with it
+        definition.function = function  # for `call`, which runs it to bypass the dispatcher
         return definition
 
     return decorate
@@ -270,7 +142,7 @@ def empty_output(like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fake(returned: dict[str, tuple[Any, torch.dtype]], like: Tensor) -> tuple[Tensor, ...]:
-    """Returns the outputs of a fake call of an operator, given their shapes and dtypes by name."""
+    """Returns the outputs of an operator's fake implementation, given their shapes and dtypes by name."""
     return tuple(like.new_empty(shape, dtype=dtype) for shape, dtype in returned.values())
 
 
@@ -289,6 +161,8 @@ def _no_forward_mode(*_: Any) -> Any:
 
 
 class _DifferentiableByReference(torch.autograd.Function):
+    """Computes `function(*args)`; its gradient is the VJP of `reference(*args)`. See `differentiable`."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -304,19 +178,19 @@ class _DifferentiableByReference(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         args, reference, needs = ctx.saved_tensors, ctx.reference, ctx.needs_input_grad[2:]
-        places = [i for i, need in enumerate(needs) if need]
+        needed = [i for i, need in enumerate(needs) if need]  # indices in `args`
 
-        def of(*some: Tensor) -> tuple[Tensor, ...]:
-            given = dict(zip(places, some, strict=True))
+        def results_with_grads(*values: Tensor) -> tuple[Tensor, ...]:
+            """Returns the results that have gradients, given the values of the `needed` arguments."""
+            given = dict(zip(needed, values, strict=True))
             results = reference(*[given.get(i, x) for i, x in enumerate(args)])
             return tuple(x for x, d in zip(results, grads, strict=True) if d is not None)
 
-        found: dict[int, Tensor] = {}
+        dargs: dict[int, Tensor] = {}
         if any(d is not None for d in grads):
-            pull: Any = torch.func.vjp(of, *[args[i] for i in places])[1]
-            pulled = pull(tuple(d for d in grads if d is not None))
-            found = dict(zip(places, pulled, strict=True))
-        return None, None, *(found.get(i) for i in range(len(args)))
+            vjp: Any = torch.func.vjp(results_with_grads, *[args[i] for i in needed])[1]
+            dargs = dict(zip(needed, vjp(tuple(d for d in grads if d is not None)), strict=True))
+        return None, None, *(dargs.get(i) for i in range(len(args)))
 
     jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]
 
@@ -324,10 +198,10 @@ class _DifferentiableByReference(torch.autograd.Function):
 def differentiable(
     function: Callable[..., tuple[Tensor, ...]], reference: Callable[..., tuple[Tensor, ...]], *args: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Returns `function(*args)`, whose derivatives of any order are those of `reference(*args)`.
+    """Returns `function(*args)` with the derivatives of `reference(*args)`, of any order.
 
-    `reference` computes the same results in operations that `torch.func` differentiates, and only runs if a derivative
-    is requested.
+    `reference` must compute the same results in operations that `torch.func` can differentiate. It runs only if a
+    derivative is requested.
     """
     if not torch.is_grad_enabled():
         return function(*args)
@@ -336,14 +210,14 @@ def differentiable(
 
 
 def no_second_order(*_: Any) -> Any:
-    """Raises NotImplementedError, as the gradient of a backward operator."""
+    """Raises NotImplementedError; registered as the gradient of operators that compute gradients."""
     raise NotImplementedError(
         'the gradients of the kernels of torch_bridge have no derivatives: pass implementation="torch", which has them'
     )
 
 
 def unwrapped_levels(x: Tensor) -> list[Tensor]:
-    """Returns `x` and, inside transformations of `torch.func`, the tensors it wraps: one for each transformation."""
+    """Returns `x` and, under transformations of `torch.func`, the tensors inside: `x` is wrapped once by each."""
     found = [x]
     while (inner := torch.func.debug_unwrap(found[-1], recurse=False)) is not found[-1]:
         found.append(inner)
@@ -354,7 +228,7 @@ class _Registered(NamedTuple):
     """The functions that `call` runs in place of an operator.
 
     Attributes:
-      transformed: calls the operator and defines its gradient, for `torch.func`, which ignores `register_autograd`.
+      transformed: calls the operator and defines its gradient; for `torch.func`, which ignores `register_autograd`.
       function: computes the operator without the dispatcher.
       eager: computes the operator without the dispatcher, and defines its gradient.
     """
@@ -374,8 +248,8 @@ def register(
     """Registers an operator made by `define`: its fake, gradient and vmap rule, and the functions that `call` runs.
 
     Args:
-      definition: what `define` made of a function.
-      op: the same operator as `torch.ops` has it, which `call` takes.
+      definition: the operator as `define` returned it.
+      op: the same operator as an attribute of `torch.ops`, the form in which `call` takes it.
       fake: returns empty outputs of the right shapes and dtypes, for compilers.
       gradients: `backward` of a `torch.autograd.Function`, for all outputs and arguments.
       setup: `setup_context` of a `torch.autograd.Function`, which saves what `gradients` reads.
@@ -389,7 +263,7 @@ def register(
 
 
 def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:
-    """Returns `_Registered.transformed`."""
+    """Returns the class for `_Registered.transformed`."""
 
     class Transformed(torch.autograd.Function):
         generate_vmap_rule = True
@@ -408,7 +282,7 @@ def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., A
 def _eager(
     function: Callable[..., Any], setup: Callable[..., None], gradients: Callable[..., Any]
 ) -> type[torch.autograd.Function]:
-    """Returns `_Registered.eager`."""
+    """Returns the class for `_Registered.eager`."""
 
     class Eager(torch.autograd.Function):
         @staticmethod
@@ -430,10 +304,10 @@ _is_legacy_batched: Callable[[Tensor], bool] = torch._C._functorch.is_legacy_bat
 
 
 def call(op: Any, *args: Any) -> Any:
-    """Calls an operator, or its `_Registered.transformed` under a transformation of `torch.func`.
+    """Calls an operator; under a transformation of `torch.func`, calls its `_Registered.transformed`.
 
-    An eager call on plain tensors, which no compiler, mode or transformation observes, bypasses the dispatcher:
-    dispatch takes the host longer than a short kernel takes the device.
+    An eager call on plain tensors that no compiler, mode or transformation observes bypasses the dispatcher, because
+    dispatch takes longer on the host than a short kernel takes on the device.
     """
     if torch.compiler.is_compiling():
         return op(*args)
@@ -452,7 +326,7 @@ def call(op: Any, *args: Any) -> Any:
 def _is_observed_by_dispatch(tensors: list[Tensor]) -> bool:
     """Whether a dispatch mode, a tracer or a tensor subclass has to see the operators called on these tensors.
 
-    Compilers, forward mode and `torch.func` are not asked here: `call` handles each of them in its own way.
+    This does not check for compilers, forward mode and `torch.func`, which `call` handles separately.
     """
     if is_in_torch_dispatch_mode() or torch._C._get_tracing_state() is not None:
         return True
@@ -460,9 +334,10 @@ def _is_observed_by_dispatch(tensors: list[Tensor]) -> bool:
 
 
 def is_unobserved(tensors: list[Tensor]) -> bool:
-    """Whether nothing but autograd in reverse mode observes operations on these tensors.
+    """Whether nothing but reverse-mode autograd observes operations on these tensors.
 
-    The others are compilers, forward mode, transformations of `torch.func`, and what observes the dispatch.
+    Possible observers are compilers, forward mode, transformations of `torch.func`, and those of
+    `_is_observed_by_dispatch`.
     """
     if (
         torch.compiler.is_compiling()
@@ -470,11 +345,11 @@ def is_unobserved(tensors: list[Tensor]) -> bool:
         or any(len(unwrapped_levels(x)) > 1 for x in tensors)
     ):
         return False
-    # a listener says what a call runs that nothing observes
+    # a listener is a dispatch mode, but `torch_bridge.explain` reports what a call without that mode would run
     return choice.listener() is not None or not _is_observed_by_dispatch(tensors)
 
 
 def wants_gradients(tensors: list[Tensor]) -> bool:
     """Whether a gradient of any of these tensors may be requested, by autograd or by a transformation."""
-    seen = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in unwrapped_levels(x)]
-    return torch.is_grad_enabled() and any(x.requires_grad for x in seen)
+    levels = tensors if torch.compiler.is_compiling() else [inner for x in tensors for inner in unwrapped_levels(x)]
+    return torch.is_grad_enabled() and any(x.requires_grad for x in levels)

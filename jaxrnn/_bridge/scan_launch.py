@@ -1,9 +1,9 @@
 """Computes the outputs of a forward or backward kernel with `lax.scan` in XLA, from the same arrays.
 
 `implementation=None` runs this instead of a kernel where it is faster: for wide states with many sequences, on GPUs
-whose kernels read the weights at every step. The choice is made when a launch is lowered, so it takes into account the
-sizes that `vmap` adds. It is made separately for the forward and the backward launch. The gradients of the weights are
-sums over all steps in either case.
+whose kernels read the weights at every step. `torch_bridge.tiling.prefers_scan` chooses, separately for the forward and
+the backward launch. The choice is made when a launch is lowered, so it takes into account the sizes that `vmap` adds.
+Gradients of the weights are not computed here, because the backward kernel does not compute them either.
 """
 
 from __future__ import annotations
@@ -37,64 +37,73 @@ def run(
     Args:
       cell: an entry of the cell table.
       direction: "fwd" or "bwd".
-      arrays: the arrays of the launch by name: weights `[S, ...]`, sequences `[G, T, B, W]` and states `[G, B, H]`,
-        where G is a multiple of S.
+      arrays: the arrays of the launch by name: weights `[S, ...]`, sequences `[G, T, B, W]` and states `[G, B, H]`.
+        G is a multiple of the number of models S, and each model has G / S consecutive groups.
       dtypes: the dtypes of the outputs by name.
       reset_state: as in the launch: "zeros", "fixed" or "stepped".
       reverse: as in the launch; "bidirectional" runs models of odd index in reverse.
       precision: the precision of float32 products: "tf32", or "tf32x3" for float32's accuracy.
       norm_width: as in the launch.
     """
-    weight = "w_hh_t" if direction == "fwd" else "w_hh"
-    weights = {name: x for name, x in arrays.items() if name in (weight, "b_hn", "bias")}
-    models = weights[weight].shape[0]
-    # [S, G / S, ...]: each model has its own groups
-    others = {
+    w_name = "w_hh_t" if direction == "fwd" else "w_hh"
+    weights = {name: x for name, x in arrays.items() if name in (w_name, "b_hn", "bias")}
+    models = weights[w_name].shape[0]
+    others = {  # [S, G / S, ...]
         name: x.reshape(models, x.shape[0] // models, *x.shape[1:]) for name, x in arrays.items() if name not in weights
     }
-    one: Callable[..., dict[str, Array]] = functools.partial(
+    run_model: Callable[..., dict[str, Array]] = functools.partial(
         _forward if direction == "fwd" else _backward, cell, dtypes, reset_state,
         jax.lax.Precision.HIGHEST if precision == "tf32x3" else jax.lax.Precision.DEFAULT,
         norm_width,
     )  # fmt: skip
     if reverse == "bidirectional":
         in_reverse = jnp.arange(models) % 2 == 1
-        results = jax.vmap(one)(weights, others, in_reverse)
+        results = jax.vmap(run_model)(weights, others, in_reverse)
     elif models == 1:  # no `vmap`, so that products have no batch axis
-        results = one(*jax.tree.map(lambda x: x[0], (weights, others)), reverse)
+        results = run_model(*jax.tree.map(lambda x: x[0], (weights, others)), reverse)
         results = jax.tree.map(lambda x: x[None], results)
     else:
-        results = jax.vmap(lambda weights, others: one(weights, others, reverse))(weights, others)
+        results = jax.vmap(lambda weights, others: run_model(weights, others, reverse))(weights, others)
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
 class _Steps:
-    """A converter of one model's arrays from `[N, T, B, W]` to `[T, N * B, W]` in the order of the steps, and back."""
+    """Converts one model's arrays between the form of a launch, with groups, and that of `lax.scan`, with steps first.
+
+    If `in_reverse` is an array, a bool that is known at run time only, sequences are flipped where it is true. If it is
+    a Python bool, `lax.scan` runs in reverse instead, which needs no copies.
+    """
 
     def __init__(self, sequence: Array, in_reverse: bool | Array):
+        """Takes the sizes from any of the model's sequences, `[G, T, B, W]`."""
         self.groups, self.steps, self.batch = sequence.shape[:3]
         self._in_reverse = in_reverse
 
-    def _ordered(self, x: Array) -> Array:
+    def _flip_if_reverse(self, x: Array) -> Array:
         if isinstance(self._in_reverse, bool):
-            return x  # `lax.scan` reverses the order itself
+            return x
         return jnp.where(self._in_reverse, jnp.flip(x, 0), x)
 
-    def split(self, x: Array) -> Array:
+    def steps_first(self, x: Array) -> Array:
+        """Converts a sequence `[G, T, B, W]` to `[T, G * B, W]`."""
         x = jnp.moveaxis(x, 1, 0)
-        return self._ordered(x.reshape(self.steps, self.groups * self.batch, *x.shape[3:]))
+        return self._flip_if_reverse(x.reshape(self.steps, self.groups * self.batch, *x.shape[3:]))
 
-    def join(self, x: Array) -> Array:
-        x = self._ordered(x).reshape(self.steps, self.groups, self.batch, *x.shape[2:])
+    def groups_first(self, x: Array) -> Array:
+        """Inverts `steps_first`."""
+        x = self._flip_if_reverse(x).reshape(self.steps, self.groups, self.batch, *x.shape[2:])
         return jnp.moveaxis(x, 0, 1)
 
-    def state(self, x: Array) -> Array:
+    def merge_groups(self, x: Array) -> Array:
+        """Converts states `[G, B, H]` to `[G * B, H]`."""
         return x.reshape(self.groups * self.batch, x.shape[-1])
 
-    def groups_of(self, x: Array) -> Array:
+    def split_groups(self, x: Array) -> Array:
+        """Inverts `merge_groups`."""
         return x.reshape(self.groups, self.batch, x.shape[-1])
 
     def scan(self, step: Callable[..., Any], carry: Any, xs: Any, *, last_first: bool = False) -> tuple[Any, Any]:
+        """Runs `step` over the model's steps in their order or, if `last_first`, in the opposite order."""
         return jax.lax.scan(step, carry, xs, reverse=(self._in_reverse is True) != last_first)
 
 
@@ -112,17 +121,17 @@ def _forward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
     weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
-    """Computes the forward launch of one model."""
+    """Computes the outputs of the forward launch of one model."""
     steps = _Steps(arrays["xp"], in_reverse)
     w = weights["w_hh_t"].T
-    fixed = [steps.state(arrays[f"reset_{s}"]) if reset_state == "fixed" else None for s in cell.states]
+    fixed = [steps.merge_groups(arrays[f"reset_{s}"]) if reset_state == "fixed" else None for s in cell.states]
     residuals_packed = _is_packed(cell, dtypes)
     saved = [name for name in (*dict(cell.residuals), "scale") if name in dtypes] if not residuals_packed else []
 
     def step(states: tuple[Array, ...], inputs: Any) -> Any:
         xp, statistics, reset, stepped = inputs
         if reset is not None:
-            new = [one if always is None else always for one, always in zip(stepped, fixed, strict=True)]
+            new = [x if y is None else y for x, y in zip(stepped, fixed, strict=True)]  # None for zeros
             states = tuple(
                 jnp.where(reset[:, None], jnp.zeros_like(h) if x is None else x.astype(jnp.float32), h)
                 for x, h in zip(new, states, strict=True)
@@ -137,20 +146,20 @@ def _forward(
             results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
         return after, results
 
-    carry = tuple(steps.state(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states)
+    carry = tuple(steps.merge_groups(arrays[f"{s}0"]).astype(jnp.float32) for s in cell.states)
     reset = arrays.get("reset")
-    new = [steps.split(arrays[f"reset_{s}"]) if reset_state == "stepped" else None for s in cell.states]
-    resets = None if reset is None else steps.split(is_reset(reset))
-    statistics = {name: steps.split(arrays[name]) for name in ("x_norm", "x_mean") if name in arrays}
-    last, results = steps.scan(step, carry, (steps.split(arrays["xp"]), statistics, resets, new))
-    joined = {name: steps.join(x) for name, x in results.items()}
+    stepped = [steps.steps_first(arrays[f"reset_{s}"]) if reset_state == "stepped" else None for s in cell.states]
+    resets = None if reset is None else steps.steps_first(is_reset(reset))
+    statistics = {name: steps.steps_first(arrays[name]) for name in ("x_norm", "x_mean") if name in arrays}
+    last, results = steps.scan(step, carry, (steps.steps_first(arrays["xp"]), statistics, resets, stepped))
+    joined = {name: steps.groups_first(x) for name, x in results.items()}
     return joined | {
-        f"{s}_last": steps.groups_of(x).astype(dtypes[f"{s}_last"]) for s, x in zip(cell.states, last, strict=True)
+        f"{s}_last": steps.split_groups(x).astype(dtypes[f"{s}_last"]) for s, x in zip(cell.states, last, strict=True)
     }
 
 
 def _is_packed(cell: Cell, names: Collection[str]) -> bool:
-    """Whether the residuals are words; see `torch_bridge.cells.CellSpec.in_place_residuals`."""
+    """Whether the residuals are the words of `pack_words`; see `torch_bridge.cells.CellSpec.in_place_residuals`."""
     return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
 
 
@@ -158,18 +167,21 @@ def _backward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
     weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
 ) -> dict[str, Array]:  # fmt: skip
-    """Computes the backward launch of one model; no gradient crosses a reset, whatever the reset state is."""
+    """Computes the outputs of the backward launch of one model.
+
+    At every reset the gradient goes to the reset state, of any kind, and the last state before the reset gets none.
+    """
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T
     residuals_packed = _is_packed(cell, arrays)
 
     def step(dstates: tuple[Array, ...], inputs: Any) -> Any:
-        saved, d_each, reset = inputs
+        saved, d_outputs, reset = inputs
         if residuals_packed:
             saved = dict(zip(("local_grads", "carry_gate"), unpack_words(saved["local_grads"]), strict=True))
         saved = {name: x.astype(jnp.float32) for name, x in saved.items()}
-        each = zip(dstates, d_each, strict=True)
-        dstates = tuple(d if one is None else d + one.astype(jnp.float32) for d, one in each)
+        pairs = zip(dstates, d_outputs, strict=True)
+        dstates = tuple(d if x is None else d + x.astype(jnp.float32) for d, x in pairs)
         grads, carried = base.gradients_of(cell, saved, dstates)
         if cell.norm:
             grads = tuple(x * saved["scale"] for x in grads)
@@ -191,15 +203,15 @@ def _backward(
             dstates = tuple(jnp.where(start, 0.0, d) for d in dstates)
         return dstates, results
 
-    carry = tuple(steps.state(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states)
-    saved = {name: steps.split(arrays[name]) for name in (*dict(cell.residuals), "scale") if name in arrays}
-    d_each = [steps.split(arrays[f"d{s}s"]) if f"d{s}s" in arrays else None for s in cell.states]
+    carry = tuple(steps.merge_groups(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states)
+    saved = {name: steps.steps_first(arrays[name]) for name in (*dict(cell.residuals), "scale") if name in arrays}
+    d_outputs = [steps.steps_first(arrays[f"d{s}s"]) if f"d{s}s" in arrays else None for s in cell.states]
     reset = arrays.get("reset")
-    resets = None if reset is None else steps.split(is_reset(reset))
-    first, results = steps.scan(step, carry, (saved, d_each, resets), last_first=True)
-    results = {name: steps.join(x) for name, x in results.items()}
+    resets = None if reset is None else steps.steps_first(is_reset(reset))
+    first, results = steps.scan(step, carry, (saved, d_outputs, resets), last_first=True)
+    results = {name: steps.groups_first(x) for name, x in results.items()}
     for s, d in zip(cell.states, first, strict=True):
-        results[f"d{s}0"] = steps.groups_of(d).astype(dtypes[f"d{s}0"])
+        results[f"d{s}0"] = steps.split_groups(d).astype(dtypes[f"d{s}0"])
         if f"dreset_{s}" in dtypes and reset is None:  # without resets the gradient is zero
             results[f"dreset_{s}"] = jnp.zeros(arrays["dhs"].shape, dtypes[f"dreset_{s}"])
     return results

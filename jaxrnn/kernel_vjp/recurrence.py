@@ -1,7 +1,8 @@
 """The recurrence with the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
 
 Canonical arrays are `[G, T, B, W]`: G groups of B sequences, time first inside a group. `jax.vmap` adds groups, or
-models if weights are batched. With `remat` the forward and the backward pass process time in chunks.
+models if weights are batched. Each pass is a function `run` of a chunk of time: with `remat`, `in_chunks` runs it on
+one chunk after the other; otherwise all steps are one chunk.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ def recurrence(
     """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step.
 
     Args:
-      static: everything that is known when the program is traced.
+      static: the static arguments.
       params: the weights, of one model and without a projection.
       states: the states before the first step, `[G, B, H]`, in the order of `cell.states`.
       xs: `[G, T, B, D]`.
       resets: `[G, T, B]` or None.
       reset_states: for each state, as `static.reset_state` says: None for "zeros", `[G, B, H]` for "fixed", and
         `[G, T, B, H]` for "stepped".
-      first: `[G, B, gates * H]` to add to the input projection of the step that is computed first, or None. An LSTM
-        with a projection passes the product of its initial hidden state by it.
-      in_reverse: a scalar that says at run time whether this direction of a bidirectional run goes in reverse; None if
-        `static.reverse` is True or False.
+      first: `[G, B, gates * H]`, added to the input projection of the step that is computed first, or None. An LSTM
+        with a projection uses `first` for the product of its initial hidden state and the recurrent weights.
+      in_reverse: if `static.reverse` is "bidirectional", a scalar that says at run time whether this direction goes in
+        reverse, else None.
     """
     last, sequences, _ = _forward(
         static, params, states, xs, resets, reset_states, first, in_reverse, save_residuals=False
@@ -64,9 +65,10 @@ def _forward(
     static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None, save_residuals: bool,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """Computes `recurrence`, and also returns all outputs of every step by name.
+    """Computes `recurrence`, and also returns by name all outputs of the launch that have an element for each step.
 
-    With `save_residuals`, these include the residuals, or, with `remat`, every state, from which they are recomputed.
+    With `save_residuals`, these outputs include the residuals or, with `remat`, all states of every step, from which
+    the backward pass recomputes the residuals.
     """
     run = functools.partial(_forward_on_device, static, save_residuals)
     return sharding.shard_over_vmapped_axes(run, params, states, xs, resets, reset_states, first, in_reverse)
@@ -76,7 +78,7 @@ def _forward_on_device(
     static: RecurrenceSpec, save_residuals: bool, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """Computes `_forward` where `vmap` maps no sharded axis."""
+    """Computes `_forward` for the arrays of one device, if `vmap` maps over sharded axes, or else for all."""
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
@@ -140,22 +142,22 @@ def _recurrence_bwd(static: RecurrenceSpec, kept: Any, cotangents: Any) -> tuple
 
 
 def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Returns the gradients to the differentiable arguments of `recurrence` where `vmap` maps no sharded axis.
+    """Returns the gradients of the differentiable arguments of `recurrence`, for the arrays of `_forward_on_device`.
 
-    `kept` is what `_recurrence_fwd` keeps: the arguments, and by name the residuals, or with `remat` all states.
+    `kept` is what `_recurrence_fwd` keeps: the arguments and `saved`, which has by name the residuals or, with `remat`,
+    all states of every step.
     """
     params, states, xs, resets, reset_states, first, in_reverse, saved = kept
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
-    # the forward launch wrote the residuals in place if those that it writes otherwise are missing
-    stored = residual_outputs(
-        static, hidden, xs, in_place=not static.remat and not dict(cell.residuals).keys() <= saved.keys()
-    )
-    # the gradients of the gates then overwrite these residuals, as these overwrote the input projections
-    over = next((array.name for array in stored if array.over), None)
-    outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, over)]
+    # residuals in place of the input projections are one array, so `saved` then lacks some of `cell.residuals`
+    in_place = not static.remat and not dict(cell.residuals).keys() <= saved.keys()
+    residual_arrays = residual_outputs(static, hidden, xs, in_place)
+    # in this case the gradients of the gates in turn overwrite the residuals
+    overwritten = next((array.name for array in residual_arrays if array.over), None)
+    outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, overwritten)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
     if cell.norm:
         outputs.append(_bridge.Output("dnorm", True, 1, f32))
@@ -169,10 +171,10 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
         """Differentiates the chunk of time that begins at step `start`, as `in_chunks` calls it.
 
-        `d_last` are the gradients of the states after the chunk. Returns those of the states before it, the gradients
-        to sum over chunks, and those with an element for each step.
+        `d_last` are the gradients of the states after the chunk. Returns the gradients of the states before the chunk,
+        the gradients to sum over chunks, and the gradients that have an element for each step.
         """
-        x, reset, new, residuals, d_each = sequences  # with remat, residuals are all states
+        x, reset, new, residuals, d_sequences = sequences  # with remat, `residuals` are all states
         new = new or reset_states
         beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         previous = {}
@@ -182,28 +184,18 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
                 previous[s] = states_before(
                     static, residuals[f"{s}s"], before, reset, new[k] if new else None, in_reverse
                 )
-        if static.remat:  # residuals are recomputed from the states around each step
-            all_before = tuple(previous[s].astype(f32) for s in cell.states)
-            all_after = tuple(residuals[f"{s}s"] for s in cell.states)
-            if cell.activations_from_states is not None and all(x.dtype == f32 for x in all_after):
-                residuals = base.residuals_of(cell, cell.activations_from_states(all_after), all_before)
-            else:
-                h_prev = previous["h"].astype(operand_dtype)
-                xp = input_projection(static, params, x, first, beginnings)
-                hp = matmul(h_prev, params.w_hh.astype(operand_dtype), static.precision, f32)
-                statistics = norm.input_statistics(cell, x, hidden) if cell.norm else {}
-                _, residuals = run_step(
-                    cell, xp, hp, _biases(static, params), all_before, statistics, _norm_width(static, xs, hidden)
-                )
-            for array in stored:
+        if static.remat:
+            states_after = tuple(residuals[f"{s}s"] for s in cell.states)
+            residuals = _recompute_residuals(static, params, x, first, beginnings, previous, states_after)
+            for array in residual_arrays:
                 if residual_fits_float16(array.name, static):  # clamped as in the kernel
                     residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
-        arrays |= {array.name: residuals[array.name] for array in stored}
+        arrays |= {array.name: residuals[array.name] for array in residual_arrays}
         if cell.norm:
             arrays["scale"] = residuals["scale"]
-        arrays |= {f"d{s}s": d for s, d in d_each.items()}
+        arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
@@ -224,39 +216,67 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             sums = launch_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
         else:
             sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
-        if cell.norm:  # the bias is added after the norm
+        if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
             sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
-        parts = {}
         if first is not None:
-            at_each = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
-            sums["first"] = functools.reduce(jnp.add, at_each)
-        parts["xs"] = dx.astype(xs.dtype)
+            terms = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
+            sums["first"] = functools.reduce(jnp.add, terms)
+        per_step = {"xs": dx.astype(xs.dtype)}
         for s, value in zip(cell.states, reset_states or (), strict=False):
             d = results[f"dreset_{s}"]
             if static.reset_state == "stepped":
-                parts[f"reset_{s}"] = d.astype(value.dtype)
-            else:  # the kernel writes one gradient per step, mostly zeros: a sum in the kernel would cost registers
+                per_step[f"reset_{s}"] = d.astype(value.dtype)
+            else:  # the kernel does not sum the gradients, which are mostly zeros, because sums would take registers
                 sums[f"reset_{s}"] = d.sum(axis=1)
-        return tuple(results[f"d{s}0"] for s in cell.states), sums, parts
+        return tuple(results[f"d{s}0"] for s in cell.states), sums, per_step
 
     size = chunk_steps(cell, xs, hidden) if static.remat else steps
     sequences = (xs, resets, stepped, saved, d_sequences)
-    d_first, sums, parts = in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
+    d_first, sums, per_step = in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
     weights = {name: w for name, w in params._asdict().items() if w is not None}
     dparams = type(params)(**{name: sums[name].astype(w.dtype) for name, w in weights.items()})
     dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
     dreset_states = None
     if reset_states:
-        found = sums | parts
+        by_name = sums | per_step  # stepped reset states have gradients per step, fixed ones a sum
         dreset_states = tuple(
-            found[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
+            by_name[f"reset_{s}"].astype(x.dtype) for s, x in zip(cell.states, reset_states, strict=True)
         )
     dfirst = None if first is None else sums["first"]
-    return dparams, dstates, parts["xs"], dreset_states, dfirst
+    return dparams, dstates, per_step["xs"], dreset_states, dfirst
+
+
+def _recompute_residuals(
+    static: RecurrenceSpec, params: Any, x: Array, first: Array | None, beginnings: list[tuple[int, Any]],
+    previous: dict[str, Array], states_after: tuple[Array, ...],
+) -> dict[str, Array]:  # fmt: skip
+    """Returns the residuals of a chunk of time by name, in float32, given the states before and after each step.
+
+    Args:
+      static: the static arguments.
+      params: the weights.
+      x: the inputs of the chunk, `[G, T, B, D]`.
+      first: as in `recurrence`.
+      beginnings: what `possible_first_steps` returns for the chunk.
+      previous: by state, the states before each step, `[G, T, B, H]`.
+      states_after: the states after each step, in the order of `cell.states`.
+    """
+    cell, hidden, f32 = static.cell, previous["h"].shape[-1], jnp.dtype(jnp.float32)
+    states_before_step = tuple(previous[s].astype(f32) for s in cell.states)
+    if cell.activations_from_states is not None and all(h.dtype == f32 for h in states_after):
+        return base.residuals_of(cell, cell.activations_from_states(states_after), states_before_step)
+    h_prev = previous["h"].astype(static.operand_dtype)
+    xp = input_projection(static, params, x, first, beginnings)
+    hp = matmul(h_prev, params.w_hh.astype(static.operand_dtype), static.precision, f32)
+    statistics = norm.input_statistics(cell, x, hidden) if cell.norm else {}
+    _, residuals = run_step(
+        cell, xp, hp, _biases(static, params), states_before_step, statistics, _norm_width(static, x, hidden)
+    )
+    return residuals
 
 
 def _biases(static: RecurrenceSpec, params: Any) -> dict[str, Array]:
-    """Returns in float32, by the names of a launch, what is added after the hidden product or after a norm."""
+    """Returns the biases that a launch adds, by name, in float32: to the last gate's hidden product or after a norm."""
     biases = {"b_hn": params.b_hn} if static.cell.last_gate_separate else {}
     if static.cell.norm:
         biases["bias"] = getattr(params, static.cell.bias)

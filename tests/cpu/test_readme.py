@@ -157,13 +157,13 @@ def shown(page):
 @pytest.fixture
 def without_an_interpreter(monkeypatch):
     """Makes kernels those of a process without Triton's interpreter, on a machine without a GPU."""
-    from torch_bridge import compiler, op_common
+    from torch_bridge import availability, compiler
     from torch_bridge.rnn_ops import implementation
 
     monkeypatch.setattr(compiler, "interpreting", lambda: False)
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
     uncached = implementation._unsupported.__wrapped__
-    monkeypatch.setattr(implementation, "_unsupported", op_common.cached_reason(uncached))
+    monkeypatch.setattr(implementation, "_unsupported", availability.cached_reason(uncached))
 
 
 @pytest.mark.torch

@@ -44,12 +44,12 @@ def tf32():
 @pytest.fixture
 def compiled(monkeypatch):
     """Makes kernels those of a process without Triton's interpreter, whose reasons this process may have cached."""
-    from torch_bridge import compiler, op_common
+    from torch_bridge import availability, compiler
     from torch_bridge.rnn_ops import implementation
 
     monkeypatch.setattr(compiler, "interpreting", lambda: False)
     uncached = implementation._unsupported.__wrapped__
-    monkeypatch.setattr(implementation, "_unsupported", op_common.cached_reason(uncached))
+    monkeypatch.setattr(implementation, "_unsupported", availability.cached_reason(uncached))
 
 
 # explain
@@ -342,9 +342,9 @@ def warn_again(monkeypatch):
 
 
 def break_triton(monkeypatch):
-    from torch_bridge import op_common
+    from torch_bridge import availability
 
-    monkeypatch.setattr(op_common, "_triton_fails", lambda: "needs triton, which is not installed")
+    monkeypatch.setattr(availability, "_triton_fails", lambda: "needs triton, which is not installed")
 
 
 def break_driver(monkeypatch):
@@ -369,12 +369,12 @@ def make_older(monkeypatch):
 )
 def test_kernels_that_cannot_run_on_the_gpu_warn_once_with_the_remedy(cause, remedy, h200, warn_again, monkeypatch):
     import torch_bridge
-    from torch_bridge import norm_ops, op_common
+    from torch_bridge import availability, norm_ops
     from torch_bridge.rnn_ops import implementation
 
     cause(monkeypatch)
     for room in (implementation, norm_ops):  # whose caches would remember the reason
-        monkeypatch.setattr(room, "_unsupported", op_common.cached_reason(room._unsupported.__wrapped__))
+        monkeypatch.setattr(room, "_unsupported", availability.cached_reason(room._unsupported.__wrapped__))
     w_hh, x = FakeOnGPU(3 * H, H), FakeOnGPU(1, 5, H)
     with pytest.warns(torch_bridge.ImplementationWarning, match=remedy) as warned:
         assert not implementation.should_launch_kernels(None, w_hh)

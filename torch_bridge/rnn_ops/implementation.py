@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from torch_bridge import op_common, rules, tiling
+from torch_bridge import availability, rules, tiling
 
 # None follows `torch.backends.cuda.matmul`.
 Precision = rules.Precision | None
@@ -16,14 +16,14 @@ Precision = rules.Precision | None
 PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
 
 
-@op_common.cached_reason
+@availability.cached_reason
 def _unsupported(
     profile: tiling.Device | None, device: torch.device, dtype: torch.dtype, hidden: int
 ) -> str | None:  # fmt: skip
-    """Returns why the kernels cannot run with weights of this dtype and width, or None, see `op_common.unavailable`."""
-    if reason := op_common.unavailable(profile, device, dtype):
+    """Returns why the kernels cannot run with weights of this dtype and width; see `availability.unavailable`."""
+    if reason := availability.unavailable(profile, device, dtype):
         return reason
-    facts = op_common.device_facts(profile, device)
+    facts = availability.device_facts(profile, device)
     if facts.interpreted and dtype == torch.bfloat16:
         return "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
     if hidden > tiling.max_hidden(facts):
@@ -48,7 +48,7 @@ def should_launch_kernels(implementation: str | None, w_hh: Tensor) -> bool:
     """
     if implementation not in (None, "triton", "loop"):
         raise ValueError(f'implementation of an operator must be "triton", "loop" or None, got {implementation!r}')
-    return op_common.should_launch_kernels(
+    return availability.should_launch_kernels(
         implementation, w_hh.device, functools.partial(unsupported, w_hh)
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torch_bridge import choice, loops, op_common, tiling
+from torch_bridge import availability, choice, loops, op_common, tiling
 from torch_bridge.cells import CellSpec
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def _tell_launch(
     place = next(iter(tensors.values())).device
     results = {name: torch.empty(shape, dtype=dtype, device=place) for name, (shape, dtype) in outputs.items()}
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in (tensors | results).items())
-    device = op_common.device_facts(listener.profile, place)
+    device = availability.device_facts(listener.profile, place)
     problem = _problem(cell.name, direction, sizes, dtypes, reset_state, order, precision, norm_width)
     listener.launched(cell.name, direction, Launch(problem, device), device)
     return results

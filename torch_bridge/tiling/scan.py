@@ -1,4 +1,4 @@
-"""Whether `lax.scan` is faster than the kernel of a problem: estimates of both."""
+"""Estimates whether `lax.scan` in XLA is faster than the kernel of a problem."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.streamed import STEP_COST, tile_cost
 
-# Microseconds per step with `jaxrnn.scan_launch`, by cell, kind of product and direction: fixed; per 1024 units and
-# sqrt(sequences / 256), where more than 256 sequences count as 256; per 1e5 elements of the state; per 1e8
-# multiply-adds of a gate; and per 1e6 weights of a gate if a model has one sequence, so that products are matrix-vector
-# products. Fitted to 180 timings on an H200 (jax 0.11.2) with 1 to 4096 sequences and 256 to 1024 units. The fit is
-# within 22 %, mostly within 10 %.
+# Costs of a step of all sequences in `jaxrnn._bridge.scan_launch`, by cell, kind of product and direction. With H units
+# and N sequences over all models, the five costs are in microseconds:
+# - fixed;
+# - per H / 1024 * sqrt(min(N, 256) / 256);
+# - per 1e5 elements of the state, N * H;
+# - per 1e8 multiply-adds of one gate, N * H^2;
+# - per 1e6 weights of one gate, H^2, only if each model has one sequence, so that products are matrix-vector products.
+# Fitted to 180 timings on an H200 (jax 0.11.2) with 1 to 4096 sequences and 256 to 1024 units. The fit is within 22 %,
+# mostly within 10 %.
 SCAN_STEP_COST = {
     ("gru", "tf32", "fwd"): (10.0, 8.9, 3.6, 0.92, 1.1),
     ("gru", "tf32", "bwd"): (7.3, 13.0, 3.3, 0.69, 9.5),
@@ -28,12 +32,12 @@ SCAN_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (15.0, 14.0, 3.7, 16.0, 0.0),
     ("lstm", "tf32x3", "bwd"): (9.6, 12.0, 4.0, 15.0, 0.0),
 }
-# Microseconds per step of the streamed loop whose programs share the units, on GPUs without wgmma. Costs per tile:
-# fixed; per 100 KB of exchanged state; per 100 KB of weights; per million multiply-adds; per 100 programs that share
-# the tile. The last figure is per 1e5 elements of the state of all tiles. Fitted to 448 timings of the tilings that are
-# chosen for an A100 and an RTX 3090, run on an H200 with the code for those GPUs (Triton 3.6). The fit is within 17 %,
-# except for the forward pass of the GRU in "tf32x3". `STEP_COST` ranks tilings, but does not give their time on these
-# GPUs.
+# Costs of a step of the streamed loop whose programs share the units, on GPUs without wgmma, in microseconds. Five of
+# them are per tile: the four of `STEP_COST` (fixed; per 100 KB of exchanged state; per 100 KB of weights; per million
+# multiply-adds), and one per 100 programs that share the tile. The sixth is per 1e5 elements of the state of all tiles.
+# Fitted to 448 timings of the tilings that are chosen for an A100 and an RTX 3090, run on an H200 with the code for
+# those GPUs (Triton 3.6). The fit is within 17 %, except for the forward pass of the GRU in "tf32x3". `STEP_COST`
+# itself ranks tilings, but does not predict their time on these GPUs.
 STREAMED_STEP_COST = {
     ("gru", "tf32", "fwd"): (2.8, 0.0, 2.4, 0.0, 14.0, 1.3),
     ("gru", "tf32", "bwd"): (2.1, 3.5, 0.56, 0.0, 17.0, 1.8),
@@ -48,58 +52,59 @@ STREAMED_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (2.4, 0.0, 9.0, 0.0, 0.0, 2.5),
     ("lstm", "tf32x3", "bwd"): (2.9, 13.0, 3.8, 0.0, 0.0, 2.8),
 }
-# The same on GPUs with wgmma, where `STEP_COST` is too low by up to a factor of three for the LSTM of more than 512
-# units. Fitted to 40 timings on an H100 (Triton 3.6) with 1 to 1024 sequences and 1024 or 1536 units. The fit is within
-# 25 % for 1024 units.
+# The same costs on GPUs with wgmma, for the keys for which `STEP_COST` is too low there: by up to a factor of three for
+# the LSTM of more than 512 units. Other keys use `STEP_COST`. Fitted to 40 timings on an H100 (Triton 3.6) with 1 to
+# 1024 sequences and 1024 or 1536 units. The fit is within 25 % for 1024 units.
 HOPPER_STREAMED_STEP_COST = {
     ("lstm", "tf32", "fwd"): (2.2, 10.0, 1.1, 0.0, 0.0, 0.0),
     ("lstm", "tf32", "bwd"): (0.0, 0.0, 0.0, 3.9, 33.0, 0.0),
     ("lstm", "16-bit", "fwd"): (3.7, 0.0, 0.59, 1.1, 8.0, 0.0),
     ("lstm", "16-bit", "bwd"): (0.0, 3.0, 1.0, 0.0, 27.0, 0.17),
 }
-# Bytes of weights per microsecond that the memory of a GPU delivers; a scan of several models waits for the weights.
+# Bytes of weights that a scan of several models reads from GPU memory per microsecond; these reads are its bottleneck.
 WEIGHT_BYTES_PER_US = 2.5e6
-# Estimated speedup from which a scan is preferred. The host launches the steps of a scan, and most hosts are slower
-# than that of the H200.
+# Estimated speedup from which a scan is preferred. The host launches the kernels of every step of a scan, and most
+# hosts are slower than the host of the H200 on which the costs were measured.
 SCAN_MARGIN = 1.1
 
 
 def prefers_scan(problem: Problem, device: Device) -> bool:
     """Whether `lax.scan` is estimated to be faster than the kernel that `heuristic` chooses for a problem.
 
-    A scan can be faster only if the programs of the chosen kernel stream their weights from L2 at every step. The
-    benchmark `choice` checks the decision against the faster of the two.
+    A scan is considered only if the programs of the chosen kernel stream their weights from L2 at every step; other
+    kernels are faster. The benchmark suite `choice` times both and checks the decision.
     """
     config = heuristic(problem, device)
-    if config.loop != "streamed" or config.splits == 1 or device.interpreted:
+    streams_weights = config.loop == "streamed" and config.splits > 1
+    if not streams_weights or device.interpreted:
         return False
     return SCAN_MARGIN * _scan_us(problem) < _streamed_us(problem, config, device)
 
 
 def _scan_us(problem: Problem) -> float:
     """Estimates the microseconds per step of all sequences with `lax.scan`."""
-    fixed, per_root, per_state, per_product, per_weight = SCAN_STEP_COST[_cost_key(problem)]
-    sequences, hidden = problem.models * problem.sequences, problem.hidden
-    root = hidden / 1024 * (min(sequences, 256) / 256) ** 0.5
-    step = fixed + per_root * root + per_state * sequences * hidden / 1e5
-    step += per_product * sequences * hidden**2 / 1e8
+    fixed, per_width, per_state, per_product, per_weight = SCAN_STEP_COST[_cost_key(problem)]
+    all_sequences, hidden = problem.models * problem.sequences, problem.hidden
+    width = hidden / 1024 * (min(all_sequences, 256) / 256) ** 0.5
+    cost = fixed + per_width * width + per_state * all_sequences * hidden / 1e5
+    cost += per_product * all_sequences * hidden**2 / 1e8
     if problem.sequences == 1:
-        step += per_weight * hidden**2 / 1e6
-    size = 2 if product_kind(problem) == "16-bit" else 4
-    return step + (problem.models - 1) * CELLS[problem.cell].gates * hidden**2 * size / WEIGHT_BYTES_PER_US
+        cost += per_weight * hidden**2 / 1e6
+    weight_bytes = CELLS[problem.cell].gates * hidden**2 * (2 if product_kind(problem) == "16-bit" else 4)
+    return cost + (problem.models - 1) * weight_bytes / WEIGHT_BYTES_PER_US  # the first model's weights are in the fit
 
 
 def _streamed_us(problem: Problem, config: KernelConfig, device: Device) -> float:
     """Estimates the microseconds per step of all sequences in the streamed loop whose programs share the units."""
-    rounds, costs = config.rounds(problem, device), STREAMED_STEP_COST
-    if device.has_wgmma:
-        costs = HOPPER_STREAMED_STEP_COST
-        if _cost_key(problem) not in costs:
-            return rounds * tile_cost(problem, config, STEP_COST[product_kind(problem), problem.direction])
-    *per_tile, per_program, per_state = costs[_cost_key(problem)]
-    tile = tile_cost(problem, config, tuple(per_tile)) + per_program * config.splits / 100
-    return rounds * tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5
+    rounds, key = config.rounds(problem, device), _cost_key(problem)
+    costs = HOPPER_STREAMED_STEP_COST if device.has_wgmma else STREAMED_STEP_COST
+    if key not in costs:
+        return rounds * tile_cost(problem, config, STEP_COST[product_kind(problem), problem.direction])
+    *per_tile, per_program, per_state = costs[key]
+    us_per_tile = tile_cost(problem, config, tuple(per_tile)) + per_program * config.splits / 100
+    return rounds * us_per_tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5
 
 
 def _cost_key(problem: Problem) -> tuple[str, str, str]:
+    """Returns the key of a problem in the tables of this file."""
     return problem.tilings, product_kind(problem), problem.direction

@@ -1,17 +1,25 @@
-"""Shared code of the kernels for few units: products by float32 fused multiply-adds, weights in registers.
+"""Code shared by the kernels for few units: products by float32 fused multiply-adds, weights in registers.
 
-With up to 32 units, a step has no more multiplications than a warp's registers hold numbers, and tensor cores are not
-faster. A warp has one sequence, and a thread has one unit, whose weights it keeps; with up to 16 units, two threads
-share a unit's weights. 64 units take four warps, in which two threads share a unit's weights; 128 units take eight
-warps, whose threads keep twice as many weights. The registers of an SM just hold the weights of a GRU with 128 units.
-For the LSTM with 128 units, the weights of some gates stay in shared memory and are read at every step. The other
-operand goes through shared memory, where every thread reads all elements that it multiplies, in two buffers that are
-written in turn. 16-bit operands are rounded to their dtype and multiplied as float32.
+A program runs one sequence. With up to 32 units, one warp's registers hold all recurrent weights, and tensor cores are
+not faster. The weights of a unit are in one thread, or in two threads that each have half of them:
+
+    units  warps  threads per unit
+       16      1                 2
+       32      1                 1
+       64      4                 2
+      128      8                 2
+
+The registers of an SM just hold the weights of a GRU with 128 units. For the LSTM with 128 units, the weights of some
+gates stay in shared memory and are read at every step.
+
+The other operand, which is hidden states (forward) or gate gradients (backward), goes through shared memory, where
+every thread reads all elements that it multiplies. Even and odd steps use different buffers. With 16-bit weights, this
+operand is rounded to their dtype; products are always computed in float32.
 
 The inputs of a step are prefetched four steps ahead, because a step takes a fifth of the latency of memory. With 128
 units they are prefetched two steps ahead in the forward pass and one step ahead in the backward pass, because there are
-few registers and a step takes longer. The loop is unrolled by as many steps, but at least two, so that no data in
-flight is moved between registers.
+few registers and a step takes longer. The loop is unrolled by as many steps as it prefetches, and at least by two, so
+that prefetched data is not moved between registers.
 """
 
 import triton.experimental.gluon.language as gl
@@ -23,10 +31,10 @@ from torch_bridge.kernels.gluon_common import pack, packed_type, unpack
 
 @gluon.constexpr_function
 def weights_layout(block, warps):
-    """Returns the layout of weights, `[block, block]`: a thread has an equal part of one row.
+    """Returns the layout of weights, `[block, block]`: each row is in one thread, or split evenly over several.
 
-    Threads that share a row have eight elements of it in turn, and adjacent threads have adjacent rows. Reads of
-    operands and of weights from shared memory thus have no bank conflicts.
+    The threads of a row take turns: each has every n-th group of eight elements, for n threads. Adjacent threads have
+    adjacent rows. Reads of operands and of weights from shared memory thus have no bank conflicts.
     """
     lanes = 32 * warps // block
     return gl.BlockedLayout([1, 8], [32 // lanes, lanes], [warps, 1], [0, 1])
@@ -34,9 +42,10 @@ def weights_layout(block, warps):
 
 @gluon.jit
 def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
-    """Allocates COUNT operands for even steps, and as many for odd steps.
+    """Allocates COUNT operands in shared memory for even steps, and as many for odd steps.
 
-    With one indexed allocation the compiler could not tell that no barrier is missing.
+    With one allocation indexed by the step, the compiler could not tell that adjacent steps access different memory,
+    and would add barriers.
     """
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     even = ()
@@ -49,13 +58,16 @@ def allocate_operands(COUNT: gl.constexpr, BLOCK_H: gl.constexpr):
 
 @gluon.jit
 def no_loads():
-    """Returns an empty tuple of loads in flight."""
+    """Returns an empty queue of prefetched data, a tuple.
+
+    This is a function because type checkers infer from `()` that the tuple stays empty.
+    """
     return ()
 
 
 @gluon.jit
 def then(loads, last):
-    """Appends a load to the tuple of loads in flight."""
+    """Returns a queue of prefetched data with one more entry at the end; a function for the reason in `no_loads`."""
     return loads + (last,)
 
 
@@ -73,9 +85,9 @@ def load_gate_weights(
     ptr, NEXT: gl.constexpr, H: gl.constexpr, STRIDE: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr,
     SHARED: gl.constexpr = 0,
 ):  # fmt: skip
-    """Loads the weights of each gate, which are NEXT elements apart.
+    """Loads the weights of each gate, whose matrices are NEXT elements apart; returns a tuple by gate.
 
-    Returns a tuple by gate; the weights of the last SHARED gates are in shared memory, the others in registers.
+    The weights of the last SHARED gates are in shared memory, the others in registers.
     """
     SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
     gates = ()
@@ -106,15 +118,15 @@ def store_operand(buffer, x, DTYPE: gl.constexpr):
 
 @gluon.jit
 def load_operand(buffer, w):
-    """Loads what `store_operand` stored, as a row `[1, block]` in the layout of `w`."""
+    """Loads what `store_operand` stored, as a row `[1, block]` in the layout of the weights `w`."""
     return buffer.load(gl.SliceLayout(0, w.type.layout))[None, :]
 
 
 @gluon.jit
 def partial_row_sums(terms):
-    """Returns the sums of each eight adjacent elements of a row.
+    """Returns the sum of each group of eight adjacent elements of a row, `[block, block / 8]`.
 
-    A thread thus has several independent sums, none of which waits for the one before.
+    A thread thus has several independent chains of additions, whose latencies overlap.
     """
     return gl.sum(terms.reshape([terms.shape[0], terms.shape[1] // 8, 8]), axis=2)
 
@@ -127,10 +139,10 @@ def sum_rows(parts, w):
 
 @gluon.jit
 def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
-    """Locates the sequence of this program.
+    """Locates the sequence of this program in arrays of rows `[G, T, B]`.
 
-    Returns the model, the units and their mask, the sequence, its row of step time 0, and the number of rows from one
-    step time to the next.
+    Returns the model, the units and their mask, the sequence, its row at step time 0, and the number of rows from one
+    step time to the next (`common.time_order`).
     """
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
@@ -142,8 +154,8 @@ def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexp
 
 @gluon.jit
 def load_reset(reset_ptr, row):
-    """Returns whether the sequence starts an episode at this row; NaN counts as nonzero."""
-    reset = row < 0
+    """Returns whether the sequence starts an episode at this row; NaN counts as nonzero. Without resets, never."""
+    reset = row < 0  # always false
     if reset_ptr is not None:
         reset = gl.load(reset_ptr + row) != 0
     return reset
@@ -151,7 +163,7 @@ def load_reset(reset_ptr, row):
 
 @gluon.jit
 def _pair(a, b):
-    """Packs two float32 numbers into 64 bits, `a` in the lowest."""
+    """Packs two float32 values into 64 bits, `a` in the lower half."""
     return gl.inline_asm_elementwise(
         "mov.b64 $0, {$1, $2};", "=l,f,f", [a, b], dtype=gl.int64, is_pure=True, pack=1
     )  # fmt: skip
@@ -159,9 +171,10 @@ def _pair(a, b):
 
 @gluon.jit
 def store_local_grads(ptr, at, mask, values, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
-    """Stores local gradients, a tuple, as `common.store_local_grads` does, for the units at `at`.
+    """Stores local gradients, a tuple, in the format of `common.store_local_grads`; `at` are indices of units.
 
-    If TF32 is allowed, float32 numbers are clamped to the range of float16, too.
+    If PRECISION is "tf32", float32 values are clamped to the range of float16, as in the kernels that store them in
+    float16.
     """
     COUNT: gl.constexpr = len(values)
     if ptr.dtype.element_ty == gl.float16:
@@ -169,7 +182,7 @@ def store_local_grads(ptr, at, mask, values, DTYPE: gl.constexpr, PRECISION: gl.
         gl.store(ptr.to(gl.pointer_type(packed.dtype), bitcast=True) + at, packed, mask=mask)
     else:
         bounded = values
-        if DTYPE == gl.float32 and PRECISION == "tf32":  # the others are at most one
+        if DTYPE == gl.float32 and PRECISION == "tf32":  # local gradients after the second are at most one
             bounded = (clamp_to_float16(values[0]),)
             if COUNT > 1:
                 bounded += (clamp_to_float16(values[1]),)
@@ -206,6 +219,7 @@ def load_local_grads(ptr, at, mask, COUNT: gl.constexpr):
 
 @gluon.jit
 def _number(bits):
+    """Returns the float32 value in the low 32 bits."""
     return bits.to(gl.int32).to(gl.float32, bitcast=True)
 
 

@@ -1,17 +1,23 @@
 """Time loop in Gluon, for compute capability 8.0 and newer: one program has all units, 16-bit weights in registers.
 
-The kernels compute what those of `streamed.py` do with SPLITS == 1. The forward kernel supports no reset state but
-zeros. `gluon_common` explains where weights and operands are kept.
+The kernels compute what those of `streamed.py` compute with SPLITS == 1. The forward kernel supports only zeros as
+reset state. `gluon_common` explains where weights and operands are kept.
 
-With three gates, the registers hold the weights and the data of two steps, so memory accesses overlap with products: a
-step loads the next step's inputs first, and stores its results while products run. The weights of four gates with 128
-units leave few registers for the rest. The forward pass then stores the results of tiles of eight sequences at once,
-not while the next step's product runs; so it does for three gates whose cell has a norm. In the backward pass of four
-gates, a step stores its results gate by gate, and loads the inputs of the next step after that.
+Memory accesses overlap with products as far as registers allow. With up to three gates, the registers hold the weights
+and the data of two steps. A step then loads the next step's inputs before its own product, and the memory is written
+while a product runs: in the backward pass the product of the same step, in the forward pass that of the next step
+(LATE). Some kernels have too few registers for that:
+- The forward kernel for 128 units and tiles of at least eight sequences, if the cell has four gates or a norm, stores
+  the results of a step at the end of that step.
+- The backward kernel for four gates (not ROOMY) stores the gradients of the gates before the product, one gate at a
+  time, and loads the next step's inputs after the product.
 
-With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Each warp stores the sums over its 16 units in
-shared memory beside the operands, so that the barrier before a step's products covers them too. The kernels then have
-tiles of at most eight sequences.
+With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Its sums over units are computed in two parts:
+each warp stores the sum over its 16 units in shared memory, and after the barrier that a step's products need anyway,
+every thread adds the warps' sums. The kernels then have tiles of at most eight sequences.
+
+In both kernels, `saved` are the packed residuals of a step, and COUNT is the number of local gradients. `of_norm` is
+the tuple of a step's normalised state and the scale of its norm; without a norm it is empty.
 """
 
 import triton.experimental.gluon.language as gl
@@ -63,7 +69,7 @@ def _load_weights(
 ):  # fmt: skip
     """Loads the weights of all gates, whose matrices are NEXT elements apart, as register operands.
 
-    Returns a tuple by gate, the factor that undoes the weights' scale, and the largest sum over a row of absolute
+    Returns a tuple by gate, the factor that undoes the weights' scale, and the largest sum of a unit's absolute
     weights.
     """
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
@@ -87,8 +93,8 @@ def _load_weights(
 def _allocate_operands(COUNT: gl.constexpr, COLS: gl.constexpr, BLOCK_H: gl.constexpr, DTYPE: gl.constexpr):
     """Allocates COUNT operands in shared memory.
 
-    Even and odd steps have their own allocations, in an unrolled loop: with one indexed allocation the compiler could
-    not tell that no barrier is missing.
+    Even and odd steps have separate allocations, and the loop is unrolled by two. With one allocation indexed by the
+    step, the compiler could not tell that adjacent steps access different memory, and would add barriers.
     """
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([COLS, BLOCK_H], DTYPE)
     operands = ()
@@ -100,6 +106,7 @@ def _allocate_operands(COUNT: gl.constexpr, COLS: gl.constexpr, BLOCK_H: gl.cons
 
 @gluon.jit
 def _store_operand(buffer, x, scale, SCALED: gl.constexpr):
+    """Stores `x`, multiplied by `scale` if SCALED, as an operand in shared memory."""
     if SCALED:
         buffer.store(to_operand(x * scale, buffer.dtype))
     else:
@@ -124,7 +131,7 @@ def _store_sum(slot, x):
 
 @gluon.jit
 def _load_sum(slot, UNITS: gl.constexpr):
-    """Returns the sums over all units by sequence, after a barrier."""
+    """Returns the sum over all units by sequence, from the warps' sums; a barrier must come between store and load."""
     SLOT: gl.constexpr = slot_layout(gl.num_warps())
     return gl.convert_layout(gl.sum(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
@@ -133,7 +140,7 @@ def _load_sum(slot, UNITS: gl.constexpr):
 def _load_step(
     xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr, GATES: gl.constexpr
 ):  # fmt: skip
-    """Loads what a forward step reads: input projections by gate, resets, and what a norm needs of the inputs."""
+    """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs."""
     x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
     return x, load_resets(reset_ptr, rows, mask_q), load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
 
@@ -172,12 +179,14 @@ def _forward_step(
     COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
     LATE: gl.constexpr,
 ):  # fmt: skip
-    """Runs step i, and loads what step i + 1 reads.
+    """Runs step i, and loads the inputs of step i + 1.
 
-    The results of step i - 1 (`states`, `saved`, `of_norm`) are stored if LATE, otherwise those of step i.
+    If LATE, stores the results of step i - 1, which are the arguments `states`, `saved` and `of_norm`; otherwise stores
+    those of step i. `buffer` and `sums` are the shared memory of this step.
     """
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
-    # registers can hold the inputs of two steps, except in float32 if the tile has sixteen sequences
+    # EARLY: the next inputs are loaded before the product. Registers can hold the inputs of two steps, except in
+    # float32 if the tile has sixteen sequences.
     EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
     if EARLY:
         next_x, next_reset, next_statistics = _load_step(
@@ -202,11 +211,11 @@ def _forward_step(
             carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
     operand = buffer.load(gl.DotOperandLayout(1, zeros.type.layout, 2))
-    started = ()
+    started = ()  # products in the order in which they start; `product_order` is its own inverse
     for k in gl.static_range(GATES):
         started += (by_unit(mma_v2(w[product_order(k, GATES)], operand, zeros), UNITS),)
     if NORM_WIDTH > 0:
-        of_state = (_load_sum(sums[0], UNITS),)
+        of_state = (_load_sum(sums[0], UNITS),)  # the sum of squares of the state and, for LayerNorm, its sum
         if x_mean_ptr is not None:
             of_state += (_load_sum(sums[1], UNITS),)
         norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
@@ -256,8 +265,8 @@ def forward_kernel(
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
-    # see the top of this file
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
+    # whether a step's results are stored during the next step's product; see the top of this file
     LATE: gl.constexpr = (GATES < 4 and NORM_WIDTH == 0) or BLOCK_H < 128 or BLOCK_B < 8
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
@@ -297,7 +306,7 @@ def forward_kernel(
     )  # fmt: skip
     saved = ()
     of_norm = ()
-    if local_grads_ptr is not None:  # no step has run yet
+    if local_grads_ptr is not None:  # placeholders, which are not stored, because no step has run yet
         if NORM_WIDTH > 0:
             saved = no_residuals(states[0], dc_dh_ptr, COUNT, 1)
             of_norm = (states[0].to(norm_state_ptr.dtype.element_ty), statistics[0])
@@ -319,7 +328,7 @@ def forward_kernel(
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
     if LATE:
-        steps = (T + 1) // 2 * 2  # number of steps run, which for odd T includes one past the last
+        steps = (T + 1) // 2 * 2  # number of steps that the loop ran: T, rounded up to a multiple of two
         _store_results(
             steps - 1, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
             carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
@@ -340,10 +349,7 @@ def _load_saved(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q,
     H: gl.constexpr, COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
-    """Loads the residuals of a step, which sequences start an episode there, and the step's normalised state and scale.
-
-    The last two are a tuple, which is empty without a norm.
-    """
+    """Loads what a backward step reads of the forward pass; returns the residuals, the resets, and `of_norm`."""
     of_norm = ()
     if norm_state_ptr is not None:
         norm_state = gl.load(norm_state_ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)
@@ -365,13 +371,16 @@ def _sum_of_magnitudes(values):
 
 @gluon.jit
 def _store_bound(slot, largest):
-    """Stores, for each warp and sequence, the largest element of the warp's units."""
+    """Stores, for each warp and sequence, the largest element over the warp's units."""
     slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
 
 
 @gluon.jit
 def _multiply(w, operands, zeros, GATES: gl.constexpr):
-    """Returns the sum over gates of weights times operands, in two or three sums side by side."""
+    """Returns the sum over gates of weights times operands.
+
+    The products have independent accumulators, so that they overlap: two for four gates, otherwise one per gate.
+    """
     OPERAND: gl.constexpr = gl.DotOperandLayout(1, zeros.type.layout, 2)
     if GATES == 4:
         low = mma_v2(w[0], operands[0].load(OPERAND), zeros)
@@ -409,13 +418,19 @@ def _backward_step(
 ):  # fmt: skip
     """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
 
-    The operands' scale must be known before the operands. `bound`, computed in the previous step, is therefore an upper
-    bound on the gradients of each sequence's states in this step, including those of the step's outputs. With L =
-    `w_bound`, the largest sum of a unit's absolute weights, and with each term's maximum over units, the gradients of
-    the states of the next step are at most
-      |gradients of its outputs| + |what goes straight to the last state| + L max(|gradients of the gates|).
-    A norm adds the term |y D s / n|, with the names of `streamed.py`. Each unit adds up the terms of its own; their
-    number times the largest of these sums is an upper bound. Where an episode starts, only the first terms remain.
+    Step 0 is the last in the order of the forward pass.
+
+    The operands are stored in float16, and their scale must be known before them. Each step therefore computes an upper
+    bound on the magnitudes of the next step's gradients: `bound`, per sequence, bounds the gradients of all states,
+    including those that come from the outputs. With L = `w_bound`, the largest sum of a unit's absolute weights, the
+    gradient of a state in the next step is at most the sum of these terms, each at its maximum over units:
+      |gradients of the next step's outputs|, a term for each state
+      |gradient that reaches the next step without a product| (`kept`)
+      L |gradients of the gates|
+      |y D s / n| if the cell has a norm, with the names of `streamed.py`
+    A sum of maxima needs a reduction over units for each term. Each unit instead adds up its own terms, and the largest
+    of these sums times the number of terms (TERMS) is an upper bound, too. Where an episode starts, only the terms of
+    the outputs remain.
     """
     ROOMY: gl.constexpr = GATES < 4  # there are registers to overlap memory accesses with products
     live = mask & (i < T)  # nothing is stored for a step past the last
@@ -451,10 +466,11 @@ def _backward_step(
             dc += this_dys[1].to(gl.float32)
         grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
         kept = gl.abs(carried[0])
-    scale = zeros
+    scale = zeros  # placeholders, which are not used unless SCALED
     unscale = zeros
     if SCALED:
-        # the exponent 0 leaves room for local gradients beyond one, which may be a quarter of |h| or |c|
+        # The scaled bound is in [1, 2). float16 ends at 65504, so local gradients may exceed one: a sigmoid's may be a
+        # quarter of |h| or |c|.
         if NORM_WIDTH > 0:
             scale = scale_to_float16(bound * this_norm[1], 0)[None, :]
         else:
@@ -473,10 +489,10 @@ def _backward_step(
         product = _multiply(w, operands, zeros, GATES)
 
     if NORM_WIDTH > 0:
-        dnorm = _load_sum(sums[0], UNITS)
+        dnorm = _load_sum(sums[0], UNITS)  # D in `streamed.py`; `of_state` is y D s / n
         gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (i < T))
         of_state = this_norm[0].to(gl.float32) * (this_norm[1] * dnorm * (1.0 / NORM_WIDTH))[None, :]
-    # if there are registers, this runs while the product does
+    # if ROOMY, this overlaps with the product
     if SCALED:
         largest = gl.abs(multiplied[0])
         for gate in gl.static_range(1, GATES):
@@ -530,7 +546,7 @@ def _backward_step(
         dstates = after
     if ROOMY:
         _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask & (i == T - 1), H)
-    elif i == T - 1:  # the branch keeps the addresses of the next step from taking registers before this one ends
+    elif i == T - 1:  # without a branch, the compiler would compute the next step's addresses earlier, in registers
         _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H)
     return dstates, dys, next_dys, saved, reset, of_norm, bound
 
@@ -546,7 +562,7 @@ def backward_kernel(
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
     COLS: gl.constexpr = columns(BLOCK_B)
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
