@@ -42,7 +42,7 @@ class Launch(launch.Launch):
             "items": problem.models * tiles, "t_begin": 0, "t_end": problem.steps,
         }  # fmt: skip
         self.add(
-            kernels.loop_kernel(self.config.loop, problem.cell, problem.direction), workers * self.config.splits,
+            kernels.loop_kernel(self.config.loop, problem.direction), workers * self.config.splits,
             self.config.num_warps, dtypes, constants, scalars, num_stages=self.config.num_stages,
             launch_cooperative_grid=self.config.splits > 1 and not device.interpreted,
         )  # fmt: skip

@@ -168,7 +168,7 @@ def test_explain_makes_the_choices_of_the_program(h200, monkeypatch):
     assert len(kernels) == sum(len(launch.kernels) for launch in explanation.launches) == 3
     loops = [launch for launch in explanation.launches if launch.computes == "lstm"]
     for launch, direction in zip(loops, ("fwd", "bwd"), strict=True):
-        kernel = loop_kernel(launch.loop, "lstm", direction)
+        kernel = loop_kernel(launch.loop, direction)
         (constants,) = [constants for function, constants in kernels if function is kernel]
         assert (constants["H"], constants["BLOCK_B"]) == (200, launch.tiling.block_b)
 

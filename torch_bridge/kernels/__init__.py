@@ -15,7 +15,7 @@ CELLS: dict[str, ModuleType] = {
 }  # fmt: skip
 
 
-def loop_kernel(loop: str, cell: str, direction: str) -> Any:
+def loop_kernel(loop: str, direction: str) -> Any:
     """Returns the kernel of a family of time loops for a direction, "fwd" or "bwd"."""
     if loop == "streamed":
         module: ModuleType = streamed
@@ -24,11 +24,7 @@ def loop_kernel(loop: str, cell: str, direction: str) -> Any:
     elif loop == "fma":
         from torch_bridge.kernels.loops import fma as module
     elif loop == "split":
-        from torch_bridge.kernels.loops import gru_split, lstm_split
-
-        module = {"gru": gru_split, "lstm": lstm_split}[cell]
+        from torch_bridge.kernels.loops import split as module
     else:
-        from torch_bridge.kernels.loops import gru_rows, lstm_rows
-
-        module = {"gru": gru_rows, "lstm": lstm_rows}[cell]
+        from torch_bridge.kernels.loops import rows as module
     return module.forward_kernel if direction == "fwd" else module.backward_kernel

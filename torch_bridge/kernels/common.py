@@ -209,6 +209,55 @@ def load_reset(reset_ptr, rows, mask):
 
 
 @triton.jit
+def start_afresh(states, reset):
+    """Returns the states, or gradients of states, with zeros where an episode starts; all are tuples."""
+    after = ()
+    for k in tl.static_range(len(states)):
+        after += (tl.where(reset, 0.0, states[k]),)
+    return after
+
+
+@triton.jit
+def scaled(values, factor):
+    """Returns the products of a tuple's elements and a factor."""
+    products = ()
+    for k in tl.static_range(len(values)):
+        products += (values[k] * factor,)
+    return products
+
+
+@triton.jit
+def operands_of(grads, GATES: tl.constexpr):
+    """Returns what is multiplied by each gate's weights in the backward pass, given the gradients from `grad_step`."""
+    if len(grads) > GATES:  # the last gate is separate
+        return grads[: GATES - 1] + grads[GATES:]
+    else:
+        return grads
+
+
+@triton.jit
+def normalise(gates, scale, bias):
+    """Returns `s (xp + hp)` and the gates before their activations, given the sums `xp + hp`."""
+    GATES: tl.constexpr = len(gates)
+    normalised = ()
+    biased = ()
+    for gate in tl.static_range(GATES):
+        one = gates[gate] * scale
+        normalised += (one,)
+        biased += (one + bias[gate],)
+    return normalised, biased
+
+
+@triton.jit
+def with_norm_grad(local_grads, normalised):
+    """Appends the local gradient of the norm to those of the gates."""
+    total = local_grads[0] * normalised[0]
+    for gate in tl.static_range(1, len(normalised)):
+        total += local_grads[gate] * normalised[gate]
+    return local_grads + (total,)
+
+
+@triton.jit
 def load_weight(w_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Loads a tile of a row-major matrix of COLS columns, with zeros outside of its first ROWS rows and columns."""
     mask = (rows < ROWS)[:, None] & (cols < ROWS)[None, :]

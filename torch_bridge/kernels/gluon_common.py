@@ -20,6 +20,7 @@ from torch_bridge.kernels.common import (
     join_words,
     load_reset,
     split_words,
+    start_afresh,
     step_time,
     time_order,
     unpack_float16,
@@ -371,12 +372,17 @@ def add_inputs(products, x, b_hn, SEPARATE: gl.constexpr):
 
 
 @gluon.jit
-def operands_of(grads, GATES: gl.constexpr):
-    """Returns what is multiplied by each gate's weights in the backward pass, given the gradients from `grad_step`."""
-    if len(grads) > GATES:  # the last gate is separate
-        return grads[: GATES - 1] + grads[GATES:]
-    else:
-        return grads
+def largest_magnitude(values):
+    """Returns the elementwise maximum of the absolute values of a tuple of one to four tensors."""
+    COUNT: gl.constexpr = len(values)
+    largest = gl.abs(values[0])
+    if COUNT > 1:
+        largest = gl.maximum(largest, gl.abs(values[1]))
+    if COUNT == 3:
+        largest = gl.maximum(largest, gl.abs(values[2]))
+    if COUNT == 4:
+        largest = gl.maximum(largest, gl.maximum(gl.abs(values[2]), gl.abs(values[3])))
+    return largest
 
 
 @gluon.jit
@@ -389,6 +395,36 @@ def load_inputs(xp, mask, H: gl.constexpr, GATES: gl.constexpr):
 
 
 @gluon.jit
+def load_states(h_ptr, c_ptr, at, mask):
+    """Loads the states at the offsets `at` as float32, or their gradients; returns a tuple, of one without `c_ptr`."""
+    states = (gl.load(h_ptr + at, mask=mask, other=0.0).to(gl.float32),)
+    if c_ptr is not None:
+        states += (gl.load(c_ptr + at, mask=mask, other=0.0).to(gl.float32),)
+    return states
+
+
+@gluon.jit
+def store_states(h_ptr, c_ptr, at, states, mask):
+    """Stores a tuple of states or of gradients of states; without `c_ptr`, only the first."""
+    gl.store(h_ptr + at, states[0].to(h_ptr.dtype.element_ty), mask=mask)
+    if c_ptr is not None:
+        gl.store(c_ptr + at, states[1].to(c_ptr.dtype.element_ty), mask=mask)
+
+
+@gluon.jit
+def reset_gradients(dstates, reset, dreset_h_ptr, dreset_c_ptr, at, mask):
+    """Returns the gradients of the states before a reset; those of the states that replace them are stored, if at all.
+
+    `reset` broadcasts to a tile. All gradients are tuples.
+    """
+    if dreset_h_ptr is not None:
+        gl.store(dreset_h_ptr + at, gl.where(reset, dstates[0], 0.0), mask=mask)
+    if dreset_c_ptr is not None:
+        gl.store(dreset_c_ptr + at, gl.where(reset, dstates[1], 0.0), mask=mask)
+    return start_afresh(dstates, reset)
+
+
+@gluon.jit
 def load_resets(reset_ptr, rows, mask_q):
     """Returns which sequences start an episode at these rows; without `reset_ptr`, a placeholder that is not used."""
     reset = mask_q
@@ -398,9 +434,12 @@ def load_resets(reset_ptr, rows, mask_q):
 
 
 @gluon.jit
-def load_gradient(ptr, rows, unit, mask, H: gl.constexpr):
-    """Loads the gradient of a step's output."""
-    return gl.load(ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)
+def load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H: gl.constexpr):
+    """Loads the gradients of a step's outputs; returns a tuple."""
+    gradients = (gl.load(dhs_ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0),)
+    if dcs_ptr is not None:
+        gradients += (gl.load(dcs_ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0),)
+    return gradients
 
 
 @gluon.jit
@@ -437,25 +476,3 @@ def scale_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
 def mean_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
     """Returns the mean of inputs and state for LayerNorm; the arguments are those of `scale_of_norm`."""
     return statistics[1] + (sums[1] * (1.0 / H) - statistics[1]) * (H / NORM_WIDTH)
-
-
-@gluon.jit
-def normalise(gates, scale, bias):
-    """Returns `s (xp + hp)` and the gates before their activations, given the sums `xp + hp`."""
-    GATES: gl.constexpr = len(gates)
-    normalised = ()
-    biased = ()
-    for gate in gl.static_range(GATES):
-        one = gates[gate] * scale
-        normalised += (one,)
-        biased += (one + bias[gate],)
-    return normalised, biased
-
-
-@gluon.jit
-def with_norm_grad(local_grads, normalised):
-    """Appends the local gradient of the norm to those of the gates."""
-    total = local_grads[0] * normalised[0]
-    for gate in gl.static_range(1, len(normalised)):
-        total += local_grads[gate] * normalised[gate]
-    return local_grads + (total,)

@@ -19,17 +19,17 @@ class Specialization(NamedTuple):
     signature: Mapping[str, str]
 
 
-def of_loop(family: str, direction: str, cell: str | None = None) -> Callable[[Any], str]:
+def of_loop(family: str, direction: str) -> Callable[[Any], str]:
     """Returns the function that names a time loop, such as "gru_fwd_resident".
 
-    Without `cell`, the name is that of the file of `torch_bridge.kernels.cells` whose function is the argument `STEP`
-    or `GRAD_STEP`.
+    The cell's name is that of the file of `torch_bridge.kernels.cells` whose function is the argument `STEP` or
+    `GRAD_STEP`.
     """
 
     def name(specialization: Any) -> str:
         constants = specialization.constants
         step = constants.get("STEP") or constants.get("GRAD_STEP")
-        return f"{cell or step.fn.__module__.rpartition('.')[2]}_{direction}_{family}"
+        return f"{step.fn.__module__.rpartition('.')[2]}_{direction}_{family}"
 
     return name
 

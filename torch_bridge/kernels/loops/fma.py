@@ -10,19 +10,20 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import names
+from torch_bridge.kernels.common import normalise, operands_of, scaled, start_afresh, with_norm_grad
 from torch_bridge.kernels.gluon_common import (
     add_input,
     backward_rows,
     barrier,
     forward_rows,
     load_inputs,
+    load_states,
     load_statistics,
     mean_of_norm,
-    normalise,
-    operands_of,
     product_order,
+    reset_gradients,
     scale_of_norm,
-    with_norm_grad,
+    store_states,
 )
 from torch_bridge.kernels.loops.fma_common import (
     allocate_operands,
@@ -73,9 +74,7 @@ def _forward_step(
     x, reset, statistics = inputs
     before = states
     if reset_ptr is not None:
-        before = ()
-        for k in gl.static_range(len(states)):
-            before += (gl.where(reset, 0.0, states[k]),)
+        before = start_afresh(states, reset)
     store_operand(buffers[0], before[0], DTYPE)
     barrier()
     operand = load_operand(buffers[0], w[0])
@@ -101,9 +100,7 @@ def _forward_step(
     states, activations = STEP(gates, x_last, before, ACCURACY)
     live = mask & (i < T)  # nothing is stored for a step past the last
     at = forward_rows(row, i, T, stride, REVERSE) * H + unit
-    gl.store(hs_ptr + at, states[0].to(hs_ptr.dtype.element_ty), mask=live)
-    if cs_ptr is not None:
-        gl.store(cs_ptr + at, states[1].to(cs_ptr.dtype.element_ty), mask=live)
+    store_states(hs_ptr, cs_ptr, at, states, live)
     if local_grads_ptr is not None:
         local_grads, factors = RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
@@ -119,10 +116,7 @@ def _forward_step(
             gl.store(dc_dh_ptr + at, factors[0].to(dc_dh_ptr.dtype.element_ty), mask=live)
         if carry_gate_ptr is not None:
             gl.store(carry_gate_ptr + at, factors[-1], mask=live)
-    last = seq * H + unit
-    gl.store(h_last_ptr + last, states[0], mask=mask & (i == T - 1))
-    if c_last_ptr is not None:
-        gl.store(c_last_ptr + last, states[1], mask=mask & (i == T - 1))
+    store_states(h_last_ptr, c_last_ptr, seq * H + unit, states, mask & (i == T - 1))
     return states, inputs
 
 
@@ -154,9 +148,7 @@ def forward_kernel(
         for gate in gl.static_range(GATES):
             at = bias_ptr + (model * GATES + gate) * H + unit
             bias += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
-    states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
-    if c0_ptr is not None:
-        states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    states = load_states(h0_ptr, c0_ptr, seq * H + unit, mask)
     buffers = allocate_operands(1, BLOCK_H)
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
@@ -210,9 +202,7 @@ def _backward_step(
     if NORM_WIDTH > 0:
         dnorm = gl.sum(dh * local_grads[GATES], axis=0)
         unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
-        grads = ()
-        for gate in gl.static_range(GATES):
-            grads += (unscaled[gate] * of_norm[1],)
+        grads = scaled(unscaled, of_norm[1])
     elif STATES == 1:
         grads, carried = GRAD_STEP((dh,), local_grads, factors)
     else:
@@ -250,18 +240,8 @@ def _backward_step(
     if STATES > 1:
         dstates += carried
     if reset_ptr is not None:
-        if dreset_h_ptr is not None:
-            gl.store(dreset_h_ptr + at, gl.where(reset, dstates[0], 0.0), mask=live)
-        if dreset_c_ptr is not None:
-            gl.store(dreset_c_ptr + at, gl.where(reset, dstates[1], 0.0), mask=live)
-        after = ()
-        for k in gl.static_range(STATES):
-            after += (gl.where(reset, 0.0, dstates[k]),)
-        dstates = after
-    first = seq * H + unit
-    gl.store(dh0_ptr + first, dstates[0], mask=mask & (i == T - 1))
-    if dc0_ptr is not None:
-        gl.store(dc0_ptr + first, dstates[1], mask=mask & (i == T - 1))
+        dstates = reset_gradients(dstates, reset, dreset_h_ptr, dreset_c_ptr, at, live)
+    store_states(dh0_ptr, dc0_ptr, seq * H + unit, dstates, mask & (i == T - 1))
     return dstates, saved
 
 
@@ -291,9 +271,7 @@ def backward_kernel(
         )  # fmt: skip
         saved = then(saved, first)
     w = load_gate_weights(w_hh_ptr + model * (GATES * H * H), H, H, GATES * H, BLOCK_H, GATES, SHARED_GATES)
-    dstates = (gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
-    if STATES > 1:
-        dstates += (gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    dstates = load_states(dh_last_ptr, dc_last_ptr, seq * H + unit, mask)
     buffers = allocate_operands(GATES, BLOCK_H)
     for i in range(0, T, UNROLL):
         for k in gl.static_range(UNROLL):

@@ -25,7 +25,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import step_time
+from torch_bridge.kernels.common import normalise, operands_of, scaled, start_afresh, step_time, with_norm_grad
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
@@ -34,31 +34,31 @@ from torch_bridge.kernels.gluon_common import (
     columns,
     forward_rows,
     inverse,
-    load_gradient,
+    load_gradients,
     load_inputs,
     load_resets,
     load_residuals,
+    load_states,
     load_statistics,
     load_weights,
     locate_tile,
     mean_of_norm,
     new_state_scale,
     no_residuals,
-    normalise,
-    operands_of,
     pack_residuals,
     product_order,
+    reset_gradients,
     scale_of_norm,
     scale_to_float16,
     slot_layout,
     state_scale,
     store_residuals,
+    store_states,
     to_operand,
     unit_of_row,
     units_layout,
     unpack_residuals,
     weights_scale,
-    with_norm_grad,
 )
 
 
@@ -156,18 +156,13 @@ def _store_results(
     rows = step_rows[None, :]
     live = mask & (i >= 0) & (i < T)
     at = rows * H + unit[:, None]
-    gl.store(hs_ptr + at, states[0].to(hs_ptr.dtype.element_ty), mask=live)
-    if cs_ptr is not None:
-        gl.store(cs_ptr + at, states[1].to(cs_ptr.dtype.element_ty), mask=live)
+    store_states(hs_ptr, cs_ptr, at, states, live)
     if local_grads_ptr is not None:
         store_residuals(local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit[:, None], live, saved, H, COUNT)
         if norm_state_ptr is not None:
             gl.store(norm_state_ptr + at, of_norm[0], mask=live)
             gl.store(scale_ptr + step_rows, of_norm[1], mask=mask_q & (i >= 0) & (i < T))
-    last = seq[None, :] * H + unit[:, None]
-    gl.store(h_last_ptr + last, states[0], mask=mask & (i == T - 1))
-    if c_last_ptr is not None:
-        gl.store(c_last_ptr + last, states[1], mask=mask & (i == T - 1))
+    store_states(h_last_ptr, c_last_ptr, seq[None, :] * H + unit[:, None], states, mask & (i == T - 1))
 
 
 @gluon.jit
@@ -194,9 +189,7 @@ def _forward_step(
         )
     before = states
     if reset_ptr is not None:
-        before = ()
-        for k in gl.static_range(len(states)):
-            before += (gl.where(reset[None, :], 0.0, states[k]),)
+        before = start_afresh(states, reset[None, :])
         if SCALED:
             scale = new_state_scale(scale, reset)
     _store_operand(buffer, before[0], scale, SCALED)
@@ -287,10 +280,7 @@ def forward_kernel(
         for gate in gl.static_range(GATES):
             at = bias_ptr + (model * GATES + gate) * H + unit
             bias += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
-    first = seq[None, :] * H + unit[:, None]
-    states = (gl.load(h0_ptr + first, mask=mask, other=0.0).to(gl.float32),)
-    if c0_ptr is not None:
-        states += (gl.load(c0_ptr + first, mask=mask, other=0.0).to(gl.float32),)
+    states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     if SCALED:
         scale = state_scale(gl.abs(states[0]))[None, :]
@@ -333,15 +323,6 @@ def forward_kernel(
             steps - 1, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
             carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
-
-
-@gluon.jit
-def _load_outputs(dhs_ptr, dcs_ptr, rows, unit, mask, H: gl.constexpr):
-    """Loads the gradients of a step's outputs; returns a tuple."""
-    gradients = (load_gradient(dhs_ptr, rows, unit, mask, H),)
-    if dcs_ptr is not None:
-        gradients += (load_gradient(dcs_ptr, rows, unit, mask, H),)
-    return gradients
 
 
 @gluon.jit
@@ -399,15 +380,6 @@ def _multiply(w, operands, zeros, GATES: gl.constexpr):
 
 
 @gluon.jit
-def _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H: gl.constexpr):
-    """Stores the gradients of the initial states."""
-    at = seq[None, :] * H + unit[:, None]
-    gl.store(dh0_ptr + at, dstates[0], mask=mask)
-    if dc0_ptr is not None:
-        gl.store(dc0_ptr + at, dstates[1], mask=mask)
-
-
-@gluon.jit
 def _backward_step(
     i, dstates, dys, next_dys, saved, reset, of_norm, bound, operands, slot, sums, w, w_bound, w_unscale, zeros,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr,
@@ -446,16 +418,14 @@ def _backward_step(
             mask_q, H, COUNT, IN_PLACE,
         )  # fmt: skip
         next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
-        next_dys = _load_outputs(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
+        next_dys = load_gradients(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
 
     dh = dstates[0] + this_dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
         _store_sum(sums[0], dh * local_grads[GATES])
         norm_scale = this_norm[1][None, :]
         unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
-        grads = ()
-        for gate in gl.static_range(GATES):
-            grads += (unscaled[gate] * norm_scale,)
+        grads = scaled(unscaled, norm_scale)
         kept = gl.abs(dh)
     elif STATES == 1:
         grads, carried = GRAD_STEP((dh,), local_grads, factors)
@@ -517,7 +487,7 @@ def _backward_step(
             mask_q, H, COUNT, IN_PLACE,
         )  # fmt: skip
         next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
-        next_dys = _load_outputs(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
+        next_dys = load_gradients(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
     if SEPARATE:
         gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
@@ -536,18 +506,11 @@ def _backward_step(
     if STATES > 1:
         dstates += carried
     if reset_ptr is not None:
-        if dreset_h_ptr is not None:
-            gl.store(dreset_h_ptr + at, gl.where(this_reset[None, :], dstates[0], 0.0), mask=live)
-        if dreset_c_ptr is not None:
-            gl.store(dreset_c_ptr + at, gl.where(this_reset[None, :], dstates[1], 0.0), mask=live)
-        after = ()
-        for k in gl.static_range(STATES):
-            after += (gl.where(this_reset[None, :], 0.0, dstates[k]),)
-        dstates = after
+        dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, live)
     if ROOMY:
-        _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask & (i == T - 1), H)
+        store_states(dh0_ptr, dc0_ptr, seq[None, :] * H + unit[:, None], dstates, mask & (i == T - 1))
     elif i == T - 1:  # without a branch, the compiler would compute the next step's addresses earlier, in registers
-        _store_first(dh0_ptr, dc0_ptr, dstates, seq, unit, mask, H)
+        store_states(dh0_ptr, dc0_ptr, seq[None, :] * H + unit[:, None], dstates, mask)
     return dstates, dys, next_dys, saved, reset, of_norm, bound
 
 
@@ -577,10 +540,7 @@ def backward_kernel(
     )  # fmt: skip
 
     unit, mask_q, mask, seq, row, stride = locate_tile(model, tile, T, B, Q, H, BLOCK_H, BLOCK_B, COLS, REVERSE, UNITS)
-    last = seq[None, :] * H + unit[:, None]
-    dstates = (gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32),)
-    if STATES > 1:
-        dstates += (gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32),)
+    dstates = load_states(dh_last_ptr, dc_last_ptr, seq[None, :] * H + unit[:, None], mask)
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
@@ -595,9 +555,9 @@ def backward_kernel(
         local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q, H,
         COUNT, IN_PLACE,
     )  # fmt: skip
-    dys = _load_outputs(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+    dys = load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
-    next_dys = _load_outputs(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+    next_dys = load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
     if STATES == 1:
         bound = gl.max(gl.abs(dstates[0] + dys[0].to(gl.float32)), axis=0)
     else:

@@ -34,16 +34,21 @@ from torch_bridge.kernels.common import (
     load_reset,
     load_tile,
     load_weight,
+    normalise,
     operand,
+    operands_of,
     pack_float16x4,
+    scaled,
     select_reset,
     split_words,
+    start_afresh,
     step_time,
     store_local_grads,
     store_tile,
     stream_weight,
     time_order,
     wait,
+    with_norm_grad,
 )
 
 
@@ -86,15 +91,6 @@ def _resident_weights(ptr, unit, STRIDE: tl.constexpr, NEXT: tl.constexpr, H: tl
     for gate in tl.static_range(GATES):
         weights += (load_weight(ptr + gate * NEXT, unit, unit, H, STRIDE),)
     return weights
-
-
-@triton.jit
-def _operands(values, SEPARATE: tl.constexpr, GATES: tl.constexpr):
-    """Returns what is multiplied by each gate's weights in the backward pass, given the results of `grad_step`."""
-    if SEPARATE:
-        return values[: GATES - 1] + values[GATES:]
-    else:
-        return values
 
 
 @triton.jit
@@ -188,29 +184,6 @@ def _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, sums, H: tl.constexpr,
 
 
 @triton.jit
-def _normalise(gates, scale, bias):
-    """Returns `s (xp + hp)` and the gates before their activations, given the sums `xp + hp`."""
-    GATES: tl.constexpr = len(gates)
-    normalised = ()
-    biased = ()
-    for gate in tl.static_range(GATES):
-        one = gates[gate] * scale[None, :]
-        normalised += (one,)
-        biased += (one + bias[gate][:, None],)
-    return normalised, biased
-
-
-@triton.jit
-def _with_norm_grad(local_grads, normalised):
-    """Appends the local gradient of the norm, `k`, to those of the gates."""
-    GATES: tl.constexpr = len(normalised)
-    k = local_grads[0] * normalised[0]
-    for gate in tl.static_range(1, GATES):
-        k += local_grads[gate] * normalised[gate]
-    return local_grads + (k,)
-
-
-@triton.jit
 def _select_resets(
     states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H: tl.constexpr, RESET_STATE: tl.constexpr
 ):  # fmt: skip
@@ -262,7 +235,7 @@ def _forward_tile(
         bias = ()
         for gate in tl.static_range(GATES):
             at = bias_ptr + (model * GATES + gate) * H + unit
-            bias += (tl.load(at, mask=unit < H, other=0.0).to(tl.float32),)
+            bias += (tl.load(at, mask=unit < H, other=0.0).to(tl.float32)[:, None],)
 
     if t_begin == 0:
         states = _load_states(h0_ptr, c0_ptr, seq, unit, mask, H)
@@ -329,7 +302,7 @@ def _forward_tile(
         if SEPARATE:
             gates = gates[: GATES - 1] + (gates[GATES - 1] + b_hn[:, None],)
         if NORM_WIDTH > 0:
-            normalised, gates = _normalise(gates, scale, bias)
+            normalised, gates = normalise(gates, scale[None, :], bias)
         before = states
         states, activations = STEP(gates, x_last, before, ACCURACY)
         if SPLITS > 1:
@@ -346,7 +319,7 @@ def _forward_tile(
         if local_grads_ptr is not None:
             local_grads, factors = RESIDUALS(activations, before)
             if NORM_WIDTH > 0:
-                local_grads = _with_norm_grad(local_grads, normalised)
+                local_grads = with_norm_grad(local_grads, normalised)
                 store_tile(norm_state_ptr, this_rows, unit, H, mask, (before[0] - mean[None, :]) * scale[None, :])
                 if split == 0:
                     tl.store(scale_ptr + this_rows, scale, mask=mask_q)
@@ -505,10 +478,7 @@ def _backward_tile(
                 if SPLITS > 1:
                     scale = tl.load(scale_ptr + rows, mask=mask_q, other=1.0)
                 dgates, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
-                scaled = ()
-                for gate in tl.static_range(GATES):
-                    scaled += (dgates[gate] * scale[None, :],)
-                dgates = scaled
+                dgates = scaled(dgates, scale[None, :])
             elif STATES == 1:
                 dgates, carried = GRAD_STEP((dh,), local_grads, factors)
             else:
@@ -520,7 +490,7 @@ def _backward_tile(
                 # a zero that is not a constant: with a constant, ptxas 12.8 unrolls the product and then uses the
                 # constant as the product's result
                 dstates = (tl.where(mask, 0.0, dh),) + carried
-            d_ops = _operands(dgates, SEPARATE, GATES)
+            d_ops = operands_of(dgates, GATES)
             if SPLITS == 1:
                 # prefetch the next step's inputs while this step's product runs
                 next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
@@ -573,10 +543,7 @@ def _backward_tile(
                     store_tile(dreset_h_ptr, rows, unit, H, mask, tl.where(reset[None, :], dh, 0.0))
                     if STATES > 1:
                         store_tile(dreset_c_ptr, rows, unit, H, mask, tl.where(reset[None, :], dstates[1], 0.0))
-                kept = (tl.where(reset[None, :], 0.0, dh),)
-                if STATES > 1:
-                    kept += (tl.where(reset[None, :], 0.0, dstates[1]),)
-                dstates = kept
+                dstates = start_afresh(dstates, reset[None, :])
     _store_states(dh0_ptr, dc0_ptr, seq, unit, mask, dstates, H)
     return arrivals
 

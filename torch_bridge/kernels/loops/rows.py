@@ -1,0 +1,292 @@
+"""Time loop for Hopper in Gluon, for wide states.
+
+The kernels compute what those of `streamed.py` do with SPLITS > 1, but with weights on chip, and with sequences as rows
+of products. Each program keeps the further states of its own units in registers. The kernels support no reset state but
+zeros, and no norm.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels import names
+from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
+from torch_bridge.kernels.gluon_common import (
+    add_inputs,
+    backward_rows,
+    forward_rows,
+    inverse,
+    largest_magnitude,
+    load_inputs,
+    load_resets,
+    load_residuals,
+    load_states,
+    pack_residuals,
+    scale_to_float16,
+    store_residuals,
+    store_states,
+    unpack_residuals,
+)
+from torch_bridge.kernels.loops.rows_common import (
+    allocate_weights,
+    box,
+    exchange_bounds,
+    fill_weights,
+    first_state_scale_rows,
+    load_bounds,
+    load_gradient_rows,
+    locate_rows,
+    multiply_gradients,
+    multiply_states,
+    parts,
+    prefetch_rows,
+    raise_flags,
+    receive_product,
+    send_products,
+    send_state_rows,
+    store_bounds,
+    store_operand_rows,
+    wait_for_flags,
+)
+from torch_bridge.kernels.loops.split_common import opaque_zero
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("rows", "fwd"))
+def forward_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
+    dc_dh_ptr, carry_gate_ptr, exchange_ptr, barrier_ptr,
+    T, B, Q, tiles, items,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr,
+    BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, except for two.
+
+    `exchange` is `[2, workers, BLOCK_B, SPLITS * 32]` in the dtype of the products' operands, and `barrier` is int32
+    zeros `[workers, warps, 32]`.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    weights = allocate_weights(GATES, SPLITS, 1, exchange_ptr.dtype.element_ty)
+    zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
+    unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_ptr = w_hh_t_ptr + model * (GATES * H * H)
+        w_unscale, _ = fill_weights(weights, w_ptr, split * 32, 0, H, H * H, H, GATES)
+        mask_q, mask, seq, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
+        b_hn = 0.0
+        if SEPARATE:
+            b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[None, :]
+        states = load_states(h0_ptr, c0_ptr, last, mask)
+        scale = gl.full([BLOCK_B, 1], 1.0, gl.float32, ACC)
+        if SCALED:
+            scale = first_state_scale_rows(h0_ptr, zeros, seq, mask_q, H, SPLITS)
+        rows = row + step_time(0, T, REVERSE) * stride
+        reset = load_resets(reset_ptr, rows, mask_q)
+        sent += 1
+        scale = send_state_rows(
+            exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
+        )
+        for i in range(T):
+            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
+            next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
+            first = (split + opaque_zero(i)) * 32
+            prefetch_rows(xp_ptr, next_rows, first, GATES, H, GATES * H)
+            before = states
+            if reset_ptr is not None:
+                before = start_afresh(states, reset[:, None])
+                reset = load_reset(reset_ptr, next_rows, mask_q)
+            wait_for_flags(barrier_ptr, here, sent, SPLITS)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * SPLITS * 32)
+            products = multiply_states(weights, share, zeros, i, GATES)
+            x = load_inputs(xp_ptr + rows[:, None] * (GATES * H) + unit[None, :], mask, H, GATES)
+            if SCALED:
+                products = scaled(products, inverse(scale) * w_unscale)
+            gates = add_inputs(products, x, b_hn, SEPARATE)
+            states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+            if i + 1 < T:
+                sent += 1
+                scale = send_state_rows(
+                    exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, here, split, SPLITS,
+                    SCALED,
+                )  # fmt: skip
+            store_states(hs_ptr, cs_ptr, rows[:, None] * H + unit[None, :], states, mask)
+            if local_grads_ptr is not None:
+                local_grads, factors = RESIDUALS(activations, before)
+                saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                store_residuals(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, saved, H, COUNT
+                )  # fmt: skip
+            rows = next_rows
+        store_states(h_last_ptr, c_last_ptr, last, states, mask)
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("rows", "bwd"))
+def backward_kernel(
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
+    T, B, Q, tiles, items,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_B: gl.constexpr,
+    SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, except for four.
+
+    `exchange` is `[2, workers, BLOCK_B, GATES, SPLITS * 32]` in the dtype of the products' operands. `bounds` is
+    float32 `[2, workers, BLOCK_B, 32]`, or None if that dtype is bfloat16. `products` is int32 zeros `[workers, SPLITS,
+    PARTS, BLOCK_B, 32]`, and `barrier` is int32 zeros `[workers, warps, 32]`.
+
+    `bound` is an upper bound on the gradients of a sequence's states, with the terms that `resident.py` explains.
+    """
+    PARTS: gl.constexpr = parts(SPLITS)
+    LENGTH: gl.constexpr = SPLITS // PARTS
+    WARPS: gl.constexpr = gl.num_warps()
+    TILES: gl.constexpr = GATES * SPLITS
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    STATES: gl.constexpr = 1 if dc0_ptr is None else 2
+    TERMS: gl.constexpr = 2.0 + STATES
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    weights = allocate_weights(GATES, SPLITS, PARTS, exchange_ptr.dtype.element_ty)
+    zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
+    unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_unscale, w_bound = fill_weights(
+            weights, w_hh_ptr + model * (GATES * H * H), split // PARTS * (32 * PARTS), split % PARTS * (32 * LENGTH),
+            GATES * H, H, H, GATES,
+        )  # fmt: skip
+        mask_q, mask, _, row, last = locate_rows(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
+        dh = gl.load(dh_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        dc = zeros
+        if STATES > 1:
+            dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
+        rows = backward_rows(row, 0, T, stride, REVERSE)
+        saved = load_residuals(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, IN_PLACE
+        )  # fmt: skip
+        reset = load_resets(reset_ptr, rows, mask_q)
+        dcy = zeros
+        if dcs_ptr is not None:
+            dcy = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
+        dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
+        dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
+        bound = gl.max(zeros, axis=1)
+        w_bounds = bound
+        if SCALED:
+            w_bounds = exchange_bounds(
+                bounds_ptr, barrier_ptr, bound + PARTS * w_bound, sent + 1, workers, worker, split, SPLITS, ACC
+            )
+            if STATES == 1:
+                largest = gl.abs(dh + dy.to(gl.float32))
+            else:
+                largest = gl.abs(dh) + gl.abs(dy.to(gl.float32)) + gl.abs(dc)
+            if dcs_ptr is not None:
+                largest += gl.abs(dcy)
+            bound = gl.max(largest, axis=1)
+            bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
+            sent += 2
+        if dcs_ptr is not None:
+            dc += dcy
+        for i in range(T):
+            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
+            dh += dy.to(gl.float32)
+            local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+            if STATES == 1:
+                grads, carried = GRAD_STEP((dh,), local_grads, factors)
+                kept = gl.abs(dh)
+            else:
+                dc += dh * factors[0]
+                grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+                kept = gl.abs(dc)
+            multiplied = operands_of(grads, GATES)
+            sent += 1
+            scale = zeros
+            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+            if dcs_ptr is not None:
+                dcy = load_gradient_rows(dcs_ptr, next_rows, unit, mask & (i + 1 < T), H).to(gl.float32)
+            if SCALED:
+                # the exponent 0 leaves room for local gradients beyond one, which may be a quarter of |h| or |c|
+                scale = scale_to_float16(bound, 0)[:, None]
+                largest = kept + w_bounds[:, None] * largest_magnitude(multiplied)
+                if reset_ptr is not None:
+                    largest = gl.where(reset[:, None], 0.0, largest)
+                largest += gl.abs(dy_next.to(gl.float32))
+                if dcs_ptr is not None:
+                    largest += gl.abs(dcy)
+                bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
+                store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
+            share = box(exchange_ptr, sent, workers, here, BLOCK_B * TILES * 32)
+            for gate in gl.static_range(GATES):
+                store_operand_rows(share, multiplied[gate], scale, gate * SPLITS + split, TILES, SCALED)
+            raise_flags(barrier_ptr, here, split, sent)
+            first = (split + opaque_zero(i)) * 32
+            if IN_PLACE:
+                prefetch_rows(local_grads_ptr, next_rows, first, 3, H, 3 * H)
+            else:
+                prefetch_rows(local_grads_ptr, next_rows, 4 * first, 2, 64, 4 * H)
+                prefetch_rows(carry_gate_ptr, next_rows, first, 1, 0, H)
+            if dc_dh_ptr is not None:
+                prefetch_rows(dc_dh_ptr, next_rows, first, 1, 0, H)
+            prefetch_rows(dhs_ptr, backward_rows(row, i + 2, T, stride, REVERSE), first, 1, 0, H)
+            if STATES > 1:
+                dc = carried[0]
+                if reset_ptr is not None:
+                    if dreset_c_ptr is not None:
+                        at = backward_rows(row, i, T, stride, REVERSE)[:, None] * H + unit[None, :]
+                        gl.store(dreset_c_ptr + at, gl.where(reset[:, None], dc, 0.0), mask=mask)
+                    dc = gl.where(reset[:, None], 0.0, dc)
+                if dcs_ptr is not None:
+                    dc += dcy
+
+            rows = backward_rows(row, i, T, stride, REVERSE)
+            dxp = dxp_ptr + rows[:, None] * (GATES * H) + unit[None, :]
+            for gate in gl.static_range(GATES):
+                gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
+            if SEPARATE:
+                at = rows[:, None] * H + unit[None, :]
+                gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
+
+            wait_for_flags(barrier_ptr, here, sent, SPLITS)
+            product = multiply_gradients(weights, share, split % PARTS * LENGTH, i, TILES, GATES)
+            if SCALED:
+                unscale = inverse(scale) * w_unscale
+                product = product * gl.convert_layout(unscale, product.type.layout, assert_trivial=True)
+            if PARTS > 1:
+                product = send_products(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
+            then = i + opaque_zero(i)
+            dy = dy_next
+            if PARTS > 1:
+                product = receive_product(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
+            if SCALED:
+                bounds = box(bounds_ptr, sent, workers, worker + opaque_zero(i), BLOCK_B * 32)
+                bound = TERMS * load_bounds(bounds, SPLITS, ACC)
+            dh = product
+            if STATES == 1 and len(carried) > 0:
+                dh = carried[0] + product
+            if reset_ptr is not None:
+                if dreset_h_ptr is not None:
+                    at = backward_rows(row, then, T, stride, REVERSE)[:, None] * H + unit[None, :]
+                    gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
+                dh = gl.where(reset[:, None], 0.0, dh)
+            rows = backward_rows(row, then + 1, T, stride, REVERSE)
+            saved = load_residuals(
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, IN_PLACE
+            )  # fmt: skip
+            reset = load_resets(reset_ptr, rows, mask_q)
+            dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
+        # located again, so that the location takes no registers during the loop
+        _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        gl.store(dh0_ptr + last, dh, mask=mask)
+        if dc0_ptr is not None:
+            gl.store(dc0_ptr + last, dc, mask=mask)

@@ -1,0 +1,230 @@
+"""Time loop for Hopper in Gluon: as `streamed.py` with SPLITS > 1, but with weights on chip.
+
+A program keeps the weights of 64 units in shared memory, in 16 bits, and the further states of its own units in
+registers. In the forward pass, a program receives the hidden state of all units and sends that of its own units. In the
+backward pass, a program multiplies the gate gradients of its own units by its weights, and sends to every program the
+part of the gradient that belongs to that program's units. The gate gradients, and the scale of their float16 operands,
+are not exchanged. The kernels support no reset state but zeros, and no norm.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from torch_bridge.kernels import names
+from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
+from torch_bridge.kernels.gluon_common import (
+    add_inputs,
+    backward_rows,
+    forward_rows,
+    inverse,
+    largest_magnitude,
+    load_gradients,
+    load_inputs,
+    load_resets,
+    load_residuals,
+    load_states,
+    pack_residuals,
+    reset_gradients,
+    scale_to_float16,
+    store_residuals,
+    store_states,
+    unpack_residuals,
+)
+from torch_bridge.kernels.loops.split_common import (
+    allocate_operands,
+    allocate_weight_shard,
+    first_state_scale,
+    load_weight_shard,
+    locate,
+    multiply_gates,
+    multiply_parts,
+    opaque_zero,
+    receive_sum,
+    receive_tile,
+    send_partial_sums,
+    send_state,
+    store_operand,
+)
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split", "fwd"))
+def forward_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
+    dc_dh_ptr, carry_gate_ptr, exchange_ptr,
+    T, B, Q, tiles, items,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr,
+    BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
+
+    `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
+    """
+    WIDE: gl.constexpr = gl.num_warps() // 4
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
+    EARLY: gl.constexpr = GATES < 4 or BLOCK_B // WIDE < 16  # there are registers for the inputs of two steps
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    share = allocate_weight_shard(GATES, SPLITS, DTYPE)
+    operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
+    zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
+    own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    unit = split * 64 + own
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_ptr = w_hh_t_ptr + model * (GATES * H * H)
+        w_unscale = load_weight_shard(share, w_ptr, split, H, H * H, H, GATES, SPLITS, True)
+        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
+        b_hn = 0.0
+        if SEPARATE:
+            b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
+        states = load_states(h0_ptr, c0_ptr, last, mask)
+        scale = gl.full([1, BLOCK_B], 1.0, gl.float32, ACC)
+        if SCALED:
+            scale = first_state_scale(h0_ptr, zeros, seq, own, mask_q, H, SPLITS)[None, :]
+        rows = row + step_time(0, T, REVERSE) * stride
+        x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+        reset = load_resets(reset_ptr, rows, mask_q)
+        sent += 1
+        scale = send_state(
+            exchange_ptr, states[0], scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
+        )
+        for i in range(T):
+            now = i + opaque_zero(i)  # opaque, or addresses of many steps would take registers
+            next_rows = forward_rows(row, now + 1, T, stride, REVERSE)
+            if EARLY:
+                next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+            before = states
+            if reset_ptr is not None:
+                before = start_afresh(states, reset[None, :])
+                reset = load_reset(reset_ptr, next_rows, mask_q)
+            receive_tile(operands, exchange_ptr, sent, workers, worker, DTYPE, SPLITS)
+            products = multiply_gates(share, operands, zeros, i, GATES, SPLITS)
+            if SCALED:
+                products = scaled(products, inverse(scale) * w_unscale)
+            gates = add_inputs(products, x, b_hn, SEPARATE)
+            states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+            more = (i + 1 < T).to(gl.int32)
+            sent += more
+            scale = send_state(
+                exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE,
+                SPLITS,
+            )  # fmt: skip
+            this_rows = (row + step_time(now, T, REVERSE) * stride)[None, :]
+            store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
+            if local_grads_ptr is not None:
+                local_grads, factors = RESIDUALS(activations, before)
+                saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                store_residuals(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
+                )  # fmt: skip
+            if EARLY:
+                x = next_x
+            else:
+                x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+        store_states(h_last_ptr, c_last_ptr, last, states, mask)
+
+
+@gluon.jit
+def _load_saved(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
+    COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Loads what a backward step reads, without unpacking or converting the data.
+
+    Returns the residuals, which sequences start an episode there, and the gradients of the step's outputs, a tuple.
+    """
+    saved = load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
+    )  # fmt: skip
+    reset = load_resets(reset_ptr, rows, mask_q)
+    return saved, reset, load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split", "bwd"))
+def backward_kernel(
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+    T, B, Q, tiles, items,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_B: gl.constexpr,
+    SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
+
+    `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, by receiving program
+    and then by sending program.
+    """
+    WIDE: gl.constexpr = gl.num_warps() // 4
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    STATES: gl.constexpr = 1 if dc0_ptr is None else 2
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    share = allocate_weight_shard(GATES, SPLITS, DTYPE)
+    operands = allocate_operands(GATES, BLOCK_B, DTYPE)
+    zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
+    unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
+    sent = 0
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        w_ptr = w_hh_ptr + model * (GATES * H * H)
+        w_unscale = load_weight_shard(share, w_ptr, split, GATES * H, H, H, GATES, SPLITS, False)
+        mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
+        row, stride = time_order(row, model, T, B, REVERSE)
+        dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
+        rows = row + step_time(T - 1, T, REVERSE) * stride
+        saved, reset, dys = _load_saved(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H, COUNT,
+            IN_PLACE,
+        )  # fmt: skip
+        for i in range(T):
+            dh = dstates[0] + dys[0].to(gl.float32)
+            local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+            if STATES == 1:
+                grads, carried = GRAD_STEP((dh,), local_grads, factors)
+            else:
+                dc = dstates[1] + dh * factors[0]
+                if dcs_ptr is not None:
+                    dc += dys[1].to(gl.float32)
+                grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+            this_reset = reset
+            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+            saved, reset, dys = _load_saved(
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q,
+                H, COUNT, IN_PLACE,
+            )  # fmt: skip
+            multiplied = operands_of(grads, GATES)
+            scale, unscale = zeros, zeros
+            if SCALED:
+                scale = scale_to_float16(gl.max(largest_magnitude(multiplied), axis=0), 14)[None, :]
+                unscale = inverse(scale) * w_unscale
+            for gate in gl.static_range(GATES):
+                store_operand(operands[gate], multiplied[gate], scale, SCALED)
+            parts = multiply_parts(share, operands, zeros, i, GATES, SPLITS)
+            sent += 1
+            send_partial_sums(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
+
+            rows = row + step_time(T - 1 - i, T, REVERSE) * stride
+            dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
+            at = rows[None, :] * H + unit[:, None]
+            for gate in gl.static_range(GATES):
+                gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
+            if SEPARATE:
+                gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
+            product = receive_sum(exchange_ptr, zeros, sent, workers, worker, split, SPLITS)
+            if STATES == 1 and len(carried) > 0:
+                product = carried[0] + product
+            dstates = (product,)
+            if STATES > 1:
+                dstates += carried
+            if reset_ptr is not None:
+                dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
+        store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
