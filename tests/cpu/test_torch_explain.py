@@ -87,6 +87,8 @@ def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, pr
     assert explanation.device == tiling.PROFILES[device].name
     assert [launch.direction for launch in explanation.launches] == ["forward", "backward"]
     for launch, short in zip(explanation.launches, ("fwd", "bwd"), strict=True):
+        if (loop, short) == ("rows", "bwd") and tiling.support.triton_version() > (3, 7):
+            loop = "streamed"  # the backward kernel of "rows" spills with these versions
         assert (launch.loop, launch.precision, launch.kernels) == (loop, products, (f"gru_{short}_{loop}",))
         assert launch.problem.hidden == hidden and launch.problem.sequences == 64 and launch.times == 1
         assert launch.tiling == tiling.heuristic(launch.problem, tiling.PROFILES[device])
