@@ -252,9 +252,10 @@ def test_nested_vmap_over_zero_models_gives_empty_gradients(implementation):
 def test_numpy_flags_equal_python_flags(cell, implementation, reverse):
     args = arguments(cell)
     got, want = (
-        jax.jit(with_gradients(runner(cell, implementation, reverse=flag)))(*args) for flag in (reverse, bool(reverse))
+        jax.jit(with_gradients(runner(cell, implementation, reverse=flag))).lower(*args).as_text()
+        for flag in (reverse, bool(reverse))
     )
-    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert got == want and len(want) > 1000
 
 
 @every_implementation
