@@ -1,15 +1,15 @@
 """Flax linen modules that run the functions of `jaxrnn`, with the attributes, parameters and initial values of Flax.
 
-| instead of                                                       | import                                            |
-| ---------------------------------------------------------------- | ------------------------------------------------- |
-| `ScannedRNN` of purejaxrl, JaxMARL, Craftax_Baselines, Kinetix,  | `ScannedRNN`                                      |
-| Stoix, Mava                                                      |                                                   |
-| `ScannedRNN` of JaxMARL's Q-learning and of purejaxql            | `HiddenFirstScannedRNN as ScannedRNN`             |
-| `nn.RNN`                                                         | `RNN`                                             |
-| `ResetRNN` of jaxued                                             | `ResetRNN`                                        |
-| `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`              | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell`        |
-| `nn.MGUCell`, `nn.SimpleCell`                                    | `MGUCell`, `SimpleCell`                           |
-| `nn.RMSNorm`, `nn.LayerNorm`                                     | `RMSNorm`, `LayerNorm`                            |
+| instead of                                                     | import                                     |
+| -------------------------------------------------------------- | ------------------------------------------ |
+| `ScannedRNN` of purejaxrl, JaxMARL, Craftax_Baselines, Kinetix | `ScannedRNN`                               |
+| `ScannedRNN` of Stoix, Mava                                    | `ScannedRNN`                               |
+| `ScannedRNN` of JaxMARL's Q-learning and of purejaxql          | `HiddenFirstScannedRNN as ScannedRNN`      |
+| `nn.RNN`                                                       | `RNN`                                      |
+| `ResetRNN` of jaxued                                           | `ResetRNN`                                 |
+| `nn.GRUCell`, `nn.LSTMCell`, `nn.OptimizedLSTMCell`            | `GRUCell`, `LSTMCell`, `OptimizedLSTMCell` |
+| `nn.MGUCell`, `nn.SimpleCell`                                  | `MGUCell`, `SimpleCell`                    |
+| `nn.RMSNorm`, `nn.LayerNorm`                                   | `RMSNorm`, `LayerNorm`                     |
 
 `GRU`, `LSTM`, `MGU`, `SimpleRNN` and `NormGRU` are stacks of layers. Flax has no cell like `NormGRUCell`, the GRU of
 DreamerV3.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -72,6 +73,11 @@ def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Car
     return zero_carry(rnn, batch_size, hidden_size)
 
 
+def _type_name(value: Any) -> str:
+    """Returns the name of a type with which a subclass can annotate an attribute that has this value."""
+    return type(value).__name__ if type(value) in (int, str) else "Any"
+
+
 class ScannedRNN(nn.Module):
     """The recurrent module of JAX RL agents: `carry, ys = ScannedRNN()(carry, (ins, resets))`.
 
@@ -132,6 +138,17 @@ class ScannedRNN(nn.Module):
     num_blocks: int = 1
 
     _cell_index = 1
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Raises TypeError for an attribute that is set without a type: a dataclass would ignore it."""
+        annotated = inspect.get_annotations(cls)
+        for name in ScannedRNN.__dataclass_fields__:
+            if name in vars(cls) and name not in annotated:
+                raise TypeError(
+                    f"{cls.__name__}: {name} is set without a type, and a dataclass would ignore it: write "
+                    f"`{name}: {_type_name(vars(cls)[name])} = {vars(cls)[name]!r}`"
+                )
+        super().__init_subclass__(**options)
 
     @nn.compact
     def __call__(self, carry: Carry, x: tuple[ArrayLike, ArrayLike]) -> tuple[Carry, Array]:

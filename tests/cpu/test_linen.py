@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import pickle
+import re
 import typing
 
 import flax.linen as nn
@@ -185,6 +186,20 @@ def test_initialize_carry(make, args, shape):
     leaves = [carry] if isinstance(shape, tuple) else list(carry)
     assert [leaf.shape for leaf in leaves] == ([shape] if isinstance(shape, tuple) else shape)
     assert all(leaf.dtype == jnp.float32 and not leaf.any() for leaf in leaves)
+
+
+@pytest.mark.parametrize("base", [linen.ScannedRNN, linen.HiddenFirstScannedRNN])
+@pytest.mark.parametrize(
+    ("name", "value", "line"),
+    [
+        ("cell_type", "lstm", "`cell_type: str = 'lstm'`"), ("implementation", "triton", "`implementation: str = "),
+        ("hidden_state_dim", 7, "`hidden_state_dim: int = 7`"), ("param_dtype", jnp.bfloat16, "`param_dtype: Any = "),
+    ],
+)  # fmt: skip
+def test_attributes_of_a_subclass_without_a_type_raise(base, name, value, line):
+    """A dataclass ignores them: the subclass would run another cell than the one it names."""
+    with pytest.raises(TypeError, match=re.escape(line)):
+        type("ScannedRNN", (base,), {name: value})
 
 
 def test_names_and_cells_of_scanned_rnn_are_selectable():

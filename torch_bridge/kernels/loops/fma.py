@@ -17,7 +17,6 @@ from torch_bridge.kernels.gluon_common import (
     barrier,
     forward_rows,
     load_inputs,
-    load_states,
     load_statistics,
     mean_of_norm,
     product_order,
@@ -148,7 +147,9 @@ def forward_kernel(
         for gate in gl.static_range(GATES):
             at = bias_ptr + (model * GATES + gate) * H + unit
             bias += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
-    states = load_states(h0_ptr, c0_ptr, seq * H + unit, mask)
+    states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    if c0_ptr is not None:
+        states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     buffers = allocate_operands(1, BLOCK_H)
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
@@ -271,7 +272,9 @@ def backward_kernel(
         )  # fmt: skip
         saved = then(saved, first)
     w = load_gate_weights(w_hh_ptr + model * (GATES * H * H), H, H, GATES * H, BLOCK_H, GATES, SHARED_GATES)
-    dstates = load_states(dh_last_ptr, dc_last_ptr, seq * H + unit, mask)
+    dstates = (gl.load(dh_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    if STATES > 1:
+        dstates += (gl.load(dc_last_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     buffers = allocate_operands(GATES, BLOCK_H)
     for i in range(0, T, UNROLL):
         for k in gl.static_range(UNROLL):

@@ -207,7 +207,7 @@ def backward_kernel(
                 kept = gl.abs(dh)
             else:
                 dc += dh * factors[0]
-                grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+                grads = GRAD_STEP((dh, dc), local_grads, factors)[0]
                 kept = gl.abs(dc)
             multiplied = operands_of(grads, GATES)
             sent += 1
@@ -240,7 +240,8 @@ def backward_kernel(
                 prefetch_rows(dc_dh_ptr, next_rows, first, 1, 0, H)
             prefetch_rows(dhs_ptr, backward_rows(row, i + 2, T, stride, REVERSE), first, 1, 0, H)
             if STATES > 1:
-                dc = carried[0]
+                # called again, so that what is carried takes no registers while `dc` is still needed
+                dc = GRAD_STEP((dh, dc), local_grads, factors)[1][0]
                 if reset_ptr is not None:
                     if dreset_c_ptr is not None:
                         at = backward_rows(row, i, T, stride, REVERSE)[:, None] * H + unit[None, :]
