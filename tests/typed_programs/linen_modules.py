@@ -24,9 +24,9 @@ class FlaxLSTM(jaxrnn.linen.HiddenFirstScannedRNN):
     cell_type: type[nn.RNNCellBase] = nn.OptimizedLSTMCell
 
 
-class Unannotated(jaxrnn.linen.ScannedRNN):
-    cell_type = "optimized_lstm"
-    cell_name = "LSTM_0"
+class Named(jaxrnn.linen.ScannedRNN):
+    cell_type: str = "optimized_lstm"
+    cell_name: str | None = "LSTM_0"
 
 
 LSTMOfReadme.initialize_carry(B, H)
