@@ -132,6 +132,14 @@ def rounds_signs(case: Case) -> bool:
     return case.cell == "simple_relu" and case.precision == "default"
 
 
+def follows_signs(case: Case) -> bool:
+    """Returns whether the oracle follows the signs of an implementation's outputs.
+
+    With a ReLU whose products are not rounded, signs change so rarely that the number of changes in a case is chance.
+    """
+    return case.cell == "simple_relu" and not rounds_signs(case)
+
+
 def draws(case: Case) -> int:
     """Returns the number of draws to evaluate together: with few elements, the error of one draw is mostly chance.
 
@@ -271,12 +279,11 @@ def stack(results: Sequence[Outputs]) -> Outputs:
 
 
 def with_signs(case: Case, inputs: Inputs, ys: NDArray) -> Inputs:
-    """Returns inputs for the oracle that, with a ReLU, contain the outputs whose signs its derivatives follow.
+    """Returns inputs for the oracle that, if it `follows_signs`, contain the outputs with these signs.
 
-    Where products are not rounded, signs change so rarely that the number of changes in a case is chance. The oracle
-    then follows the implementation's signs. Where `rounds_signs`, it does not, and changed signs count as errors.
+    Otherwise changed signs count as errors.
     """
-    return inputs | {"ys": ys} if case.cell == "simple_relu" and not rounds_signs(case) else inputs
+    return inputs | {"ys": ys} if follows_signs(case) else inputs
 
 
 def check_draws(
@@ -292,8 +299,7 @@ def check_draws(
         return stack([wanted(draw, one) for draw, one in enumerate(results)])
 
     want = of_each(got)
-    follows = case.cell == "simple_relu" and not rounds_signs(case)
-    check(case, stack(got), stack(xla), want, of_each(xla) if follows else want)
+    check(case, stack(got), stack(xla), want, of_each(xla) if follows_signs(case) else want)
     return want
 
 

@@ -1,7 +1,8 @@
 """Runs the snippets of README.md, each by itself, and those of the pages of docs, one after the other per page.
 
 Snippets below `<!-- no-run -->` need several hosts, a GPU or code of the reader: stand-ins replace these. The snippets
-of `docs/codebases.md` are compared with the code bases in `test_codebases.py`. What snippets print is what pages show.
+of `docs/codebases.md` are compared with the code bases in `test_codebases.py`. The output of snippets
+equals the output that the pages show.
 """
 
 import contextlib
@@ -52,7 +53,7 @@ def test_the_site_knows_every_fence(page):
     assert [fence for fence in fences if not re.fullmatch(r"```\w*", fence)] == []
 
 
-# Snippets that need what is not here
+# Snippets run with stand-ins
 
 
 def runs_in(page, index, names):
@@ -144,7 +145,7 @@ def test_every_snippet_runs_in_some_test():
     assert found == [snippet for snippets in NO_RUN.values() for snippet in snippets]
 
 
-# What snippets print
+# The output of snippets
 
 
 def shown(page):

@@ -1,4 +1,4 @@
-"""What README.md claims is true of the repository: figures, commands, extras, names, versions and links.
+"""README.md agrees with the repository: figures, commands, extras, names, versions and links.
 
 `test_readme.py` runs its snippets, `test_orders.py` checks its table of orders, and `test_benchmarks.py` how the tables
 of results are made.

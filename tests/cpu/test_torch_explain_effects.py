@@ -357,7 +357,7 @@ def test_random_number_generators_keep_their_state(kind):
     assert lengths.tolist() == [3, 9]
 
 
-# What cannot be undone
+# Functions that `explain` rejects, because it could not undo their changes
 
 
 def cannot_undo():

@@ -174,7 +174,7 @@ def loss(cell, implementation, params, carry, xs, resets, **options):
     return jnp.sum(jnp.sin(ys.astype(jnp.promote_types(ys.dtype, jnp.float32))))
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def launch_wherever_supported(monkeypatch):
     """Makes every device use the launch, also one on which XLA is faster."""
     from torch_bridge import weight_grads
@@ -202,7 +202,6 @@ def check(make_grad, arguments):
             assert error <= 2 * allowed + 1e-6 * np.linalg.norm(exact), name
 
 
-@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"time_major": False}], ids=str)
@@ -218,7 +217,6 @@ def test_layers_use_the_launch(cell, dtype, options):
     check(make_grad, (params, carry, xs, resets))
 
 
-@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_vmap_uses_the_launch(cell, shared):
@@ -235,7 +233,6 @@ def test_vmap_uses_the_launch(cell, shared):
     check(make_grad, stacked)
 
 
-@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.parametrize(
     "options",
     [{"precision": "highest"}, {"precision": "high"}, {"remat": True}, {"reset_state": jnp.zeros(128)}],
@@ -248,7 +245,6 @@ def test_unsupported_options_use_xla(options):
     assert not is_used(jax.grad(functools.partial(loss, "gru", "triton", **options)), *layer)
 
 
-@pytest.mark.usefixtures("launch_wherever_supported")
 def test_both_directions_in_one_launch_use_xla():
     params, carry, xs, resets = make_layer("gru", "float32")
 
@@ -260,7 +256,6 @@ def test_both_directions_in_one_launch_use_xla():
     assert not is_used(jax.grad(both), params)
 
 
-@pytest.mark.usefixtures("launch_wherever_supported")
 def test_lstm_projection_uses_the_launch():
     params, (c, h), xs, resets = make_layer("lstm", "float32")
     w_hr = jnp.asarray(np.random.default_rng(1).normal(size=(128, 64)) / 128**0.5, jnp.float32)
@@ -271,7 +266,6 @@ def test_lstm_projection_uses_the_launch():
     )
 
 
-@pytest.mark.usefixtures("launch_wherever_supported")
 @pytest.mark.several_gpus
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("cell", ["gru", "lstm"])

@@ -83,7 +83,7 @@ def test_checkpoints_of_norms_after_recurrences_nest(norm, implementation):
 @every_implementation
 @every_module
 def test_backward_unpacks_each_saved_tensor_once(name, implementation):
-    """What hooks move, such as `torch.autograd.graph.save_on_cpu`, is moved once."""
+    """Hooks such as `torch.autograd.graph.save_on_cpu` move each saved tensor once."""
     rnn = MODULES[name](D, H, implementation=implementation)
     packed, unpacked = [], []
 
