@@ -1,4 +1,4 @@
-"""Where kernels can run: the reason why not, the facts about the device, and the choice between kernels and PyTorch."""
+"""Tells whether the kernels can run on a device, and chooses between the kernels and PyTorch operations."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def _forward(
 
 
 def _is_packed(cell: Cell, names: Collection[str]) -> bool:
-    """Whether the residuals are the words of `pack_words`; see `torch_bridge.cells.CellSpec.in_place_residuals`."""
+    """Returns whether `pack_words` has packed the residuals, which `CellSpec.in_place_residuals` describes."""
     return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
 
 

@@ -147,6 +147,7 @@ def forward_kernel(
         for gate in gl.static_range(GATES):
             at = bias_ptr + (model * GATES + gate) * H + unit
             bias += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
+    # not `load_states`: it adds these addresses up in another order, with which ptxas spills for an LSTM of 127 units
     states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:
         states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
