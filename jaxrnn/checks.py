@@ -33,6 +33,7 @@ _ALIASES = {
 }
 # The names that `jax.lax.dot_general` accepts besides those of `jax.lax.DotAlgorithmPreset`.
 _PRECISIONS = ("default", "fastest", "bfloat16", "high", "bfloat16_3x", "tensorfloat32", "highest", "float32")
+_SHORT_PRECISIONS = {"tf32": "tensorfloat32", "bf16": "bfloat16", "fp32": "float32", "f32": "float32"}
 # By package, the function of `jaxrnn.convert` that takes a module of it.
 CONVERTERS = {
     "torch": "from_torch", "flax.linen": "from_linen", "flax.nnx": "from_nnx", "equinox": "from_equinox",
@@ -129,7 +130,7 @@ def split_carry(cell: Cell, name: str, carry: Any) -> tuple[Any, ...]:
     Raises:
       ValueError: the carry of a cell with two states is no pair, or that of a cell with one state is a tuple.
     """
-    made = "; initialize_carry of the cell returns one"
+    made = "; pass zeros for a new episode, as initialize_carry of a module returns"
     if len(cell.states) == 1:
         if not _is_array(carry):
             remedy = "; only an LSTM has a pair (c, h)" if isinstance(carry, (tuple, list)) else made
@@ -190,9 +191,10 @@ def check_implementation(name: Any, caller: Caller) -> None:
 def check_precision(precision: Any, caller: Caller) -> None:
     """Raises ValueError unless `jax.lax.dot_general` accepts a precision."""
     if not _is_precision(precision):
+        meant = suggest(precision, _PRECISIONS, _SHORT_PRECISIONS)
         raise ValueError(
             f"{caller('precision')} must be None, a jax.lax.Precision, one of {', '.join(_PRECISIONS)}, a pair of "
-            f"these, or a jax.lax.DotAlgorithmPreset, got {shown(precision)}{suggest(precision, _PRECISIONS)}"
+            f"these, or a jax.lax.DotAlgorithmPreset, got {shown(precision)}{meant}"
         )
 
 
@@ -347,7 +349,7 @@ def _layout_remedy(xs: Array, carry: Array, time_major: bool, caller: Caller) ->
         return f"; {name} seems to be {other}: move its time axis with jnp.moveaxis"
     if batch == xs.shape[:-1]:
         return f"; {name} seems to have no time axis: add it with jnp.expand_dims"
-    return f"; make {caller.bare('carry')} for this batch, as initialize_carry of the cell does"
+    return f"; make {caller.bare('carry')} for this batch, as initialize_carry of a module does"
 
 
 def sequence_axes(time_major: bool) -> str:

@@ -14,7 +14,8 @@ from jaxrnn import context
 from jaxrnn._bridge import method
 from torch_bridge import rules
 
-_INSTALL = "pip install '.[{}]' in a checkout of jaxrnn, or pass implementation=\"xla\""
+_INSTALL = "pip install '.[{}]' in a checkout of jaxrnn"
+_OR_XLA = ', or pass implementation="xla"'
 
 
 def unsupported(dtypes: Sequence[Any], hidden: int) -> str | None:
@@ -40,12 +41,12 @@ def unsupported_norm(dtypes: Sequence[Any], columns: int) -> str | None:
 
 def unusable() -> str | None:
     """Returns why no kernel can run in this process, whatever its input, and a remedy; None if one can."""
-    return _not_installed() or _fails_here()
+    return reason + _OR_XLA if (reason := _not_installed()) else _fails_here()
 
 
 def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], multiplies: bool) -> str | None:
     if reason := _not_installed():
-        return reason
+        return reason + _OR_XLA
     if bad := [str(dtype) for dtype in dtypes if str(jnp.dtype(dtype)) not in rules.OPERAND_DTYPES]:
         return f'takes float32, bfloat16 and float16, not {bad[0]}: convert, or pass implementation="xla"'
     if reason := _fails_here():
@@ -60,6 +61,7 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
 
 
 def _not_installed() -> str | None:
+    """Returns which package is not installed, and how to install it; None if all are."""
     if _spec_missing("triton"):
         return f"needs triton, which is not installed: {_INSTALL.format('triton')}"
     if _spec_missing("torch") and (reason := _torch_needed()) is not None:
@@ -80,8 +82,8 @@ def _torch_needed() -> str | None:
 
 def _fails_here() -> str | None:
     """Returns why no kernel can run here although what it needs is installed, or None."""
-    if reason := _import_fails():
-        return f"{reason}: {_INSTALL.format('triton')}"
+    if reason := _too_old():
+        return reason + _OR_XLA
     from torch_bridge import cuda_driver, gpu
 
     if context.other_device() is not None:
@@ -161,6 +163,12 @@ def _import_fails() -> str | None:
     return None
 
 
+def _too_old() -> str | None:
+    """Returns why the installed Triton cannot be used, and how to install another one; None if it can."""
+    reason = _import_fails()
+    return None if reason is None else f"{reason}: {_INSTALL.format('triton')}"
+
+
 @functools.cache
 def _spec_missing(name: str) -> bool:
     try:
@@ -203,8 +211,10 @@ def profile(name: str) -> Any:
     from torch_bridge import tiling
 
     found = tiling.profile(name)
-    if reason := _not_installed() or _import_fails():
-        raise NotImplementedError(f"to choose kernels for {found.name}, the Triton implementation {reason}")
+    if reason := _not_installed() or _too_old():
+        raise NotImplementedError(
+            f"to choose kernels for {found.name}, the Triton implementation {reason}, or leave out device"
+        )
     return found
 
 

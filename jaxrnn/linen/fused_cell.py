@@ -179,8 +179,9 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
                 f"{input_features}; pass inputs of that width, or call init with these"
             )
         raise ValueError(
-            f"{kind}: features and the width of the carry must be {shape[1]}, for which the parameters at {path} were "
-            f"made, got {hidden}; set features={shape[1]}, or call init with this carry"
+            f"{kind}: the carry must be {shape[1]} wide, as that which the parameters at {path} were made for, got "
+            f"{hidden}; pass a carry of that width and set features={shape[1]} if the module has features, or call "
+            "init with this carry"
         )
 
     def run(self, carry: Carry, xs: Array, *, caller: Caller, **options: Any) -> tuple[Carry, Array, Carry | None]:

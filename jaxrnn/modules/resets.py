@@ -82,7 +82,7 @@ def first_reset_carry(carry: Carry, reset_carry: Carry, caller: Caller) -> Carry
         expected, got = (jax.tree.map(jnp.shape, one) for one in (carry, reset_carry))
         raise ValueError(
             f"{caller('reset_state')} must have the structure of the carry and shapes that can be broadcast to "
-            f"{expected}, got {got}; initialize_carry of the cell returns one"
+            f"{expected}, got {got}; pass what initialize_carry of the module returns"
         ) from None
 
 
@@ -128,7 +128,7 @@ def with_resets(
     except ValueError:
         raise ValueError(
             f"{caller('reset_state')} must have the structure of the carry, {describe(carry)}, got "
-            f"{describe(reset_carry)}; initialize_carry of the cell returns one"
+            f"{describe(reset_carry)}; pass what initialize_carry of the module returns"
         ) from None
     is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
 

@@ -158,7 +158,8 @@ TABLE = {
         (wrong("gru", carry=Z((B, H), complex)), "carry must be floating point, got complex64; convert it first"),
         (
             wrong("gru", carry=0.0),
-            "carry must be one array for a GRU, [*batch, H], got float; initialize_carry of the cell returns one",
+            "carry must be one array for a GRU, [*batch, H], got float; pass zeros for a new "
+            "episode, as initialize_carry of a module returns",
         ),
         (
             wrong("gru", carry=PAIR),
@@ -238,15 +239,15 @@ TABLE = {
             lambda: jaxrnn.lstm(LSTM, None, XS),
             (
                 "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got None; "
-                "initialize_carry of the cell returns one"
+                "pass zeros for a new episode, as initialize_carry of a module returns"
             ),
         ),
-        (wrong("lstm", carry=H0), "got an array float32[3, 6]; initialize_carry"),
-        (wrong("lstm", carry=jnp.stack(PAIR)), "got an array float32[2, 3, 6]; initialize_carry"),
-        (wrong("lstm", carry={"c": H0, "h": H0}), "got a dict with c, h; initialize_carry"),
+        (wrong("lstm", carry=H0), "got an array float32[3, 6]; pass "),
+        (wrong("lstm", carry=jnp.stack(PAIR)), "got an array float32[2, 3, 6]; pass "),
+        (wrong("lstm", carry={"c": H0, "h": H0}), "got a dict with c, h; pass "),
         (wrong("lstm", carry=(H0, None)), "carry[1] must be an array, got None"),
         (wrong("lstm", carry=(PAIR, PAIR)), "carry[1] must be one array [*batch, H], got a tuple of 2"),
-        (lambda: jax.jit(lambda c: call("lstm", carry=c))(H0), "got an array float32[3, 6]; initialize_carry"),
+        (lambda: jax.jit(lambda c: call("lstm", carry=c))(H0), "got an array float32[3, 6]; pass "),
         (
             wrong("lstm", resets=RESETS, reset_state=(H0,) * 3),
             "reset_state must be a pair (c, h) for an LSTM, two arrays [*batch, H], got a tuple of 3",
@@ -340,13 +341,13 @@ TABLE = {
         ),
         (
             apply(linen.RNN(linen.GRUCell(H)), XS, initial_carry="zeros"),
-            "initial_carry must be one array for a GRU, [*batch, H], got 'zeros'; initialize_carry",
+            "initial_carry must be one array for a GRU, [*batch, H], got 'zeros'; pass ",
         ),
         (
             apply(linen.RNN(linen.LSTMCell(H)), XS, initial_carry=Z((T, H))),
             (
                 "initial_carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an "
-                "array float32[4, 6]; initialize_carry of the cell returns one"
+                "array float32[4, 6]; pass zeros for a new episode, as initialize_carry of a module returns"
             ),
         ),
         (
@@ -393,10 +394,7 @@ TABLE = {
         ),
         (
             apply(linen.RNN(nn.LSTMCell(H, gate_fn=nn.relu)), XS, resets=RESETS, reset_carry=Z(H)),
-            (
-                "reset_carry must have the structure of the carry, a tuple of 2, got an array "
-                "float32[6]; initialize_carry"
-            ),
+            ("reset_carry must have the structure of the carry, a tuple of 2, got an array float32[6]; pass "),
         ),
         # NNX
         (
@@ -440,13 +438,13 @@ TABLE = {
         (
             reuse(linen.RNN(linen.GRUCell(H + 1)), linen.RNN(linen.GRUCell(H)), XS),
             (
-                "features and the width of the carry must be 6, for which the parameters at cell "
-                "were made, got 7; set features=6"
+                "the carry must be 6 wide, as that which the parameters at cell were made for, got 7; pass a carry of "
+                "that width and set features=6"
             ),
         ),
         (
             reuse(linen.RNN(linen.GRUCell(H)), linen.RNN(linen.GRUCell(H)), XS, initial_carry=Z((T, H + 1))),
-            "features and the width of the carry must be 6",
+            "GRUCell: the carry must be 6 wide",
         ),
         (
             reuse(linen.RNN(linen.GRUCell(H)), linen.RNN(linen.LSTMCell(H)), XS),
@@ -481,7 +479,7 @@ TABLE = {
         ),
         (
             apply(linen.GRUCell(H), None, XS[0]),
-            "carry must be one array for a GRU, [*batch, H], got None; initialize_carry",
+            "carry must be one array for a GRU, [*batch, H], got None; pass ",
         ),
         (
             apply(linen.GRUCell(H), PAIR, XS[0]),
@@ -515,10 +513,7 @@ TABLE = {
     "LSTMCell": [
         (
             apply(linen.LSTMCell(H), H0, XS[0]),
-            (
-                "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array "
-                "float32[3, 6]; initialize_carry"
-            ),
+            ("carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array float32[3, 6]; pass "),
         ),
         (ran("LSTMCell", H0, XS[0]), "carry must be a pair (c, h) for an LSTM"),
     ],

@@ -204,10 +204,15 @@ def test_explain_finds_the_gradients_of_every_kind_of_result():
     assert [one.direction for one in explain(model, torch.ones(T, B, D), device="h100").launches][1:] == ["backward"]
 
 
-@pytest.mark.parametrize("wrong", ["a10", "H100"])
+@pytest.mark.parametrize("wrong", ["a10", "H10", 100])
 def test_explain_rejects_an_unknown_gpu(wrong):
-    with pytest.raises(ValueError, match=f"device must be None or one of a100, .*got '{wrong}'"):
+    with pytest.raises(ValueError, match=f"device must be None or one of a100, .*got {wrong!r}"):
         explain(nn().GRU(D, H), torch.ones(T, B, D), device=wrong)
+
+
+def test_explain_ignores_the_case_and_spaces_of_a_gpu():
+    rnn, xs = nn().GRU(D, H), torch.ones(T, B, D)
+    assert str(explain(rnn, xs, device="RTX 4090")) == str(explain(rnn, xs, device="rtx4090"))
 
 
 def test_a_single_step_runs_the_cell_of_pytorch():

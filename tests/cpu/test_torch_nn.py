@@ -355,6 +355,20 @@ def test_bad_states_raise(kind):
         for hx in (h, (h, h, h)):
             with pytest.raises(ValueError, match=r"hx of an LSTM is a pair \(h, c\)"):
                 module(xs, hx)
+        with pytest.raises(ValueError, match="hx must be a tensor, got None"):
+            module(xs, (h, None))
+    else:
+        for hx in ((h,), [h]):
+            with pytest.raises(
+                ValueError, match=r"hx of [A-Za-z_]+ must be one tensor, got .*: only an LSTM has a pair"
+            ):
+                module(xs, hx)
+    numpy = h.numpy()
+    with pytest.raises(ValueError, match=r"hx must be a tensor, got ndarray: pass torch.from_numpy of it"):
+        module(xs, numpy if kind != "LSTM" else (numpy, numpy))
+    for wrong, text in ((None, "None"), (xs.numpy(), "ndarray: pass torch.from_numpy of it")):
+        with pytest.raises(ValueError, match=f"input must be a tensor, got {text}"):
+            module(wrong)
 
 
 @every_kind
@@ -463,7 +477,11 @@ def test_inputs_of_another_dtype_raise(kind):
 
 
 BAD_RESETS = [
-    ({"resets": torch.zeros(B, T)}, r"resets must be \(5, 4\), the time and batch axes of the input, got \(4, 5\)"),
+    (
+        {"resets": torch.zeros(B, T)},
+        r"resets must be \(5, 4\), the time and batch axes of the input, got \(4, 5\): pass resets.mT",
+    ),
+    ({"resets": torch.zeros(T, B, dtype=torch.complex64)}, "resets must be booleans or real numbers, got torch.compl"),
     ({"new": torch.zeros(1, H)}, "reset_state is given but resets is None"),
     (
         {"resets": torch.zeros(T, B), "new": torch.zeros(B, H)},
@@ -606,6 +624,14 @@ def test_bad_trajectories_raise():
     module, xs, is_init, given = trajectories("GRU", False)
     with pytest.raises(ValueError, match="a GRU takes hidden, got 2 states"):
         nn.run_trajectories(module, xs, is_init, *given, *given)
+    for wrong in (None, module.weight_ih_l0, nn.RNN(D, H)):
+        with pytest.raises(ValueError, match=r"rnn must be a GRU or an LSTM of torch_bridge.nn or torch.nn, got"):
+            nn.run_trajectories(wrong, xs, is_init, *given)
+    for index, name in enumerate(("input", "is_init", "hidden")):
+        arguments = [xs, is_init, *given]
+        arguments[index] = [0.0]
+        with pytest.raises(ValueError, match=f"{name} must be a tensor, got list"):
+            nn.run_trajectories(module, *arguments)
     with pytest.raises(ValueError, match=r"is_init \[B, T\], got \(4, 7, 3\) and \(4, 6\)"):
         nn.run_trajectories(module, xs, is_init[:, 1:], *given)
     with pytest.raises(
@@ -616,7 +642,7 @@ def test_bad_trajectories_raise():
         nn.run_trajectories(module, xs[..., :2], is_init, *given)
     with pytest.raises(ValueError, match="needs at least one step"):
         nn.run_trajectories(module, xs[:, :0], is_init[:, :0], given[0][:, :0])
-    with pytest.raises(ValueError, match="a GRU's or an LSTM's, got RNN_TANH"):
+    with pytest.raises(ValueError, match=r"rnn must be a GRU or an LSTM of .*, got RNN"):
         nn.run_trajectories(torch.nn.RNN(D, H), xs, is_init, *given)
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import cases
+import numpy as np
 import oracle
 import pytest
 from cases import Case
@@ -591,15 +592,22 @@ WRONG = [
     ({"w_hh": torch.zeros(3, 3)}, ValueError, r"w_hh must be \(\d+, 5\)"),
     ({"h0": torch.zeros(B, H + 1)}, ValueError, r"h0 must be \[\*batch, width\] = \(3, 5\), got \(3, 6\)"),
     ({"h0": torch.zeros(B, H, dtype=torch.float64)}, ValueError, "h0 must be torch.float32, like xs, or float32"),
-    ({"resets": torch.zeros(B, T)}, ValueError, r"resets must be \(4, 3\) for xs \(4, 3, 2\), got \(3, 4\)"),
+    (
+        {"resets": torch.zeros(B, T)},
+        ValueError,
+        r"resets must be \(4, 3\) for xs \(4, 3, 2\), got \(3, 4\): pass resets.mT",
+    ),
+    ({"resets": torch.zeros(T, B, 1)}, ValueError, r"got \(4, 3, 1\): pass resets.squeeze\(-1\)"),
+    ({"resets": torch.zeros(T, B).to(torch.complex64)}, ValueError, "resets must be booleans or real numbers, got tor"),
     ({"resets": None}, ValueError, "reset_state is given but resets is None"),
     ({"new": torch.zeros(2, H)}, ValueError, r"the reset state of h must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
     ({"implementation": "cudnn"}, ValueError, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
     ({"precision": "ieee"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
     ({"precision": "ieee", "implementation": "torch"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
-    ({"xs": None}, ValueError, "xs must be a tensor, got NoneType"),
+    ({"xs": None}, ValueError, "xs must be a tensor, got None"),
     ({"h0": [0.0] * H}, ValueError, "h0 must be a tensor, got list"),
-    ({"w_hh": None}, ValueError, "w_hh must be a tensor, got NoneType"),
+    ({"h0": np.zeros((B, H))}, ValueError, "h0 must be a tensor, got ndarray: pass torch.from_numpy of it"),
+    ({"w_hh": None}, ValueError, "w_hh must be a tensor, got None"),
     ({"h0": torch.zeros(B, H, device="meta")}, ValueError, "h0 is on meta and w_hh is on cpu: move one of them"),
     (
         {"resets": torch.zeros(T, B, device="meta")},
@@ -621,6 +629,19 @@ def test_bad_arguments_raise(cell, changes, kind, message):
         reset_state = None if reset_state is None else (reset_state, new[1])
     with pytest.raises(kind, match=message):
         FUNCTIONS[cell](names.pop("xs"), state, *given, reset_state=reset_state, **names)
+
+
+@every_operator
+def test_weights_in_the_layout_of_jax_raise(cell):
+    xs, states, given, *_ = weights(cell)
+    state = states if cell == "lstm" else states[0]
+    with pytest.raises(ValueError, match=rf"w_ih must be \[\d \* H, D\] .* D = {D}, got .*: pass w_ih.mT and w_hh.mT"):
+        FUNCTIONS[cell](xs, state, given[0].mT, given[1].mT, *given[2:])
+    if not cell.startswith("simple"):  # their matrix is square
+        with pytest.raises(ValueError, match=r"w_hh must be .*: pass w_hh.mT"):
+            FUNCTIONS[cell](xs, state, given[0], given[1].mT, *given[2:])
+    with pytest.raises(ValueError, match=r"w_ih must be \[\d \* H, D\]"):
+        FUNCTIONS[cell](xs, state, given[0][:0], *given[1:])
 
 
 def test_state_of_an_lstm_must_be_a_pair():

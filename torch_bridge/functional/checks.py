@@ -22,8 +22,25 @@ def check_implementation(name: Any) -> None:
 
 def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
     """Raises ValueError unless `given` is a tensor, or None if it is `optional`."""
-    if not isinstance(given, Tensor) and not (optional and given is None):
-        raise ValueError(f"{name} must be a tensor, got {type(given).__name__}")
+    if isinstance(given, Tensor) or (optional and given is None):
+        return
+    kind = "None" if given is None else type(given).__name__
+    remedy = {"ndarray": ": pass torch.from_numpy of it", "ArrayImpl": ": pass torch.from_dlpack of it"}.get(kind, "")
+    raise ValueError(f"{name} must be a tensor, got {kind.replace('ArrayImpl', 'an array of JAX')}{remedy}")
+
+
+def check_reset_flags(resets: Any, shape: tuple[int, ...], whose: str) -> None:
+    """Raises ValueError unless resets are None, or a real tensor of a shape, which `whose` explains."""
+    check_tensor("resets", resets)
+    if resets is None:
+        return
+    if resets.is_complex():
+        raise ValueError(f"resets must be booleans or real numbers, got {resets.dtype}: pass resets != 0")
+    given = tuple(resets.shape)
+    if given != shape:
+        remedy = ": pass resets.squeeze(-1)" if given == (*shape, 1) else ""
+        remedy = ": pass resets.mT" if len(shape) == 2 and given == shape[::-1] else remedy
+        raise ValueError(f"resets must be {shape}{whose}, got {given}{remedy}")
 
 
 def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight: Tensor) -> None:
@@ -59,8 +76,11 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
         check_tensor(f"{s}0", x)
     if xs.ndim < 2 or not xs.is_floating_point():
         raise ValueError(f"xs must be {layout} and floating point, got {tuple(xs.shape)} of {xs.dtype}")
-    if one.w_ih.ndim != 2 or one.w_ih.shape[0] < cell.gates:
-        raise ValueError(f"w_ih must be [{cell.gates} * H, D] with H >= 1, got {tuple(one.w_ih.shape)}")
+    given, inputs = tuple(one.w_ih.shape), xs.shape[-1]
+    transposed = len(given) == 2 and given[0] == inputs != given[1] and given[1] % cell.gates == 0
+    if transposed or len(given) != 2 or given[0] < cell.gates or given[0] % cell.gates:
+        remedy = ": pass w_ih.mT and w_hh.mT, weights are laid out as in torch.nn" if transposed else ""
+        raise ValueError(f"w_ih must be [{cell.gates} * H, D] with H >= 1 and D = {inputs}, got {given}{remedy}")
     time = xs.ndim - 2 if batch_first else 0
     batch, steps = (*xs.shape[:time], *xs.shape[time + 1 : -1]), tuple(xs.shape[:-1])
     wide = one.w_ih.shape[0]
@@ -75,12 +95,13 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
         if w is None:
             continue
         if tuple(w.shape) != shape:
-            raise ValueError(f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}")
+            remedy = f": pass {name}.mT" if len(shape) == 2 and tuple(w.shape) == shape[::-1] else ""
+            raise ValueError(
+                f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}{remedy}"
+            )
         if w.dtype != xs.dtype and not op_common.is_autocasting(xs.device.type):
             raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {w.dtype}: convert one of them")
-    check_tensor("resets", one.resets)
-    if one.resets is not None and tuple(one.resets.shape) != steps:
-        raise ValueError(f"resets must be {steps} for xs {tuple(xs.shape)}, got {tuple(one.resets.shape)}")
+    check_reset_flags(one.resets, steps, f" for xs {tuple(xs.shape)}")
     for s, w, x, state in zip(cell.states, (width, hidden), one.states, one.reset_states, strict=False):
         if x is not None and tuple(x.shape) != (*batch, w):
             raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")

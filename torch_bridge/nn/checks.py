@@ -6,10 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.checks import check_reset_state, check_state_dtype, check_tensor
+from torch_bridge.functional.checks import check_reset_flags, check_reset_state, check_state_dtype, check_tensor
 from torch_bridge.nn.stack import directions_of, widths_of
+
+
+def check_tensors(rnn: Any, input: Any, hx: tuple[Any, ...] | None) -> None:
+    """Raises ValueError unless the input and the initial states are tensors, or the input is packed."""
+    if not isinstance(input, PackedSequence):
+        check_tensor("input", input, optional=False)
+    for x in hx or ():
+        if len(hx or ()) == 1 and isinstance(x, (tuple, list)):
+            raise ValueError(f"hx of {rnn.mode} must be one tensor, got {type(x).__name__}: only an LSTM has a pair")
+        check_tensor("hx", x, optional=False)
 
 
 def checked_states(rnn: Any, cell: CellSpec, input: Tensor, hx: Any, batch: int, batch_sizes: Any) -> Any:
@@ -27,9 +38,7 @@ def check_resets(
     rnn: Any, cell: CellSpec, outer: tuple[int, ...], batch: tuple[int, ...], resets: Any, reset_states: Sequence[Any]
 ) -> None:
     """Raises ValueError unless resets and reset states are tensors with shapes that `forward` accepts."""
-    check_tensor("resets", resets)
-    if resets is not None and tuple(resets.shape) != outer:
-        raise ValueError(f"resets must be {outer}, the time and batch axes of the input, got {tuple(resets.shape)}")
+    check_reset_flags(resets, outer, ", the time and batch axes of the input")
     count = rnn.num_layers * directions_of(rnn)
     for name, width, x in zip(cell.states, widths_of(rnn, cell), reset_states, strict=True):
         check_reset_state(name, x)

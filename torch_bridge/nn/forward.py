@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.layout import stack
-from torch_bridge.nn.checks import check_resets, checked_states
+from torch_bridge.nn.checks import check_resets, check_tensors, checked_states
 from torch_bridge.nn.packed import forward_packed
 from torch_bridge.nn.stack import InitialStates, is_backward, resets_of_reversed, run_stack
 
@@ -18,10 +18,13 @@ def forward(
     rnn: Any, cell: CellSpec, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Any, tuple[Tensor, ...]]:
     """Returns the outputs and the last states `[layers * directions, B, width]`, as `torch.nn` does."""
+    check_tensors(rnn, input, hx)
     if isinstance(input, PackedSequence):
         return forward_packed(rnn, cell, input, hx, resets, reset_states)
     if input.dim() not in (2, 3):
-        raise ValueError(f"{rnn.mode}: Expected input to be 2D or 3D, got {input.dim()}D instead")
+        kind = rnn.mode.partition("_")[0]  # an RNN's mode has its activation, and torch.nn.RNN has words of its own
+        rank = f"{input.dim()}D tensor" if kind == "RNN" else f"{input.dim()}D"
+        raise ValueError(f"{kind}: Expected input to be 2D or 3D, got {rank} instead")
     if hx is not None and any(x.dim() != input.dim() for x in hx):
         kind, ranks = "batched 3-D" if input.dim() == 3 else "unbatched 2-D", [f"{x.dim()}-D" for x in hx]
         if len(ranks) == 1:

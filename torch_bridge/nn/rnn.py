@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Implementation
@@ -79,8 +78,3 @@ class RNN(SingleStateModule):
     def _cell(self) -> CellSpec:
         """The cell, an entry of `torch_bridge.cells.CELLS`."""
         return cell_of(self.nonlinearity)
-
-    def _check_rank(self, input: Tensor) -> None:
-        """Raises ValueError in the words of `torch.nn.RNN` if the input has another rank."""
-        if input.dim() not in (2, 3):
-            raise ValueError(f"RNN: Expected input to be 2D or 3D, got {input.dim()}D tensor instead")

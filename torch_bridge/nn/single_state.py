@@ -20,9 +20,6 @@ class SingleStateModule(RecurrentModule):
         """The cell, an entry of `torch_bridge.cells.CELLS`."""
         raise NotImplementedError
 
-    def _check_rank(self, input: Tensor) -> None:
-        """Raises what the module of `torch.nn` raises for an input of the wrong rank, if its words differ."""
-
     @overload
     def forward(
         self,
@@ -71,7 +68,5 @@ class SingleStateModule(RecurrentModule):
           NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
             step.
         """
-        if not isinstance(input, PackedSequence):
-            self._check_rank(input)
         ys, (h_n,) = forward(self, self._cell, input, None if hx is None else (hx,), resets, (reset_state,))
         return ys, h_n

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge import cells
+from torch_bridge.functional.checks import check_tensor
 from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
 # The cells that TorchRL has modules of, by `torch.nn.RNNBase.mode`.
@@ -69,12 +70,14 @@ def run_trajectories(
       >>> features.shape, hidden.shape
       (torch.Size([2, 5, 4]), torch.Size([2, 5, 1, 4]))
     """
-    kind = _CELLS.get(rnn.mode)
+    kind = _CELLS.get(getattr(rnn, "mode", ""))
     if kind is None:
-        raise ValueError(f"the weights must be a GRU's or an LSTM's, got {rnn.mode}")
+        raise ValueError(f"rnn must be a GRU or an LSTM of torch_bridge.nn or torch.nn, got {type(rnn).__name__}")
     given, names = (hidden,) if cell is None else (hidden, cell), ("hidden", "cell")[: len(kind.states)]
     if len(given) != len(names):
         raise ValueError(f"a {rnn.mode} takes {' and '.join(names)}, got {len(given)} states")
+    for name, x in zip(("input", "is_init", *names), (input, is_init, *given), strict=True):
+        check_tensor(name, x, optional=False)
     outer = tuple(input.shape[:-1])
     if is_init.dim() == 3:
         is_init = is_init.squeeze(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -60,11 +61,12 @@ PROFILES = {
 
 
 def profile(name: str) -> Device:
-    """Returns the profile of this name.
+    """Returns the profile of this name. Case, spaces and hyphens do not matter: "RTX 4090" is "rtx4090".
 
     Raises:
       ValueError: there is none.
     """
-    if name not in PROFILES:
+    found = PROFILES.get(re.sub("[ _-]", "", name).lower()) if isinstance(name, str) else None
+    if found is None:
         raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}")
-    return PROFILES[name]
+    return found
