@@ -1,17 +1,26 @@
 """Measures jaxrnn beside other implementations, and shows the results.
 
-    python -m benchmarks headline small                      # measure; needs an NVIDIA GPU
+    # measure; needs an NVIDIA GPU
+    python -m benchmarks headline small
     python -m benchmarks small --only jaxrnn,flax --rows "GRU 8,"
-    python -m benchmarks headline --as a100                  # run the kernels of an A100 on the GPU at hand
-    python -m benchmarks show headline                       # print the tables of the last results
-    python -m benchmarks show --out FOLDER headline          # print the tables of the results in FOLDER
-    python -m benchmarks table                               # print the README's table
-    python -m benchmarks plot                                # draw the figures
+    # run the kernels of an A100 on the GPU at hand
+    python -m benchmarks headline --as a100
+    # print the tables of the last results
+    python -m benchmarks show headline
+    # print the tables of the results in FOLDER
+    python -m benchmarks show --out FOLDER headline
+    # print the README's table
+    python -m benchmarks table
+    # draw the figures
+    python -m benchmarks plot
 
-Suites: headline small sweep cells vmap torch torch-step acting dispatch memory compile accuracy ppo norm choice. The
-default is all of them. Results go to benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
-interrupted run keeps its finished rows. --as chooses kernels as for another GPU, compiles them to its PTX and assembles
-that for the GPU at hand; results then go to benchmarks/results/as-PROFILE-on-GPU. Other implementations run unchanged.
+Suites: headline small sweep cells vmap torch torch-step acting dispatch memory
+compile accuracy ppo norm choice. The default is all of them. Results go to
+benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
+interrupted run keeps its finished rows. --as chooses kernels as for another
+GPU, compiles them to its PTX and assembles that for the GPU at hand; results
+then go to benchmarks/results/as-PROFILE-on-GPU. Other implementations run
+unchanged.
 """
 
 from __future__ import annotations

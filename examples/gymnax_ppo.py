@@ -1,17 +1,23 @@
-"""Trains recurrent PPO, as purejaxrl structures it, on an environment of gymnax: before and after the import.
+"""Trains purejaxrl's recurrent PPO on gymnax, before and after the import.
 
-    python examples/gymnax_ppo.py                      # jaxrnn's GRU on MemoryChain
-    python examples/gymnax_ppo.py --rnn flax           # Flax's GRU in nn.scan, which it replaces
-    python examples/gymnax_ppo.py --rnn both           # one after the other, from the same seed
+    # jaxrnn's GRU on MemoryChain
+    python examples/gymnax_ppo.py
+    # Flax's GRU in nn.scan, which it replaces
+    python examples/gymnax_ppo.py --rnn flax
+    # one after the other, from the same seed
+    python examples/gymnax_ppo.py --rnn both
     python examples/gymnax_ppo.py --memory-length 30 --total-steps 2e6
     python examples/gymnax_ppo.py --env CartPole-v1 --total-steps 5e5
 
-MemoryChain (Osband et al. 2020) shows a bit at the first step of an episode and asks for it at the last, which is
-`--memory-length` steps later. The return is 1 if the answer is right and -1 if it is wrong, so an agent without memory
-gets 0 on average. `--env` takes the name of any environment of gymnax with discrete actions.
+MemoryChain (Osband et al. 2020) shows a bit at the first step of an episode and
+asks for it at the last, which is `--memory-length` steps later. The return is 1
+if the answer is right and -1 if it is wrong, so an agent without memory gets 0
+on average. `--env` takes the name of any environment of gymnax with discrete
+actions.
 
-The only difference between the two agents is the class `ScannedRNN`. Its parameters have the same names and initial
-values, so both train alike until rounding separates them.
+The only difference between the two agents is the class `ScannedRNN`. Its
+parameters have the same names and initial values, so both train alike until
+rounding separates them.
 
 The example needs `pip install '.[gymnax]'` in a checkout.
 """

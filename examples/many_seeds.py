@@ -1,16 +1,20 @@
-"""Trains 16 recurrent networks at once, each from its own seed, with one `jax.vmap`, and compares with training one.
+"""Trains 16 recurrent networks at once with `jax.vmap`, beside one alone.
 
     python examples/many_seeds.py
-    python examples/many_seeds.py --seeds 64 --hidden 128 --batch 64 --implementation triton    # on a GPU
+    # on a GPU
+    python examples/many_seeds.py --seeds 64 --hidden 128 --batch 64
 
-The task is RepeatFirst (after POPGym, Morad et al. 2023): at every step, name the symbol that the episode began with.
-The inputs do not show where an episode begins. Only the state does, because a reset sets it to zeros. Guessing gives a
+Each network has its own seed. The task is RepeatFirst (after POPGym, Morad et al. 2023): at every step, name
+the symbol that the episode began with. The inputs do not show where an episode
+begins. Only the state does, because a reset sets it to zeros. Guessing gives a
 loss of log(symbols).
 
-Under `vmap` every network has its own weights. Flax's scan then computes 16 small products per step. The kernels of
-jaxrnn have an axis for models, so one launch runs all networks over all steps.
+Under `vmap` every network has its own weights. Flax's scan then computes 16
+small products per step. The kernels of jaxrnn have an axis for models, so one
+launch runs all networks over all steps.
 
-Results are written after both trainings. Ctrl-C ends a training early and keeps what it has learned until then.
+Results are written after both trainings. Ctrl-C ends a training early and keeps
+what it has learned until then.
 
 The example needs `pip install '.[examples]'` in a checkout.
 """

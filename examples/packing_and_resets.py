@@ -1,19 +1,24 @@
-"""Compares three ways to run a GRU over a rollout in which episodes begin and end: what each computes and costs.
+"""Compares three ways to run a GRU over a rollout of several episodes.
 
     python examples/packing_and_resets.py
-    python examples/packing_and_resets.py --steps 256 --envs 1024 --hidden 256 --implementation triton    # on a GPU
+    # on a GPU
+    python examples/packing_and_resets.py --steps 256 --envs 1024 --hidden 256
 
-A rollout is `xs [T, B, D]` with `resets [T, B]`, which is true where step t is the first of an episode.
+A rollout is `xs [T, B, D]` with `resets [T, B]`, which is true where step t is
+the first of an episode.
 
-1. pack: cut the rollout into its episodes, pad them to the longest, run `flax.linen.RNN` with `seq_lengths`, and put
-   the outputs back. The number of episodes and the length of the longest one differ from rollout to rollout, and so do
-   the shapes: a program is compiled for each shape.
-2. scan: run `jax.lax.scan` over Flax's cell, and set the state to zeros where an episode begins. Most code bases do
-   this.
-3. jaxrnn: call `jaxrnn.gru(..., resets=resets)`. This is one launch on an NVIDIA GPU, and jaxrnn's own scan elsewhere.
+1. pack: cut the rollout into its episodes, pad them to the longest, run
+   `flax.linen.RNN` with `seq_lengths`, and put the outputs back. The number of
+   episodes and the length of the longest one differ from rollout to rollout,
+   and so do the shapes: a program is compiled for each shape.
+2. scan: run `jax.lax.scan` over Flax's cell, and set the state to zeros where
+   an episode begins. Most code bases do this.
+3. jaxrnn: call `jaxrnn.gru(..., resets=resets)`. This is one launch on an
+   NVIDIA GPU, and jaxrnn's own scan elsewhere.
 
-All three give the same outputs, last state and gradients, which is checked before anything is timed. Results are
-written after every mean length; Ctrl-C keeps those.
+All three give the same outputs, last state and gradients, which is checked
+before anything is timed. Results are written after every mean length; Ctrl-C
+keeps those.
 
 The example needs `pip install '.[examples]'` in a checkout.
 """

@@ -1,15 +1,22 @@
-"""Trains recurrent PPO in one jitted program, on tasks that only an agent with a memory can solve.
+"""Trains recurrent PPO in one jitted program, on tasks that need a memory.
 
-    python examples/recurrent_ppo.py                         # a GRU and a memoryless control on StatelessCartPole
-    python examples/recurrent_ppo.py --env repeat --k 4      # name the symbol seen four steps ago
-    python examples/recurrent_ppo.py --compare               # Flax's GRU beside jaxrnn's, on the same seeds
-    python examples/recurrent_ppo.py --num-devices 4         # the environments sharded over four GPUs
+    # a GRU and a memoryless control on StatelessCartPole
+    python examples/recurrent_ppo.py
+    # name the symbol seen four steps ago
+    python examples/recurrent_ppo.py --env repeat --k 4
+    # Flax's GRU beside jaxrnn's, on the same seeds
+    python examples/recurrent_ppo.py --compare
+    # the environments sharded over four GPUs
+    python examples/recurrent_ppo.py --num-devices 4
 
-Results are written after every run. Ctrl-C ends a run early and keeps what it has learned until then.
+Results are written after every run. Ctrl-C ends a run early and keeps what it
+has learned until then.
 
-Environment, rollout and update are one XLA program, in which `--num-seeds` trains several agents at once. Only the
-recurrence is exchangeable. `--implementation flax` is the scanned `GRUCell` of most JAX code bases. `auto`, `triton`
-and `xla` are `jaxrnn.linen.ScannedRNN`, which replaces that cell with the same parameters.
+Environment, rollout and update are one XLA program, in which `--num-seeds`
+trains several agents at once. Only the recurrence is exchangeable.
+`--implementation flax` is the scanned `GRUCell` of most JAX code bases. `auto`,
+`triton` and `xla` are `jaxrnn.linen.ScannedRNN`, which replaces that cell with
+the same parameters.
 
 The example needs `pip install '.[examples]'` in a checkout.
 """

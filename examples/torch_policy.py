@@ -1,17 +1,23 @@
-"""Trains a recurrent policy in PyTorch by policy gradients, eager and compiled; counts FLOPs and times updates.
+"""Trains a recurrent policy in PyTorch, eager and compiled, and times updates.
 
-    python examples/torch_policy.py                      # eager; takes under a minute on a CPU
-    python examples/torch_policy.py --compile            # also compiled; needs a C++ compiler, or a GPU
-    python examples/torch_policy.py --hidden 256 --batch 1024 --steps 128 --cell lstm --compile    # on a GPU
+    # eager; takes under a minute on a CPU
+    python examples/torch_policy.py
+    # also compiled; needs a C++ compiler, or a GPU
+    python examples/torch_policy.py --compile
+    # on a GPU
+    python examples/torch_policy.py --hidden 256 --batch 1024 --cell lstm
 
-The task is RepeatFirst (after POPGym, Morad et al. 2023): at every step, name the symbol that the episode began with.
-The inputs do not show where an episode begins. Only the state does, because a reset sets it to zeros. The reward of a
+The task is RepeatFirst (after POPGym, Morad et al. 2023): at every step, name
+the symbol that the episode began with. The inputs do not show where an episode
+begins. Only the state does, because a reset sets it to zeros. The reward of a
 right answer is 1, and guessing gets 1 / symbols.
 
-The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and the parameters of those in `torch.nn`, and
-also take `resets`. The example compares it with the same policy over `torch.nn`, which has no resets and therefore
-packs the episodes.
+The policy is `torch_bridge.nn.GRU` or `LSTM`, which have the constructor and
+the parameters of those in `torch.nn`, and also take `resets`. The example
+compares it with the same policy over `torch.nn`, which has no resets and
+therefore packs the episodes.
 
+Policies learn by policy gradients. The FLOPs of an update are counted, too.
 Results are written after every policy; Ctrl-C keeps those.
 
 The example needs `pip install '.[torch]' rich tqdm` in a checkout.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
@@ -35,23 +35,11 @@ class ClassOrInstanceMethod(Generic[P, R]):
         self.__doc__ = function.__doc__
 
     def __get__(self, instance: Any, owner: type) -> Callable[P, R]:
-        return functools.partial(self.function, owner if instance is None else instance)
+        return types.MethodType(self.function, owner if instance is None else instance)
 
 
-def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Carry:
-    """Returns the zero carry of a new episode, for a class or for an instance with its own attributes.
-
-    Args:
-      rnn: the class or the instance.
-      batch_size: an int, or a tuple with the sizes of all batch axes.
-      hidden_size: H; by default `hidden_state_dim`.
-
-    Returns:
-      The carry, `[*batch, H]` or a pair `(c, h)` of such arrays, in `param_dtype`.
-
-    Raises:
-      ValueError: there is no `hidden_size`, or a size or `cell_type` is not valid.
-    """
+def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any) -> Carry:
+    """Returns the zero carry of a class or an instance, for a batch axis or a tuple of batch axes."""
     batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
     if hidden_size is None:
@@ -66,11 +54,6 @@ def zero_carry(rnn: Any, batch_size: int | Sequence[int], hidden_size: int | Non
         )
     cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
-
-
-def zero_carry_hidden_first(rnn: Any, hidden_size: int, *batch_size: int) -> Carry:
-    """Returns `zero_carry`, but takes the arguments in the order `(hidden_size, *batch_size)`."""
-    return zero_carry(rnn, batch_size, hidden_size)
 
 
 def _type_name(value: Any) -> str:
@@ -218,7 +201,21 @@ class ScannedRNN(nn.Module):
                 "subclass ScannedRNN, and set cell_type to the cell of these parameters and cell_name to their name"
             )
 
-    initialize_carry = ClassOrInstanceMethod(zero_carry)
+    @ClassOrInstanceMethod
+    def initialize_carry(self: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Carry:
+        """Returns the zero carry of a new episode. It is a method of the class and of instances.
+
+        Args:
+          batch_size: an int, or a tuple with the sizes of all batch axes.
+          hidden_size: H; by default `hidden_state_dim`.
+
+        Returns:
+          The carry, `[*batch, H]` or a pair `(c, h)` of such arrays, in `param_dtype`.
+
+        Raises:
+          ValueError: there is no `hidden_size`, or a size or `cell_type` is not valid.
+        """
+        return _zero_carry(self, batch_size, hidden_size)
 
 
 class HiddenFirstScannedRNN(ScannedRNN):
@@ -254,7 +251,23 @@ class HiddenFirstScannedRNN(ScannedRNN):
 
     _cell_index = 0
 
-    initialize_carry = ClassOrInstanceMethod(zero_carry_hidden_first)  # type: ignore[assignment]  # other arguments
+    @ClassOrInstanceMethod
+    def initialize_carry(  # type: ignore[override]  # other arguments
+        self: Any, hidden_size: int, *batch_size: int
+    ) -> Carry:
+        """Returns the carry that `ScannedRNN.initialize_carry` returns, but takes the width first.
+
+        Args:
+          hidden_size: H.
+          batch_size: the sizes of all batch axes.
+
+        Returns:
+          The carry, `[*batch, H]` or a pair `(c, h)` of such arrays, in `param_dtype`.
+
+        Raises:
+          ValueError: a size or `cell_type` is not valid.
+        """
+        return _zero_carry(self, batch_size, hidden_size)
 
 
 # Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.

@@ -47,9 +47,7 @@ def members_on_pages():
     }
 
 
-MEMBERS = members_on_pages() | {
-    "linen.ScannedRNN.initialize_carry": inspect.getattr_static(linen.ScannedRNN, "initialize_carry").function
-}
+MEMBERS = members_on_pages()
 
 
 def constructor_arguments(module):
