@@ -180,10 +180,10 @@ def _forward_step(
     those of step i. `buffer` and `sums` are the shared memory of this step.
     """
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
-    # EARLY: the next inputs are loaded before the product. Registers can hold the inputs of two steps, except in
+    # The next inputs are loaded before the product if registers can hold the inputs of two steps: always, except in
     # float32 if the tile has sixteen sequences.
-    EARLY: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
-    if EARLY:
+    PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
+    if PREFETCH_INPUTS:
         next_x, next_reset, next_statistics = _load_step(
             xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
         )
@@ -221,7 +221,7 @@ def _forward_step(
         if SCALED:
             product = product * unscale
         products += (product,)
-    if not EARLY:
+    if not PREFETCH_INPUTS:
         next_x, next_reset, next_statistics = _load_step(
             xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
         )

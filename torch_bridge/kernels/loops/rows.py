@@ -1,8 +1,9 @@
-"""Time loop for Hopper in Gluon, for wide states.
+"""Time loop for Hopper in Gluon, for wide states: SPLITS programs of 32 units each run a tile of BLOCK_B sequences.
 
-The kernels compute what those of `streamed.py` do with SPLITS > 1, but with weights on chip, and with sequences as rows
-of products. Each program keeps the further states of its own units in registers. The kernels support no reset state but
-zeros, and no norm.
+The kernels compute what those of `streamed.py` do with SPLITS > 1. A worker is a group of SPLITS programs. It runs its
+items, which are tiles of a model, one after the other. The weights are in shared memory. In a product, sequences are
+the rows and units the columns. `rows_common` explains the exchange between programs. Each program keeps the states of
+its own units in registers. The forward kernel supports only zeros as reset state. Neither kernel supports a norm.
 """
 
 import triton.experimental.gluon.language as gl
@@ -60,8 +61,9 @@ def forward_kernel(
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, except for two.
 
-    `exchange` is `[2, workers, BLOCK_B, SPLITS * 32]` in the dtype of the products' operands, and `barrier` is int32
-    zeros `[workers, warps, 32]`.
+    `exchange` is `[2, workers, BLOCK_B, SPLITS * 32]` in the dtype of the products' operands. `barrier` holds flags,
+    int32 zeros `[workers, warps, 32]`: one for each warp of each program. The shape of `exchange` only gives its size;
+    `rows_common` defines the order of its elements.
     """
     WARPS: gl.constexpr = gl.num_warps()
     COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
@@ -73,7 +75,7 @@ def forward_kernel(
     weights = allocate_weights(GATES, SPLITS, 1, exchange_ptr.dtype.element_ty)
     zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
     unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
-    sent = 0
+    sent = 0  # number of the latest send
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_t_ptr + model * (GATES * H * H)
@@ -94,7 +96,8 @@ def forward_kernel(
             exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, worker, split, SPLITS, SCALED
         )
         for i in range(T):
-            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
+            # equals worker, which the compiler cannot tell: else addresses would stay in registers for the whole loop
+            opaque_worker = worker + opaque_zero(i)
             next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
             first = (split + opaque_zero(i)) * 32
             prefetch_rows(xp_ptr, next_rows, first, GATES, H, GATES * H)
@@ -102,9 +105,9 @@ def forward_kernel(
             if reset_ptr is not None:
                 before = start_afresh(states, reset[:, None])
                 reset = load_reset(reset_ptr, next_rows, mask_q)
-            wait_for_flags(barrier_ptr, here, sent, SPLITS)
-            share = box(exchange_ptr, sent, workers, here, BLOCK_B * SPLITS * 32)
-            products = multiply_states(weights, share, zeros, i, GATES)
+            wait_for_flags(barrier_ptr, opaque_worker, sent, SPLITS)
+            operands = box(exchange_ptr, sent, workers, opaque_worker, BLOCK_B * SPLITS * 32)
+            products = multiply_states(weights, operands, zeros, i, GATES)
             x = load_inputs(xp_ptr + rows[:, None] * (GATES * H) + unit[None, :], mask, H, GATES)
             if SCALED:
                 products = scaled(products, inverse(scale) * w_unscale)
@@ -113,8 +116,8 @@ def forward_kernel(
             if i + 1 < T:
                 sent += 1
                 scale = send_state_rows(
-                    exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, here, split, SPLITS,
-                    SCALED,
+                    exchange_ptr, barrier_ptr, states[0], scale, reset_ptr, reset, sent, workers, opaque_worker, split,
+                    SPLITS, SCALED,
                 )  # fmt: skip
             store_states(hs_ptr, cs_ptr, rows[:, None] * H + unit[None, :], states, mask)
             if local_grads_ptr is not None:
@@ -139,17 +142,23 @@ def backward_kernel(
 
     `exchange` is `[2, workers, BLOCK_B, GATES, SPLITS * 32]` in the dtype of the products' operands. `bounds` is
     float32 `[2, workers, BLOCK_B, 32]`, or None if that dtype is bfloat16. `products` is int32 zeros `[workers, SPLITS,
-    PARTS, BLOCK_B, 32]`, and `barrier` is int32 zeros `[workers, warps, 32]`.
+    PARTS, BLOCK_B, 32]`. `barrier` holds flags, int32 zeros `[workers, warps, 32]`: one for each warp of each program.
+    The shapes of `exchange` and `products` only give their sizes; `rows_common` defines the order of their elements.
 
-    `bound` is an upper bound on the gradients of a sequence's states, with the terms that `resident.py` explains.
+    float32 products use float16 operands, whose scale must be known before the gradients of the gates. `bound` is an
+    upper bound, per sequence, on the magnitudes of the gradients of a step's states, outputs included. The previous
+    step computes it. Each unit adds up |gradients of the next step's outputs| + `kept` + `w_bounds` * |largest gate
+    gradient|. `kept` bounds the gradient that reaches the next step without a product. `w_bounds` bounds the sum of a
+    unit's absolute weights. TERMS times the largest of these sums over units is the new bound; `resident.py` derives
+    it. Where an episode starts, only the terms of the outputs remain.
     """
-    PARTS: gl.constexpr = parts(SPLITS)
-    LENGTH: gl.constexpr = SPLITS // PARTS
+    PARTS: gl.constexpr = parts(SPLITS)  # programs that divide the gate gradients of a product among them
+    LENGTH: gl.constexpr = SPLITS // PARTS  # tiles of each gate that one of them multiplies
     WARPS: gl.constexpr = gl.num_warps()
-    TILES: gl.constexpr = GATES * SPLITS
+    TILES: gl.constexpr = GATES * SPLITS  # a tile is one gate of one program
     COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
-    TERMS: gl.constexpr = 2.0 + STATES
+    TERMS: gl.constexpr = 2.0 + STATES  # of the upper bound `bound`
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 32, 16])
     workers = gl.num_programs(0) // SPLITS
@@ -158,7 +167,7 @@ def backward_kernel(
     weights = allocate_weights(GATES, SPLITS, PARTS, exchange_ptr.dtype.element_ty)
     zeros = gl.zeros([BLOCK_B, 32], gl.float32, ACC)
     unit = split * 32 + gl.arange(0, 32, gl.SliceLayout(0, ACC))
-    sent = 0
+    sent = 0  # number of the latest send
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_unscale, w_bound = fill_weights(
@@ -176,11 +185,11 @@ def backward_kernel(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, IN_PLACE
         )  # fmt: skip
         reset = load_resets(reset_ptr, rows, mask_q)
-        dcy = zeros
+        dc_out = zeros
         if dcs_ptr is not None:
-            dcy = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
-        dy = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
-        dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
+            dc_out = load_gradient_rows(dcs_ptr, rows, unit, mask, H).to(gl.float32)
+        dh_out = load_gradient_rows(dhs_ptr, rows, unit, mask, H)
+        dh_out_next = load_gradient_rows(dhs_ptr, backward_rows(row, 1, T, stride, REVERSE), unit, mask, H)
         bound = gl.max(zeros, axis=1)
         w_bounds = bound
         if SCALED:
@@ -188,19 +197,21 @@ def backward_kernel(
                 bounds_ptr, barrier_ptr, bound + PARTS * w_bound, sent + 1, workers, worker, split, SPLITS, ACC
             )
             if STATES == 1:
-                largest = gl.abs(dh + dy.to(gl.float32))
+                largest = gl.abs(dh + dh_out.to(gl.float32))
             else:
-                largest = gl.abs(dh) + gl.abs(dy.to(gl.float32)) + gl.abs(dc)
+                largest = gl.abs(dh) + gl.abs(dh_out.to(gl.float32)) + gl.abs(dc)
             if dcs_ptr is not None:
-                largest += gl.abs(dcy)
+                largest += gl.abs(dc_out)
             bound = gl.max(largest, axis=1)
             bound = exchange_bounds(bounds_ptr, barrier_ptr, bound, sent + 2, workers, worker, split, SPLITS, ACC)
             sent += 2
         if dcs_ptr is not None:
-            dc += dcy
+            dc += dc_out
+        # A step starts with the gradient of its output c in `dc`, and adds that of its output h to `dh` itself.
         for i in range(T):
-            here = worker + opaque_zero(i)  # opaque, or addresses would stay in registers for the whole loop
-            dh += dy.to(gl.float32)
+            # equals worker, which the compiler cannot tell: else addresses would stay in registers for the whole loop
+            opaque_worker = worker + opaque_zero(i)
+            dh += dh_out.to(gl.float32)
             local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
             if STATES == 1:
                 grads, carried = GRAD_STEP((dh,), local_grads, factors)
@@ -214,22 +225,23 @@ def backward_kernel(
             scale = zeros
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             if dcs_ptr is not None:
-                dcy = load_gradient_rows(dcs_ptr, next_rows, unit, mask & (i + 1 < T), H).to(gl.float32)
+                dc_out = load_gradient_rows(dcs_ptr, next_rows, unit, mask & (i + 1 < T), H).to(gl.float32)
             if SCALED:
-                # the exponent 0 leaves room for local gradients beyond one, which may be a quarter of |h| or |c|
+                # The scaled bound is in [1, 2). float16 ends at 65504, so local gradients may exceed one: that of a
+                # sigmoid may be a quarter of |h| or |c|.
                 scale = scale_to_float16(bound, 0)[:, None]
                 largest = kept + w_bounds[:, None] * largest_magnitude(multiplied)
                 if reset_ptr is not None:
                     largest = gl.where(reset[:, None], 0.0, largest)
-                largest += gl.abs(dy_next.to(gl.float32))
+                largest += gl.abs(dh_out_next.to(gl.float32))
                 if dcs_ptr is not None:
-                    largest += gl.abs(dcy)
-                bounds = box(bounds_ptr, sent, workers, here, BLOCK_B * 32)
+                    largest += gl.abs(dc_out)
+                bounds = box(bounds_ptr, sent, workers, opaque_worker, BLOCK_B * 32)
                 store_bounds(bounds, gl.max(largest, axis=1), split, ACC)
-            share = box(exchange_ptr, sent, workers, here, BLOCK_B * TILES * 32)
+            operands = box(exchange_ptr, sent, workers, opaque_worker, BLOCK_B * TILES * 32)
             for gate in gl.static_range(GATES):
-                store_operand_rows(share, multiplied[gate], scale, gate * SPLITS + split, TILES, SCALED)
-            raise_flags(barrier_ptr, here, split, sent)
+                store_operand_rows(operands, multiplied[gate], scale, gate * SPLITS + split, TILES, SCALED)
+            raise_flags(barrier_ptr, opaque_worker, split, sent)
             first = (split + opaque_zero(i)) * 32
             if IN_PLACE:
                 prefetch_rows(local_grads_ptr, next_rows, first, 3, H, 3 * H)
@@ -248,7 +260,7 @@ def backward_kernel(
                         gl.store(dreset_c_ptr + at, gl.where(reset[:, None], dc, 0.0), mask=mask)
                     dc = gl.where(reset[:, None], 0.0, dc)
                 if dcs_ptr is not None:
-                    dc += dcy
+                    dc += dc_out
 
             rows = backward_rows(row, i, T, stride, REVERSE)
             dxp = dxp_ptr + rows[:, None] * (GATES * H) + unit[None, :]
@@ -258,17 +270,17 @@ def backward_kernel(
                 at = rows[:, None] * H + unit[None, :]
                 gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
 
-            wait_for_flags(barrier_ptr, here, sent, SPLITS)
-            product = multiply_gradients(weights, share, split % PARTS * LENGTH, i, TILES, GATES)
+            wait_for_flags(barrier_ptr, opaque_worker, sent, SPLITS)
+            product = multiply_gradients(weights, operands, split % PARTS * LENGTH, i, TILES, GATES)
             if SCALED:
                 unscale = inverse(scale) * w_unscale
                 product = product * gl.convert_layout(unscale, product.type.layout, assert_trivial=True)
             if PARTS > 1:
-                product = send_products(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
-            then = i + opaque_zero(i)
-            dy = dy_next
+                product = send_products(products_ptr, product, sent, opaque_worker, split, SPLITS, PARTS, ACC)
+            opaque_i = i + opaque_zero(i)
+            dh_out = dh_out_next
             if PARTS > 1:
-                product = receive_product(products_ptr, product, sent, here, split, SPLITS, PARTS, ACC)
+                product = receive_product(products_ptr, product, sent, opaque_worker, split, SPLITS, PARTS, ACC)
             if SCALED:
                 bounds = box(bounds_ptr, sent, workers, worker + opaque_zero(i), BLOCK_B * 32)
                 bound = TERMS * load_bounds(bounds, SPLITS, ACC)
@@ -277,15 +289,17 @@ def backward_kernel(
                 dh = carried[0] + product
             if reset_ptr is not None:
                 if dreset_h_ptr is not None:
-                    at = backward_rows(row, then, T, stride, REVERSE)[:, None] * H + unit[None, :]
+                    at = backward_rows(row, opaque_i, T, stride, REVERSE)[:, None] * H + unit[None, :]
                     gl.store(dreset_h_ptr + at, gl.where(reset[:, None], dh, 0.0), mask=mask)
                 dh = gl.where(reset[:, None], 0.0, dh)
-            rows = backward_rows(row, then + 1, T, stride, REVERSE)
+            rows = backward_rows(row, opaque_i + 1, T, stride, REVERSE)
             saved = load_residuals(
                 local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, IN_PLACE
             )  # fmt: skip
             reset = load_resets(reset_ptr, rows, mask_q)
-            dy_next = load_gradient_rows(dhs_ptr, backward_rows(row, then + 2, T, stride, REVERSE), unit, mask, H)
+            dh_out_next = load_gradient_rows(
+                dhs_ptr, backward_rows(row, opaque_i + 2, T, stride, REVERSE), unit, mask, H
+            )
         # located again, so that the location takes no registers during the loop
         _, mask, _, _, last = locate_rows(item + opaque_zero(item), tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         gl.store(dh0_ptr + last, dh, mask=mask)

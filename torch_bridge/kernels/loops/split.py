@@ -1,10 +1,12 @@
-"""Time loop for Hopper in Gluon: as `streamed.py` with SPLITS > 1, but with weights on chip.
+"""Time loop for Hopper in Gluon: SPLITS programs of 64 units each run a tile of BLOCK_B sequences together.
 
-A program keeps the weights of 64 units in shared memory, in 16 bits, and the further states of its own units in
-registers. In the forward pass, a program receives the hidden state of all units and sends that of its own units. In the
-backward pass, a program multiplies the gate gradients of its own units by its weights, and sends to every program the
-part of the gradient that belongs to that program's units. The gate gradients, and the scale of their float16 operands,
-are not exchanged. The kernels support no reset state but zeros, and no norm.
+The kernels compute what those of `streamed.py` do with SPLITS > 1. A worker is a group of SPLITS programs. It runs its
+items, which are tiles of a model, one after the other. A program keeps the weights of its own 64 units in shared
+memory, in 16 bits, and the states of these units in registers. In the forward pass, a program receives the hidden state
+of all units and sends that of its own units. In the backward pass, a program multiplies the gate gradients of its own
+units by its weights, and sends to every program the part of the gradient that belongs to that program's units. The gate
+gradients, and the scale of their float16 operands, are not exchanged. The forward kernel supports only zeros as reset
+state. Neither kernel supports a norm.
 """
 
 import triton.experimental.gluon.language as gl
@@ -57,27 +59,29 @@ def forward_kernel(
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
-    `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers of words and their numbers.
+    `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers, used in turn.
+    A word holds two sequences of a unit. The number of the send follows it, by which a receiver recognises a new word.
     """
-    WIDE: gl.constexpr = gl.num_warps() // 4
+    WARPGROUPS: gl.constexpr = gl.num_warps() // 4  # side by side along the sequences
     COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
-    EARLY: gl.constexpr = GATES < 4 or BLOCK_B // WIDE < 16  # there are registers for the inputs of two steps
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPGROUPS], [16, BLOCK_B // WARPGROUPS, 16])
+    # whether there are registers for the inputs of two steps
+    PREFETCH_INPUTS: gl.constexpr = GATES < 4 or BLOCK_B // WARPGROUPS < 16
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = allocate_weight_shard(GATES, SPLITS, DTYPE)
+    weights = allocate_weight_shard(GATES, SPLITS, DTYPE)
     operands = allocate_operands(SPLITS, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     own = gl.arange(0, 64, gl.SliceLayout(1, ACC))
     unit = split * 64 + own
-    sent = 0
+    sent = 0  # number of the latest send
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_t_ptr + model * (GATES * H * H)
-        w_unscale = load_weight_shard(share, w_ptr, split, H, H * H, H, GATES, SPLITS, True)
+        w_unscale = load_weight_shard(weights, w_ptr, split, H, H * H, H, GATES, SPLITS, True)
         mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
         b_hn = 0.0
@@ -95,16 +99,17 @@ def forward_kernel(
             exchange_ptr, states[0], scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
         )
         for i in range(T):
-            now = i + opaque_zero(i)  # opaque, or addresses of many steps would take registers
-            next_rows = forward_rows(row, now + 1, T, stride, REVERSE)
-            if EARLY:
+            # equals i, which the compiler cannot tell: else addresses of many steps would take registers
+            opaque_i = i + opaque_zero(i)
+            next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
+            if PREFETCH_INPUTS:
                 next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
             before = states
             if reset_ptr is not None:
                 before = start_afresh(states, reset[None, :])
                 reset = load_reset(reset_ptr, next_rows, mask_q)
             receive_tile(operands, exchange_ptr, sent, workers, worker, DTYPE, SPLITS)
-            products = multiply_gates(share, operands, zeros, i, GATES, SPLITS)
+            products = multiply_gates(weights, operands, zeros, i, GATES, SPLITS)
             if SCALED:
                 products = scaled(products, inverse(scale) * w_unscale)
             gates = add_inputs(products, x, b_hn, SEPARATE)
@@ -115,7 +120,7 @@ def forward_kernel(
                 exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE,
                 SPLITS,
             )  # fmt: skip
-            this_rows = (row + step_time(now, T, REVERSE) * stride)[None, :]
+            this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
             store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
             if local_grads_ptr is not None:
                 local_grads, factors = RESIDUALS(activations, before)
@@ -123,7 +128,7 @@ def forward_kernel(
                 store_residuals(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
                 )  # fmt: skip
-            if EARLY:
+            if PREFETCH_INPUTS:
                 x = next_x
             else:
                 x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
@@ -156,27 +161,27 @@ def backward_kernel(
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
 
-    `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers of words, by receiving program
-    and then by sending program.
+    `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, 64]`: two buffers, used in turn, by receiving and
+    then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new.
     """
-    WIDE: gl.constexpr = gl.num_warps() // 4
+    WARPGROUPS: gl.constexpr = gl.num_warps() // 4  # side by side along the sequences
     COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WIDE], [16, BLOCK_B // WIDE, 16])
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPGROUPS], [16, BLOCK_B // WARPGROUPS, 16])
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    share = allocate_weight_shard(GATES, SPLITS, DTYPE)
+    weights = allocate_weight_shard(GATES, SPLITS, DTYPE)
     operands = allocate_operands(GATES, BLOCK_B, DTYPE)
     zeros = gl.zeros([64, BLOCK_B], gl.float32, ACC)
     unit = split * 64 + gl.arange(0, 64, gl.SliceLayout(1, ACC))
-    sent = 0
+    sent = 0  # number of the latest send
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         w_ptr = w_hh_ptr + model * (GATES * H * H)
-        w_unscale = load_weight_shard(share, w_ptr, split, GATES * H, H, H, GATES, SPLITS, False)
+        w_unscale = load_weight_shard(weights, w_ptr, split, GATES * H, H, H, GATES, SPLITS, False)
         mask_q, mask, _, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, ACC)
         row, stride = time_order(row, model, T, B, REVERSE)
         dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
@@ -208,7 +213,7 @@ def backward_kernel(
                 unscale = inverse(scale) * w_unscale
             for gate in gl.static_range(GATES):
                 store_operand(operands[gate], multiplied[gate], scale, SCALED)
-            parts = multiply_parts(share, operands, zeros, i, GATES, SPLITS)
+            parts = multiply_parts(weights, operands, zeros, i, GATES, SPLITS)
             sent += 1
             send_partial_sums(exchange_ptr, parts, unscale, sent, workers, worker, split, SPLITS, SCALED)
 
