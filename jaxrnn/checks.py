@@ -234,6 +234,8 @@ def check_array(name: str, x: Any) -> None:
         remedy = (
             "convert it with jnp.asarray" if isinstance(x, (tuple, list, int, float)) else "pass an array of numbers"
         )
+        if isinstance(x, tuple) and all(map(_is_array, x)) and [len(y.shape) for y in x] in ([3, 2], [2, 1]):
+            remedy = "pass one array, and resets by its name"
         raise ValueError(f"{name} must be an array, got {describe(x)}; {remedy}")
     if isinstance(x, jax.ShapeDtypeStruct):
         raise ValueError(
@@ -349,6 +351,10 @@ def _layout_remedy(xs: Array, carry: Array, time_major: bool, caller: Caller) ->
         return f"; {name} seems to be {other}: move its time axis with jnp.moveaxis"
     if batch == xs.shape[:-1]:
         return f"; {name} seems to have no time axis: add it with jnp.expand_dims"
+    if carry.ndim == xs.ndim + 1:
+        return f"; {caller.bare('carry')} and {name} seem to be swapped"
+    if carry.shape[-1:] == (xs.shape[1:-1] if time_major else xs.shape[:-2]):
+        return f"; {caller.bare('carry')} seems to be [H, B]: swap the arguments of the function that made it"
     return f"; make {caller.bare('carry')} for this batch, as initialize_carry of a module does"
 
 

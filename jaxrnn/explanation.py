@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn import _bridge, context
+from jaxrnn.checks import describe
 from jaxrnn.choice import MARK, Choice
 from torch_bridge.records import CallExplanation, LaunchRecord, merge_launches
 from torch_bridge.records import Explanation as Explanation
@@ -43,7 +44,7 @@ def explain(
       The choice and the launches of every recurrence and norm.
 
     Raises:
-      ValueError: there is no GPU with the name `device`.
+      ValueError: `function` is not callable, or there is no GPU with the name `device`.
       NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but PyTorch or
         Triton is missing.
 
@@ -64,6 +65,8 @@ def explain(
       >>> explanation.implementation, [launch.direction for launch in explanation.launches]
       ('triton', ['forward', 'backward'])
     """
+    if not callable(function):
+        raise ValueError(f"explain: function must be callable, got {describe(function)}; pass it and its arguments")
     profile = None if device is None else _bridge.profile(device)
     leaves, tree = jax.tree.flatten((args, kwargs))
     arrays = [x for x in leaves if _is_array(x)]

@@ -42,7 +42,8 @@ def explain(
       The choice and the launches of every recurrence and norm.
 
     Raises:
-      ValueError: there is no GPU with the name `device`, or `gradients` is True and no result requires a gradient.
+      ValueError: `function` is not callable, there is no GPU with the name `device`, or `gradients` is True and no
+        result requires a gradient.
       NotImplementedError: "triton" was requested for a call that it cannot run, `device` was given, but Triton is
         missing, or the function makes a change that cannot be undone: it calls an optimizer, which would keep tensors
         without values, sets `data` of a tensor, initialises a lazy module, or changes in place, with gradients, a view
@@ -57,6 +58,8 @@ def explain(
       >>> [launch.loop for launch in torch_bridge.explain(rnn, torch.ones(12, 4, 8), device="h100").launches]
       ['fma', 'fma']
     """
+    if not callable(function):
+        raise ValueError(f"function must be callable, got {type(function).__name__}: pass a function and its arguments")
     listener = choice.Listener(None if device is None else _profile(device))
     with tracing(listener, modules_of((function, getattr(function, "__self__", None), args, kwargs))):
         try:

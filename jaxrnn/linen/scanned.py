@@ -10,6 +10,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.typing import Dtype
 from jax import Array
 from jax.typing import ArrayLike
@@ -41,6 +42,7 @@ class ClassOrInstanceMethod(Generic[P, R]):
 def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any) -> Carry:
     """Returns the zero carry of a class or an instance, for a batch axis or a tuple of batch axes."""
     batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
+    _check_attributes(rnn)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
     if hidden_size is None:
         raise ValueError(
@@ -54,6 +56,17 @@ def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any) -> Carry:
         )
     cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
+
+
+def _check_attributes(rnn: Any) -> None:
+    """Raises ValueError if `hidden_state_dim` or `cell_name` of a class or an instance has another type."""
+    if not isinstance(rnn.hidden_state_dim, (int, np.integer, type(None))):
+        raise ValueError(
+            f"ScannedRNN: hidden_state_dim must be an integer or None, got {describe(rnn.hidden_state_dim)}; a cell is "
+            "given as cell_type"
+        )
+    if not isinstance(rnn.cell_name, (str, type(None))):
+        raise ValueError(f"ScannedRNN: cell_name must be a string or None, got {shown(rnn.cell_name)}; pass a name")
 
 
 def _type_name(value: Any) -> str:
@@ -151,6 +164,7 @@ class ScannedRNN(nn.Module):
           NotImplementedError: the named implementation cannot run this cell or input; the message says why.
         """
         caller = modules.caller_of(self, has_time_major=False, xs="ins")
+        _check_attributes(self)
         ins, resets = modules.check_pair(caller, "x", x)
         if not (states := jax.tree.leaves(carry)) or not all(getattr(state, "ndim", 0) for state in states):
             raise ValueError(

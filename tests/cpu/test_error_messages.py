@@ -143,6 +143,12 @@ TABLE = {
         (wrong("gru", xs=BATCH_MAJOR), "got (3, 6); pass time_major=False if xs is [*batch, T, D]"),
         (wrong("gru", time_major=False), "got (3, 6); pass time_major=True if xs is [T, *batch, D]"),
         (wrong("gru", xs=XS[0]), "xs seems to have no time axis: add it with jnp.expand_dims"),
+        (wrong("gru", xs=H0, carry=XS), "carry and xs seem to be swapped"),
+        (wrong("gru", carry=Z((H, B))), "carry seems to be [H, B]: swap the arguments of the function that made it"),
+        (
+            wrong("gru", xs=(XS, RESETS)),
+            "xs must be an array, got a tuple of 2; pass one array, and resets",
+        ),
         (
             wrong("gru", carry=Z((B + 2, H))),
             (
@@ -528,6 +534,12 @@ TABLE = {
         (apply(linen.ScannedRNN(), H0, ({"obs": XS}, RESETS)), "ins must be an array, got a dict with obs"),
         (apply(linen.ScannedRNN(), H0, (BATCH_MAJOR, RESETS.T)), "ins seems to be [*batch, T, D]: move its time axis"),
         (apply(linen.ScannedRNN(), H0, (XS[0], RESETS[0])), "ins seems to have no time axis"),
+        (
+            apply(linen.ScannedRNN(nn.GRUCell(H)), H0, (XS, RESETS)),
+            "hidden_state_dim must be an integer or None, got GRUCell; a cell is given as cell_type",
+        ),
+        (lambda: linen.ScannedRNN("lstm").initialize_carry(B, H), "hidden_state_dim must be an integer or None, got"),
+        (apply(linen.ScannedRNN(cell_name=3), H0, (XS, RESETS)), "cell_name must be a string or None, got 3; pass a"),
         (
             apply(linen.ScannedRNN(), H0, (XS, RESETS.T)),
             "resets must be [T, *batch] = (4, 3) as in ins (4, 3, 2), got (3, 4)",

@@ -311,6 +311,11 @@ def test_explaining_another_gpu_leaves_no_trace_in_later_calls():
     assert fresh(*arrays)[1].shape == (T, B, H)
 
 
+def test_explain_needs_a_function():
+    with pytest.raises(ValueError, match=r"function must be callable, got an array .*; pass it and its arguments"):
+        jaxrnn.explain(jnp.ones(2))
+
+
 def test_explain_rejects_an_unknown_gpu():
     with pytest.raises(ValueError, match=r"one of a100, rtx3090, .*got 'a1000'"):
         explain_gru(device="a1000")

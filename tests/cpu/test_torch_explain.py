@@ -210,6 +210,11 @@ def test_explain_rejects_an_unknown_gpu(wrong):
         explain(nn().GRU(D, H), torch.ones(T, B, D), device=wrong)
 
 
+def test_explain_needs_a_function():
+    with pytest.raises(ValueError, match="function must be callable, got Tensor: pass a function and its arguments"):
+        explain(torch.ones(2))
+
+
 def test_explain_ignores_the_case_and_spaces_of_a_gpu():
     rnn, xs = nn().GRU(D, H), torch.ones(T, B, D)
     assert str(explain(rnn, xs, device="RTX 4090")) == str(explain(rnn, xs, device="rtx4090"))

@@ -481,7 +481,6 @@ BAD_RESETS = [
         {"resets": torch.zeros(B, T)},
         r"resets must be \(5, 4\), the time and batch axes of the input, got \(4, 5\): pass resets.mT",
     ),
-    ({"resets": torch.zeros(T, B, dtype=torch.complex64)}, "resets must be booleans or real numbers, got torch.compl"),
     ({"new": torch.zeros(1, H)}, "reset_state is given but resets is None"),
     (
         {"resets": torch.zeros(T, B), "new": torch.zeros(B, H)},

@@ -598,7 +598,6 @@ WRONG = [
         r"resets must be \(4, 3\) for xs \(4, 3, 2\), got \(3, 4\): pass resets.mT",
     ),
     ({"resets": torch.zeros(T, B, 1)}, ValueError, r"got \(4, 3, 1\): pass resets.squeeze\(-1\)"),
-    ({"resets": torch.zeros(T, B).to(torch.complex64)}, ValueError, "resets must be booleans or real numbers, got tor"),
     ({"resets": None}, ValueError, "reset_state is given but resets is None"),
     ({"new": torch.zeros(2, H)}, ValueError, r"the reset state of h must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
     ({"implementation": "cudnn"}, ValueError, 'implementation must be "triton", "torch" or None, got \'cudnn\''),

@@ -30,12 +30,10 @@ def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
 
 
 def check_reset_flags(resets: Any, shape: tuple[int, ...], whose: str) -> None:
-    """Raises ValueError unless resets are None, or a real tensor of a shape, which `whose` explains."""
+    """Raises ValueError unless resets are None, or a tensor of a shape, which `whose` explains."""
     check_tensor("resets", resets)
     if resets is None:
         return
-    if resets.is_complex():
-        raise ValueError(f"resets must be booleans or real numbers, got {resets.dtype}: pass resets != 0")
     given = tuple(resets.shape)
     if given != shape:
         remedy = ": pass resets.squeeze(-1)" if given == (*shape, 1) else ""
@@ -96,6 +94,10 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
             continue
         if tuple(w.shape) != shape:
             remedy = f": pass {name}.mT" if len(shape) == 2 and tuple(w.shape) == shape[::-1] else ""
+            if not remedy and name == "w_ih":
+                remedy = ": the arguments are xs, the initial state or None, w_ih, w_hh"
+            if not remedy and name == "w_hh":
+                remedy = f": w_ih has {wide} = {cell.gates} * H rows"
             raise ValueError(
                 f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}{remedy}"
             )

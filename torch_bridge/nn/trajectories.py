@@ -72,10 +72,12 @@ def run_trajectories(
     """
     kind = _CELLS.get(getattr(rnn, "mode", ""))
     if kind is None:
-        raise ValueError(f"rnn must be a GRU or an LSTM of torch_bridge.nn or torch.nn, got {type(rnn).__name__}")
+        got = f"the class {rnn.__name__}: make an instance" if isinstance(rnn, type) else type(rnn).__name__
+        raise ValueError(f"rnn must be a GRU or an LSTM of torch_bridge.nn or torch.nn, got {got}")
     given, names = (hidden,) if cell is None else (hidden, cell), ("hidden", "cell")[: len(kind.states)]
     if len(given) != len(names):
-        raise ValueError(f"a {rnn.mode} takes {' and '.join(names)}, got {len(given)} states")
+        article = "an" if rnn.mode == "LSTM" else "a"
+        raise ValueError(f"{article} {rnn.mode} takes {' and '.join(names)}, got {len(given)} states")
     for name, x in zip(("input", "is_init", *names), (input, is_init, *given), strict=True):
         check_tensor(name, x, optional=False)
     outer = tuple(input.shape[:-1])
