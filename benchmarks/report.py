@@ -183,9 +183,10 @@ def markdown(report: Report) -> str:
         lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
     verdicts = [met(row) for row in found.values() if row.provider in COLUMNS[0][1:] and met(row) is not None]
     about = (
-        "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. The fastest in "
-        "TF32 is bold. The target is what we set out to reach; "
+        "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. Bold are both "
+        "figures of the implementation that is fastest in TF32. The target is what we set out to reach; "
         f"{verdicts.count(False)} of {len(verdicts)} figures miss it. 1 % of steps begin an episode, except for cuDNN "
-        "without resets, its best case. The times are device times: passes under 2.5 ms are timed many to a program."
+        "without resets, its best case. The times are device times: where a pass takes less than 2.5 "
+        "ms, one program runs and times many."
     )
     return "\n".join([*lines, "", about, f"Measured on {measured_on(report)}."])

@@ -182,7 +182,7 @@ TABLE = {
             "xs must be an array of numbers, got dtype <U1; convert it with astype",
         ),
         (wrong("gru", xs="xs"), "xs must be an array, got 'xs'; pass an array of numbers"),
-        (wrong("gru", xs=(XS, RESETS)), "xs must be an array, got a tuple of 2; convert it with jnp.asarray"),
+        (wrong("gru", xs=(XS, XS)), "xs must be an array, got a tuple of 2; convert it with jnp.asarray"),
         (wrong("gru", xs={"obs": XS}), "xs must be an array, got a dict with obs; pass an array of numbers"),
         (wrong("gru", resets=Z((T, B), complex)), "resets must be real, got complex64; pass its real part"),
         (wrong("gru", resets=True), "resets must be an array, got bool; convert it with jnp.asarray"),
