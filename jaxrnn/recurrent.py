@@ -67,6 +67,7 @@ def run(
       The last carry, and the hidden states of all steps, followed by the other states if `return_states`.
     """
     caller = Caller(cell.function) if caller is None else caller
+    # messages name the last flag as `jaxrnn.lstm` does, return_cells
     reverse, time_major, remat, return_states = check_flags(
         caller, reverse=reverse, time_major=time_major, remat=remat, return_cells=return_states
     )
@@ -101,6 +102,7 @@ def run(
             precision=precision, returned=returned,
         )  # fmt: skip
 
+    # `mark` makes the call visible to `jaxrnn.explain`, and else returns `compute`
     last, sequences = choice.mark(compute)(params, states, xs, resets, reset_states)
     return join_carry(last), sequences
 
@@ -186,12 +188,13 @@ def run_bidirectional(
                 cell, params, states, xs, resets, reset_states, "bidirectional", time_major, precision, remat, returned,
                 may_use_xla=choice.may_use_xla,
             )  # fmt: skip
+        directions = zip(params, states, resets, reset_states, (False, True), strict=True)
         return [
             _xla(
-                cell, remat, *each[:2], xs, *each[2:], reverse=reverse, time_major=time_major, precision=precision,
-                returned=returned,
+                cell, remat, of_params, of_states, xs, of_resets, of_reset_states, reverse=reverse,
+                time_major=time_major, precision=precision, returned=returned,
             )
-            for reverse, each in zip((False, True), zip(params, states, resets, reset_states, strict=True), strict=True)
+            for of_params, of_states, of_resets, of_reset_states, reverse in directions
         ]  # fmt: skip
 
     both = choice.mark(compute)(params, states, xs, resets, reset_states)
@@ -231,6 +234,7 @@ def _choose(
     steps, hidden = xs.shape[0 if time_major else -2], states[-1].shape[-1]
 
     def unsupported() -> str | None:
+        """Returns the end of the sentence "the Triton implementation ...", or None if the kernels can run."""
         arrays = jax.tree.leaves((states, xs, params))
         reason = _bridge.symbolic_size(arrays) or _bridge.unsupported([x.dtype for x in arrays], hidden)
         if reason is not None or kernel_vjp.kernel_precision(precision, hidden) is not None:

@@ -32,6 +32,7 @@ class Arguments:
         arguments = self._values.copy()
         for i, name in self._pointers:
             arguments[i] = addresses[name]
+        # None: no launch metadata, no hook before and none after the launch
         compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
@@ -129,10 +130,10 @@ class Binary(NamedTuple):
                 "only Triton's launcher allocates: turn the profiler off, or launch through the callback"
             )
         constants, scalars = dict(call.constants), dict(call.scalars)
-        names = [name for name in call.function.arg_names if name not in constants]
+        parameter_names = [name for name in call.function.arg_names if name not in constants]
         parameters = [
             (compiler.SCALARS[name], scalars[name]) if name in scalars else ("array", name.removesuffix("_ptr"))
-            for name in names
+            for name in parameter_names
         ]
         parameters += [("null", None)] * 2  # Triton's pointers to scratch memory
         return cls(
@@ -165,7 +166,7 @@ class Launch:
         self._ready: dict[int, list[tuple[CompiledKernel, int, Arguments]]] = {}
 
     @functools.cached_property
-    def early(self) -> bool:
+    def allows_early_start(self) -> bool:
         """Whether a kernel can start before the previous one has ended (programmatic dependent launch)."""
         return self._device.has_early_launch and gpu.can_capture_early_launches()
 
@@ -176,16 +177,18 @@ class Launch:
         """Appends a kernel with those of `dtypes`, `constants` and `scalars` that it has as arguments.
 
         Its arrays that `dtypes` does not name are None. With `early`, the kernel may start before the previous one has
-        ended, and has to wait for that itself. A thread may use all registers that `side_by_side` programs per SM leave
-        it, because ptxas otherwise aims at several and spills. `options` are further options of the compiler.
+        ended, and must itself wait for that end before it reads its results (`kernels.sums.wait_for_dependencies`).
+        `side_by_side` is the number of programs per SM for which there must be enough registers; it limits the
+        registers per thread. Without a limit, ptxas aims at several programs per SM and spills. `options` are further
+        options of the compiler.
         """
-        names = [name for name in function.arg_names if name.endswith("_ptr")]
-        given = {name: dtypes[name.removesuffix("_ptr")] for name in names if name.removesuffix("_ptr") in dtypes}
-        values = {**constants, **dict.fromkeys(set(names) - set(given))}
-        if "EARLY" in function.arg_names:
-            values.setdefault("EARLY", self.early)
+        pointers = [name for name in function.arg_names if name.endswith("_ptr")]
+        given = {name: dtypes[name.removesuffix("_ptr")] for name in pointers if name.removesuffix("_ptr") in dtypes}
+        values = {**constants, **dict.fromkeys(set(pointers) - set(given))}
+        if "EARLY" in function.arg_names:  # a kernel that lets the next one start early, or waits for the previous one
+            values.setdefault("EARLY", self.allows_early_start)
         options |= {"num_warps": num_warps, "maxnreg": compiler.max_registers(num_warps, side_by_side)}
-        options |= {"launch_pdl": True} if early and self.early else {}
+        options |= {"launch_pdl": True} if early and self.allows_early_start else {}
         self.kernels.append(
             KernelCall(
                 function,

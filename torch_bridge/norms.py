@@ -196,7 +196,9 @@ class Launch(launch.Launch):
             return
         sums = [name for name in ("weight", "bias") if f"d{name}" in dtypes]
         with_sums = dtypes | {f"partial_{name}": "float32" for name in sums}
-        constants["EARLY"] = self.early and bool(sums)  # without sums, an early kernel would be another call's
+        constants["EARLY"] = self.allows_early_start and bool(
+            sums
+        )  # without sums, an early kernel would be another call's
         function = norm_staged.norm_bwd_kernel if slots else norm.norm_bwd_kernel
         adders, grid = programs, models * programs
         if slots or block_n >= columns:

@@ -52,7 +52,11 @@ def launch(
 
     With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
     map the weights too. With `may_use_xla`, `scan_launch` computes the outputs instead where that is faster, and on a
-    CPU. A norm of the cell sees `norm_width` elements, inputs and state.
+    CPU.
+
+    `cell` is a key of `jaxrnn.cells.CELLS`, and `direction` is "fwd" or "bwd". `reset_state` is "zeros", "fixed"
+    (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of elements that the cell's norm sees,
+    inputs and state; 0 without a norm.
     """
     return bind(
         RECURRENCE, arrays, outputs, cell=cell, direction=direction, reset_state=reset_state, reverse=reverse,
@@ -81,6 +85,7 @@ def round_to_tf32(w: Array) -> Array:
 
 
 def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
+    """Returns the sizes of a launch. A launch with the input "xp" is a forward launch."""
     from torch_bridge import tiling
 
     by_name = dict(zip(inputs, shapes, strict=True))
@@ -109,7 +114,11 @@ def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any
 
 
 class RecurrenceKind(LaunchKind):
-    """The kind of `launch`. `split_model_axis` splits the groups by model, `[S, G / S, ...]`."""
+    """The kind of `launch`.
+
+    The G groups belong to S models, G / S consecutive groups to each. `split_model_axis` gives the models an axis of
+    their own, `[S, G / S, ...]`.
+    """
 
     name = "recurrence"
 

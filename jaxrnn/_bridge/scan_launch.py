@@ -159,7 +159,10 @@ def _forward(
 
 
 def _is_packed(cell: Cell, names: Collection[str]) -> bool:
-    """Returns whether `pack_words` has packed the residuals, which `CellSpec.in_place_residuals` describes."""
+    """Whether the launch holds the residuals as packed words (`pack_words`): with `local_grads`, without `carry_gate`.
+
+    See `CellSpec.in_place_residuals`.
+    """
     return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
 
 
@@ -169,7 +172,8 @@ def _backward(
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the outputs of the backward launch of one model.
 
-    At every reset the gradient goes to the reset state, of any kind, and the last state before the reset gets none.
+    At a reset, the gradient of the state belongs to the reset state, whatever `reset_state` is: it is the output
+    `dreset_*`, if there is one. The state before the reset gets zero.
     """
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T

@@ -29,7 +29,7 @@ def possible_first_steps(
 
 
 def input_projection(
-    static: RecurrenceSpec, params: Any, xs: Array, first: Array | None, beginnings: list[tuple[int, Any]]
+    static: RecurrenceSpec, params: Any, xs: Array, first: Array | None, first_steps: list[tuple[int, Any]]
 ) -> Array:
     """Returns the input projection `[G, T, B, gates * H]`, with `first` added at the step where the loop begins.
 
@@ -47,7 +47,7 @@ def input_projection(
         return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out, may_use_xla=static.may_use_xla)
     xp = base.project(cell, params, xs, static.precision)
     if first is not None:
-        for at, begins in beginnings:  # XLA updates xp in place
-            step = xp[:, at : at + 1] + jnp.where(begins, first, jnp.zeros_like(first))[:, None]
+        for at, is_first in first_steps:  # XLA updates xp in place
+            step = xp[:, at : at + 1] + jnp.where(is_first, first, jnp.zeros_like(first))[:, None]
             xp = jax.lax.dynamic_update_slice_in_dim(xp, step, at, axis=1)
     return xp

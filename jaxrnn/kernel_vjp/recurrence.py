@@ -100,14 +100,15 @@ def _forward_on_device(
 
     def run(states: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], None, dict[str, Array]]:
         """Runs the chunk of time that begins at step `start`, as `in_chunks` calls it."""
-        x, reset, new = sequences
-        beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
-        xp = input_projection(static, params, x, first, beginnings)
+        x, reset, chunk_reset_states = sequences
+        first_steps = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
+        xp = input_projection(static, params, x, first, first_steps)
         arrays: dict[str, Array | None] = weights | {"xp": xp}
         if cell.norm:
             arrays |= norm.input_statistics(cell, x, hidden)
+        starts = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
         arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
-        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, new or reset_states or (), strict=False)}
+        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, starts or (), strict=False)}
         results = _bridge.launch(
             cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
             precision=static.kernel_precision, may_use_xla=static.may_use_xla,
@@ -166,7 +167,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
 
     stepped = reset_states if static.reset_state == "stepped" else None
-    one_launch = has_weight_grads_launch(static, xs, hidden)
+    launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
 
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
         """Differentiates the chunk of time that begins at step `start`, as `in_chunks` calls it.
@@ -174,19 +175,19 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         `d_last` are the gradients of the states after the chunk. Returns the gradients of the states before the chunk,
         the gradients to sum over chunks, and the gradients that have an element for each step.
         """
-        x, reset, new, residuals, d_sequences = sequences  # with remat, `residuals` are all states
-        new = new or reset_states
-        beginnings = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
+        x, reset, chunk_reset_states, residuals, d_sequences = sequences  # with remat, `residuals` are all states
+        starts = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
+        first_steps = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         previous = {}
         for k, s in enumerate(cell.states):
-            if f"{s}s" in saved and not one_launch:
+            if f"{s}s" in saved and not launches_weight_grads:
                 before = state_before(static, saved[f"{s}s"], states[k], start, x.shape[1])
                 previous[s] = states_before(
-                    static, residuals[f"{s}s"], before, reset, new[k] if new else None, in_reverse
+                    static, residuals[f"{s}s"], before, reset, starts[k] if starts else None, in_reverse
                 )
         if static.remat:
             states_after = tuple(residuals[f"{s}s"] for s in cell.states)
-            residuals = _recompute_residuals(static, params, x, first, beginnings, previous, states_after)
+            residuals = _recompute_residuals(static, params, x, first, first_steps, previous, states_after)
             for array in residual_arrays:
                 if residual_fits_float16(array.name, static):  # clamped as in the kernel
                     residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
@@ -197,6 +198,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             arrays["scale"] = residuals["scale"]
         arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
+        # the backward kernel does not depend on the kind of reset state
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
             precision=static.kernel_precision, may_use_xla=static.may_use_xla,
@@ -208,18 +210,18 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
                         preferred_element_type=f32)  # fmt: skip
         if cell.norm:
             scale, h_before = residuals["scale"], previous["h"].astype(f32)
-            statistics, pull = jax.vjp(lambda x: norm.input_statistics(cell, x, hidden), x)
+            statistics, vjp = jax.vjp(lambda x: norm.input_statistics(cell, x, hidden), x)
             width = _norm_width(static, xs, hidden)
-            (dx_norm,) = pull(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
+            (dx_norm,) = vjp(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
             dx += dx_norm.astype(f32)
-        if one_launch:
+        if launches_weight_grads:
             sums = launch_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
         else:
             sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
         if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
             sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
         if first is not None:
-            terms = [jnp.where(begins, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, begins in beginnings]
+            terms = [jnp.where(is_first, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, is_first in first_steps]
             sums["first"] = functools.reduce(jnp.add, terms)
         per_step = {"xs": dx.astype(xs.dtype)}
         for s, value in zip(cell.states, reset_states or (), strict=False):
@@ -232,7 +234,8 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
 
     size = chunk_steps(cell, xs, hidden) if static.remat else steps
     sequences = (xs, resets, stepped, saved, d_sequences)
-    d_first, sums, per_step = in_chunks(run, d_last, sequences, size, last_first=not static.reverse)
+    # a run in both directions has one chunk
+    d_first, sums, per_step = in_chunks(run, d_last, sequences, size, last_first=static.reverse is False)
     weights = {name: w for name, w in params._asdict().items() if w is not None}
     dparams = type(params)(**{name: sums[name].astype(w.dtype) for name, w in weights.items()})
     dstates = tuple(d.astype(x.dtype) for d, x in zip(d_first, states, strict=True))
@@ -247,7 +250,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
 
 
 def _recompute_residuals(
-    static: RecurrenceSpec, params: Any, x: Array, first: Array | None, beginnings: list[tuple[int, Any]],
+    static: RecurrenceSpec, params: Any, x: Array, first: Array | None, first_steps: list[tuple[int, Any]],
     previous: dict[str, Array], states_after: tuple[Array, ...],
 ) -> dict[str, Array]:  # fmt: skip
     """Returns the residuals of a chunk of time by name, in float32, given the states before and after each step.
@@ -257,7 +260,7 @@ def _recompute_residuals(
       params: the weights.
       x: the inputs of the chunk, `[G, T, B, D]`.
       first: as in `recurrence`.
-      beginnings: what `possible_first_steps` returns for the chunk.
+      first_steps: what `possible_first_steps` returns for the chunk.
       previous: by state, the states before each step, `[G, T, B, H]`.
       states_after: the states after each step, in the order of `cell.states`.
     """
@@ -266,7 +269,7 @@ def _recompute_residuals(
     if cell.activations_from_states is not None and all(h.dtype == f32 for h in states_after):
         return base.residuals_of(cell, cell.activations_from_states(states_after), states_before_step)
     h_prev = previous["h"].astype(static.operand_dtype)
-    xp = input_projection(static, params, x, first, beginnings)
+    xp = input_projection(static, params, x, first, first_steps)
     hp = matmul(h_prev, params.w_hh.astype(static.operand_dtype), static.precision, f32)
     statistics = norm.input_statistics(cell, x, hidden) if cell.norm else {}
     _, residuals = run_step(

@@ -36,7 +36,10 @@ class CallOptions(TypedDict, total=False):
 
 
 class FusedStack(nn.Module, Generic[ReturnsCarry]):
-    """The base class of the stacks, each with the cell `_cell`."""
+    """The base class of the stacks. A subclass sets `_cell`, the class of its cells.
+
+    `jaxrnn.linen.GRU` documents the attributes.
+    """
 
     features: int
     num_layers: int = 1
@@ -128,7 +131,7 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
             that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
             direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
             which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
-            as in `RNN`, `resets` is nonzero at the step of an episode that is computed first, its last in time.
+            `resets` is nonzero at the step of each episode that the loop computes first: the episode's last in time.
           reset_carry: the carry that an episode starts from, by default the result of `initialize_carry`. It has the
             structure of a carry, and its arrays may also be `[H]` or a value per step, `[*batch, T, H]`
             (`[T, *batch, H]`). From values per step, a direction reads the one of the step at which it starts the
@@ -153,6 +156,7 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
         modules.check_reset_carry(resets, reset_carry, caller)
 
         def between(k: int, xs: Array) -> Array:
+            """Returns the inputs of layer k + 1: the outputs of layer k after norm and dropout."""
             if self.norm is not None:
                 xs = self.make_norm(f"norm_{k}")(xs)
             if self.dropout_rate == 0.0:
@@ -161,13 +165,13 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
             return nn.Dropout(self.dropout_rate)(xs, deterministic=is_off)
 
         layers, width = [], inputs.shape[-1]
-        for names in self.names():
+        for names in self.cell_names():
             cells = [self.make_cell(name=name) for name in names]
             layers.append([(cell.recurrence, self.packed_params(cell, width)) for cell in cells])
             width = len(names) * self.widths()[-1]
         shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
         if self.learned_carry:
-            learned = self.for_each(self.learned)
+            learned = self.make_carry(self.learned_cell_carry)
             default = modules.broadcast_carry(learned, shape[:-1])
             reset_carry = learned if reset_carry is None else reset_carry
         else:
@@ -216,9 +220,10 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
         modules.check_sizes(self, "features", "num_layers")
         modules.check_input_shape(self, input_shape, "rng, input_shape")
         if not self.learned_carry:
+            # two keys for each cell, because the carry of an LSTM has two arrays
             keys = iter(jax.random.split(rng, 2 * self.num_layers * (1 + self.bidirectional)))
             shapes = [(*input_shape[:-1], width) for width in self.widths()]
-            return self.for_each(
+            return self.make_carry(
                 lambda name: modules.one_or_tuple(
                     [self.carry_init(next(keys), shape, self.param_dtype) for shape in shapes]
                 )
@@ -228,7 +233,7 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
                 f"{type(self).__name__}: learned_carry must be False for a stack without variables, got True; call "
                 'stack.apply(variables, rng, input_shape, method="initialize_carry")'
             )
-        return modules.broadcast_carry(self.for_each(self.learned), input_shape[:-1])
+        return modules.broadcast_carry(self.make_carry(self.learned_cell_carry), input_shape[:-1])
 
     @nn.nowrap
     def check(self, reverse: bool) -> None:
@@ -260,19 +265,19 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
         return cell.packed_params(input_features, self.features)
 
     @nn.nowrap
-    def names(self) -> list[list[str]]:
+    def cell_names(self) -> list[list[str]]:
         """Returns the names of the cells by layer and direction."""
         suffixes = ("", "_reverse") if self.bidirectional else ("",)
         return [[f"layers_{k}{suffix}" for suffix in suffixes] for k in range(self.num_layers)]
 
     @nn.nowrap
-    def for_each(self, make: Callable[[str], Carry]) -> Any:
+    def make_carry(self, make: Callable[[str], Carry]) -> Any:
         """Returns the carry whose entry for each cell is `make(name of the cell)`."""
-        entries = [tuple(map(make, names)) for names in self.names()]
+        entries = [tuple(map(make, names)) for names in self.cell_names()]
         return tuple(entry if self.bidirectional else entry[0] for entry in entries)
 
     @nn.compact
-    def learned(self, name: str) -> Carry:
+    def learned_cell_carry(self, name: str) -> Carry:
         """Returns the learned carry of a cell, `[H]` or a pair of such arrays; creates it if missing."""
         states = self.named_widths().items()
         return modules.one_or_tuple(

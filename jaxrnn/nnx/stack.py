@@ -213,7 +213,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
             that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
             direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
             which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
-            as in `RNN`, `resets` is nonzero at the step of an episode that is computed first, its last in time.
+            `resets` is nonzero at the step of each episode that the loop computes first: the episode's last in time.
           reset_carry: the carry that an episode starts from, by default the result of `initialize_carry`. It has the
             structure of a carry, and its arrays may also be `[H]` or a value per step, `[*batch, T, H]`
             (`[T, *batch, H]`). From values per step, a direction reads the one of the step at which it starts the

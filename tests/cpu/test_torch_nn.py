@@ -484,10 +484,10 @@ BAD_RESETS = [
     ({"new": torch.zeros(1, H)}, "reset_state is given but resets is None"),
     (
         {"resets": torch.zeros(T, B), "new": torch.zeros(B, H)},
-        r"reset state of h must be \(1, 6\), \(1, 4, 6\) or \(1, 5, 4, 6\), got \(4, 6\)",
+        r"^(h of )?reset_state must be \(1, 6\), \(1, 4, 6\) or \(1, 5, 4, 6\), got \(4, 6\)",
     ),
     ({"resets": [0] * T}, "resets must be a tensor, got list"),
-    ({"resets": torch.zeros(T, B), "new": (torch.zeros(1, H),)}, "reset state of h must be a tensor, got tuple"),
+    ({"resets": torch.zeros(T, B), "new": (torch.zeros(1, H),)}, r"^(h of )?reset_state must be a tensor, got tuple"),
     ({"resets": torch.zeros(T, B), "new": torch.zeros(1, H).int()}, "must be floating point, got torch.int32"),
 ]
 

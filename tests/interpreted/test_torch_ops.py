@@ -599,7 +599,7 @@ WRONG = [
     ),
     ({"resets": torch.zeros(T, B, 1)}, ValueError, r"got \(4, 3, 1\): pass resets.squeeze\(-1\)"),
     ({"resets": None}, ValueError, "reset_state is given but resets is None"),
-    ({"new": torch.zeros(2, H)}, ValueError, r"the reset state of h must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
+    ({"new": torch.zeros(2, H)}, ValueError, r"^(h of )?reset_state must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
     ({"implementation": "cudnn"}, ValueError, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
     ({"precision": "ieee"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
     ({"precision": "ieee", "implementation": "torch"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),

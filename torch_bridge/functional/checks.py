@@ -47,11 +47,16 @@ def check_state_dtype(name: str, state: Tensor, inputs: str, xs: Tensor, weight:
         raise ValueError(f"{name} must be {xs.dtype}, like {inputs}, or float32, got {state.dtype}: convert it")
 
 
-def check_reset_state(state: str, given: Any) -> None:
+def name_of_reset_state(cell: CellSpec, state: str) -> str:
+    """Returns how messages name the reset state of one of a cell's states."""
+    return "reset_state" if len(cell.states) == 1 else f"{state} of reset_state"
+
+
+def check_reset_state(name: str, given: Any) -> None:
     """Raises ValueError unless a reset state is a floating-point tensor or None."""
-    check_tensor(f"the reset state of {state}", given)
+    check_tensor(name, given)
     if given is not None and not given.is_floating_point():
-        raise ValueError(f"the reset state of {state} must be floating point, got {given.dtype}: convert it")
+        raise ValueError(f"{name} must be floating point, got {given.dtype}: convert it")
 
 
 def _block_shape(cell: CellSpec, w_hh: Tensor, hidden: int, w_hr: Tensor | None) -> tuple[int, ...]:
@@ -109,12 +114,11 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
             raise ValueError(f"{s}0 must be [*batch, width] = {(*batch, w)}, got {tuple(x.shape)}")
         if x is not None:
             check_state_dtype(f"{s}0", x, "xs", xs, one.w_hh)
-        check_reset_state(s, state)
+        name = name_of_reset_state(cell, s)
+        check_reset_state(name, state)
         if state is None:
             continue
         if one.resets is None:
             raise ValueError("reset_state is given but resets is None: pass resets, or leave reset_state out")
         if all(tuple(state.shape) != shape for shape in ((w,), (*batch, w), (*steps, w))):
-            raise ValueError(
-                f"the reset state of {s} must be {(w,)}, {(*batch, w)} or {(*steps, w)}, got {tuple(state.shape)}"
-            )
+            raise ValueError(f"{name} must be {(w,)}, {(*batch, w)} or {(*steps, w)}, got {tuple(state.shape)}")

@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge.cells import CellSpec
-from torch_bridge.functional.checks import check_reset_flags, check_reset_state, check_state_dtype, check_tensor
+from torch_bridge.functional.checks import (
+    check_reset_flags,
+    check_reset_state,
+    check_state_dtype,
+    check_tensor,
+    name_of_reset_state,
+)
 from torch_bridge.nn.stack import directions_of, widths_of
 
 
@@ -40,7 +46,8 @@ def check_resets(
     """Raises ValueError unless resets and reset states are tensors with shapes that `forward` accepts."""
     check_reset_flags(resets, outer, ", the time and batch axes of the input")
     count = rnn.num_layers * directions_of(rnn)
-    for name, width, x in zip(cell.states, widths_of(rnn, cell), reset_states, strict=True):
+    for state, width, x in zip(cell.states, widths_of(rnn, cell), reset_states, strict=True):
+        name = name_of_reset_state(cell, state)
         check_reset_state(name, x)
         if x is None:
             continue
@@ -49,4 +56,4 @@ def check_resets(
         shapes = dict.fromkeys(((count, width), (count, *batch, width), (count, *outer, width)))
         if tuple(x.shape) not in shapes:
             *others, last = map(str, shapes)
-            raise ValueError(f"the reset state of {name} must be {', '.join(others)} or {last}, got {tuple(x.shape)}")
+            raise ValueError(f"{name} must be {', '.join(others)} or {last}, got {tuple(x.shape)}")

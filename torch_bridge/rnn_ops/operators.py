@@ -43,9 +43,10 @@ def _backward_flops(w_hh: Any, hs: Any, *_: Any, **__: Any) -> int:
 
 
 def _split_gradient_arguments(cell: CellSpec, options: Sequence[Any], every: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Splits the tensors of a gradient into forward arguments, gradients of outputs by name, and `hs` and `saved`.
+    """Splits `every` into the forward operator's arguments, its outputs' gradients by name, and `hs` and the residuals.
 
-    The gradients of outputs are those of `{s}s`, then of `{s}_last`, for each state s.
+    `every` has the tensor arguments, the gradients of `{s}s` for each state s, those of `{s}_last`, `hs` and the
+    residuals, in this order. The arguments end with `options`.
     """
     count, outputs = len(cell.states), [f"{s}{end}" for end in ("s", "_last") for s in cell.states]
     tensors = len(every) - 2 * count - 1 - len(cell.saved)
@@ -53,17 +54,17 @@ def _split_gradient_arguments(cell: CellSpec, options: Sequence[Any], every: Seq
     return (*every[:tensors], *options), grads, every[tensors + 2 * count :]
 
 
-def _first_gradients(
+def _first_order_gradients(
     cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], backward_op: Any, *every: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Returns the gradients of the arguments in `wanted`, by the backward operator."""
     arguments, grads, (hs, *residuals) = _split_gradient_arguments(cell, options, every)
     x = forward_arguments(cell, arguments)
     width = () if x.norm is None else (x.norm.width,)
-    dresets = x.resets is not None and any(f"reset_{s}" in wanted for s in cell.states)
+    needs_reset_gradients = x.resets is not None and any(f"reset_{s}" in wanted for s in cell.states)
     found = op_common.call(
-        backward_op, x.w_hh, hs, *residuals, x.resets, *grads.values(), x.order, x.precision, *width, dresets,
-        x.implementation,
+        backward_op, x.w_hh, hs, *residuals, x.resets, *grads.values(), x.order, x.precision, *width,
+        needs_reset_gradients, x.implementation,
     )  # fmt: skip
     found = dict(zip(backward_names(cell), found, strict=True))
     returned = {"xp": found["dxp"]}
@@ -78,7 +79,7 @@ def _first_gradients(
         if reset_state is not None and f"reset_{s}" in wanted:
             dreset = found[f"dreset_{s}"]
             returned[f"reset_{s}"] = (
-                reset_state_gradient(dreset, reset_state) if dresets else torch.zeros_like(reset_state)
+                reset_state_gradient(dreset, reset_state) if needs_reset_gradients else torch.zeros_like(reset_state)
             )
     return tuple(returned[name] for name in wanted)
 
@@ -86,7 +87,7 @@ def _first_gradients(
 def _reference_gradients(
     cell: CellSpec, wanted: Sequence[str], options: Sequence[Any], *every: Tensor | None
 ) -> tuple[Tensor, ...]:
-    """Computes what `_first_gradients` does, by differentiating the loop in PyTorch operations."""
+    """Computes what `_first_order_gradients` does, by differentiating the loop in PyTorch operations."""
     arguments, grads, _ = _split_gradient_arguments(cell, options, every)
     names = [*forward_types(cell)]
     places = [names.index(name) for name in wanted]
@@ -100,11 +101,12 @@ def _reference_gradients(
         found = run(*arrays, cell=cell, order=x.order, cells=x.cells, save=False)
         return tuple(found[name].to(d.dtype) for name, d in given.items())
 
-    pull: Any = torch.func.vjp(loop, *[arguments[i] for i in places])[1]
-    dtype = forward_arguments(cell, arguments).w_hh.dtype  # that of the first gradient of `xp` and `b_hn`
+    vjp: Any = torch.func.vjp(loop, *[arguments[i] for i in places])[1]
+    dtype = forward_arguments(
+        cell, arguments
+    ).w_hh.dtype  # in which `_first_order_gradients` returns those of `xp` and `b_hn`
     return tuple(
-        d.to(dtype) if name in ("xp", "b_hn") else d
-        for name, d in zip(wanted, pull(tuple(given.values())), strict=True)
+        d.to(dtype) if name in ("xp", "b_hn") else d for name, d in zip(wanted, vjp(tuple(given.values())), strict=True)
     )
 
 
@@ -138,6 +140,7 @@ def _define(cell: CellSpec) -> Operators:
         op_common.check_devices("w_hh", x.w_hh, dict(zip(names, arguments[:tensors], strict=False)))
         launch = should_launch_kernels(x.implementation, x.w_hh)
         returned = forward_outputs(cell, x, launch)
+        # with a listener (`torch_bridge.explain`), `kernels.forward` records the launch and runs nothing
         if launch and x.xp.numel() > 0 and choice.listener() is not None:
             arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
             return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
@@ -164,6 +167,7 @@ def _define(cell: CellSpec) -> Operators:
     def backward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = backward_arguments(cell, arguments)
         returned, like = backward_outputs(cell, x), x.residuals["local_grads"]
+        # as in `forward_fake`
         if like.numel() > 0 and choice.listener() is not None and should_launch_kernels(x.implementation, x.w_hh):
             arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences, x.dlast
             return kernels.backward(
@@ -177,10 +181,11 @@ def _define(cell: CellSpec) -> Operators:
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         x, found = forward_arguments(cell, inputs), dict(zip(results, output, strict=True))
         residuals = [found[name] for name in cell.saved]
-        ctx.call = choice.current()
+        ctx.call = choice.current()  # for `torch_bridge.explain`: the backward launches belong to this call
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*residuals)
-        # Without residuals, these are needed to recompute them; without kernels, for derivatives of the gradient.
+        # A backward kernel reads neither `xp` nor `b_hn`. They are saved only to recompute residuals that were not
+        # saved, or to differentiate the gradients of the loop.
         unused = ("xp", "b_hn") if x.save and should_launch_kernels(x.implementation, x.w_hh) else ()
         arrays = [None if name in unused else y for name, y in zip(names, inputs[:tensors], strict=False)]
         ctx.save_for_backward(*arrays, found["hs"], *residuals)
@@ -188,7 +193,7 @@ def _define(cell: CellSpec) -> Operators:
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # read once, because torch.utils.checkpoint lets a tensor be unpacked once
-        choice.resume(ctx.call)  # after the read, in which a checkpoint runs the forward pass again
+        choice.resume(ctx.call)  # only after the read, in which a checkpoint runs the forward pass again
         arrays, (hs, *residuals), options = saved[:tensors], saved[tensors:], ctx.options
         x = forward_arguments(cell, (*arrays, *options))
         given = dict(zip(results, grads, strict=True))
@@ -203,7 +208,7 @@ def _define(cell: CellSpec) -> Operators:
             found = op_common.call(forward_op, *arrays, *(again[name] for name in names[tensors:]))
             found = dict(zip(results, found, strict=True))
             hs, residuals = found["hs"], [found[name] for name in cell.saved]
-        compute = functools.partial(_first_gradients, cell, wanted, options, backward_op)
+        compute = functools.partial(_first_order_gradients, cell, wanted, options, backward_op)
         every = *arrays, *dsequences, *dlast, hs, *residuals
         if should_launch_kernels(x.implementation, x.w_hh):
             returned = compute(*every)

@@ -32,10 +32,13 @@ SCAN_STEP_COST = {
     ("lstm", "tf32x3", "fwd"): (15.0, 14.0, 3.7, 16.0, 0.0),
     ("lstm", "tf32x3", "bwd"): (9.6, 12.0, 4.0, 15.0, 0.0),
 }
-# Costs of a step of the streamed loop whose programs share the units, on GPUs without wgmma, in microseconds. Five of
-# them are per tile: the four of `STEP_COST` (fixed; per 100 KB of exchanged state; per 100 KB of weights; per million
-# multiply-adds), and one per 100 programs that share the tile. The sixth is per 1e5 elements of the state of all tiles.
-# Fitted to 448 timings of the tilings that are chosen for an A100 and an RTX 3090, run on an H200 with the code for
+# Costs of a step of the "streamed" loop if several programs share the units, on GPUs without wgmma. The six costs are
+# in microseconds:
+# - four per tile, as in `STEP_COST`: fixed; per 100 KB of exchanged state; per 100 KB of weights; per million
+#   multiply-adds;
+# - per tile and 100 programs that share it;
+# - per 1e5 elements of the state of all tiles.
+# Fitted to 448 timings of the tilings that are chosen for an A100 and an RTX 3090, run on an H200 from the PTX for
 # those GPUs (Triton 3.6). The fit is within 17 %, except for the forward pass of the GRU in "tf32x3". `STEP_COST`
 # itself ranks tilings, but does not predict their time on these GPUs.
 STREAMED_STEP_COST = {
@@ -96,7 +99,8 @@ def _scan_us(problem: Problem) -> float:
 
 def _streamed_us(problem: Problem, config: KernelConfig, device: Device) -> float:
     """Estimates the microseconds per step of all sequences in the streamed loop whose programs share the units."""
-    rounds, key = config.rounds(problem, device), _cost_key(problem)
+    key = _cost_key(problem)
+    rounds = config.rounds(problem, device)  # most tiles that one group of programs runs, one after the other
     costs = HOPPER_STREAMED_STEP_COST if device.has_wgmma else STREAMED_STEP_COST
     if key not in costs:
         return rounds * tile_cost(problem, config, STEP_COST[product_kind(problem), problem.direction])
@@ -106,5 +110,5 @@ def _streamed_us(problem: Problem, config: KernelConfig, device: Device) -> floa
 
 
 def _cost_key(problem: Problem) -> tuple[str, str, str]:
-    """Returns the key of a problem in the tables of this file."""
+    """Returns the key of a problem in the tables of this file: cell (whose costs apply), product and direction."""
     return problem.tilings, product_kind(problem), problem.direction
