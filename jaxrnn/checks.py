@@ -130,15 +130,17 @@ def split_carry(cell: Cell, name: str, carry: Any) -> tuple[Any, ...]:
     Raises:
       ValueError: the carry of a cell with two states is no pair, or that of a cell with one state is a tuple.
     """
-    made = "; pass zeros for a new episode, as initialize_carry of a module returns"
     if len(cell.states) == 1:
         if not _is_array(carry):
-            remedy = "; only an LSTM has a pair (c, h)" if isinstance(carry, (tuple, list)) else made
+            remedy = "; pass zeros for a new episode, as initialize_carry of a module returns"
+            if isinstance(carry, (tuple, list)):
+                remedy = "; only an LSTM has a pair (c, h)"
             raise ValueError(f"{name} must be one array for {cell.title}, [*batch, H], got {describe(carry)}{remedy}")
         return (carry,)
     if not isinstance(carry, (tuple, list)) or len(carry) != 2:
         raise ValueError(
-            f"{name} must be a pair (c, h) for {cell.title}, two arrays [*batch, H], got {describe(carry)}{made}"
+            f"{name} must be a pair (c, h) for {cell.title}, two arrays [*batch, H], got {describe(carry)}; pass both, "
+            "for a new episode the zeros that initialize_carry of a module returns"
         )
     return (carry[1], carry[0])
 

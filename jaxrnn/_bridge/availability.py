@@ -63,7 +63,8 @@ def _unsupported(dtypes: Sequence[Any], too_wide: Callable[[Any], str | None], m
 def _not_installed() -> str | None:
     """Returns which package is not installed, and how to install it; None if all are."""
     if _spec_missing("triton"):
-        return f"needs triton, which is not installed: {_INSTALL.format('triton')}"
+        gpu = "" if on_gpu() else f' (it also needs an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here)'
+        return f"needs triton, which is not installed: {_INSTALL.format('triton')}{gpu}"
     if _spec_missing("torch") and (reason := _torch_needed()) is not None:
         return f"needs torch, which is not installed, because {reason}: {_INSTALL.format('torch')}"
     return None

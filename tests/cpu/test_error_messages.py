@@ -245,7 +245,7 @@ TABLE = {
             lambda: jaxrnn.lstm(LSTM, None, XS),
             (
                 "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got None; "
-                "pass zeros for a new episode, as initialize_carry of a module returns"
+                "pass both, for a new episode the zeros that initialize_carry of a module returns"
             ),
         ),
         (wrong("lstm", carry=H0), "got an array float32[3, 6]; pass "),
@@ -353,7 +353,7 @@ TABLE = {
             apply(linen.RNN(linen.LSTMCell(H)), XS, initial_carry=Z((T, H))),
             (
                 "initial_carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an "
-                "array float32[4, 6]; pass zeros for a new episode, as initialize_carry of a module returns"
+                "array float32[4, 6]; pass both, for a new episode the zeros that initialize_carry of a module returns"
             ),
         ),
         (

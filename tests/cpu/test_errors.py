@@ -106,7 +106,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
     ("lstm", {"params": replaced("lstm", w_hh=ZEROS((H, 3 * H)))}, "params.w_hh must be (5, 20)"),
     ("lstm", {"params": replaced("lstm", b=ZEROS((3 * H,)))}, "params.b must be (20,)"),
     ("lstm", {"carry": ZEROS((B, H))}, "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array"),
-    ("lstm", {"carry": (ZEROS((B, H)),) * 3}, "got a tuple of 3; pass zeros for a new episode"),
+    ("lstm", {"carry": (ZEROS((B, H)),) * 3}, "got a tuple of 3; pass both, for a new episode the zeros"),
     ("lstm", {"carry": (ZEROS((B, H + 1)), ZEROS((B, H)))}, "both [*batch, H]; got c (3, 6) and h (3, 5)"),
     ("lstm", {"carry": (ZEROS((B, H + 1)),) * 2}, "a carry of width 6, got (2, 20)"),
     ("lstm", {"carry": (ZEROS((B, H), int), ZEROS((B, H)))}, "carry[0] must be floating point, got int32"),

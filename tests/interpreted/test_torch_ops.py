@@ -602,6 +602,8 @@ WRONG = [
     ({"new": torch.zeros(2, H)}, ValueError, r"^(h of )?reset_state must be \(5,\), \(3, 5\) or \(4, 3, 5\)"),
     ({"implementation": "cudnn"}, ValueError, 'implementation must be "triton", "torch" or None, got \'cudnn\''),
     ({"precision": "ieee"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
+    ({"precision": "TF32"}, ValueError, r"""got 'TF32'; did you mean "tf32"\?"""),
+    ({"precision": "highest"}, ValueError, r"""got 'highest'; did you mean "tf32x3"\?"""),
     ({"precision": "ieee", "implementation": "torch"}, ValueError, 'precision must be "tf32", "tf32x3" or None'),
     ({"xs": None}, ValueError, "xs must be a tensor, got None"),
     ({"h0": [0.0] * H}, ValueError, "h0 must be a tensor, got list"),
@@ -641,6 +643,14 @@ def test_weights_in_the_layout_of_jax_raise(cell):
             FUNCTIONS[cell](xs, state, given[0], given[1].mT, *given[2:])
     with pytest.raises(ValueError, match=r"w_ih must be \[\d \* H, D\]"):
         FUNCTIONS[cell](xs, state, given[0][:0], *given[1:])
+
+
+@every_operator
+def test_resets_by_position_raise(cell):
+    xs, states, given, resets, *_ = weights(cell)
+    state = states if cell == "lstm" else states[0]
+    with pytest.raises(ValueError, match=r"b_ih must be .*: pass resets by its name"):
+        FUNCTIONS[cell](xs, state, *given[:2], resets)
 
 
 def test_state_of_an_lstm_must_be_a_pair():

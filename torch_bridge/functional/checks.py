@@ -101,6 +101,8 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
             remedy = f": pass {name}.mT" if len(shape) == 2 and tuple(w.shape) == shape[::-1] else ""
             if not remedy and name == "w_ih":
                 remedy = ": the arguments are xs, the initial state or None, w_ih, w_hh"
+            if name in ("b_ih", "b_hh") and tuple(w.shape) == steps:
+                remedy = ": pass resets by its name"
             if not remedy and name == "w_hh":
                 remedy = f": w_ih has {wide} = {cell.gates} * H rows"
             raise ValueError(

@@ -74,7 +74,10 @@ def kernel_precision(precision: Precision, hidden: int) -> str:
     if precision is None:
         return rules.kernel_precision(_matmul_precision() == "tf32", hidden)
     if precision not in PRECISIONS:
+        lower = str(precision).lower()
+        meant = {"medium": "tf32", "high": "tf32", "highest": "tf32x3"}.get(lower, lower)
         raise ValueError(
-            f'precision must be "tf32", "tf32x3" or None (to follow torch.backends.cuda.matmul), got {precision!r}'
+            'precision must be "tf32", "tf32x3" or None (to follow torch.backends.cuda.matmul), got '
+            f"{precision!r}" + (f'; did you mean "{meant}"?' if meant in PRECISIONS else "")
         )
     return precision
