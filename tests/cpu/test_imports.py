@@ -240,7 +240,7 @@ ARROWS = {
     "blocks": ("cells",),
     "checks": ("cells",),
     "choice": ("_bridge", "checks", "context"),
-    "explanation": ("_bridge", "choice", "context"),
+    "explanation": ("_bridge", "checks", "choice", "context"),
     "convert": ("cells", "checks"),
     "sharding": (),
     "scan": ("cells", "numerics"),
