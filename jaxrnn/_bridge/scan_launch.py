@@ -159,9 +159,9 @@ def _forward(
 
 
 def _is_packed(cell: Cell, names: Collection[str]) -> bool:
-    """Whether the launch holds the residuals as packed words (`pack_words`): with `local_grads`, without `carry_gate`.
+    """Returns whether the residuals of a launch are words that `pack_words` packed.
 
-    See `CellSpec.in_place_residuals`.
+    Such a launch has `local_grads` and no `carry_gate`. `torch_bridge.cells.CellSpec.in_place_residuals` describes it.
     """
     return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
 

@@ -147,7 +147,7 @@ TABLE = {
         (wrong("gru", carry=Z((H, B))), "carry seems to be [H, B]: swap the arguments of the function that made it"),
         (
             wrong("gru", xs=(XS, RESETS)),
-            "xs must be an array, got a tuple of 2; pass one array, and resets",
+            "xs must be an array, got a tuple of 2; pass one array, and resets by its name",
         ),
         (
             wrong("gru", carry=Z((B + 2, H))),
@@ -248,12 +248,15 @@ TABLE = {
                 "pass both, for a new episode the zeros that initialize_carry of a module returns"
             ),
         ),
-        (wrong("lstm", carry=H0), "got an array float32[3, 6]; pass "),
-        (wrong("lstm", carry=jnp.stack(PAIR)), "got an array float32[2, 3, 6]; pass "),
-        (wrong("lstm", carry={"c": H0, "h": H0}), "got a dict with c, h; pass "),
+        (wrong("lstm", carry=H0), "got an array float32[3, 6]; pass both, for a new episode"),
+        (wrong("lstm", carry=jnp.stack(PAIR)), "got an array float32[2, 3, 6]; pass both, for a new episode"),
+        (
+            wrong("lstm", carry={"c": H0, "h": H0}),
+            "got a dict with c, h; pass both, for a new episode the zeros that initialize_carry",
+        ),
         (wrong("lstm", carry=(H0, None)), "carry[1] must be an array, got None"),
         (wrong("lstm", carry=(PAIR, PAIR)), "carry[1] must be one array [*batch, H], got a tuple of 2"),
-        (lambda: jax.jit(lambda c: call("lstm", carry=c))(H0), "got an array float32[3, 6]; pass "),
+        (lambda: jax.jit(lambda c: call("lstm", carry=c))(H0), "got an array float32[3, 6]; pass both, for a"),
         (
             wrong("lstm", resets=RESETS, reset_state=(H0,) * 3),
             "reset_state must be a pair (c, h) for an LSTM, two arrays [*batch, H], got a tuple of 3",
@@ -347,7 +350,8 @@ TABLE = {
         ),
         (
             apply(linen.RNN(linen.GRUCell(H)), XS, initial_carry="zeros"),
-            "initial_carry must be one array for a GRU, [*batch, H], got 'zeros'; pass ",
+            "initial_carry must be one array for a GRU, [*batch, H], got 'zeros'; pass zeros for a new "
+            "episode, as initialize_carry of a module returns",
         ),
         (
             apply(linen.RNN(linen.LSTMCell(H)), XS, initial_carry=Z((T, H))),
@@ -400,7 +404,10 @@ TABLE = {
         ),
         (
             apply(linen.RNN(nn.LSTMCell(H, gate_fn=nn.relu)), XS, resets=RESETS, reset_carry=Z(H)),
-            ("reset_carry must have the structure of the carry, a tuple of 2, got an array float32[6]; pass "),
+            (
+                "reset_carry must have the structure of the carry, a tuple of 2, got an array float32[6]; pass what "
+                "initialize_carry of the module returns"
+            ),
         ),
         # NNX
         (
@@ -445,12 +452,12 @@ TABLE = {
             reuse(linen.RNN(linen.GRUCell(H + 1)), linen.RNN(linen.GRUCell(H)), XS),
             (
                 "the carry must be 6 wide, as that which the parameters at cell were made for, got 7; pass a carry of "
-                "that width and set features=6"
+                "that width and set features=6 if the module has features, or call init with this carry"
             ),
         ),
         (
             reuse(linen.RNN(linen.GRUCell(H)), linen.RNN(linen.GRUCell(H)), XS, initial_carry=Z((T, H + 1))),
-            "GRUCell: the carry must be 6 wide",
+            "the carry must be 6 wide, as that which the parameters at cell were made for, got 7; pass a carry of that",
         ),
         (
             reuse(linen.RNN(linen.GRUCell(H)), linen.RNN(linen.LSTMCell(H)), XS),
@@ -485,7 +492,8 @@ TABLE = {
         ),
         (
             apply(linen.GRUCell(H), None, XS[0]),
-            "carry must be one array for a GRU, [*batch, H], got None; pass ",
+            "carry must be one array for a GRU, [*batch, H], got None; pass zeros for a new episode, as "
+            "initialize_carry of a module returns",
         ),
         (
             apply(linen.GRUCell(H), PAIR, XS[0]),
@@ -519,7 +527,10 @@ TABLE = {
     "LSTMCell": [
         (
             apply(linen.LSTMCell(H), H0, XS[0]),
-            ("carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array float32[3, 6]; pass "),
+            (
+                "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array float32[3, 6]; pass "
+                "both, for a new episode the zeros that initialize_carry of a module returns"
+            ),
         ),
         (ran("LSTMCell", H0, XS[0]), "carry must be a pair (c, h) for an LSTM"),
     ],
@@ -538,7 +549,10 @@ TABLE = {
             apply(linen.ScannedRNN(nn.GRUCell(H)), H0, (XS, RESETS)),
             "hidden_state_dim must be an integer or None, got GRUCell; a cell is given as cell_type",
         ),
-        (lambda: linen.ScannedRNN("lstm").initialize_carry(B, H), "hidden_state_dim must be an integer or None, got"),
+        (
+            lambda: linen.ScannedRNN("lstm").initialize_carry(B, H),
+            "hidden_state_dim must be an integer or None, got 'lstm'",
+        ),
         (apply(linen.ScannedRNN(cell_name=3), H0, (XS, RESETS)), "cell_name must be a string or None, got 3; pass a"),
         (
             apply(linen.ScannedRNN(), H0, (XS, RESETS.T)),

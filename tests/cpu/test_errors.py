@@ -106,7 +106,11 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
     ("lstm", {"params": replaced("lstm", w_hh=ZEROS((H, 3 * H)))}, "params.w_hh must be (5, 20)"),
     ("lstm", {"params": replaced("lstm", b=ZEROS((3 * H,)))}, "params.b must be (20,)"),
     ("lstm", {"carry": ZEROS((B, H))}, "carry must be a pair (c, h) for an LSTM, two arrays [*batch, H], got an array"),
-    ("lstm", {"carry": (ZEROS((B, H)),) * 3}, "got a tuple of 3; pass both, for a new episode the zeros"),
+    (
+        "lstm",
+        {"carry": (ZEROS((B, H)),) * 3},
+        "got a tuple of 3; pass both, for a new episode the zeros that initialize_carry of a module returns",
+    ),
     ("lstm", {"carry": (ZEROS((B, H + 1)), ZEROS((B, H)))}, "both [*batch, H]; got c (3, 6) and h (3, 5)"),
     ("lstm", {"carry": (ZEROS((B, H + 1)),) * 2}, "a carry of width 6, got (2, 20)"),
     ("lstm", {"carry": (ZEROS((B, H), int), ZEROS((B, H)))}, "carry[0] must be floating point, got int32"),
@@ -240,7 +244,11 @@ def test_triton_rejects_bfloat16_in_the_interpreter(cell, name):
 NO_ARRAYS = [
     ({"xs": None}, "xs must be an array, got None"),
     ({"xs": [[0.0]]}, "xs must be an array, got a list of 1"),
-    ({"carry": None}, "carry must be one array for a GRU, [*batch, H], got None; pass "),
+    (
+        {"carry": None},
+        "carry must be one array for a GRU, [*batch, H], got None; pass zeros for a new episode, as "
+        "initialize_carry of a module returns",
+    ),
     ({"carry": {"h": 0}}, "carry must be one array for a GRU, [*batch, H], got a dict with h"),
     ({"params": replaced("gru", b_hn=None)}, "params.b_hn must be an array, got None"),
     ({"resets": [[0] * B] * T}, "resets must be an array, got a list of 4"),

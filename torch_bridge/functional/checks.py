@@ -98,13 +98,15 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
         if w is None:
             continue
         if tuple(w.shape) != shape:
-            remedy = f": pass {name}.mT" if len(shape) == 2 and tuple(w.shape) == shape[::-1] else ""
-            if not remedy and name == "w_ih":
-                remedy = ": the arguments are xs, the initial state or None, w_ih, w_hh"
-            if name in ("b_ih", "b_hh") and tuple(w.shape) == steps:
+            remedies = {
+                "w_ih": ": the arguments are xs, the initial state or None, w_ih, w_hh",
+                "w_hh": f": w_ih has {wide} = {cell.gates} * H rows",
+            }
+            remedy = remedies.get(name, "")
+            if len(shape) == 2 and tuple(w.shape) == shape[::-1]:
+                remedy = f": pass {name}.mT"
+            elif name in ("b_ih", "b_hh") and tuple(w.shape) == steps:
                 remedy = ": pass resets by its name"
-            if not remedy and name == "w_hh":
-                remedy = f": w_ih has {wide} = {cell.gates} * H rows"
             raise ValueError(
                 f"{name} must be {shape} for inputs {tuple(xs.shape)} {layout}, got {tuple(w.shape)}{remedy}"
             )

@@ -23,9 +23,11 @@ def check_tensors(rnn: Any, input: Any, hx: tuple[Any, ...] | None) -> None:
     """Raises ValueError unless the input and the initial states are tensors, or the input is packed."""
     if not isinstance(input, PackedSequence):
         check_tensor("input", input, optional=False)
-    for x in hx or ():
-        if len(hx or ()) == 1 and isinstance(x, (tuple, list)):
-            raise ValueError(f"hx of {rnn.mode} must be one tensor, got {type(x).__name__}: only an LSTM has a pair")
+    if hx is None:
+        return
+    if len(hx) == 1 and isinstance(hx[0], (tuple, list)):
+        raise ValueError(f"hx of {rnn.mode} must be one tensor, got {type(hx[0]).__name__}: only an LSTM has a pair")
+    for x in hx:
         check_tensor("hx", x, optional=False)
 
 

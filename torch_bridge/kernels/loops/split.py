@@ -67,7 +67,7 @@ def forward_kernel(
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, WARPGROUPS], [16, BLOCK_B // WARPGROUPS, 16])
-    # whether there are registers for the inputs of two steps
+    # In these cases the registers can hold the inputs of two steps.
     PREFETCH_INPUTS: gl.constexpr = GATES < 4 or BLOCK_B // WARPGROUPS < 16
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
