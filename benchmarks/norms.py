@@ -418,6 +418,13 @@ def _compile_kernels(problem: Any, device: Any) -> None:
     Launch(problem, device).compile()
 
 
+def _run_as(profile: Any) -> None:
+    if profile is not None:
+        from torch_bridge import gpu
+
+        gpu.run_as(profile)
+
+
 def compile_kernels(chosen: Iterable[NormCase]) -> None:
     """Compiles kernels into Triton's cache on disk, in parallel.
 
@@ -429,7 +436,7 @@ def compile_kernels(chosen: Iterable[NormCase]) -> None:
     wanted = {(p.kind, p.direction, p.columns, p.dtypes): p for case in chosen for p in problems(case)}
     spawn = multiprocessing.get_context("spawn")
     workers = max(min(len(os.sched_getaffinity(0)), len(wanted)), 1)
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as pool:
+    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _run_as, (gpu.profile(),)) as pool:
         concurrent.futures.wait([pool.submit(_compile_kernels, problem, device) for problem in wanted.values()])
 
 

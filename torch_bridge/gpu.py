@@ -62,6 +62,11 @@ def device(ordinal: int = 0) -> Device:
     return here if _profile is None else dataclasses.replace(_profile, name=f"{_profile.name} on {here.name}")
 
 
+def profile() -> Device | None:
+    """Returns the GPU that `run_as` set, or None: kernels are chosen for the actual GPU."""
+    return _profile
+
+
 def binary_capability(capability: int) -> int:
     """Returns the compute capability that kernels compiled for another one are assembled for; see `run_as`."""
     return capability if _profile is None else cuda_driver.device(0).capability
@@ -72,7 +77,8 @@ def run_as(profile: Device) -> None:
 
     Benchmarks and tests use this to run the code for an absent GPU on other hardware. PTX for an older capability runs
     on a newer GPU, not the other way round. Call this function before anything is traced. Compiled code goes to a
-    separate folder in Triton's cache.
+    separate folder in Triton's cache. Triton passes that folder to new processes through the environment, but not the
+    profile: a new process that compiles kernels calls this function, too.
 
     Raises:
       ValueError: this GPU has a lower capability than the profile.
@@ -93,7 +99,9 @@ def run_as(profile: Device) -> None:
         return None
 
     triton.knobs.runtime.add_stages_inspection_hook = assemble_for_this_gpu
-    triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, f"assembled-for-sm_{capability}")
+    folder = f"assembled-for-sm_{capability}"
+    if os.path.basename(triton.knobs.cache.dir) != folder:
+        triton.knobs.cache.dir = os.path.join(triton.knobs.cache.dir, folder)
     _profile = profile
 
 

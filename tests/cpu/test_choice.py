@@ -155,6 +155,8 @@ def test_running_as_another_gpu_assembles_its_ptx_for_the_actual_gpu(monkeypatch
     assert ".target sm_86" in compiled.asm["ptx"]
     assert machine_of(compiled.asm["cubin"], tmp_path) == 90
     assert Path(triton.knobs.cache.dir).parent == tmp_path
+    gpu.run_as(tiling.PROFILES["rtx3090"])  # as a process does that inherited the folder
+    assert Path(triton.knobs.cache.dir).parent == tmp_path
 
 
 def machine_of(cubin, folder):
