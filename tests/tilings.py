@@ -14,6 +14,9 @@ COMPILED = {
     "resident-128": ((128,), KernelConfig(128, 8, 128, 1, 8, 1, "resident"), (1, 2, 4, 8, 16)),
     "split": ((192, 300), KernelConfig(64, 8, 64, 3, 4, 1, "split"), (8, 16, 32)),
     "rows": ((512, 300), KernelConfig(32, 64, 32, 12, 4, 1, "rows"), (64, 128)),
+    "split-registers-64": ((192, 256), KernelConfig(64, 8, 256, 4, 8, 1, "split_registers"), (8, 16)),
+    "split-registers-32": ((300, 512), KernelConfig(32, 8, 512, 16, 8, 1, "split_registers"), (8, 16)),
+    "split-registers-16": ((520,), KernelConfig(16, 8, 1024, 36, 8, 1, "split_registers"), (8, 16)),
     "split-of-8-warps": ((256,), KernelConfig(64, 16, 64, 4, 8, 1, "split"), (16, 32)),
 }
 
@@ -34,9 +37,9 @@ def outputs(problem, device, tiling, place):
 
 
 def for_width(tiling, hidden):
-    """Returns the tiling with as many programs as share `hidden` units, a multiple of four for rows kernels."""
-    rows = tiling.loop == "rows"
-    splits = 4 * -(-hidden // 128) if rows else -(-hidden // tiling.block_h)
+    """Returns the tiling with as many programs as share `hidden` units, a multiple of some number in two loops."""
+    multiple = {"rows": 4, "split_registers": 64 // tiling.block_h}.get(tiling.loop, 1)
+    splits = multiple * -(-hidden // (multiple * tiling.block_h))
     return dataclasses.replace(tiling, splits=splits)
 
 

@@ -70,7 +70,7 @@ GRU = CellSpec(
     in_place_residuals=("local_grads", 3),
     last_gate_separate=True,
     tilings="gru",
-    loops=("streamed", "resident", "fma", "split", "rows"),
+    loops=("streamed", "resident", "fma", "split", "split_registers", "rows"),
     norm="",
 )
 LSTM = CellSpec(
@@ -81,7 +81,7 @@ LSTM = CellSpec(
     in_place_residuals=None,
     last_gate_separate=False,
     tilings="lstm",
-    loops=("streamed", "resident", "fma", "split", "rows"),
+    loops=("streamed", "resident", "fma", "split", "split_registers", "rows"),
     norm="",
 )
 MGU = CellSpec(
@@ -92,7 +92,7 @@ MGU = CellSpec(
     in_place_residuals=None,
     last_gate_separate=True,
     tilings="gru",
-    loops=("streamed", "resident", "fma"),
+    loops=("streamed", "resident", "fma", "split_registers"),
     norm="",
 )
 SIMPLE_TANH = CellSpec(
@@ -103,7 +103,7 @@ SIMPLE_TANH = CellSpec(
     in_place_residuals=None,
     last_gate_separate=False,
     tilings="gru",
-    loops=("streamed", "resident", "fma"),
+    loops=("streamed", "resident", "fma", "split_registers"),
     norm="",
 )
 SIMPLE_RELU = CellSpec(
@@ -114,7 +114,7 @@ SIMPLE_RELU = CellSpec(
     in_place_residuals=None,
     last_gate_separate=False,
     tilings="gru",
-    loops=("streamed", "fma"),  # "resident" scales hidden states by a bound, and these have none
+    loops=("streamed", "fma"),  # the others scale hidden states by a bound, and these have none
     norm="",
 )
 RMS_NORM_GRU = CellSpec(

@@ -56,8 +56,9 @@ class LaunchRecord:
     Attributes:
       computes: what it computes: a cell or a norm by its name, "input projection" or "weight gradients".
       direction: the pass that it belongs to, "forward" or "backward".
-      loop: for a recurrence, the family of its time loop: "streamed", "resident", "fma", "split" or "rows", or "scan"
-        if `lax.scan` in XLA replaces the launch because it is estimated to be faster; None for other launches.
+      loop: for a recurrence, the family of its time loop: "streamed", "resident", "fma", "split", "split_registers" or
+        "rows", or "scan" if `lax.scan` in XLA replaces the launch because it is estimated to be faster; None for other
+        launches.
       kernels: the names of its kernels, as profilers show them; none if `lax.scan` replaces it.
       programs: the number of programs (thread blocks) of each kernel.
       tiling: how the first kernel divides the problem among its programs, an object of `torch_bridge`; None for

@@ -12,6 +12,7 @@ LOOPS = {
     "fma": (None, 64),
     "resident": (KernelConfig(64, 8, 64, 1, 4, 1, "resident"), 64),
     "split": (KernelConfig(64, 16, 64, 4, 4, 1, "split"), 256),
+    "split_registers": (KernelConfig(64, 8, 256, 4, 8, 1, "split_registers"), 256),
     "rows": (KernelConfig(32, 64, 32, 8, 4, 1, "rows"), 256),
 }
 

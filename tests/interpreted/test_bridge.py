@@ -193,7 +193,8 @@ def _variants(device):
 @every_device
 def test_all_kernels_without_wgmma_run_from_capability_8_on(device):
     needs_wgmma = {"split", "rows"}
-    assert _variants(device) == {"streamed", "resident", "fma"} | (needs_wgmma if device.capability == 90 else set())
+    anywhere = {"streamed", "resident", "fma", "split_registers"}
+    assert _variants(device) == anywhere | (needs_wgmma if device.capability == 90 else set())
 
 
 @pytest.mark.interpret

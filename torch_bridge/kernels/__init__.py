@@ -25,6 +25,8 @@ def loop_kernel(loop: str, direction: str) -> Any:
         from torch_bridge.kernels.loops import fma as module
     elif loop == "split":
         from torch_bridge.kernels.loops import split as module
+    elif loop == "split_registers":
+        from torch_bridge.kernels.loops import split_registers as module
     else:
         from torch_bridge.kernels.loops import rows as module
     return module.forward_kernel if direction == "fwd" else module.backward_kernel

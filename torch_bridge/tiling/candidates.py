@@ -14,6 +14,7 @@ from torch_bridge.tiling.problem import Problem, ResetState, UnsupportedError, p
 from torch_bridge.tiling.resident import resident_configs
 from torch_bridge.tiling.rows import rows_configs
 from torch_bridge.tiling.split import split_configs
+from torch_bridge.tiling.split_registers import split_registers_configs
 from torch_bridge.tiling.streamed import max_hidden, shared_configs, single_program_configs
 from torch_bridge.tiling.support import FLOAT32_WIDTH
 
@@ -43,6 +44,8 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     kept = resident + single_program_configs(problem, device) + _by_cost(split + rows)
     read = _by_cost(shared_configs(problem, device) + [way for way in few if way[0]])
     found = [config for cost, config in few if not cost] + kept + read
+    if "split_registers" in loops:  # the last, because no GPU has timed these kernels yet
+        found += split_registers_configs(problem, device)
     if not found:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "

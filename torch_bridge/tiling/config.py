@@ -11,9 +11,9 @@ from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
 
 # The families of time loops in `torch_bridge.kernels.loops`. "streamed" is written in Triton, the others in Gluon.
-# "resident" and "fma" run on compute capability 8.0 and newer; "split" and "rows" use wgmma, which only capability 9.0
-# has.
-Loop = Literal["streamed", "resident", "fma", "split", "rows"]
+# "resident", "fma" and "split_registers" run on compute capability 8.0 and newer; "split" and "rows" use wgmma, which
+# only capability 9.0 has.
+Loop = Literal["streamed", "resident", "fma", "split", "split_registers", "rows"]
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,8 @@ class KernelConfig:
         if self.splits == 1:
             return []
         forward, gates, workers = problem.direction == "fwd", CELLS[problem.cell].gates, self.workers(problem, device)
-        if self.loop == "split":
-            # two buffers; forward, each pair of sequences is a word and the word's number; backward, each program sends
+        if self.loop in ("split", "split_registers"):
+            # two buffers; forward, each pair of elements is a word and the word's number; backward, each program sends
             # a word per element to each program
             words = 2 * self.block_h * self.block_b * self.splits * workers
             return [("exchange", words if forward else words * self.splits, "int32", True)]
@@ -82,6 +82,10 @@ class KernelConfig:
         if self.loop == "split":
             operands = self.splits if problem.direction == "fwd" else gates
             return 2 * self.block_h * (gates * self.splits * self.block_h + operands * self.block_b) + 1024
+        if self.loop == "split_registers":
+            # the weights of a gate on their way to registers; then the state, and the products of each group of warps
+            state = (2 * self.block_k + 512 * gates) * self.block_b
+            return max(2 * self.block_h * self.block_k, state if problem.direction == "fwd" else 0) + 1024
         if self.loop == "rows":
             return 2 * gates * self.block_h * self.block_h * self.splits + 1024
         if self.loop == "fma":

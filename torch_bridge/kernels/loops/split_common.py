@@ -67,7 +67,7 @@ def _at_once(count, elements, numbered):
 
 
 @gluon.jit
-def _receive(
+def receive(
     address, number, COUNT: gl.constexpr, STRIDE: gl.constexpr, ELEMENTS: gl.constexpr, NUMBERED: gl.constexpr
 ):  # fmt: skip
     """Waits for COUNT words, STRIDE bytes apart, at each address, and returns them as a tuple of tensors.
@@ -83,7 +83,7 @@ def _receive(
 
 
 @gluon.jit
-def _send_numbered(address, word, number, live):
+def send_numbered(address, word, number, live):
     """Sends 32-bit words with their number, where `live` is not 0."""
     gl.inline_asm_elementwise(
         """{
@@ -99,11 +99,25 @@ def _send_numbered(address, word, number, live):
 
 
 @gluon.jit
-def _send(address, word):
+def send(address, word):
     """Sends 32-bit words as they are."""
     gl.inline_asm_elementwise(
         "st.relaxed.gpu.global.b32 [$1], $2; mov.b32 $0, 0;",
         "=r,l,r", [address, word], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def send_where(address, word, live):
+    """Sends 32-bit words as they are, where `live` is not 0."""
+    gl.inline_asm_elementwise(
+        """{
+        .reg .pred p;
+        setp.ne.b32 p, $3, 0;
+        @p st.relaxed.gpu.global.b32 [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r", [address, word, live], dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -162,7 +176,7 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
     """Returns what `state_scale` does, over the units of all programs."""
     largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
-        unit = part * 64 + own
+        unit = part * own.shape[0] + own
         mask = (unit < H)[:, None] & mask_q[None, :]
         h = gl.abs(gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32))
         largest = gl.maximum(largest, h)
@@ -170,7 +184,7 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
 
 
 @gluon.jit
-def _mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
+def mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
     """Returns the address of one of a worker's BOXES of BYTES each, in the buffer for `number`."""
     return exchange_ptr.to(gl.int64) + (((number % 2) * workers + worker) * BOXES + box).to(gl.int64) * BYTES
 
@@ -186,8 +200,8 @@ def _send_tile(exchange_ptr, x, number, live, workers, worker, split, DTYPE: gl.
     offset = (batch // 2)[None, :] * 64 + unit[:, None]
     low, high = x.reshape([64, BATCH // 2, 2]).split()
     offset, _ = offset.reshape([64, BATCH // 2, 2]).split()
-    address = _mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * 256) + offset * 8
-    _send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
+    address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * 256) + offset * 8
+    send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
 
 
 @gluon.jit
@@ -214,8 +228,8 @@ def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.cons
     batch = gl.arange(0, BATCH // 2, gl.SliceLayout(1, LOAD))
     unit = gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     offset = batch[:, None] * 64 + unit[None, :]
-    address = _mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * 256) + offset * 8
-    words = _receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True)
+    address = mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * 256) + offset * 8
+    words = receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True)
     for part in gl.static_range(SPLITS):
         low = words[part].to(gl.int16).to(DTYPE, bitcast=True)
         high = (words[part] >> 16).to(gl.int16).to(DTYPE, bitcast=True)
@@ -224,7 +238,7 @@ def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.cons
 
 
 @gluon.jit
-def _new_bit(number):
+def new_bit(number):
     """Returns the last bit of words with this number.
 
     The bit differs from that of number - 2, whose words were in the same buffer before.
@@ -236,7 +250,7 @@ def _new_bit(number):
 def send_partial_sums(
     exchange_ptr, parts, unscale, number, workers, worker, split, SPLITS: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """Sends each program its float32 tile `[64, batch]`; the last bit of each element is replaced by `_new_bit`."""
+    """Sends each program its float32 tile `[64, batch]`; the last bit of each element is replaced by `new_bit`."""
     BATCH: gl.constexpr = parts[0].shape[1]
     LAYOUT: gl.constexpr = parts[0].type.layout
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -246,8 +260,8 @@ def send_partial_sums(
         part = parts[to]
         if SCALED:
             part = part * unscale
-        box = _mailbox(exchange_ptr, number, workers, worker, to * SPLITS + split, SPLITS * SPLITS, BATCH * 256)
-        _send(box + offset * 4, (part.to(gl.int32, bitcast=True) & -2) | _new_bit(number))
+        box = mailbox(exchange_ptr, number, workers, worker, to * SPLITS + split, SPLITS * SPLITS, BATCH * 256)
+        send(box + offset * 4, (part.to(gl.int32, bitcast=True) & -2) | new_bit(number))
 
 
 @gluon.jit
@@ -258,9 +272,9 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
     unit = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     batch = gl.arange(0, BATCH, gl.SliceLayout(0, LAYOUT))
     offset = batch[None, :] * 64 + unit[:, None]
-    box = _mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * 256)
-    bit = offset * 0 + _new_bit(number)
-    words = _receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
+    box = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * 256)
+    bit = offset * 0 + new_bit(number)
+    words = receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
     total = zeros
     for part in gl.static_range(SPLITS):
         total += (words[part] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero

@@ -1,0 +1,519 @@
+"""Time loop in Gluon: SPLITS programs of BLOCK_H units each run a tile of sequences together, weights in registers.
+
+The kernels compute what those of `streamed.py` do with SPLITS > 1, for compute capability 8.0 and newer. A worker is a
+group of SPLITS programs. It runs its items, which are tiles of a model, one after the other. A program keeps the
+weights of its own units in registers, in 16 bits, and exchanges data with the others as `split_common` explains.
+
+Forward, a program receives the hidden state of all units and multiplies it by the rows of its own units. Its warps
+share the units of the state: each group of warps multiplies its part of them, and the products of the groups are added
+through shared memory. Backward, a program multiplies the gate gradients of its own units by its weights, which are
+columns, and sends to every program the part of the gradient that belongs to that program's units. The gate gradients,
+and the scale of their float16 operands, are not exchanged.
+
+A thread computes two adjacent units of a sequence, and a warp every eighth sequence. With fewer than 64 units, several
+lanes compute the same. The forward kernel supports only zeros as reset state. Neither kernel supports a norm.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from torch_bridge.kernels import names
+from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
+from torch_bridge.kernels.gluon_common import (
+    add_inputs,
+    backward_rows,
+    barrier,
+    forward_rows,
+    inverse,
+    largest_magnitude,
+    load_gradients,
+    load_inputs,
+    load_resets,
+    load_residuals,
+    load_states,
+    new_state_scale,
+    pack_residuals,
+    reset_gradients,
+    scale_to_float16,
+    store_residuals,
+    store_states,
+    to_operand,
+    unpack_residuals,
+)
+from torch_bridge.kernels.loops.split_common import (
+    first_state_scale,
+    locate,
+    mailbox,
+    new_bit,
+    opaque_zero,
+    receive,
+    send,
+    send_numbered,
+    send_where,
+)
+
+
+@gluon.constexpr_function
+def _power_of_2(count):
+    """Returns the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+@gluon.constexpr_function
+def _all_units(splits, block_h):
+    """Returns the number of units of all programs, rounded up to a power of two."""
+    return _power_of_2(splits * block_h)
+
+
+@gluon.constexpr_function
+def _parts_layout(block_h, warps):
+    """Returns the layout of the terms of a sum, `[terms, units, sequences]`.
+
+    A thread has two adjacent units of a sequence. The lanes that are left over share the terms.
+    """
+    lanes = block_h // 2
+    return gl.BlockedLayout([1, 2, 1], [32 // lanes, lanes, 1], [1, 1, warps], [1, 0, 2])
+
+
+@gluon.constexpr_function
+def _forward_layout(groups, warps):
+    """Returns the layout of a batched product: `groups` of warps multiply a part of the units each."""
+    return gl.NVMMADistributedLayout([2, 0], [groups, warps // groups, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def _operand_layout(block_h):
+    """Returns the layout in shared memory of 16-bit rows of `block_h` elements, without conflicts between banks."""
+    return gl.SwizzledSharedLayout(8, 64 // block_h, block_h // 8, [1, 0])
+
+
+@gluon.constexpr_function
+def _tile_layout(columns, warps):
+    """Returns the layout in which a tile of weights of so many columns is read."""
+    lanes = min(columns // 4, 32)
+    return gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _load_tile(
+    ptr, gate_stride, gate, k, split, stride, H: gl.constexpr, BLOCK_H: gl.constexpr, OWN_ROWS: gl.constexpr,
+    ROWS: gl.constexpr, COLS: gl.constexpr,
+):  # fmt: skip
+    """Loads tile k, `[ROWS, COLS]`, of a program's weights of a gate, with zeros past the first H rows and columns.
+
+    With OWN_ROWS, the program has the rows of its own units, else the columns.
+    """
+    LOAD: gl.constexpr = _tile_layout(COLS, gl.num_warps())
+    if OWN_ROWS:
+        HIGH: gl.constexpr = BLOCK_H // ROWS  # tiles one below the other
+        row, col = split * BLOCK_H + k % HIGH * ROWS, k // HIGH * COLS
+    else:
+        row, col = k * ROWS, split * BLOCK_H
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
+    cols = col + gl.arange(0, COLS, gl.SliceLayout(0, LOAD))
+    mask = (rows < H)[:, None] & (cols < H)[None, :]
+    return gl.load(ptr + gate * gate_stride + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
+
+
+@gluon.jit
+def _load_shard(
+    ptr, split, stride, gate_stride, H: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr, ALL: gl.constexpr,
+    GROUPS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr,
+):  # fmt: skip
+    """Loads a program's weights as register operands, one gate after the other through shared memory.
+
+    Returns a tuple by gate, and the factor that undoes the weights' scale. With GROUPS of warps, the weights are the
+    rows of the program's own units, `[GROUPS, BLOCK_H, ALL / GROUPS]`. With GROUPS == 0, they are the columns,
+    `[ALL, BLOCK_H]`.
+    """
+    SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    OWN_ROWS: gl.constexpr = GROUPS > 0
+    ROWS: gl.constexpr = min(BLOCK_H, 32) if OWN_ROWS else 4096 // BLOCK_H
+    COLS: gl.constexpr = ALL // GROUPS if OWN_ROWS else BLOCK_H
+    TILES: gl.constexpr = ALL * BLOCK_H // (ROWS * COLS)
+    HIGH: gl.constexpr = BLOCK_H // ROWS if OWN_ROWS else 1
+    if OWN_ROWS:
+        LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+        share = gl.allocate_shared_memory(DTYPE, [GROUPS, BLOCK_H, COLS], LAYOUT)
+    else:
+        PLAIN: gl.constexpr = _operand_layout(BLOCK_H)
+        share = gl.allocate_shared_memory(DTYPE, [ALL, BLOCK_H], PLAIN)
+    scale = 1.0
+    if SCALED:
+        largest = gl.zeros([ROWS, COLS], gl.float32, _tile_layout(COLS, gl.num_warps()))
+        for n in range(GATES * TILES + opaque_zero(split)):  # opaque, or an unrolled loop would take all registers
+            w = _load_tile(
+                ptr, gate_stride, n // TILES, n % TILES, split, stride, H, BLOCK_H, OWN_ROWS, ROWS, COLS
+            )  # fmt: skip
+            largest = gl.maximum(largest, gl.abs(w))
+        scale = scale_to_float16(gl.max(gl.max(largest, axis=1), axis=0), 14)
+    weights = ()
+    for gate in gl.static_range(GATES):
+        for k in gl.static_range(TILES):
+            first = gate + opaque_zero(split)  # opaque, so that addresses are not computed before this tile
+            w = _load_tile(ptr, gate_stride, first, k, split, stride, H, BLOCK_H, OWN_ROWS, ROWS, COLS)
+            if SCALED:
+                w = w * scale
+            if OWN_ROWS:
+                part = share.slice(k // HIGH, 1, 0).slice(k % HIGH * ROWS, ROWS, 1)
+                part.store(w.to(DTYPE).reshape([1, ROWS, COLS]))
+            else:
+                share.slice(k * ROWS, ROWS).store(w.to(DTYPE))
+        weights += (share.load(OPERAND),)
+    barrier()  # what the caller allocates may lie where the weights were: else it would wait at every step
+    return weights, inverse(scale)
+
+
+@gluon.jit
+def _send_state(
+    exchange_ptr, h, scale, reset_ptr, reset, number, live, workers, worker, split,
+    SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
+):  # fmt: skip
+    """Sends the hidden state that a step starts from to all programs, and returns its scale.
+
+    `reset` belongs to that step. A word holds two adjacent units of a sequence.
+    """
+    BLOCK_H: gl.constexpr = h.shape[0]
+    BATCH: gl.constexpr = h.shape[1]
+    if reset_ptr is not None:
+        h = gl.where(reset[None, :], 0.0, h)
+        if SCALED:
+            scale = new_state_scale(scale, reset)
+    if SCALED:
+        h = h * scale
+    bits = to_operand(h, DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
+    low, high = bits.reshape([BLOCK_H // 2, 2, BATCH]).permute([0, 2, 1]).split()
+    pair = gl.arange(0, BLOCK_H // 2, gl.SliceLayout(1, low.type.layout))
+    sequence = gl.arange(0, BATCH, gl.SliceLayout(0, low.type.layout))
+    offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
+    address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
+    return scale
+
+
+@gluon.jit
+def _stack(values):
+    """Returns a tuple of tensors `[a, b]`, whose number is a power of two, as a tensor `[a, b, number]`."""
+    SHAPE: gl.constexpr = [values[0].shape[0], values[0].shape[1], len(values)]
+    stacked = values
+    for _ in gl.static_range(len(values).bit_length() - 1):
+        joined = ()
+        for k in gl.static_range(len(stacked) // 2):
+            joined += (gl.join(stacked[k], stacked[k + len(stacked) // 2]),)
+        stacked = joined
+    return stacked[0].reshape(SHAPE)
+
+
+@gluon.jit
+def _receive_state(
+    operand, exchange_ptr, number, workers, worker, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr
+):  # fmt: skip
+    """Receives the hidden state of all programs into `operand`, `[groups, batch, part]`.
+
+    A thread receives a word of every 64 units, which lie at equal distances.
+    """
+    GROUPS: gl.constexpr = operand.shape[0]
+    BATCH: gl.constexpr = operand.shape[1]
+    PART: gl.constexpr = operand.shape[2]
+    LOAD: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
+    pair = gl.arange(0, 32, gl.SliceLayout(0, LOAD))
+    sequence = gl.arange(0, BATCH, gl.SliceLayout(1, LOAD))
+    box, within = pair // (BLOCK_H // 2), pair % (BLOCK_H // 2)
+    offset = (box * (BATCH * BLOCK_H // 2) + within)[None, :] + sequence[:, None] * (BLOCK_H // 2)
+    address = mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
+    COUNT: gl.constexpr = SPLITS * BLOCK_H // 64
+    words = receive(address, offset * 0 + number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True)
+    low, high = (), ()
+    for k in gl.static_range(GROUPS * PART // 64):
+        if k < COUNT:
+            low += (words[k].to(gl.int16).to(operand.dtype, bitcast=True),)
+            high += ((words[k] >> 16).to(gl.int16).to(operand.dtype, bitcast=True),)
+        else:  # units that no program has
+            low += (gl.zeros([BATCH, 32], operand.dtype, LOAD),)
+            high += (gl.zeros([BATCH, 32], operand.dtype, LOAD),)
+    state = gl.join(_stack(low), _stack(high)).permute([0, 2, 1, 3])
+    operand.store(state.reshape([BATCH, GROUPS, PART]).permute([1, 0, 2]))
+
+
+@gluon.jit
+def _multiply_gates(weights, operand, terms, zeros, UNITS: gl.constexpr, PARTS: gl.constexpr):
+    """Multiplies a program's weights by the state of all units; returns a tuple with a product per gate.
+
+    `terms` is a buffer a gate, through which the products of the groups of warps are added.
+    """
+    GATES: gl.constexpr = len(weights)
+    state = operand.permute([0, 2, 1]).load(gl.DotOperandLayout(1, zeros.type.layout, 2))
+    for gate in gl.static_range(GATES):
+        terms[gate].store(mma_v2(weights[gate], state, zeros))
+    products = ()
+    for gate in gl.static_range(GATES):
+        product = gl.sum(terms[gate].load(PARTS), axis=0)
+        products += (gl.convert_layout(product, UNITS),)
+    return products
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "fwd"))
+def forward_kernel(
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
+    dc_dh_ptr, carry_gate_ptr, exchange_ptr,
+    T, B, Q, tiles, items,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+):  # fmt: skip
+    """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
+
+    `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B, BLOCK_H / 2, 2]`: two buffers, used in turn. A word holds
+    two adjacent units of a sequence. The number of the send follows it, by which a receiver recognises a new word.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
+    GROUPS: gl.constexpr = WARPS * 16 // BLOCK_H  # of warps, each of which multiplies PART units of the state
+    PART: gl.constexpr = _all_units(SPLITS, BLOCK_H) // GROUPS
+    ACC: gl.constexpr = _forward_layout(GROUPS, WARPS)
+    PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
+    UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    TERMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, BLOCK_H // 16 if BLOCK_H < 64 else 4, [1, 2, 0])
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    zeros = gl.zeros([GROUPS, BLOCK_H, BLOCK_B], gl.float32, ACC)
+    own = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    unit = split * BLOCK_H + own
+    sent = 0  # number of the latest send
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        weights, w_unscale = _load_shard(
+            w_hh_t_ptr + model * (GATES * H * H), split, H, H * H, H, BLOCK_H, GATES, GROUPS * PART, GROUPS, DTYPE, ACC
+        )  # fmt: skip
+        operand = gl.allocate_shared_memory(DTYPE, [GROUPS, BLOCK_B, PART], SHARED)
+        terms = ()
+        for _ in gl.static_range(GATES):
+            terms += (gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_H, BLOCK_B], TERMS),)
+        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
+        row, stride = time_order(row, model, T, B, REVERSE)
+        b_hn = 0.0
+        if SEPARATE:
+            b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
+        states = load_states(h0_ptr, c0_ptr, last, mask)
+        scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
+        if SCALED:
+            nothing = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, UNITS)
+            scale = first_state_scale(h0_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
+        rows = row + step_time(0, T, REVERSE) * stride
+        x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+        reset = load_resets(reset_ptr, rows, mask_q)
+        sent += 1
+        scale = _send_state(
+            exchange_ptr, states[0], scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
+        )
+        for i in range(T):
+            # equals i, which the compiler cannot tell: else addresses of many steps would take registers
+            opaque_i = i + opaque_zero(i)
+            next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
+            next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+            before = states
+            if reset_ptr is not None:
+                before = start_afresh(states, reset[None, :])
+                reset = load_reset(reset_ptr, next_rows, mask_q)
+            _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS)
+            products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
+            if SCALED:
+                products = scaled(products, inverse(scale) * w_unscale)
+            gates = add_inputs(products, x, b_hn, SEPARATE)
+            states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+            more = (i + 1 < T).to(gl.int32)
+            sent += more
+            scale = _send_state(
+                exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE,
+                SPLITS,
+            )  # fmt: skip
+            this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
+            store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
+            if local_grads_ptr is not None:
+                local_grads, factors = RESIDUALS(activations, before)
+                saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                store_residuals(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
+                )  # fmt: skip
+            x = next_x
+        store_states(h_last_ptr, c_last_ptr, last, states, mask)
+
+
+@gluon.jit
+def _load_saved(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
+    COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Loads what a backward step reads, without unpacking or converting the data.
+
+    Returns the residuals, which sequences start an episode there, and the gradients of the step's outputs, a tuple.
+    """
+    saved = load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
+    )  # fmt: skip
+    reset = load_resets(reset_ptr, rows, mask_q)
+    return saved, reset, load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+
+
+@gluon.jit
+def _multiply_columns(weights, operands, zeros, SIDE_BY_SIDE: gl.constexpr):
+    """Returns the sum over gates of weights times operands, for the units of all programs.
+
+    If SIDE_BY_SIDE, each gate has an accumulator of its own, so that the products overlap.
+    """
+    GATES: gl.constexpr = len(weights)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, zeros.type.layout, 2)
+    total = mma_v2(weights[0], operands[0].permute([1, 0]).load(RIGHT), zeros)
+    for gate in gl.static_range(1, GATES):
+        operand = operands[gate].permute([1, 0]).load(RIGHT)
+        if SIDE_BY_SIDE:
+            total += mma_v2(weights[gate], operand, zeros)
+        else:
+            total = mma_v2(weights[gate], operand, total)
+    return total
+
+
+@gluon.jit
+def _send_parts(
+    exchange_ptr, parts, number, workers, worker, split, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr
+):  # fmt: skip
+    """Sends each program the part of the float32 tile `parts`, `[units, batch]`, that belongs to its units.
+
+    The last bit of each element is replaced by `new_bit`.
+    """
+    RECEIVERS: gl.constexpr = parts.shape[0] // BLOCK_H  # those that exist, rounded up to a power of two
+    BATCH: gl.constexpr = parts.shape[1]
+    parts = parts.reshape([RECEIVERS, BLOCK_H, BATCH])
+    LAYOUT: gl.constexpr = parts.type.layout
+    receiver = gl.arange(0, RECEIVERS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
+    offset += unit[None, :, None]
+    address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
+    word = (parts.to(gl.int32, bitcast=True) & -2) | new_bit(number)
+    if RECEIVERS == SPLITS:
+        send(address, word)
+    else:
+        send_where(address, word, (receiver < SPLITS).to(gl.int32)[:, None, None] + offset * 0)
+
+
+@gluon.jit
+def _receive_parts(
+    exchange_ptr, number, workers, worker, split, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Returns the sum of the tiles that all programs sent to this one, always added in the same order.
+
+    The lanes of a unit, 64 / BLOCK_H, receive the words of every so manyth program, which lie at equal distances.
+    """
+    LANES: gl.constexpr = 64 // BLOCK_H
+    COUNT: gl.constexpr = SPLITS // LANES
+    sender = gl.arange(0, LANES, gl.SliceLayout(1, gl.SliceLayout(2, PARTS)))
+    unit = gl.arange(0, BLOCK_H, gl.SliceLayout(0, gl.SliceLayout(2, PARTS)))
+    sequence = gl.arange(0, BATCH, gl.SliceLayout(0, gl.SliceLayout(1, PARTS)))
+    offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
+    address = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
+    bit = offset * 0 + new_bit(number)
+    words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
+    total = (words[0] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero
+    for k in gl.static_range(1, COUNT):
+        total += (words[k] & -2).to(gl.float32, bitcast=True)
+    return gl.sum(total, axis=0)
+
+
+@gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "bwd"))
+def backward_kernel(
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
+    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+    T, B, Q, tiles, items,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr,
+    BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
+
+    `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, BLOCK_H]`: two buffers, used in turn, by receiving
+    and then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new.
+    """
+    WARPS: gl.constexpr = gl.num_warps()
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    STATES: gl.constexpr = 1 if dc0_ptr is None else 2
+    SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
+    DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
+    ALL: gl.constexpr = _all_units(SPLITS, BLOCK_H)
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
+    PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
+    UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    workers = gl.num_programs(0) // SPLITS
+    worker = gl.program_id(0) // SPLITS
+    split = gl.program_id(0) % SPLITS
+    zeros = gl.zeros([ALL, BLOCK_B], gl.float32, ACC)
+    unit = split * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
+    sent = 0  # number of the latest send
+    for item in range(worker, items, workers):
+        model = (item // tiles).to(gl.int64)
+        weights, w_unscale = _load_shard(
+            w_hh_ptr + model * (GATES * H * H), split, GATES * H, H, H, BLOCK_H, GATES, ALL, 0, DTYPE, ACC
+        )  # fmt: skip
+        operands = ()
+        for _ in gl.static_range(GATES):
+            operands += (gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], _operand_layout(BLOCK_H)),)
+        unscales = gl.allocate_shared_memory(gl.float32, [BLOCK_B], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        mask_q, mask, _seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
+        row, stride = time_order(row, model, T, B, REVERSE)
+        dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
+        rows = row + step_time(T - 1, T, REVERSE) * stride
+        saved, reset, dys = _load_saved(
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H, COUNT,
+            IN_PLACE,
+        )  # fmt: skip
+        for i in range(T):
+            dh = dstates[0] + dys[0].to(gl.float32)
+            local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+            if STATES == 1:
+                grads, carried = GRAD_STEP((dh,), local_grads, factors)
+            else:
+                dc = dstates[1] + dh * factors[0]
+                if dcs_ptr is not None:
+                    dc += dys[1].to(gl.float32)
+                grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+            this_reset = reset
+            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+            saved, reset, dys = _load_saved(
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q,
+                H, COUNT, IN_PLACE,
+            )  # fmt: skip
+            multiplied = operands_of(grads, GATES)
+            if SCALED:
+                scale = scale_to_float16(gl.max(largest_magnitude(multiplied), axis=0), 14)
+                unscales.store(inverse(scale) * w_unscale)
+                multiplied = scaled(multiplied, scale[None, :])
+            for gate in gl.static_range(GATES):
+                operands[gate].permute([1, 0]).store(to_operand(multiplied[gate], DTYPE))
+            parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64)
+            if SCALED:
+                parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
+            sent += 1
+            _send_parts(exchange_ptr, parts, sent, workers, worker, split, BLOCK_H, SPLITS)
+
+            rows = row + step_time(T - 1 - i, T, REVERSE) * stride
+            dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
+            at = rows[None, :] * H + unit[:, None]
+            for gate in gl.static_range(GATES):
+                gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
+            if SEPARATE:
+                gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
+            product = _receive_parts(exchange_ptr, sent, workers, worker, split, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+            if STATES == 1 and len(carried) > 0:
+                product = carried[0] + product
+            dstates = (product,)
+            if STATES > 1:
+                dstates += carried
+            if reset_ptr is not None:
+                dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
+        store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
