@@ -64,7 +64,7 @@ def launch(
     )  # fmt: skip
 
 
-def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) -> bool:
+def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
     """Whether the forward kernel may multiply in full float32 where TF32 is allowed, so that its residuals are float32.
 
     The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
@@ -74,7 +74,7 @@ def may_have_float32_residuals(hidden: int, sequences: Any, reset_state: Any) ->
     from torch_bridge import tiling
 
     return isinstance(sequences, int) and tiling.may_have_float32_residuals(
-        hidden, sequences, reset_state, availability.chosen_device()
+        hidden, sequences, availability.chosen_device()
     )
 
 

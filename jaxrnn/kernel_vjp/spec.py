@@ -60,7 +60,7 @@ def _residual_dtype(name: str, static: RecurrenceSpec, hidden: int, sequences: A
     """Returns the dtype of a residual in the traced program: float32 also where the launch may still choose float16."""
     if not residual_fits_float16(name, static):
         return jnp.dtype(jnp.float32)
-    up_to_launch = static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, sequences, static.reset_state)
+    up_to_launch = static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, sequences)
     return jnp.dtype(jnp.float32 if up_to_launch else jnp.float16)
 
 

@@ -17,6 +17,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_bridge.kernels.common import (
+    RESET_FIXED,
+    RESET_STEPPED,
+    RESET_ZEROS,
     join_words,
     load_reset,
     split_words,
@@ -150,6 +153,61 @@ def state_scale(h):
 def new_state_scale(scale, reset):
     """Returns `scale`, or where an episode starts 2^14, which is the scale of hidden states that start from zeros."""
     return gl.where(reset[None, :], 2.0**14, scale)
+
+
+@gluon.jit
+def select_states(condition, chosen, otherwise):
+    """Returns `chosen` where the condition holds, and elsewhere `otherwise`; both are tuples."""
+    selected = ()
+    for k in gl.static_range(len(chosen)):
+        selected += (gl.where(condition, chosen[k], otherwise[k]),)
+    return selected
+
+
+@gluon.jit
+def reset_states(
+    states, reset, reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE: gl.constexpr
+):  # fmt: skip
+    """Returns the states from which a step starts, a tuple: where `reset` is true, those of a new episode.
+
+    The states of a new episode are at the offsets `fixed_at` or, if there are some for every step, `stepped_at`. They
+    are read only where they are needed. The result is a select, so that a NaN in `states` does not leak into it.
+    """
+    if RESET_STATE == RESET_ZEROS:
+        return start_afresh(states, reset)
+    else:
+        at = fixed_at if RESET_STATE == RESET_FIXED else stepped_at
+        return select_states(reset, load_states(reset_h_ptr, reset_c_ptr, at, mask & reset), states)
+
+
+@gluon.jit
+def scaled_reset_states(
+    states, scale, reset, fixed_scale, reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE: gl.constexpr,
+    SCALED: gl.constexpr,
+):  # fmt: skip
+    """Returns what `reset_states` does, and the scale of each sequence's hidden states from this step on.
+
+    `reset` is by sequence. `fixed_scale` is the scale after a reset to the states at `fixed_at`, if RESET_STATE says
+    that the reset states are there.
+    """
+    if RESET_STATE == RESET_STEPPED:
+        # a branch, because the scale of new states is a maximum over the units of all warps
+        if gl.max(reset.to(gl.int32), axis=0) > 0:
+            fresh = load_states(reset_h_ptr, reset_c_ptr, stepped_at, mask & reset[None, :])
+            if SCALED:
+                scale = gl.where(reset[None, :], state_scale(gl.abs(fresh[0]))[None, :], scale)
+            states = select_states(reset[None, :], fresh, states)
+        return states, scale
+    else:
+        after = reset_states(
+            states, reset[None, :], reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE
+        )  # fmt: skip
+        if SCALED:
+            if RESET_STATE == RESET_ZEROS:
+                scale = new_state_scale(scale, reset)
+            else:
+                scale = gl.where(reset[None, :], fixed_scale, scale)
+        return after, scale
 
 
 @gluon.jit

@@ -10,7 +10,7 @@ from torch_bridge.cells import CELLS
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, fma_configs
-from torch_bridge.tiling.problem import Problem, ResetState, UnsupportedError, product_kind
+from torch_bridge.tiling.problem import Problem, UnsupportedError, product_kind
 from torch_bridge.tiling.resident import resident_configs
 from torch_bridge.tiling.rows import rows_configs
 from torch_bridge.tiling.split import split_configs
@@ -58,10 +58,10 @@ def _by_cost(ways: list[tuple[float, KernelConfig]]) -> list[KernelConfig]:
     return [config for _, config in sorted(ways, key=lambda way: way[0])]
 
 
-def may_have_float32_residuals(hidden: int, sequences: int, reset_state: ResetState, device: Device) -> bool:
+def may_have_float32_residuals(hidden: int, sequences: int, device: Device) -> bool:
     """Whether the forward kernel may save float32 residuals where TF32 is allowed; see `with_residual_dtypes`."""
     few = sequences <= MAX_PER_SM_IN_TF32 * device.multiprocessors
-    return few and hidden <= FLOAT32_WIDTH and reset_state == "zeros" and device.capability >= rules.LOWEST_CAPABILITY
+    return few and hidden <= FLOAT32_WIDTH and device.capability >= rules.LOWEST_CAPABILITY
 
 
 def with_residual_dtypes(problem: Problem, device: Device) -> Problem:

@@ -51,7 +51,7 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     faster than a single TF32 product, too.
     """
     forward = problem.direction == "fwd"
-    covered = not problem.in_place and (not forward or problem.reset_state == "zeros")
+    covered = not problem.in_place
     # a program's registers just hold the weights of three gates of 128 units; the spills, up to 352 bytes with Triton
     # 3.9 and up to 72 bytes before, cost little compared to kernels whose programs share the units
     full = product_kind(problem) == "tf32x3" and 64 < problem.hidden <= 128

@@ -6,7 +6,7 @@ from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
-from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels, triton_version
+from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_wgmma_kernels, triton_version
 
 # The same figures for the "rows" kernels, whose products have sequences as rows. Their programs have 32 units each, and
 # the number of programs that share the units is a multiple of four. Estimated from 60 timings on an H200 with B from 8
@@ -25,7 +25,7 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
     These kernels are for states that are too wide for the "split" kernels, and for many sequences.
     """
     splits = 4 * cdiv(problem.hidden, 128)
-    if not (device.has_wgmma and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
+    if not has_wgmma_kernels(problem, device) or problem.steps < MIN_STEPS_ON_CHIP:
         return []
     if not 4 < splits <= min(32, device.multiprocessors):
         return []

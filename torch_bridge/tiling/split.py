@@ -6,7 +6,7 @@ from torch_bridge.tiling.arithmetic import cdiv
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
-from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
+from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_wgmma_kernels
 
 # Tilings of the "split" kernels, whose programs have 64 units each: sequences per tile, warps, and the microseconds per
 # step of one tile (fixed, and per program that shares the units). Estimated from 250 timings on an H200 with B from 8
@@ -24,7 +24,7 @@ def split_configs(problem: Problem, device: Device) -> list[tuple[float, KernelC
 
     The programs share the units and keep all weights on chip. The cost is in microseconds per step of all tiles.
     """
-    if not (device.has_wgmma and has_16_bit_kernels(problem)):
+    if not has_wgmma_kernels(problem, device):
         return []
     splits = cdiv(problem.hidden, 64)
     if problem.steps < MIN_STEPS_ON_CHIP or not 1 < splits <= device.multiprocessors:

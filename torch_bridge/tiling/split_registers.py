@@ -24,13 +24,15 @@ def split_registers_configs(problem: Problem, device: Device) -> list[KernelConf
         return []
     return [
         KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
-        for block_b in ((8, 16) if _fits_batch_tile_16(problem) else (8,))
+        for block_b in ((8, 16) if _fits_batch_tile_16(problem, device) else (8,))
     ]
 
 
-def _fits_batch_tile_16(problem: Problem) -> bool:
+def _fits_batch_tile_16(problem: Problem, device: Device) -> bool:
     """Whether the kernel has enough registers for tiles of 16 sequences."""
-    lstm = problem.tilings == "lstm"
-    if problem.direction == "fwd":
-        return problem.hidden <= (512 if lstm else 1024)
-    return product_kind(problem) == "16-bit" and problem.hidden <= (256 if lstm else 512)
+    lstm, halves = problem.tilings == "lstm", product_kind(problem) == "16-bit"
+    if problem.direction == "bwd":
+        return halves and problem.hidden <= (256 if lstm else 512)
+    if lstm:
+        return problem.hidden <= 512 and problem.reset_state == "zeros" and device.capability != 120
+    return halves or problem.hidden <= (512 if problem.reset_state == "zeros" else 256)

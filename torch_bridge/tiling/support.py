@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import sys
 
+from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 
 # Largest hidden size at which a kernel may multiply in full float32 where TF32 is allowed.
@@ -15,13 +16,18 @@ MIN_STEPS_ON_CHIP = 8
 
 
 def has_16_bit_kernels(problem: Problem) -> bool:
-    """Whether the "resident", "split" and "rows" kernels support a problem.
+    """Whether the kernels whose weights are on chip in 16 bits support a problem.
 
-    The operands of these kernels are bfloat16 or, for TF32, scaled float16. Their forward pass supports no reset state.
+    The operands of these kernels are bfloat16 or, for TF32, scaled float16.
     """
     covered = product_kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
-    covered &= problem.direction == "bwd" or problem.reset_state == "zeros"
     return covered and problem.steps > 1  # loading the weights on chip takes longer than a step
+
+
+def has_wgmma_kernels(problem: Problem, device: Device) -> bool:
+    """Whether the "split" and "rows" kernels support a problem; their forward pass supports no reset state."""
+    covered = device.has_wgmma and has_16_bit_kernels(problem)
+    return covered and (problem.direction == "bwd" or problem.reset_state == "zeros")
 
 
 @functools.cache

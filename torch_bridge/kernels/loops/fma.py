@@ -1,7 +1,7 @@
 """Time loop in Gluon, for compute capability 8.0 and newer: one program per sequence, products in full float32.
 
-The kernels compute what those of `streamed.py` do with SPLITS == 1. The forward kernel supports no reset state but
-zeros. `fma_common` explains where weights and operands are kept.
+The kernels compute what those of `streamed.py` do with SPLITS == 1. `fma_common` explains where weights and operands
+are kept.
 
 With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains.
 """
@@ -10,7 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import normalise, operands_of, scaled, start_afresh, with_norm_grad
+from torch_bridge.kernels.common import normalise, operands_of, scaled, with_norm_grad
 from torch_bridge.kernels.gluon_common import (
     add_input,
     backward_rows,
@@ -21,6 +21,7 @@ from torch_bridge.kernels.gluon_common import (
     mean_of_norm,
     product_order,
     reset_gradients,
+    reset_states,
     scale_of_norm,
     store_states,
 )
@@ -63,17 +64,21 @@ def _row_sums(w, operand):
 @gluon.jit
 def _forward_step(
     i, states, inputs, buffers, w, b_hn, bias,
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-    carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
+    RESET_STATE: gl.constexpr, H: gl.constexpr, DEPTH: gl.constexpr, DTYPE: gl.constexpr, REVERSE: gl.constexpr,
+    PRECISION: gl.constexpr,
 ):  # fmt: skip
     """Runs step i and prefetches what step i + DEPTH reads."""
     ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
     x, reset, statistics = inputs
     before = states
     if reset_ptr is not None:
-        before = start_afresh(states, reset)
+        stepped_at = forward_rows(row, i, T, stride, REVERSE) * H + unit
+        before = reset_states(
+            states, reset, reset_h_ptr, reset_c_ptr, seq * H + unit, stepped_at, mask, RESET_STATE
+        )  # fmt: skip
     store_operand(buffers[0], before[0], DTYPE)
     barrier()
     operand = load_operand(buffers[0], w[0])
@@ -121,11 +126,12 @@ def _forward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr,
-    h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
     T, B, Q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr, SHARED_GATES: gl.constexpr,
+    RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
+    SHARED_GATES: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`.
 
@@ -156,9 +162,10 @@ def forward_kernel(
         for k in gl.static_range(DEPTH):
             states, next_inputs = _forward_step(
                 i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias,
-                xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
-                dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
-                STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, H, DEPTH, DTYPE, REVERSE, PRECISION,
+                xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
+                c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride,
+                unit, mask,
+                STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, RESET_STATE, H, DEPTH, DTYPE, REVERSE, PRECISION,
             )  # fmt: skip
             inputs = then(inputs[1:], next_inputs)
 

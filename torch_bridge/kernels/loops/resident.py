@@ -1,7 +1,7 @@
 """Time loop in Gluon, for compute capability 8.0 and newer: one program has all units, 16-bit weights in registers.
 
-The kernels compute what those of `streamed.py` compute with SPLITS == 1. The forward kernel supports only zeros as
-reset state. `gluon_common` explains where weights and operands are kept.
+The kernels compute what those of `streamed.py` compute with SPLITS == 1. `gluon_common` explains where weights and
+operands are kept.
 
 Memory accesses overlap with products as far as registers allow. With up to three gates, the registers hold the weights
 and the data of two steps. A step then loads the next step's inputs before its own product, and the memory is written
@@ -25,7 +25,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import normalise, operands_of, scaled, start_afresh, step_time, with_norm_grad
+from torch_bridge.kernels.common import (
+    RESET_FIXED,
+    normalise,
+    operands_of,
+    scaled,
+    step_time,
+    with_norm_grad,
+)
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
@@ -43,13 +50,13 @@ from torch_bridge.kernels.gluon_common import (
     load_weights,
     locate_tile,
     mean_of_norm,
-    new_state_scale,
     no_residuals,
     pack_residuals,
     product_order,
     reset_gradients,
     scale_of_norm,
     scale_to_float16,
+    scaled_reset_states,
     slot_layout,
     state_scale,
     store_residuals,
@@ -167,12 +174,12 @@ def _store_results(
 
 @gluon.jit
 def _forward_step(
-    i, states, saved, of_norm, x, reset, statistics, buffer, sums, w, b_hn, bias, scale, w_unscale, zeros,
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
-    carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
+    i, states, saved, of_norm, x, reset, statistics, buffer, sums, w, b_hn, bias, scale, reset_scale, w_unscale, zeros,
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr, UNITS: gl.constexpr,
-    LATE: gl.constexpr,
+    COUNT: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
+    UNITS: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the inputs of step i + 1.
 
@@ -189,9 +196,11 @@ def _forward_step(
         )
     before = states
     if reset_ptr is not None:
-        before = start_afresh(states, reset[None, :])
-        if SCALED:
-            scale = new_state_scale(scale, reset)
+        fixed_at = seq[None, :] * H + unit[:, None]
+        stepped_at = forward_rows(row, i, T, stride, REVERSE)[None, :] * H + unit[:, None]
+        before, scale = scaled_reset_states(
+            states, scale, reset, reset_scale, reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE, SCALED
+        )  # fmt: skip
     _store_operand(buffer, before[0], scale, SCALED)
     if NORM_WIDTH > 0:
         _store_sum(sums[0], before[0] * before[0])
@@ -249,11 +258,12 @@ def _forward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr,
-    h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
     T, B, Q, tiles,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, FACTORS: gl.constexpr,
-    NORM_WIDTH: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+    NORM_WIDTH: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -282,8 +292,12 @@ def forward_kernel(
             bias += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
+    reset_scale = scale
     if SCALED:
         scale = state_scale(gl.abs(states[0]))[None, :]
+        if RESET_STATE == RESET_FIXED:
+            fresh = load_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask)
+            reset_scale = state_scale(gl.abs(fresh[0]))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
@@ -305,17 +319,18 @@ def forward_kernel(
     barrier()
     for i in range(0, T, 2):
         states, saved, of_norm, scale, x, reset, statistics = _forward_step(
-            i, states, saved, of_norm, x, reset, statistics, even[0], even_sums, w, b_hn, bias, scale, w_unscale, zeros,
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
-            dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, H, SCALED, REVERSE, UNITS, LATE,
+            i, states, saved, of_norm, x, reset, statistics, even[0], even_sums, w, b_hn, bias, scale, reset_scale,
+            w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr,
+            h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T,
+            stride, unit, mask, mask_q,
+            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
         states, saved, of_norm, scale, x, reset, statistics = _forward_step(
-            i + 1, states, saved, of_norm, x, reset, statistics, odd[0], odd_sums, w, b_hn, bias, scale, w_unscale,
-            zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
-            mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, H, SCALED, REVERSE, UNITS, LATE,
+            i + 1, states, saved, of_norm, x, reset, statistics, odd[0], odd_sums, w, b_hn, bias, scale, reset_scale,
+            w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr,
+            h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T,
+            stride, unit, mask, mask_q,
+            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
     if LATE:
         steps = (T + 1) // 2 * 2  # number of steps that the loop ran: T, rounded up to a multiple of two

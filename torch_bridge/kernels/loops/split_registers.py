@@ -11,7 +11,7 @@ columns, and sends to every program the part of the gradient that belongs to tha
 and the scale of their float16 operands, are not exchanged.
 
 A thread computes two adjacent units of a sequence, and a warp every eighth sequence. With fewer than 64 units, several
-lanes compute the same. The forward kernel supports only zeros as reset state. Neither kernel supports a norm.
+lanes compute the same. The kernels do not support a norm.
 """
 
 import triton.experimental.gluon.language as gl
@@ -19,7 +19,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import load_reset, operands_of, scaled, start_afresh, step_time, time_order
+from torch_bridge.kernels.common import RESET_FIXED, RESET_STEPPED, operands_of, scaled, step_time, time_order
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
@@ -32,10 +32,11 @@ from torch_bridge.kernels.gluon_common import (
     load_resets,
     load_residuals,
     load_states,
-    new_state_scale,
     pack_residuals,
     reset_gradients,
     scale_to_float16,
+    scaled_reset_states,
+    select_states,
     store_residuals,
     store_states,
     to_operand,
@@ -167,20 +168,53 @@ def _load_shard(
 
 
 @gluon.jit
+def _load_resets(reset_ptr, rows, mask_q, lane_rows, lane_mask, RESET_STATE: gl.constexpr):
+    """Returns which sequences start an episode at `rows`, and the same by lane if the reset states are per step."""
+    reset = load_resets(reset_ptr, rows, mask_q)
+    by_lane = lane_mask
+    if RESET_STATE == RESET_STEPPED:
+        by_lane = load_resets(reset_ptr, lane_rows, lane_mask)
+    return reset, by_lane
+
+
+@gluon.jit
+def _start_step(
+    states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, rows, seq, unit, own, mask, mask_q,
+    RESET_STATE: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr,
+):  # fmt: skip
+    """Returns the states from which the step at `rows` starts, and the scale of each sequence's hidden states.
+
+    `resets` are what `_load_resets` returned for this step. `fixed_scale` is the scale after a reset to the states
+    that are the same at every step.
+    """
+    reset, by_lane = resets
+    if reset_ptr is not None:
+        if RESET_STATE == RESET_STEPPED:
+            # a branch, because the scale of new states is a maximum over the units of all programs
+            if gl.max(by_lane.to(gl.int32), axis=0) > 0:
+                at = rows[None, :] * H + unit[:, None]
+                fresh = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
+                if SCALED:
+                    nothing = states[0] * 0.0
+                    new = first_state_scale(reset_h_ptr, nothing, rows, own, mask_q & reset, H, SPLITS)
+                    scale = gl.where(reset[None, :], new[None, :], scale)
+                states = select_states(reset[None, :], fresh, states)
+        else:
+            at = seq[None, :] * H + unit[:, None]
+            states, scale = scaled_reset_states(
+                states, scale, reset, fixed_scale, reset_h_ptr, reset_c_ptr, at, at, mask, RESET_STATE, SCALED
+            )  # fmt: skip
+    return states, scale
+
+
+@gluon.jit
 def _send_state(
-    exchange_ptr, h, scale, reset_ptr, reset, number, live, workers, worker, split,
+    exchange_ptr, h, scale, number, live, workers, worker, split,
     SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Sends the hidden state that a step starts from to all programs, and returns its scale.
-
-    `reset` belongs to that step. A word holds two adjacent units of a sequence.
-    """
+    """Sends the hidden state that a step starts from to all programs; a word holds two adjacent units of a sequence."""
     BLOCK_H: gl.constexpr = h.shape[0]
     BATCH: gl.constexpr = h.shape[1]
-    if reset_ptr is not None:
-        h = gl.where(reset[None, :], 0.0, h)
-        if SCALED:
-            scale = new_state_scale(scale, reset)
     if SCALED:
         h = h * scale
     bits = to_operand(h, DTYPE).to(gl.int16, bitcast=True).to(gl.int32) & 0xFFFF
@@ -190,7 +224,6 @@ def _send_state(
     offset = sequence[None, :] * (BLOCK_H // 2) + pair[:, None]
     address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     send_numbered(address, low | (high << 16), offset * 0 + number, offset * 0 + live)
-    return scale
 
 
 @gluon.jit
@@ -256,11 +289,11 @@ def _multiply_gates(weights, operand, terms, zeros, UNITS: gl.constexpr, PARTS: 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr,
-    dc_dh_ptr, carry_gate_ptr, exchange_ptr,
+    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
+    c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr,
-    BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, RESET_STATE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
@@ -276,6 +309,7 @@ def forward_kernel(
     ACC: gl.constexpr = _forward_layout(GROUPS, WARPS)
     PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
     UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # every warp has all sequences
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     TERMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, BLOCK_H // 16 if BLOCK_H < 64 else 4, [1, 2, 0])
     workers = gl.num_programs(0) // SPLITS
@@ -299,44 +333,50 @@ def forward_kernel(
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
+        lane_row, lane_mask = gl.convert_layout(row, LANES), gl.convert_layout(mask_q, LANES)
         states = load_states(h0_ptr, c0_ptr, last, mask)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
+        fixed_scale = scale
         if SCALED:
             nothing = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, UNITS)
             scale = first_state_scale(h0_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
-        rows = row + step_time(0, T, REVERSE) * stride
-        x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-        reset = load_resets(reset_ptr, rows, mask_q)
+            if RESET_STATE == RESET_FIXED:
+                fixed_scale = first_state_scale(reset_h_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
+        first = step_time(0, T, REVERSE) * stride
+        x = load_inputs(xp_ptr + (row + first)[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+        resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
+        before, scale = _start_step(
+            states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, seq, unit, own, mask,
+            mask_q, RESET_STATE, H, SPLITS, SCALED,
+        )  # fmt: skip
         sent += 1
-        scale = _send_state(
-            exchange_ptr, states[0], scale, reset_ptr, reset, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS
-        )
+        _send_state(exchange_ptr, before[0], scale, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS)
         for i in range(T):
             # equals i, which the compiler cannot tell: else addresses of many steps would take registers
             opaque_i = i + opaque_zero(i)
             next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
             next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-            before = states
-            if reset_ptr is not None:
-                before = start_afresh(states, reset[None, :])
-                reset = load_reset(reset_ptr, next_rows, mask_q)
+            next_lane_rows = forward_rows(lane_row, opaque_i + 1, T, stride, REVERSE)
+            resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
             _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS)
             products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
             if SCALED:
                 products = scaled(products, inverse(scale) * w_unscale)
             gates = add_inputs(products, x, b_hn, SEPARATE)
             states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
-            more = (i + 1 < T).to(gl.int32)
-            sent += more
-            scale = _send_state(
-                exchange_ptr, states[0], scale, reset_ptr, reset, sent, more, workers, worker, split, SCALED, DTYPE,
-                SPLITS,
-            )  # fmt: skip
-            this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
-            store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
             if local_grads_ptr is not None:
                 local_grads, factors = RESIDUALS(activations, before)
                 saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+            before, scale = _start_step(
+                states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, seq, unit, own,
+                mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
+            )  # fmt: skip
+            more = (i + 1 < T).to(gl.int32)
+            sent += more
+            _send_state(exchange_ptr, before[0], scale, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS)
+            this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
+            store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
+            if local_grads_ptr is not None:
                 store_residuals(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
                 )  # fmt: skip
