@@ -162,6 +162,27 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
     assert not bad, "\n".join(bad)
 
 
+def of_split_registers(problem: Problem, device: Device) -> list[tuple[Problem, KernelConfig]]:
+    """Returns the tilings of the loop "split_registers", which `heuristic` never picks."""
+    return [(problem, c) for c in tiling.candidates(problem, device) if c.loop == "split_registers"]
+
+
+@pytest.mark.parametrize("target", [target for target, device in TARGETS.items() if device.capability not in SAME_PTX])
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_weights_of_wide_states_in_registers_fit_and_do_not_spill(target, full, cell, direction):
+    device, problems = TARGETS[target], []
+    widths = (200, 256, 300, 512, 771, 1024) if full else (256, 300, 771)
+    for kind, hidden, reset_state in itertools.product(("tf32", "bf16"), widths, ("stepped", "zeros")):
+        if hidden == 300 or full or reset_state == "stepped":
+            p = make_problem(cell, direction, kind, hidden, 300, reset_state=reset_state)
+            problems += of_split_registers(p, device)
+    assert {c.block_h for _, c in problems} == {64, 32, 16}
+    assert {c.block_b for _, c in problems} == ({8, 16} if (cell, direction) == ("gru", "fwd") else {8})
+    bad = misfits(problems, device)
+    assert not bad, "\n".join(bad)
+
+
 # (hidden, batch, reset state) for each kind of kernel that the other cells have. They use the tilings of a cell with at
 # least as many gates, whose configurations are all compiled.
 OF_OTHER_CELLS = (
@@ -176,7 +197,7 @@ def test_other_cells_fit_and_do_not_spill(target, cell):
     device, problems = TARGETS[target], []
     for direction, kind, (hidden, batch, reset_state) in itertools.product(("fwd", "bwd"), KINDS, OF_OTHER_CELLS):
         p = make_problem(cell, direction, kind, hidden, batch, reset_state=reset_state)
-        problems.append((p, tiling.heuristic(p, device)))
+        problems += [(p, tiling.heuristic(p, device)), *of_split_registers(p, device)]
     assert {c.loop for _, c in problems} == set(CELLS[cell].loops)
     bad = misfits(problems, device)
     assert not bad, "\n".join(bad)
@@ -229,6 +250,9 @@ LOCAL_BYTES_OF_FMA_ELSEWHERE_LATER = {
     ("gru", "fwd"): {}, ("gru", "bwd"): {}, ("lstm", "fwd"): {100: 392, 103: 400, 120: 376},
     ("lstm", "bwd"): {86: 280, 89: 280},
 }  # fmt: skip
+# The same bounds of an LSTM's forward pass with reset states, with Triton up to 3.7. The alternative reads its weights
+# from L2 at every step.
+LOCAL_BYTES_OF_FMA_WITH_RESET_STATES = {86: 80, 89: 80, 100: 64, 103: 64, 120: 24}
 LOCAL_BYTES_OF_SIXTEENS_LATER = {80: {"fwd": 56}}
 # The same bounds for the LSTM of 65 to 128 units in TF32, backward: its weights take most registers of a program.
 LOCAL_BYTES_OF_RESIDENT_LSTM_LATER = {100: 56, 103: 56}
@@ -442,6 +466,8 @@ def ptx_source(function: Any, capability: int) -> int:
     """Returns the capability for which to compile a kernel to get its PTX for `capability`."""
     if support.triton_version() != (3, 7):
         return capability
+    if function.fn.__module__.endswith(".split_registers") and capability == 120:
+        return capability  # only 10.0 and 10.3 have an instruction for the maximum of float32 over all lanes of a warp
     return (SAME_GLUON_PTX if function.is_gluon() else SAME_PTX).get(capability, capability)
 
 
@@ -497,9 +523,13 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
         ]
         if device.has_wgmma:
             return LOCAL_BYTES_OF_FMA[p.tilings, p.direction][later]
+        if p.reset_state != "zeros" and (p.tilings, p.direction) == ("lstm", "fwd") and not later:
+            elsewhere = elsewhere | LOCAL_BYTES_OF_FMA_WITH_RESET_STATES
         return elsewhere.get(capability, LOCAL_BYTES_OF_FMA[p.tilings, p.direction][1] if later else 0)
     if later and (c.loop, c.block_h, p.tilings, p.direction) == ("resident", 128, "lstm", "bwd"):
         return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
+    if c.loop == "split_registers" and support.triton_version() < (3, 7):
+        return 8  # backward, an LSTM of more than 512 units
     return LOCAL_BYTES_OF_NORMED.get(capability, 0) if p.norm_width else 0
 
 

@@ -24,15 +24,13 @@ def split_registers_configs(problem: Problem, device: Device) -> list[KernelConf
         return []
     return [
         KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
-        for block_b in ((8, 16) if _fits_batch_tile_16(problem, device) else (8,))
+        for block_b in ((8, 16) if _fits_batch_tile_16(problem) else (8,))
     ]
 
 
-def _fits_batch_tile_16(problem: Problem, device: Device) -> bool:
+def _fits_batch_tile_16(problem: Problem) -> bool:
     """Whether the kernel has enough registers for tiles of 16 sequences."""
-    lstm, halves = problem.tilings == "lstm", product_kind(problem) == "16-bit"
-    if problem.direction == "bwd":
-        return halves and problem.hidden <= (256 if lstm else 512)
-    if lstm:
-        return problem.hidden <= 512 and problem.reset_state == "zeros" and device.capability != 120
-    return halves or problem.hidden <= (512 if problem.reset_state == "zeros" else 256)
+    if problem.direction == "bwd" or problem.tilings == "lstm":
+        return False
+    halves, zeros = product_kind(problem) == "16-bit", problem.reset_state == "zeros"
+    return halves or (zeros and problem.hidden <= 512)

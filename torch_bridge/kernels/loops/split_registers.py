@@ -535,7 +535,7 @@ def backward_kernel(
                 multiplied = scaled(multiplied, scale[None, :])
             for gate in gl.static_range(GATES):
                 operands[gate].permute([1, 0]).store(to_operand(multiplied[gate], DTYPE))
-            parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64)
+            parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64 and GATES < 4)
             if SCALED:
                 parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
             sent += 1
