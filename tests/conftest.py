@@ -5,7 +5,7 @@
 | `pytest` with a GPU      | compiled                                         | `interpret`              |
 | `pytest` without a GPU   | interpreted                                      | `gpu`, `compile_only`    |
 | `pytest -m interpret`    | interpreted, JAX on the CPU                      | all but `interpret`      |
-| `pytest -m compile_only` | compiled; without a GPU, they cannot run         | all but `compile_only`   |
+| `pytest -m compile_only` | compiled; without a GPU, some are emulated       | all but `compile_only`   |
 
 `TRITON_INTERPRET`, if set, overrides the table. The marker `several_gpus` is also left out if `gpu` is, or if there is
 only one GPU. The marker `stress` is left out unless it is asked for. Without PyTorch or Triton, all tests that need

@@ -1,0 +1,214 @@
+"""Tests that run the compiled time loops in the PTX emulator, and compare them with float64.
+
+The emulator reports races between warps, accesses out of bounds and deadlocks; `tests/ptx` says what it cannot see.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from typing import TYPE_CHECKING, NamedTuple
+
+import emulated
+import oracle
+import pytest
+import torch
+from problems import KINDS, make_arrays, make_problem
+from ptx import Kernel, PTXError
+
+from torch_bridge import tiling
+from torch_bridge.cells import CELLS
+from torch_bridge.recurrences import Launch
+
+if TYPE_CHECKING:
+    from torch_bridge.tiling import Direction, KernelConfig, Problem, ResetState, Reverse
+
+pytestmark = pytest.mark.compile_only
+
+DEVICE = tiling.PROFILES["a100"]
+# Large enough that every case has a reset.
+RESET_RATE = 0.25
+# These loops multiply with wgmma, which the emulator does not run.
+NOT_EMULATED = ("split", "rows")
+
+
+class Case(NamedTuple):
+    """One launch of every cell that has the loop, in both directions.
+
+    Attributes:
+      loop: the family of time loops.
+      kind: dtype and precision of the products, a key of `problems.KINDS`.
+      hidden: number of hidden units.
+      batch: number of sequences of a group.
+      steps: number of time steps.
+      block_b: number of sequences of a tile, or 0 for the first tiling of the loop.
+      shared: whether several programs share a tile.
+      reset_state: where an episode's first state comes from.
+      reverse: as in `Problem`; with "bidirectional" there are two models.
+      groups: number of groups of a model.
+      workers: number of workers that the device has room for, or 0 for as many as there are tiles.
+      in_place: whether residuals overwrite the input projections.
+      cells: the cells that the case is for, or none for all that have the loop.
+      seed: of the order in which warps and programs run, or None for lockstep.
+    """
+
+    loop: str
+    kind: str
+    hidden: int
+    batch: int
+    steps: int
+    block_b: int = 0
+    shared: bool = False
+    reset_state: ResetState = "zeros"
+    reverse: Reverse = False
+    groups: int = 1
+    workers: int = 0
+    in_place: bool = False
+    cells: tuple[str, ...] = ()
+    seed: int | None = None
+
+    def __str__(self) -> str:
+        sizes = f"{self.loop}-{self.kind}-H{self.hidden}-B{self.batch}-T{self.steps}"
+        rest = {
+            f"tile{self.block_b}": self.block_b, "shared": self.shared, self.reset_state: self.reset_state != "zeros",
+            "bidirectional" if self.reverse == "bidirectional" else "reverse": self.reverse,
+            f"groups{self.groups}": self.groups > 1, f"workers{self.workers}": self.workers, "in_place": self.in_place,
+            f"seed{self.seed}": self.seed is not None,
+        }  # fmt: skip
+        return "-".join([sizes, *(name for name, told in rest.items() if told)])
+
+
+# Hidden sizes fill a block or not, and are a multiple of four (aligned) or not; the last tile of a batch is partial.
+CASES = (
+    Case("resident", "tf32", 64, 11, 3, block_b=8, reset_state="stepped"),
+    Case("resident", "bf16", 37, 5, 4, block_b=2, reset_state="fixed", reverse=True, groups=2),
+    Case("resident", "tf32", 100, 3, 3, block_b=4, reverse="bidirectional"),
+    Case("resident", "bf16", 128, 17, 3, block_b=16, cells=("gru",), seed=0),
+    Case("resident", "tf32", 64, 11, 3, block_b=8, reset_state="fixed", in_place=True, cells=("gru",)),
+    Case("fma", "tf32", 33, 2, 4, reset_state="stepped"),
+    Case("fma", "tf32x3", 64, 2, 3, reset_state="fixed", reverse="bidirectional"),
+    Case("fma", "bf16", 20, 3, 4, reverse=True, groups=2),
+    Case("fma", "tf32x3", 100, 2, 3, cells=("gru", "lstm"), seed=0),
+    Case("split_registers", "tf32", 192, 11, 3, block_b=8, shared=True, reset_state="stepped", workers=1),
+    Case("split_registers", "bf16", 133, 3, 3, shared=True, reset_state="fixed", reverse=True, groups=2),
+    Case("split_registers", "tf32", 260, 3, 2, shared=True, reverse="bidirectional", cells=("lstm",)),
+    Case("split_registers", "bf16", 192, 19, 3, block_b=16, shared=True, workers=1, cells=("gru",), seed=0),
+    Case("split_registers", "tf32", 192, 11, 3, shared=True, in_place=True, cells=("gru",)),
+    Case("streamed", "tf32", 16, 11, 4, reset_state="stepped"),
+    Case("streamed", "bf16", 37, 5, 3, reset_state="fixed", reverse="bidirectional", groups=2),
+    Case("streamed", "tf32x3", 32, 3, 3, reverse=True),
+    Case("streamed", "tf32", 96, 19, 3, shared=True, reset_state="stepped", workers=1),
+    Case("streamed", "bf16", 70, 3, 3, shared=True, reset_state="fixed", reverse=True, groups=2),
+    Case("streamed", "tf32x3", 40, 5, 3, shared=True, reverse="bidirectional"),
+    Case("streamed", "tf32", 128, 3, 3, shared=True, in_place=True, cells=("gru",)),
+    Case("streamed", "tf32", 96, 19, 2, shared=True, workers=1, cells=("gru", "lstm"), seed=0),
+)
+
+
+def problem_of(case: Case, cell: str, direction: Direction) -> Problem:
+    """Returns the problem of a case for a cell and a direction."""
+    p = make_problem(
+        cell, direction, case.kind, case.hidden, case.batch, steps=case.steps, reset_state=case.reset_state,
+        in_place=case.in_place,
+    )  # fmt: skip
+    models = 2 if case.reverse == "bidirectional" else 1
+    return dataclasses.replace(p, models=models, groups=case.groups * models, reverse=case.reverse)
+
+
+def tiling_of(case: Case, problem: Problem) -> KernelConfig:
+    """Returns the first tiling of the case's loop for a problem with many steps: for few, some loops have none."""
+    found = tiling.candidates(dataclasses.replace(problem, steps=100), DEVICE)
+    return next(
+        c for c in found if c.loop == case.loop and (c.splits > 1) == case.shared and case.block_b in (0, c.block_b)
+    )
+
+
+def launch_of(case: Case, cell: str, direction: Direction) -> Launch:
+    """Returns the launch of a case, on a device with room for `case.workers`."""
+    problem = problem_of(case, cell, direction)
+    config = tiling_of(case, problem)
+    room = {"multiprocessors": config.splits * case.workers} if case.workers else {}
+    return Launch(problem, dataclasses.replace(DEVICE, **room), config)
+
+
+def cells_of(case: Case) -> list[str]:
+    """Returns the names of the cells that a case is for."""
+    return [name for name, spec in CELLS.items() if case.loop in spec.loops and name in (case.cells or CELLS)]
+
+
+LAUNCHES = [
+    pytest.param(case, cell, direction, id=f"{cell}-{direction}-{case}")
+    for case in CASES
+    for cell in cells_of(case)
+    for direction in ("fwd", "bwd")
+]
+# The kernels round operands, and the residuals that they save, to TF32 or float16 by up to 2**-11 of a value, or to
+# bfloat16 by up to 2**-9. In the norm of an array, most of these errors cancel: the largest are 2.7e-4 in TF32 and, in
+# bfloat16, where gradients are rounded twice, 2.3e-3. TF32x3 has the accuracy of float32: its largest error is 2e-7.
+TOLERANCE = {"tf32": 2**-11, "bf16": 2**-8, "tf32x3": 2**-20}
+
+
+def arrays_of(problem: Problem) -> dict[str, torch.Tensor]:
+    """Returns the arrays of a problem, with more resets than elsewhere, since there are few steps."""
+    arrays = make_arrays(problem, "cpu")
+    generator = torch.Generator().manual_seed(1)
+    arrays["reset"] = torch.rand(arrays["reset"].shape, generator=generator) < RESET_RATE
+    return arrays
+
+
+@pytest.mark.parametrize(("case", "cell", "direction"), LAUNCHES)
+def test_loops_match_float64_without_races(case, cell, direction):
+    launch = launch_of(case, cell, direction)
+    arrays = arrays_of(launch.problem)
+    assert arrays["reset"].any() and not arrays["reset"].all()
+    want = emulated.expected(launch.problem, arrays)
+    if case.in_place:  # one array under two names
+        written, read = ("local_grads", "xp") if direction == "fwd" else ("dxp", "local_grads")
+        arrays[written] = arrays[read]
+    emulated.run(launch, arrays, emulated.kernels_of(launch), seed=case.seed)
+    if case.in_place and direction == "fwd":
+        arrays |= emulated.unpack_words(arrays["local_grads"])
+    if cell == "simple_relu" and direction == "fwd":  # rounding changes the signs of gates near zero
+        want["local_grads"] = (arrays["hs"] > 0).double()
+    errors = {name: oracle.error(arrays[name].double(), x) for name, x in want.items()}
+    assert errors and all(e <= TOLERANCE[case.kind] for e in errors.values()), errors
+
+
+def test_cases_cover_every_loop_in_every_way():
+    """Each cell runs every loop that needs no wgmma, in both directions; each loop runs in every order and state."""
+    covered = {(cell, case.loop, case.shared, case.kind) for case in CASES for cell in cells_of(case)}
+    for cell, spec in CELLS.items():
+        for loop in set(spec.loops) - set(NOT_EMULATED):
+            kinds = ("tf32", "bf16") if loop in ("resident", "split_registers") else KINDS
+            shared = {"split_registers": (True,), "streamed": (False, True)}.get(loop, (False,))
+            missing = {(cell, loop, one, kind) for one in shared for kind in kinds} - covered
+            assert not missing
+    for loop in {case.loop for case in CASES}:
+        cases = [case for case in CASES if case.loop == loop]
+        assert {case.reset_state for case in cases} == set(tiling.RESET_STATES)
+        assert {case.reverse for case in cases} == {False, True, "bidirectional"}
+        assert any(case.seed is not None for case in cases) and any(case.groups > 1 for case in cases)
+
+
+@pytest.mark.parametrize("loop", ["resident", "fma", "split_registers", "streamed"])
+def test_missing_barriers_are_found(loop):
+    """A kernel without one of its barriers has a race, unless another barrier makes that one redundant.
+
+    With Triton 3.7, at most 6 of 28 barriers are redundant, with 3.6 9 of 22.
+    """
+    cases = [case for case in CASES if case.loop == loop and case.seed is None and "gru" in cells_of(case)]
+    launch = launch_of(max(cases, key=lambda case: case.hidden), "gru", "fwd")
+    (compiled,) = launch.compile()
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    barriers, unnoticed = [*re.finditer(r"\bbar\.sync\s+0;", ptx)], 0
+    assert barriers
+    for barrier in barriers:
+        without = ptx[: barrier.start()] + ptx[barrier.end() :]
+        kernel = Kernel(without, metadata.name, metadata.shared, metadata.num_warps)
+        try:
+            emulated.run(launch, arrays_of(launch.problem), [kernel])
+        except PTXError as e:
+            assert "race in shared memory" in str(e)
+        else:
+            unnoticed += 1
+    assert unnoticed < len(barriers) / 2

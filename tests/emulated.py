@@ -1,0 +1,95 @@
+"""Runs launches of time loops in the PTX emulator (`ptx`), and computes their results in float64."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from problems import outputs_of
+from ptx import Kernel
+
+from torch_bridge import loops
+from torch_bridge.cells import CELLS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from torch_bridge.recurrences import Launch
+    from torch_bridge.tiling import Problem
+
+
+def kernels_of(launch: Launch) -> list[Kernel]:
+    """Compiles a launch, and returns its kernels."""
+    compiled = launch.compile()
+    return [Kernel(c.asm["ptx"], c.metadata.name, c.metadata.shared, c.metadata.num_warps) for c in compiled]
+
+
+def run(launch: Launch, arrays: Mapping[str, Tensor], kernels: Sequence[Kernel], *, seed: int | None = None) -> None:
+    """Runs the kernels of a launch in place on arrays by name, as `problems.make_arrays` makes them.
+
+    Args:
+      launch: what to run.
+      arrays: on the CPU. Workspaces are added: zeros where the launch needs them, else NaN.
+      kernels: those of `launch`, or changed ones.
+      seed: of the order of warps and programs; see `ptx.Kernel.launch`.
+
+    Raises:
+      PTXError: the kernels do something invalid; see `ptx`.
+    """
+    tensors = dict(arrays)
+    for name, length, dtype, zeroed in launch.workspaces:
+        tensors[name] = torch.zeros(length, dtype=getattr(torch, dtype))
+        if not zeroed:
+            tensors[name].view(torch.uint8).fill_(0xFF)
+    for call, kernel in zip(launch.kernels, kernels, strict=True):
+        constants, scalars = dict(call.constants), dict(call.scalars)
+        names = [name for name in call.function.arg_names if name not in constants]
+        values = {
+            name: scalars[name] if name in scalars else tensors[name.removesuffix("_ptr")].view(torch.uint8).numpy()
+            for name in names
+        }
+        kernel.launch(call.grid, values, seed=seed)
+
+
+def unpack_words(x: Tensor) -> dict[str, Tensor]:
+    """Returns the residuals that `torch_bridge.kernels.common.split_words` packs into `[..., 3H]`, by name.
+
+    These are `local_grads` in float16, `[..., 4H]`, and `carry_gate` in float32, `[..., H]`.
+    """
+    first, second, third = x.view(torch.int16).unflatten(-1, (3, -1, 2)).unbind(-3)
+    halves = [word.view(torch.float16)[..., half] for word, half in ((first, 1), (second, 1), (third, 1), (first, 0))]
+    carry_gate = torch.stack((second[..., 0], third[..., 0]), -1).view(torch.float32)
+    return {"local_grads": torch.stack(halves, -1).flatten(-2), "carry_gate": carry_gate.squeeze(-1)}
+
+
+def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the outputs of a problem in float64, by name.
+
+    `torch_bridge.loops` computes them; other tests compare it with `oracle`. If the kernel packs residuals into words
+    (`problem.in_place`), they are those that `unpack_words` returns.
+    """
+    cell = CELLS[problem.cell]
+    words = unpack_words(arrays["local_grads"]) if problem.in_place and problem.direction == "bwd" else {}
+    float64 = {name: x.double() for name, x in {**arrays, **words}.items() if x.is_floating_point()}
+    order = {False: "forward", True: "reverse", "bidirectional": "bidirectional"}[problem.reverse]
+    written = outputs_of(problem)
+    if problem.direction == "fwd":
+        norm = None
+        if cell.norm:
+            norm = loops.Norm(float64["bias"], float64["x_norm"], float64.get("x_mean"), problem.norm_width)
+        results = loops.forward(
+            float64["xp"], float64["w_hh_t"], float64.get("b_hn"), [float64[f"{s}0"] for s in cell.states],
+            arrays["reset"], [float64.get(f"reset_{s}") for s in cell.states], norm, cell=cell, order=order,
+            cells=True, save=True,
+        )  # fmt: skip
+    else:
+        results = loops.backward(
+            float64["w_hh"].mT, {name: float64[name] for name in cell.saved}, arrays["reset"],
+            [float64.get(f"d{s}s") for s in cell.states], [float64[f"d{s}_last"] for s in cell.states], cell=cell,
+            order=order, reset_gradients=True, norm_width=problem.norm_width,
+        )  # fmt: skip
+    if problem.in_place and problem.direction == "fwd":
+        written.append("carry_gate")
+    return {name: results[name] for name in written}
