@@ -501,6 +501,22 @@ def load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H: gl.constexpr):
 
 
 @gluon.jit
+def load_saved(
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
+    COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
+):  # fmt: skip
+    """Loads what a backward step reads, without unpacking or converting the data.
+
+    Returns the residuals, which sequences start an episode there, and the gradients of the step's outputs, a tuple.
+    """
+    saved = load_residuals(
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
+    )  # fmt: skip
+    reset = load_resets(reset_ptr, rows, mask_q)
+    return saved, reset, load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
+
+
+@gluon.jit
 def load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q):
     """Loads what a norm needs of a step's inputs: a part of the variance and, for LayerNorm, the mean.
 

@@ -20,10 +20,9 @@ from torch_bridge.kernels.gluon_common import (
     forward_rows,
     inverse,
     largest_magnitude,
-    load_gradients,
     load_inputs,
     load_resets,
-    load_residuals,
+    load_saved,
     load_states,
     pack_residuals,
     reset_gradients,
@@ -135,22 +134,6 @@ def forward_kernel(
         store_states(h_last_ptr, c_last_ptr, last, states, mask)
 
 
-@gluon.jit
-def _load_saved(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
-    COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
-):  # fmt: skip
-    """Loads what a backward step reads, without unpacking or converting the data.
-
-    Returns the residuals, which sequences start an episode there, and the gradients of the step's outputs, a tuple.
-    """
-    saved = load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
-    )  # fmt: skip
-    reset = load_resets(reset_ptr, rows, mask_q)
-    return saved, reset, load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
-
-
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split", "bwd"))
 def backward_kernel(
     w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
@@ -186,7 +169,7 @@ def backward_kernel(
         row, stride = time_order(row, model, T, B, REVERSE)
         dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
         rows = row + step_time(T - 1, T, REVERSE) * stride
-        saved, reset, dys = _load_saved(
+        saved, reset, dys = load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H, COUNT,
             IN_PLACE,
         )  # fmt: skip
@@ -202,7 +185,7 @@ def backward_kernel(
                 grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
-            saved, reset, dys = _load_saved(
+            saved, reset, dys = load_saved(
                 local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q,
                 H, COUNT, IN_PLACE,
             )  # fmt: skip
