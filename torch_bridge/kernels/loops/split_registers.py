@@ -188,7 +188,7 @@ def _start_step(
                 at = rows[None, :] * H + unit[:, None]
                 fresh = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
                 if SCALED:
-                    nothing = states[0] * 0.0
+                    nothing = gl.zeros(states[0].shape, gl.float32, states[0].type.layout)
                     new = first_state_scale(reset_h_ptr, nothing, rows, own, mask_q & reset, H, SPLITS)
                     scale = gl.where(reset[None, :], new[None, :], scale)
                 states = select_states(reset[None, :], fresh, states)
@@ -303,8 +303,9 @@ def forward_kernel(
     PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
     UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # every warp has all sequences
+    # both without conflicts between banks, as far as BLOCK_H allows
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
-    TERMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, BLOCK_H // 16 if BLOCK_H < 64 else 4, [1, 2, 0])
+    TERMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, BLOCK_H // 16, [1, 2, 0])
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
