@@ -289,7 +289,7 @@ def _residual_dtypes(cell, direction, hidden, batch, kind="tf32", device=Device(
 @pytest.mark.interpret
 @every_profile
 def test_residuals_are_as_precise_as_the_products(device, monkeypatch):
-    """Where TF32 is allowed, residuals are float32 for few sequences of 33 to 64 units, with any reset state."""
+    """Residuals are float32 for few sequences of 33 to 64 units where TF32 is allowed, with any reset state."""
     few = 2 * device.multiprocessors
     for cell, direction in itertools.product(("gru", "lstm"), ("fwd", "bwd")):
         held = functools.partial(_residual_dtypes, cell, direction, device=device)

@@ -1,4 +1,4 @@
-"""What single instructions compute for each thread, on arrays `[threads]`."""
+"""Functions that compute single instructions for each thread, on arrays `[threads]`."""
 
 from __future__ import annotations
 

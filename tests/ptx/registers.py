@@ -19,5 +19,5 @@ DTYPES |= {"pred": np.dtype(bool), "f16": np.dtype("f2"), "f32": np.dtype("f4"),
 
 
 def is_integer(name: str) -> bool:
-    """Whether the type is an integer or a number of bits."""
+    """Returns whether the type is an integer or a number of bits."""
     return name[0] in "ubs" and name[1:].isdigit()

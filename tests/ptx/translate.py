@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ptx.parse import Instruction, ParsedKernel
 
-# What an instruction computes by its name without the type. `{0}` is its first source.
+# The formulas of instructions, by their names without the type. `{0}` is the first source.
 OF_INTEGERS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul.lo": "{0} * {1}", "mad.lo": "{0} * {1} + {2}", "neg": "-{0}",
     "div": "divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}",

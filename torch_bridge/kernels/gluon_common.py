@@ -501,6 +501,32 @@ def load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H: gl.constexpr):
 
 
 @gluon.jit
+def step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP: gl.constexpr):
+    """Returns what the cell's `grad_step` does, given the gradient `dh` of a step's hidden state.
+
+    `dstates` are the gradients that come from the next step, and `dys` those of the step's outputs; both are tuples.
+    """
+    if len(dstates) == 1:
+        return GRAD_STEP((dh,), local_grads, factors)
+    else:
+        dc = dstates[1] + dh * factors[0]
+        if dcs_ptr is not None:
+            dc += dys[1].to(gl.float32)
+        return GRAD_STEP((dh, dc), local_grads, factors)
+
+
+@gluon.jit
+def gradients_before(product, carried, STATES: gl.constexpr):
+    """Returns the gradients of the states before a step, a tuple, given the product and what `grad_step` carries."""
+    if STATES == 1 and len(carried) > 0:
+        product = carried[0] + product
+    dstates = (product,)
+    if STATES > 1:
+        dstates += carried
+    return dstates
+
+
+@gluon.jit
 def load_saved(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
     COUNT: gl.constexpr, IN_PLACE: gl.constexpr,

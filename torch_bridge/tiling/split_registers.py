@@ -29,7 +29,7 @@ def split_registers_configs(problem: Problem, device: Device) -> list[KernelConf
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
-    """Whether the kernel has enough registers for tiles of 16 sequences."""
+    """Returns whether the kernel has enough registers for tiles of 16 sequences."""
     if problem.direction == "bwd" or problem.tilings == "lstm":
         return False
     halves, zeros = product_kind(problem) == "16-bit", problem.reset_state == "zeros"

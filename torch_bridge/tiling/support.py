@@ -16,7 +16,7 @@ MIN_STEPS_ON_CHIP = 8
 
 
 def has_16_bit_kernels(problem: Problem) -> bool:
-    """Whether the kernels whose weights are on chip in 16 bits support a problem.
+    """Returns whether the kernels that keep 16-bit weights on chip support a problem.
 
     The operands of these kernels are bfloat16 or, for TF32, scaled float16.
     """
@@ -25,7 +25,7 @@ def has_16_bit_kernels(problem: Problem) -> bool:
 
 
 def has_wgmma_kernels(problem: Problem, device: Device) -> bool:
-    """Whether the "split" and "rows" kernels support a problem; their forward pass supports no reset state."""
+    """Returns whether the "split" and "rows" kernels support a problem; forward, they support no reset state."""
     covered = device.has_wgmma and has_16_bit_kernels(problem)
     return covered and (problem.direction == "bwd" or problem.reset_state == "zeros")
 

@@ -23,6 +23,7 @@ from torch_bridge.kernels.gluon_common import (
     reset_gradients,
     reset_states,
     scale_of_norm,
+    step_gradients,
     store_states,
 )
 from torch_bridge.kernels.loops.fma_common import (
@@ -212,13 +213,8 @@ def _backward_step(
         dnorm = gl.sum(dh * local_grads[GATES], axis=0)
         unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
         grads = scaled(unscaled, of_norm[1])
-    elif STATES == 1:
-        grads, carried = GRAD_STEP((dh,), local_grads, factors)
     else:
-        dc = dstates[1] + dh * factors[0]
-        if dcs_ptr is not None:
-            dc += dys[1].to(gl.float32)
-        grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+        grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
     multiplied = operands_of(grads, GATES)
     for gate in gl.static_range(GATES):
         store_operand(buffers[gate], multiplied[gate], DTYPE)

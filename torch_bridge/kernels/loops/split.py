@@ -18,6 +18,7 @@ from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
     forward_rows,
+    gradients_before,
     inverse,
     largest_magnitude,
     load_inputs,
@@ -27,6 +28,7 @@ from torch_bridge.kernels.gluon_common import (
     pack_residuals,
     reset_gradients,
     scale_to_float16,
+    step_gradients,
     store_residuals,
     store_states,
     unpack_residuals,
@@ -176,13 +178,7 @@ def backward_kernel(
         for i in range(T):
             dh = dstates[0] + dys[0].to(gl.float32)
             local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
-            if STATES == 1:
-                grads, carried = GRAD_STEP((dh,), local_grads, factors)
-            else:
-                dc = dstates[1] + dh * factors[0]
-                if dcs_ptr is not None:
-                    dc += dys[1].to(gl.float32)
-                grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+            grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             saved, reset, dys = load_saved(
@@ -208,11 +204,7 @@ def backward_kernel(
             if SEPARATE:
                 gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
             product = receive_sum(exchange_ptr, zeros, sent, workers, worker, split, SPLITS)
-            if STATES == 1 and len(carried) > 0:
-                product = carried[0] + product
-            dstates = (product,)
-            if STATES > 1:
-                dstates += carried
+            dstates = gradients_before(product, carried, STATES)
             if reset_ptr is not None:
                 dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
         store_states(dh0_ptr, dc0_ptr, last, dstates, mask)

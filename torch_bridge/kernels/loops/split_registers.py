@@ -11,7 +11,8 @@ columns, and sends to every program the part of the gradient that belongs to tha
 and the scale of their float16 operands, are not exchanged.
 
 A thread computes two adjacent units of a sequence, and a warp every eighth sequence. With fewer than 64 units, several
-lanes compute the same. The kernels do not support a norm.
+lanes compute the same. BLOCK_K is the number of units of all programs, rounded up to a power of two. The kernels do not
+support a norm.
 """
 
 import triton.experimental.gluon.language as gl
@@ -25,6 +26,7 @@ from torch_bridge.kernels.gluon_common import (
     backward_rows,
     barrier,
     forward_rows,
+    gradients_before,
     inverse,
     largest_magnitude,
     load_inputs,
@@ -36,6 +38,7 @@ from torch_bridge.kernels.gluon_common import (
     scale_to_float16,
     scaled_reset_states,
     select_states,
+    step_gradients,
     store_residuals,
     store_states,
     to_operand,
@@ -52,12 +55,6 @@ from torch_bridge.kernels.loops.split_common import (
     send_numbered,
     send_where,
 )
-
-
-@gluon.constexpr_function
-def _all_units(splits, block_h):
-    """Returns the number of units of all programs, rounded up to a power of two."""
-    return 1 << (splits * block_h - 1).bit_length()
 
 
 @gluon.constexpr_function
@@ -112,28 +109,28 @@ def _load_tile(
 
 @gluon.jit
 def _load_shard(
-    ptr, split, stride, gate_stride, H: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr, ALL: gl.constexpr,
+    ptr, split, stride, gate_stride, H: gl.constexpr, BLOCK_H: gl.constexpr, GATES: gl.constexpr, BLOCK_K: gl.constexpr,
     GROUPS: gl.constexpr, DTYPE: gl.constexpr, ACC: gl.constexpr,
 ):  # fmt: skip
     """Loads a program's weights as register operands, one gate after the other through shared memory.
 
     Returns a tuple by gate, and the factor that undoes the weights' scale. With GROUPS of warps, the weights are the
-    rows of the program's own units, `[GROUPS, BLOCK_H, ALL / GROUPS]`. With GROUPS == 0, they are the columns,
-    `[ALL, BLOCK_H]`.
+    rows of the program's own units, `[GROUPS, BLOCK_H, BLOCK_K / GROUPS]`. With GROUPS == 0, they are the columns,
+    `[BLOCK_K, BLOCK_H]`.
     """
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
     OWN_ROWS: gl.constexpr = GROUPS > 0
     ROWS: gl.constexpr = min(BLOCK_H, 32) if OWN_ROWS else 4096 // BLOCK_H
-    COLS: gl.constexpr = ALL // GROUPS if OWN_ROWS else BLOCK_H
-    TILES: gl.constexpr = ALL * BLOCK_H // (ROWS * COLS)
+    COLS: gl.constexpr = BLOCK_K // GROUPS if OWN_ROWS else BLOCK_H
+    TILES: gl.constexpr = BLOCK_K * BLOCK_H // (ROWS * COLS)
     HIGH: gl.constexpr = BLOCK_H // ROWS if OWN_ROWS else 1
     if OWN_ROWS:
         LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
         share = gl.allocate_shared_memory(DTYPE, [GROUPS, BLOCK_H, COLS], LAYOUT)
     else:
         PLAIN: gl.constexpr = _operand_layout(BLOCK_H)
-        share = gl.allocate_shared_memory(DTYPE, [ALL, BLOCK_H], PLAIN)
+        share = gl.allocate_shared_memory(DTYPE, [BLOCK_K, BLOCK_H], PLAIN)
     scale = 1.0
     if SCALED:
         largest = gl.zeros([ROWS, COLS], gl.float32, _tile_layout(COLS, gl.num_warps()))
@@ -286,7 +283,8 @@ def forward_kernel(
     c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, RESET_STATE: gl.constexpr,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr,
+    REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
@@ -298,11 +296,11 @@ def forward_kernel(
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     GROUPS: gl.constexpr = WARPS * 16 // BLOCK_H  # of warps, each of which multiplies PART units of the state
-    PART: gl.constexpr = _all_units(SPLITS, BLOCK_H) // GROUPS
+    PART: gl.constexpr = BLOCK_K // GROUPS
     ACC: gl.constexpr = _forward_layout(GROUPS, WARPS)
     PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
     UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # every warp has all sequences
+    BY_LANE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])  # every warp has all sequences
     # both without conflicts between banks, as far as BLOCK_H allows
     SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
     TERMS: gl.constexpr = gl.SwizzledSharedLayout(8, 2, BLOCK_H // 16, [1, 2, 0])
@@ -316,7 +314,7 @@ def forward_kernel(
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         weights, w_unscale = _load_shard(
-            w_hh_t_ptr + model * (GATES * H * H), split, H, H * H, H, BLOCK_H, GATES, GROUPS * PART, GROUPS, DTYPE, ACC
+            w_hh_t_ptr + model * (GATES * H * H), split, H, H * H, H, BLOCK_H, GATES, BLOCK_K, GROUPS, DTYPE, ACC
         )  # fmt: skip
         operand = gl.allocate_shared_memory(DTYPE, [GROUPS, BLOCK_B, PART], SHARED)
         terms = ()
@@ -327,7 +325,7 @@ def forward_kernel(
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-        lane_row, lane_mask = gl.convert_layout(row, LANES), gl.convert_layout(mask_q, LANES)
+        lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
         states = load_states(h0_ptr, c0_ptr, last, mask)
         scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
         fixed_scale = scale
@@ -428,7 +426,7 @@ def _receive_parts(
 ):  # fmt: skip
     """Returns the sum of the tiles that all programs sent to this one, always added in the same order.
 
-    The lanes of a unit, 64 / BLOCK_H, receive the words of every so manyth program, which lie at equal distances.
+    A unit has 64 / BLOCK_H lanes. They take turns with the programs, so the words of a lane lie at equal distances.
     """
     LANES: gl.constexpr = 64 // BLOCK_H
     COUNT: gl.constexpr = SPLITS // LANES
@@ -451,7 +449,7 @@ def backward_kernel(
     dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr,
-    BLOCK_B: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+    BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
 
@@ -463,20 +461,19 @@ def backward_kernel(
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
-    ALL: gl.constexpr = _all_units(SPLITS, BLOCK_H)
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     PARTS: gl.constexpr = _parts_layout(BLOCK_H, WARPS)
     UNITS: gl.constexpr = gl.SliceLayout(0, PARTS)
     workers = gl.num_programs(0) // SPLITS
     worker = gl.program_id(0) // SPLITS
     split = gl.program_id(0) % SPLITS
-    zeros = gl.zeros([ALL, BLOCK_B], gl.float32, ACC)
+    zeros = gl.zeros([BLOCK_K, BLOCK_B], gl.float32, ACC)
     unit = split * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sent = 0  # number of the latest send
     for item in range(worker, items, workers):
         model = (item // tiles).to(gl.int64)
         weights, w_unscale = _load_shard(
-            w_hh_ptr + model * (GATES * H * H), split, GATES * H, H, H, BLOCK_H, GATES, ALL, 0, DTYPE, ACC
+            w_hh_ptr + model * (GATES * H * H), split, GATES * H, H, H, BLOCK_H, GATES, BLOCK_K, 0, DTYPE, ACC
         )  # fmt: skip
         operands = ()
         for _ in gl.static_range(GATES):
@@ -493,13 +490,7 @@ def backward_kernel(
         for i in range(T):
             dh = dstates[0] + dys[0].to(gl.float32)
             local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
-            if STATES == 1:
-                grads, carried = GRAD_STEP((dh,), local_grads, factors)
-            else:
-                dc = dstates[1] + dh * factors[0]
-                if dcs_ptr is not None:
-                    dc += dys[1].to(gl.float32)
-                grads, carried = GRAD_STEP((dh, dc), local_grads, factors)
+            grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             saved, reset, dys = load_saved(
@@ -527,11 +518,7 @@ def backward_kernel(
             if SEPARATE:
                 gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
             product = _receive_parts(exchange_ptr, sent, workers, worker, split, BLOCK_H, BLOCK_B, SPLITS, PARTS)
-            if STATES == 1 and len(carried) > 0:
-                product = carried[0] + product
-            dstates = (product,)
-            if STATES > 1:
-                dstates += carried
+            dstates = gradients_before(product, carried, STATES)
             if reset_ptr is not None:
                 dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
         store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
