@@ -113,8 +113,8 @@ def test_unavailable_kernels_are_explained_in_a_fresh_process(blocked, text, mon
     [
         ("a100", 32, "fma", "fma"),
         ("h100", 128, "resident", "resident"),
-        ("rtx4090", 512, "streamed", "streamed"),
-        ("h200", 512, "split", "split"),
+        ("rtx4090", 512, "split_registers", "split_registers"),
+        ("h200", 512, "split_registers", "split_registers"),
         ("h200", 1024, "rows", "rows"),
         ("a100", 1024, "scan", "streamed"),
     ],

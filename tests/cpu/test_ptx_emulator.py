@@ -133,6 +133,11 @@ def test_redux_returns_the_maximum_of_a_warp():
     np.testing.assert_array_equal(got, np.repeat(SIGNED.reshape(2, 32).max(1), 32))
 
 
+def test_vote_returns_whether_a_predicate_of_a_warp_is_true():
+    code = "setp.eq.u32 %q0, %t, 40; vote.sync.any.pred %q0, %q0, 0xffffffff; selp.b32 %d0, 1, 0, %q0;"
+    np.testing.assert_array_equal(run(code)[0], LANES // 32)
+
+
 def bfloat16_bits(x: np.ndarray) -> np.ndarray:
     return (x.astype("f4").view("u4") >> 16).astype("u2")
 
@@ -240,6 +245,8 @@ INVALID = {
     ),
     "a part of a warp runs": "setp.lt.u32 %q0, %t, 9; @%q0 shfl.sync.bfly.b32 %d0, %a0, 1, 31, -1;",
     r"not supported .*: popc.b32 %d0, %a0;": "popc.b32 %d0, %a0;",
+    "(?#vote)a part of a warp runs": "setp.lt.u32 %q0, %t, 9; @%q0 vote.sync.any.pred %q1, %q0, -1;",
+    r"not supported .*: vote.sync.any.pred %q1, %q0, 3": "vote.sync.any.pred %q1, %q0, 3;",
     "only a part of the warp": "mov.b32 %r0, 3; redux.sync.max.s32 %d0, %a0, %r0;",
     r"not supported .*: add.sat.s32": "add.sat.s32 %d0, %a0, %a0;",
     r"not supported .*: add.f64": "add.f64 %w0, %w1, %w2;",

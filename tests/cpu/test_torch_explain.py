@@ -72,9 +72,9 @@ def test_explain_says_what_tensors_on_the_cpu_run_and_what_triton_needs(compiled
         ("a100", 32, None, "fma", "float32"),
         ("h100", 128, "tf32", "resident", "tf32"),
         ("rtx4090", 512, "tf32x3", "streamed", "tf32x3"),
-        ("h200", 512, "tf32", "split", "tf32"),
+        ("h200", 512, "tf32", "split_registers", "tf32"),
         ("h200", 1024, "tf32", "rows", "tf32"),
-        ("b200", 1024, "tf32", "streamed", "tf32"),
+        ("b200", 512, "tf32", "split_registers", "tf32"),
     ],
 )
 def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, precision, loop, products):

@@ -112,7 +112,8 @@ def test_tiling_covers_all_units_and_fits_the_device(problem, device):
         p = dataclasses.replace(problem, hidden=hidden, batch=batch, models=models, groups=models, steps=steps)
         config = heuristic(p, device)
         assert config == heuristic.__wrapped__(p, device)
-        width = 128 if config.loop == "rows" else config.block_h  # programs of "rows" kernels come in fours
+        # programs of "rows" kernels come in fours, those of "split_registers" kernels have 64 units together
+        width = {"rows": 128, "split_registers": 64}.get(config.loop, config.block_h)
         covered = config.block_h * config.splits
         assert covered % width == 0 and covered >= hidden > covered - width
         assert config.block_b * config.tiles(p) >= batch > config.block_b * (config.tiles(p) - 1)

@@ -171,12 +171,14 @@ def choices(cell, hidden, batch, name, kind="tf32", **changes):
 @pytest.mark.torch
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_scans_are_preferred_where_kernels_are_slow(cell):
-    """Checks wide states with many sequences, on GPUs whose kernels read the weights at every step."""
+    """Checks wide states with many sequences, on GPUs without wgmma."""
     for name in ("a100", "rtx3090", "rtx4090"):
         for kind, hidden, batch in itertools.product(("tf32", "bf16"), (8, 64, 128), (1, 64, 4096)):
             assert choices(cell, hidden, batch, name, kind) == [False, False]
-        assert choices(cell, 256, 64, name) == [False, False]
-        assert choices(cell, 1024, 4096, name) == choices(cell, 512, 4096, name) == [True, True]
+        for hidden, batch in ((256, 64), (256, 1024), (512, 64), (1024, 8)):  # programs that share a state keep them
+            assert choices(cell, hidden, batch, name) == [False, False]
+        assert choices(cell, 1024, 4096, name) == [True, True]
+        assert choices(cell, 512, 4096, name)[1]
         assert choices(cell, 1024, 2048, name, "tf32x3") == [True, True]
     for hidden, batch in itertools.product((64, 256, 512, 1024), (1, 64, 1024)):  # kernels keep the weights on chip
         if (cell, hidden) != ("lstm", 1024):
@@ -189,7 +191,7 @@ def test_the_choice_counts_the_models_that_vmap_adds():
 
     from torch_bridge import tiling
 
-    problem = make_problem("gru", "fwd", "tf32", 512, 64)
+    problem = make_problem("gru", "fwd", "tf32x3", 512, 64)
     taken = [
         tiling.prefers_scan(dataclasses.replace(problem, models=n, groups=n), tiling.PROFILES["rtx3090"])
         for n in (1, 64)

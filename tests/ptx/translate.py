@@ -161,7 +161,7 @@ class Translator:
             return self._copy(one), []
         if opcode == "setp":
             return [], self._compare(one)
-        if opcode in ("ldmatrix", "mma", "shfl", "redux", "atom", "red") or name == "bar.warp.sync":
+        if opcode in ("ldmatrix", "mma", "shfl", "redux", "vote", "atom", "red") or name == "bar.warp.sync":
             return self._together(one)
         if opcode == "mov" and one.operands[0][0] == "{":
             return [], self._unpack(one)
@@ -259,6 +259,9 @@ class Translator:
         if name == "redux.sync.max.s32":
             sources = f"{self._source(one, ops[1], 's32')}, {self._source(one, ops[2], 'u32')}"
             return [], self._result(one, ops[0], "s32", f"maximum_of_warp(MASK, {sources})")
+        if name == "vote.sync.any.pred" and ops[2] in ("-1", "0xffffffff"):
+            value = f"any_of_warp(MASK, {self._source(one, ops[1], 'pred')})"
+            return [], self._result(one, ops[0], "pred", value)
         if name in ("atom.global.gpu.release.add.u32", "red.global.gpu.release.add.u32"):
             address, values = ops[-2:]
             add = f"d = program.add(MASK, {self._address(one, address)}, {self._source(one, values, 'u32')})"

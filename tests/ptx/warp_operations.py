@@ -1,4 +1,4 @@
-"""Instructions that the threads of a warp run together: shuffles, maxima, matrix products and loads of matrices.
+"""Instructions that the threads of a warp run together: shuffles, maxima, votes, matrix products, loads of matrices.
 
 Arrays are `[threads]`. A mask says which threads run the instruction; None means all of them.
 """
@@ -60,6 +60,16 @@ def maximum_of_warp(mask: Mask, values: NDArray, members: NDArray) -> NDArray:
     if (members[slice(None) if mask is None else mask] != 0xFFFFFFFF).any():
         raise PTXError("only a part of the warp is a member")
     return np.repeat(values.reshape(-1, 32).max(1), 32)
+
+
+def any_of_warp(mask: Mask, values: NDArray) -> NDArray:
+    """Returns for each thread whether a value of its warp is true: `vote.sync.any` with all lanes as members.
+
+    Raises:
+      PTXError: a part of a warp takes part.
+    """
+    check_whole_warps(mask)
+    return np.repeat(values.reshape(-1, 32).any(1), 32)
 
 
 def multiply_matrices(

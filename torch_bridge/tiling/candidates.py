@@ -7,6 +7,7 @@ import functools
 
 from torch_bridge import rules
 from torch_bridge.cells import CELLS
+from torch_bridge.tiling import split_registers, streamed
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.fma import MAX_PER_SM_IN_TF32, fma_configs
@@ -40,12 +41,18 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     resident = resident_configs(problem, device) if "resident" in loops else []
     split = split_configs(problem, device) if "split" in loops else []
     rows = rows_configs(problem, device) if "rows" in loops else []
-    # keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates
-    kept = resident + single_program_configs(problem, device) + _by_cost(split + rows)
-    read = _by_cost(shared_configs(problem, device) + [way for way in few if way[0]])
-    found = [config for cost, config in few if not cost] + kept + read
-    if "split_registers" in loops:  # the last, because no GPU has timed these kernels yet
-        found += split_registers_configs(problem, device)
+    registers = split_registers_configs(problem, device) if "split_registers" in loops else []
+    shared = shared_configs(problem, device)
+    # Keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates. An
+    # exception are kernels that run few sequences at once, if there are many.
+    fast, slow = registers, []
+    if registers and shared:
+        most = streamed.estimated_us(problem, _by_cost(shared)[0], device)
+        fast = [way for way in registers if split_registers.estimated_us(problem, way[1], device) <= most]
+        slow = [way for way in registers if way not in fast]
+    kept = resident + single_program_configs(problem, device) + _by_cost(split + rows + fast)
+    read = _by_cost(shared + [way for way in few if way[0]])
+    found = [config for cost, config in few if not cost] + kept + read + _by_cost(slow)
     if not found:
         raise UnsupportedError(
             f"a hidden width of {problem.hidden} is more than the {device.multiprocessors} SMs of this device "

@@ -11,9 +11,25 @@ from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
 # Widest state by the units of a program. Eight warps then have 32 registers a thread for the weights of a gate.
 WIDEST = {64: 256, 32: 512, 16: 1024}
 
+# Microseconds per step of one tile, by sequences per tile: fixed, and per program that shares the units. Fitted to 200
+# timings on an H100 (Triton 3.6) with 192 to 1024 units, where programs with tiles occupy all SMs; alone, a tile takes
+# a third less.
+STEP_COST = {
+    ("gru", "fwd"): {8: (1.6, 0.018), 16: (2.35, 0.02)},
+    ("gru", "bwd"): {8: (1.9, 0.042)},
+    ("lstm", "fwd"): {8: (1.9, 0.015)},
+    ("lstm", "bwd"): {8: (1.9, 0.043)},
+}
+# Microseconds until a program has loaded the weights of a model.
+START_US = 20.0
 
-def split_registers_configs(problem: Problem, device: Device) -> list[KernelConfig]:
-    """Returns the tilings of the "split_registers" kernels, the smallest tile first."""
+
+def split_registers_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
+    """Returns the tilings of the "split_registers" kernels, each with its cost.
+
+    The cost is in microseconds per step of all tiles, without the time to load the weights, like that of the "split"
+    and "rows" kernels, which load as many.
+    """
     if not (device.runs_gluon and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
         return []
     units = next((units for units, widest in WIDEST.items() if problem.hidden <= widest), None)
@@ -22,10 +38,24 @@ def split_registers_configs(problem: Problem, device: Device) -> list[KernelConf
     splits = cdiv(problem.hidden, 64) * (64 // units)  # a multiple: the words of 64 units lie at equal distances
     if splits > device.multiprocessors:
         return []
-    return [
-        KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
-        for block_b in ((8, 16) if _fits_batch_tile_16(problem) else (8,))
-    ]
+    ways: list[tuple[float, KernelConfig]] = []
+    for block_b in (8, 16) if _fits_batch_tile_16(problem) else (8,):
+        config = KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
+        ways.append((config.rounds(problem, device) * _tile_us(problem, config), config))
+    return ways
+
+
+def estimated_us(problem: Problem, config: KernelConfig, device: Device) -> float:
+    """Estimates the microseconds per step of all sequences, which include a share of the time to load the weights."""
+    rounds = config.rounds(problem, device)
+    loads = min(rounds, problem.models)  # a program loads the weights of a model once
+    return rounds * _tile_us(problem, config) + loads * START_US / problem.steps
+
+
+def _tile_us(problem: Problem, config: KernelConfig) -> float:
+    """Estimates the microseconds per step of one tile."""
+    fixed, per_split = STEP_COST[problem.tilings, problem.direction][config.block_b]
+    return fixed + per_split * config.splits
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:

@@ -84,6 +84,38 @@ STEP_COST = {
     ("16-bit", "fwd"): (3.8, 4.7, 0.39, 0.70),
     ("16-bit", "bwd"): (4.7, 2.7, 0.86, 0.07),
 }
+# Costs of a step of the "streamed" loop if several programs share the units, on GPUs without wgmma. The six costs are
+# in microseconds:
+# - four per tile, as in `STEP_COST`: fixed; per 100 KB of exchanged state; per 100 KB of weights; per million
+#   multiply-adds;
+# - per tile and 100 programs that share it;
+# - per 1e5 elements of the state of all tiles.
+# Fitted to 448 timings of the tilings that are chosen for an A100 and an RTX 3090, run on an H200 from the PTX for
+# those GPUs (Triton 3.6). The fit is within 17 %, except for the forward pass of the GRU in "tf32x3". `STEP_COST`
+# itself ranks tilings, but does not predict their time on these GPUs.
+STREAMED_STEP_COST = {
+    ("gru", "tf32", "fwd"): (2.8, 0.0, 2.4, 0.0, 14.0, 1.3),
+    ("gru", "tf32", "bwd"): (2.1, 3.5, 0.56, 0.0, 17.0, 1.8),
+    ("gru", "16-bit", "fwd"): (3.1, 0.0, 3.1, 0.0, 19.0, 0.53),
+    ("gru", "16-bit", "bwd"): (1.4, 3.8, 0.84, 0.0, 5.2, 1.8),
+    ("gru", "tf32x3", "fwd"): (4.1, 0.0, 6.7, 0.0, 18.0, 0.0),
+    ("gru", "tf32x3", "bwd"): (2.6, 13.0, 3.6, 0.0, 0.0, 2.3),
+    ("lstm", "tf32", "fwd"): (2.7, 0.0, 5.1, 0.0, 0.0, 0.43),
+    ("lstm", "tf32", "bwd"): (2.7, 0.0, 2.6, 0.0, 0.0, 1.8),
+    ("lstm", "16-bit", "fwd"): (2.0, 0.0, 0.0, 6.9, 0.0, 0.29),
+    ("lstm", "16-bit", "bwd"): (2.8, 4.5, 0.16, 0.0, 19.0, 1.3),
+    ("lstm", "tf32x3", "fwd"): (2.4, 0.0, 9.0, 0.0, 0.0, 2.5),
+    ("lstm", "tf32x3", "bwd"): (2.9, 13.0, 3.8, 0.0, 0.0, 2.8),
+}
+# The same costs on GPUs with wgmma, for the keys for which `STEP_COST` is too low there: by up to a factor of three for
+# the LSTM of more than 512 units. Other keys use `STEP_COST`. Fitted to 40 timings on an H100 (Triton 3.6) with 1 to
+# 1024 sequences and 1024 or 1536 units. The fit is within 25 % for 1024 units.
+HOPPER_STREAMED_STEP_COST = {
+    ("lstm", "tf32", "fwd"): (2.2, 10.0, 1.1, 0.0, 0.0, 0.0),
+    ("lstm", "tf32", "bwd"): (0.0, 0.0, 0.0, 3.9, 33.0, 0.0),
+    ("lstm", "16-bit", "fwd"): (3.7, 0.0, 0.59, 1.1, 8.0, 0.0),
+    ("lstm", "16-bit", "bwd"): (0.0, 3.0, 1.0, 0.0, 27.0, 0.17),
+}
 
 
 def max_hidden(device: Device) -> int:
@@ -155,3 +187,15 @@ def tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) -
     state = config.block_b * row * (1 if problem.direction == "fwd" else gates)
     products = gates * config.block_h * config.block_b * problem.hidden / 1e6
     return fixed + per_state * state + per_weight * gates * config.block_h * row + per_product * products
+
+
+def estimated_us(problem: Problem, config: KernelConfig, device: Device) -> float:
+    """Estimates the microseconds per step of all sequences in the streamed loop whose programs share the units."""
+    key = (problem.tilings, product_kind(problem), problem.direction)
+    rounds = config.rounds(problem, device)  # most tiles that one group of programs runs, one after the other
+    costs = HOPPER_STREAMED_STEP_COST if device.has_wgmma else STREAMED_STEP_COST
+    if key not in costs:
+        return rounds * tile_cost(problem, config, STEP_COST[product_kind(problem), problem.direction])
+    *per_tile, per_program, per_state = costs[key]
+    us_per_tile = tile_cost(problem, config, tuple(per_tile)) + per_program * config.splits / 100
+    return rounds * us_per_tile + per_state * problem.models * problem.sequences * problem.hidden / 1e5

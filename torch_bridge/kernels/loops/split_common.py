@@ -25,7 +25,8 @@ from torch_bridge.kernels.gluon_common import (
 def _receive_assembly(count, stride, pack, numbered):
     """Returns assembly that polls `count` words at each of `pack` addresses until all have arrived.
 
-    The words of an address are `stride` bytes apart.
+    The words of an address are `stride` bytes apart. The lanes of a warp leave the loop together: lanes that have left
+    one by one would run the code up to the next synchronization one by one.
     """
     n, read, split, test = count * pack, [], [], []
     for element in range(pack):
@@ -40,7 +41,8 @@ def _receive_assembly(count, stride, pack, numbered):
                 split.append(f"and.b32 n{k}, ${k}, 1;")
             test.append(f"setp.ne.or.b32 p, n{k}, ${number}, p;")
     declared = [f".reg .b64 w<{n}>;", f".reg .b32 n<{n}>;", ".reg .pred p;"]
-    return "\n".join(["{", *declared, "again:", *read, *split, "setp.ne.b32 p, 0, 0;", *test, "@p bra again;", "}"])
+    again = ["vote.sync.any.pred p, p, 0xffffffff;", "@p bra again;"]
+    return "\n".join(["{", *declared, "again:", *read, *split, "setp.ne.b32 p, 0, 0;", *test, *again, "}"])
 
 
 @gluon.constexpr_function

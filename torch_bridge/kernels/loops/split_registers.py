@@ -177,6 +177,8 @@ def _start_step(
     `resets` are what `_load_resets` returned for this step. `fixed_scale` is the scale after a reset to the states
     that are the same at every step.
     """
+    SHAPE: gl.constexpr = states[0].shape
+    LAYOUT: gl.constexpr = states[0].type.layout
     reset, by_lane = resets
     if reset_ptr is not None:
         if RESET_STATE == RESET_STEPPED:
@@ -185,7 +187,7 @@ def _start_step(
                 at = rows[None, :] * H + unit[:, None]
                 fresh = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
                 if SCALED:
-                    nothing = gl.zeros(states[0].shape, gl.float32, states[0].type.layout)
+                    nothing = gl.zeros(SHAPE, gl.float32, LAYOUT)
                     new = first_state_scale(reset_h_ptr, nothing, rows, own, mask_q & reset, H, SPLITS)
                     scale = gl.where(reset[None, :], new[None, :], scale)
                 states = select_states(reset[None, :], fresh, states)
@@ -311,8 +313,9 @@ def forward_kernel(
     own = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     unit = split * BLOCK_H + own
     sent = 0  # number of the latest send
-    for item in range(worker, items, workers):
-        model = (item // tiles).to(gl.int64)
+    first_item = worker
+    while first_item < items:  # a turn is all items of a model, so that its weights are loaded once
+        model = (first_item // tiles).to(gl.int64)
         weights, w_unscale = _load_shard(
             w_hh_t_ptr + model * (GATES * H * H), split, H, H * H, H, BLOCK_H, GATES, BLOCK_K, GROUPS, DTYPE, ACC
         )  # fmt: skip
@@ -320,60 +323,63 @@ def forward_kernel(
         terms = ()
         for _ in gl.static_range(GATES):
             terms += (gl.allocate_shared_memory(gl.float32, [GROUPS, BLOCK_H, BLOCK_B], TERMS),)
-        mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
-        row, stride = time_order(row, model, T, B, REVERSE)
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-        lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
-        states = load_states(h0_ptr, c0_ptr, last, mask)
-        scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
-        fixed_scale = scale
-        if SCALED:
-            nothing = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, UNITS)
-            scale = first_state_scale(h0_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
-            if RESET_STATE == RESET_FIXED:
-                fixed_scale = first_state_scale(reset_h_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
-        first = step_time(0, T, REVERSE) * stride
-        x = load_inputs(xp_ptr + (row + first)[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-        resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
-        before, scale = _start_step(
-            states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, seq, unit, own, mask,
-            mask_q, RESET_STATE, H, SPLITS, SCALED,
-        )  # fmt: skip
-        sent += 1
-        _send_state(exchange_ptr, before[0], scale, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS)
-        for i in range(T):
-            # equals i, which the compiler cannot tell: else addresses of many steps would take registers
-            opaque_i = i + opaque_zero(i)
-            next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
-            next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-            next_lane_rows = forward_rows(lane_row, opaque_i + 1, T, stride, REVERSE)
-            resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
-            _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS)
-            products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
+        end = (first_item // tiles + 1) * tiles
+        for item in range(first_item, end, workers):
+            mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
+            row, stride = time_order(row, model, T, B, REVERSE)
+            lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
+            states = load_states(h0_ptr, c0_ptr, last, mask)
+            scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
+            fixed_scale = scale
             if SCALED:
-                products = scaled(products, inverse(scale) * w_unscale)
-            gates = add_inputs(products, x, b_hn, SEPARATE)
-            states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
-            if local_grads_ptr is not None:
-                local_grads, factors = RESIDUALS(activations, before)
-                saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                nothing = gl.zeros([BLOCK_H, BLOCK_B], gl.float32, UNITS)
+                scale = first_state_scale(h0_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
+                if RESET_STATE == RESET_FIXED:
+                    fixed_scale = first_state_scale(reset_h_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
+            first = step_time(0, T, REVERSE) * stride
+            x = load_inputs(xp_ptr + (row + first)[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+            resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
             before, scale = _start_step(
-                states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, seq, unit, own,
+                states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, seq, unit, own,
                 mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
             )  # fmt: skip
-            more = (i + 1 < T).to(gl.int32)
-            sent += more
-            _send_state(exchange_ptr, before[0], scale, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS)
-            this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
-            store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
-            if local_grads_ptr is not None:
-                store_residuals(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
+            sent += 1
+            _send_state(exchange_ptr, before[0], scale, sent, 1, workers, worker, split, SCALED, DTYPE, SPLITS)
+            for i in range(T):
+                # equals i, which the compiler cannot tell: else addresses of many steps would take registers
+                opaque_i = i + opaque_zero(i)
+                next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
+                next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+                next_lane_rows = forward_rows(lane_row, opaque_i + 1, T, stride, REVERSE)
+                resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
+                _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS)
+                products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
+                if SCALED:
+                    products = scaled(products, inverse(scale) * w_unscale)
+                gates = add_inputs(products, x, b_hn, SEPARATE)
+                states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+                if local_grads_ptr is not None:
+                    local_grads, factors = RESIDUALS(activations, before)
+                    saved = pack_residuals(local_grads, factors, dc_dh_ptr)
+                before, scale = _start_step(
+                    states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, seq, unit, own,
+                    mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
                 )  # fmt: skip
-            x = next_x
-        store_states(h_last_ptr, c_last_ptr, last, states, mask)
+                more = (i + 1 < T).to(gl.int32)
+                sent += more
+                _send_state(exchange_ptr, before[0], scale, sent, more, workers, worker, split, SCALED, DTYPE, SPLITS)
+                this_rows = (row + step_time(opaque_i, T, REVERSE) * stride)[None, :]
+                store_states(hs_ptr, cs_ptr, this_rows * H + unit[:, None], states, mask)
+                if local_grads_ptr is not None:
+                    store_residuals(
+                        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
+                    )  # fmt: skip
+                x = next_x
+            store_states(h_last_ptr, c_last_ptr, last, states, mask)
+            first_item += workers
 
 
 @gluon.jit
@@ -470,8 +476,9 @@ def backward_kernel(
     zeros = gl.zeros([BLOCK_K, BLOCK_B], gl.float32, ACC)
     unit = split * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sent = 0  # number of the latest send
-    for item in range(worker, items, workers):
-        model = (item // tiles).to(gl.int64)
+    first_item = worker
+    while first_item < items:  # a turn is all items of a model, so that its weights are loaded once
+        model = (first_item // tiles).to(gl.int64)
         weights, w_unscale = _load_shard(
             w_hh_ptr + model * (GATES * H * H), split, GATES * H, H, H, BLOCK_H, GATES, BLOCK_K, 0, DTYPE, ACC
         )  # fmt: skip
@@ -479,46 +486,49 @@ def backward_kernel(
         for _ in gl.static_range(GATES):
             operands += (gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], _operand_layout(BLOCK_H)),)
         unscales = gl.allocate_shared_memory(gl.float32, [BLOCK_B], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        mask_q, mask, _seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
-        row, stride = time_order(row, model, T, B, REVERSE)
-        dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
-        rows = row + step_time(T - 1, T, REVERSE) * stride
-        saved, reset, dys = load_saved(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H, COUNT,
-            IN_PLACE,
-        )  # fmt: skip
-        for i in range(T):
-            dh = dstates[0] + dys[0].to(gl.float32)
-            local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
-            grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
-            this_reset = reset
-            next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+        end = (first_item // tiles + 1) * tiles
+        for item in range(first_item, end, workers):
+            mask_q, mask, _seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
+            row, stride = time_order(row, model, T, B, REVERSE)
+            dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
+            rows = row + step_time(T - 1, T, REVERSE) * stride
             saved, reset, dys = load_saved(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q,
-                H, COUNT, IN_PLACE,
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H,
+                COUNT, IN_PLACE,
             )  # fmt: skip
-            multiplied = operands_of(grads, GATES)
-            if SCALED:
-                scale = scale_to_float16(gl.max(largest_magnitude(multiplied), axis=0), 14)
-                unscales.store(inverse(scale) * w_unscale)
-                multiplied = scaled(multiplied, scale[None, :])
-            for gate in gl.static_range(GATES):
-                operands[gate].permute([1, 0]).store(to_operand(multiplied[gate], DTYPE))
-            parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64 and GATES < 4)
-            if SCALED:
-                parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
-            sent += 1
-            _send_parts(exchange_ptr, parts, sent, workers, worker, split, BLOCK_H, SPLITS)
+            for i in range(T):
+                dh = dstates[0] + dys[0].to(gl.float32)
+                local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+                grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
+                this_reset = reset
+                next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
+                saved, reset, dys = load_saved(
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask,
+                    mask_q, H, COUNT, IN_PLACE,
+                )  # fmt: skip
+                multiplied = operands_of(grads, GATES)
+                if SCALED:
+                    scale = scale_to_float16(gl.max(largest_magnitude(multiplied), axis=0), 14)
+                    unscales.store(inverse(scale) * w_unscale)
+                    multiplied = scaled(multiplied, scale[None, :])
+                for gate in gl.static_range(GATES):
+                    operands[gate].permute([1, 0]).store(to_operand(multiplied[gate], DTYPE))
+                parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64 and GATES < 4)
+                if SCALED:
+                    parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
+                sent += 1
+                _send_parts(exchange_ptr, parts, sent, workers, worker, split, BLOCK_H, SPLITS)
 
-            rows = row + step_time(T - 1 - i, T, REVERSE) * stride
-            dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
-            at = rows[None, :] * H + unit[:, None]
-            for gate in gl.static_range(GATES):
-                gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
-            if SEPARATE:
-                gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
-            product = _receive_parts(exchange_ptr, sent, workers, worker, split, BLOCK_H, BLOCK_B, SPLITS, PARTS)
-            dstates = gradients_before(product, carried, STATES)
-            if reset_ptr is not None:
-                dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
-        store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
+                rows = row + step_time(T - 1 - i, T, REVERSE) * stride
+                dxp = dxp_ptr + rows[None, :] * (GATES * H) + unit[:, None]
+                at = rows[None, :] * H + unit[:, None]
+                for gate in gl.static_range(GATES):
+                    gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
+                if SEPARATE:
+                    gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
+                product = _receive_parts(exchange_ptr, sent, workers, worker, split, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                dstates = gradients_before(product, carried, STATES)
+                if reset_ptr is not None:
+                    dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
+            store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
+            first_item += workers
