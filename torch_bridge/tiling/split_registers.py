@@ -11,14 +11,14 @@ from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
 # Widest state by the units of a program. Eight warps then have 32 registers a thread for the weights of a gate.
 WIDEST = {64: 256, 32: 512, 16: 1024}
 
-# Microseconds per step of one tile, by sequences per tile: fixed, and per program that shares the units. Fitted to 200
-# timings on an H100 (Triton 3.6) with 192 to 1024 units, where programs with tiles occupy all SMs; alone, a tile takes
-# a third less.
+# Microseconds per step of one tile, by sequences per tile: fixed; per program that shares the units; per megabyte that
+# all programs exchange in a step; per 1e5 elements of the states of all tiles that run at once. Estimated from 250
+# timings on an H100 (Triton 3.6) with 192 to 1024 units, with one tile and with as many as run at once.
 STEP_COST = {
-    ("gru", "fwd"): {8: (1.6, 0.018), 16: (2.35, 0.02)},
-    ("gru", "bwd"): {8: (1.9, 0.042)},
-    ("lstm", "fwd"): {8: (1.9, 0.015)},
-    ("lstm", "bwd"): {8: (1.9, 0.043)},
+    ("gru", "fwd"): {8: (1.25, 0.018, 0.0, 0.6), 16: (1.57, 0.028, 0.0, 0.6)},
+    ("gru", "bwd"): {8: (1.2, 0.02, 0.35, 0.6)},
+    ("lstm", "fwd"): {8: (1.38, 0.018, 0.0, 0.7)},
+    ("lstm", "bwd"): {8: (1.38, 0.02, 0.35, 0.4)},
 }
 # Microseconds until a program has loaded the weights of a model.
 START_US = 20.0
@@ -41,7 +41,7 @@ def split_registers_configs(problem: Problem, device: Device) -> list[tuple[floa
     ways: list[tuple[float, KernelConfig]] = []
     for block_b in (8, 16) if _fits_batch_tile_16(problem) else (8,):
         config = KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
-        ways.append((config.rounds(problem, device) * _tile_us(problem, config), config))
+        ways.append((config.rounds(problem, device) * _tile_us(problem, config, device), config))
     return ways
 
 
@@ -49,13 +49,15 @@ def estimated_us(problem: Problem, config: KernelConfig, device: Device) -> floa
     """Estimates the microseconds per step of all sequences, which include a share of the time to load the weights."""
     rounds = config.rounds(problem, device)
     loads = min(rounds, problem.models)  # a program loads the weights of a model once
-    return rounds * _tile_us(problem, config) + loads * START_US / problem.steps
+    return rounds * _tile_us(problem, config, device) + loads * START_US / problem.steps
 
 
-def _tile_us(problem: Problem, config: KernelConfig) -> float:
+def _tile_us(problem: Problem, config: KernelConfig, device: Device) -> float:
     """Estimates the microseconds per step of one tile."""
-    fixed, per_split = STEP_COST[problem.tilings, problem.direction][config.block_b]
-    return fixed + per_split * config.splits
+    fixed, per_program, per_megabyte, per_state = STEP_COST[problem.tilings, problem.direction][config.block_b]
+    states = config.workers(problem, device) * config.block_b * config.splits * config.block_h
+    exchanged = 4 * config.splits * states  # bytes: each program receives a word of each program for each of its states
+    return fixed + per_program * config.splits + per_megabyte * exchanged / 1e6 + per_state * states / 1e5
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
