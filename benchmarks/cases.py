@@ -31,6 +31,8 @@ class Case:
       reset_rate: the fraction of steps that begin an episode.
       models: length of the leading axis of all arrays, weights included, that `jax.vmap` maps over; 0 without that
         axis.
+      reset_state: the axes of the states that episodes start from, which have gradients: "H", "BH" or "TBH"; empty for
+        zeros.
     """
 
     cell: str
@@ -39,12 +41,14 @@ class Case:
     H: int
     reset_rate: float = 0.01
     models: int = 0
+    reset_state: Literal["", "H", "BH", "TBH"] = ""
 
     def __str__(self) -> str:
         """Returns a label such as `GRU 2048,256,128` (B, T, H), with the other attributes that are not defaults."""
         models = f" x{self.models}" if self.models else ""
         resets = "" if self.reset_rate == 0.01 else f" resets {100 * self.reset_rate:g} %"
-        return f"{self.cell.upper()} {self.B},{self.T},{self.H}{models}{resets}"
+        states = f" from [{','.join(self.reset_state)}]" if self.reset_state else ""
+        return f"{self.cell.upper()} {self.B},{self.T},{self.H}{models}{resets}{states}"
 
     @property
     def weights(self) -> dict[str, tuple[int, ...]]:
@@ -62,6 +66,12 @@ def initial_states(case: Case) -> tuple[str, ...]:
     return tuple(f"{state}0" for state in SPECS[case.cell].states)
 
 
+def reset_states(case: Case) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the states that episodes start from, by name, if they are not zeros."""
+    shape = tuple(getattr(case, axis) for axis in case.reset_state)
+    return {f"reset_{state}": shape for state in SPECS[case.cell].states if shape}
+
+
 class Target(NamedTuple):
     """Target times of `jaxrnn` and `jaxrnn-bf16` for forward and backward on an H200, in milliseconds."""
 
@@ -71,18 +81,27 @@ class Target(NamedTuple):
 
 HEADLINE: dict[Case, Target] = {
     Case("gru", 2048, 256, 128): Target(2.0, 1.2),
-    Case("gru", 1024, 128, 256): Target(2.2, 1.3),
-    Case("gru", 512, 32, 1024): Target(2.6, 1.5),
-    Case("gru", 128, 64, 512): Target(0.9, 0.7),
-    Case("gru", 64, 128, 128): Target(0.35, 0.3),
-    Case("gru", 32, 128, 128): Target(0.35, 0.3),
-    Case("gru", 4, 128, 128): Target(0.35, 0.3),
-    Case("gru", 8, 1024, 256): Target(4.5, 4.0),
+    Case("gru", 1024, 128, 256): Target(1.9, 1.3),
+    Case("gru", 512, 32, 1024): Target(2.2, 1.3),
+    Case("gru", 128, 64, 512): Target(0.58, 0.44),
+    Case("gru", 64, 128, 512): Target(0.65, 0.5),
+    Case("gru", 64, 128, 128): Target(0.18, 0.15),
+    Case("gru", 32, 128, 128): Target(0.165, 0.14),
+    Case("gru", 4, 128, 128): Target(0.15, 0.13),
+    Case("gru", 8, 1024, 256): Target(2.5, 2.3),
+    Case("gru", 8, 256, 1024): Target(1.0, 0.9),
+    Case("gru", 1, 1024, 512): Target(2.8, 2.6),
     Case("lstm", 2048, 256, 128): Target(2.8, 1.6),
-    Case("lstm", 1024, 128, 256): Target(2.8, 1.6),
-    Case("lstm", 1024, 128, 512): Target(8.0, 4.0),
+    Case("lstm", 1024, 128, 256): Target(2.3, 1.6),
+    Case("lstm", 1024, 128, 512): Target(6.5, 4.0),
 }
-SMALL = (*(Case("gru", 2**i, 128, 128) for i in range(7)), Case("gru", 8, 1024, 256))
+SMALL = (
+    *(Case("gru", 2**i, 128, 128) for i in range(7)),
+    Case("gru", 8, 1024, 256),
+    # episodes that start from given states, beside the same case with zeros
+    *(Case("gru", 64, 128, 128, reset_state=axes) for axes in ("H", "BH", "TBH")),
+    *(Case("gru", 8, 1024, 256, reset_state=axes) for axes in ("H", "TBH")),
+)
 
 _CENTRE = Case("gru", 64, 128, 128)
 SWEEP = tuple(
@@ -185,7 +204,8 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
     """Returns float32 operands, resets and the cotangent of the outputs, seeded by a hash of the case's label.
 
     The arrays are the weights (shapes as in `Case.weights`), `xs [T, B, H]`, `h0 [B, H]` (and `c0` for an LSTM),
-    boolean `resets [T, B]` and `ct_ys [T, B, H]`. If `models` is S, not 0, every array has a leading axis `[S]`.
+    boolean `resets [T, B]`, `ct_ys [T, B, H]`, and the states that episodes start from (`reset_states`). If `models` is
+    S, not 0, every array has a leading axis `[S]`.
     """
     rng = np.random.default_rng(zlib.crc32(str(case).encode()))
     lead = (case.models,) if case.models else ()
@@ -202,4 +222,6 @@ def make_inputs(case: Case) -> dict[str, NDArray[Any]]:
     inputs["xs"] = normal(case.T, case.B, case.H)
     inputs["ct_ys"] = normal(case.T, case.B, case.H)
     inputs["resets"] = rng.random((*lead, case.T, case.B)) < case.reset_rate
+    for name, shape in reset_states(case).items():
+        inputs[name] = 0.5 * normal(*shape)
     return inputs

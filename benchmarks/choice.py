@@ -139,12 +139,8 @@ def run(problem: Problem, implementation: Any, arrays: Arrays) -> Arrays:
     differentiated = {name: x for name, x in arrays.items() if name not in fixed}
 
     def forward(differentiated: Arrays) -> jax.Array:
-        given = dict(differentiated)
-        states = [given.pop(name) for name in ("reset_c", "reset_h") if name in given]
         options: dict[str, Any] = {"implementation": implementation, "precision": problem.precision}
-        if states:
-            options["reset_state"] = states[0] if problem.cell == "gru" else tuple(states)
-        return oracle.forward(problem.cell, given, fixed, **options)
+        return oracle.forward(problem.cell, differentiated, fixed, **options)
 
     if not problem.gradients:
         return {"ys": forward(differentiated)}

@@ -37,9 +37,12 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def forward(cell: str, weights: Arrays, rest: Mapping[str, Any], **options: Any) -> jax.Array:
-    """Returns the outputs `[T, B, H]` of a cell's function; `weights` also has `xs`."""
+    """Returns the outputs `[T, B, H]` of a cell's function; `weights` also has `xs`, and the states of new episodes."""
     weights = dict(weights)
     xs = weights.pop("xs")
+    states = [weights.pop(name) for name in ("reset_c", "reset_h") if name in weights]
+    if states:
+        options["reset_state"] = states[0] if len(states) == 1 else tuple(states)
     carry = (rest["c0"], rest["h0"]) if "c0" in rest else rest["h0"]
     ys: jax.Array = FUNCTIONS[cell](CELLS[cell].params(**weights), carry, xs, resets=rest["resets"], **options)[1]
     return ys

@@ -112,6 +112,7 @@ class Provider:
       dtype: the dtype of its inputs.
       precision: the precision of its matrix products, a key of `oracle.TOLERANCE`.
       resets: whether it supports resets; if not, it is checked and timed without them.
+      reset_states: whether episodes can start from given states.
       vmap: whether it can run many models at once.
       needs: the modules that it imports.
       bounded: whether its first call may take minutes, and is therefore first tried in a process that can be stopped.
@@ -124,6 +125,7 @@ class Provider:
     dtype: Dtype = "f32"
     precision: Literal["tf32", "bf16"] = "tf32"
     resets: bool = True
+    reset_states: bool = False
     vmap: bool = True
     needs: tuple[str, ...] = ()
     bounded: bool = False
@@ -144,11 +146,14 @@ class Provider:
             return f"has no {case.cell.upper()}"
         if case.models and not self.vmap:
             return "has no vmap"
+        if case.reset_state and not self.reset_states:
+            return "starts episodes from zeros"
         return None
 
 
 def _weights(case: Case, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: arrays[name] for name in case.weights}
+    """Returns the weights, and the states that episodes start from, which have gradients as well."""
+    return {name: arrays[name] for name in (*case.weights, *cases.reset_states(case))}
 
 
 # JAX.
@@ -312,15 +317,19 @@ def linen_pass(case: Case, inputs: Inputs, **options: Any) -> JaxPass:
 def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays) -> jax.Array:
     """Runs a scan as an expert writes it: the input projection before the loop, and eight steps per iteration."""
     hidden, statistics = rest["h0"].shape[-1], {}
+    weights = dict(weights)
+    starts: list[Any] = [weights.pop(f"reset_{s}", 0.0) for s in cell.states]
+    starts_by_step = [x for x in starts if jnp.ndim(x) == 3]  # all or none
     if cell.norm:  # its scales and shifts are folded into the weights, and the bias is added after the norm
         assert cell.prepare is not None
         weights = cell.prepare(cell, cell.params(**weights))._asdict()
         statistics = norm.input_statistics(cell, xs, hidden)
     xp = xs @ weights["w_ih"] + (0.0 if cell.norm else weights[cell.bias])
 
-    def step(states: tuple[jax.Array, ...], inputs: tuple[jax.Array, jax.Array, Arrays]) -> Any:
-        xp, reset, statistics = inputs
-        states = tuple(jnp.where(reset[:, None], 0.0, x) for x in states)
+    def step(states: tuple[jax.Array, ...], inputs: tuple[jax.Array, jax.Array, list[jax.Array], Arrays]) -> Any:
+        xp, reset, starts_of_step, statistics = inputs
+        fresh = starts_of_step or starts
+        states = tuple(jnp.where(reset[:, None], start, x) for start, x in zip(fresh, states, strict=True))
         gates, x_last = base.add_gates(cell, xp, states[0] @ weights["w_hh"], weights.get("b_hn"))
         if cell.norm:
             scale, _ = norm.scale_and_mean(states[0], statistics, xs.shape[-1] + hidden)
@@ -329,7 +338,7 @@ def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays)
         return states, states[0]
 
     initial = tuple(rest[f"{s}0"] for s in cell.states)
-    return jax.lax.scan(step, initial, (xp, rest["resets"], statistics), unroll=8)[1]
+    return jax.lax.scan(step, initial, (xp, rest["resets"], starts_by_step, statistics), unroll=8)[1]
 
 
 def hoisted_scan_pass(case: Case, inputs: Inputs) -> JaxPass:
@@ -618,24 +627,25 @@ EVERY_CELL = tuple(cells.CELLS)
 ALL = (
     Provider(
         "jaxrnn", functools.partial(jaxrnn_pass, implementation="triton"), "this project, residuals stored",
-        cells=EVERY_CELL, needs=("torch", "triton"),
+        cells=EVERY_CELL, reset_states=True, needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-remat", functools.partial(jaxrnn_pass, implementation="triton", remat=True),
-        "this project, gates recomputed", cells=EVERY_CELL, needs=("torch", "triton"),
+        "this project, gates recomputed", cells=EVERY_CELL, reset_states=True, needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-bf16", functools.partial(jaxrnn_pass, implementation="triton", dtype="bf16"),
-        "this project, all arrays in bfloat16", cells=EVERY_CELL, dtype="bf16", precision="bf16",
-        needs=("torch", "triton"),
+        "this project, all arrays in bfloat16", cells=EVERY_CELL, reset_states=True, dtype="bf16",
+        precision="bf16", needs=("torch", "triton"),
     ),
     Provider(
         "jaxrnn-default", functools.partial(jaxrnn_pass, implementation=None), "this project, implementation=None",
-        cells=EVERY_CELL,
+        cells=EVERY_CELL, reset_states=True,
     ),
     Provider(
         "jaxrnn-default-bf16", functools.partial(jaxrnn_pass, implementation=None, dtype="bf16"),
-        "this project, implementation=None, all arrays in bfloat16", cells=EVERY_CELL, dtype="bf16", precision="bf16",
+        "this project, implementation=None, all arrays in bfloat16", cells=EVERY_CELL, reset_states=True, dtype="bf16",
+        precision="bf16",
     ),
     Provider(
         "jaxrnn-linen", functools.partial(linen_pass, implementation="triton"), "this project's Flax module",
@@ -643,6 +653,7 @@ ALL = (
     ),
     Provider(
         "jaxrnn-xla", functools.partial(jaxrnn_pass, implementation="xla"), "this project's lax.scan", cells=EVERY_CELL,
+        reset_states=True,
     ),
     Provider(
         "flax", flax_pass, "Flax's cell in nn.scan, as in JAX RL agents",
@@ -650,6 +661,7 @@ ALL = (
     ),
     Provider(
         "hoisted-scan", hoisted_scan_pass, "lax.scan by hand: projection hoisted, unroll 8", cells=EVERY_CELL,
+        reset_states=True,
     ),
     Provider(
         "jax-cudnn-lstm", jax_cudnn_pass, "jax.experimental.rnn, without resets", cells=("lstm",), resets=False,

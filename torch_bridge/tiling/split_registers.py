@@ -33,13 +33,13 @@ def split_registers_configs(problem: Problem, device: Device) -> list[tuple[floa
     if not (device.runs_gluon and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
         return []
     units = next((units for units, widest in WIDEST.items() if problem.hidden <= widest), None)
-    if units is None or problem.hidden <= 128:
+    if units is None or problem.hidden <= 128 or _spills(problem, units):
         return []
     splits = cdiv(problem.hidden, 64) * (64 // units)  # a multiple: the words of 64 units lie at equal distances
     if splits > device.multiprocessors:
         return []
     ways: list[tuple[float, KernelConfig]] = []
-    for block_b in (8, 16) if _fits_batch_tile_16(problem) else (8,):
+    for block_b in (8, 16) if _fits_batch_tile_16(problem, device) else (8,):
         config = KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
         ways.append((config.rounds(problem, device) * _tile_us(problem, config, device), config))
     return ways
@@ -60,9 +60,18 @@ def _tile_us(problem: Problem, config: KernelConfig, device: Device) -> float:
     return fixed + per_program * config.splits + per_megabyte * exchanged / 1e6 + per_state * states / 1e5
 
 
-def _fits_batch_tile_16(problem: Problem) -> bool:
+def _spills(problem: Problem, units: int) -> bool:
+    """Returns whether the kernel has too few registers even for tiles of 8 sequences."""
+    if problem.direction == "bwd" or problem.reset_state != "stepped" or not problem.is_unaligned:
+        return False
+    return units == 32 or (units == 64 and problem.tilings == "lstm")
+
+
+def _fits_batch_tile_16(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel has enough registers for tiles of 16 sequences."""
     if problem.direction == "bwd" or problem.tilings == "lstm":
+        return False
+    if problem.hidden > 512 and device.capability == 120:
         return False
     halves, zeros = product_kind(problem) == "16-bit", problem.reset_state == "zeros"
     return halves or (zeros and problem.hidden <= 512)

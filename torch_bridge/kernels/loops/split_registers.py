@@ -313,9 +313,9 @@ def forward_kernel(
     own = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     unit = split * BLOCK_H + own
     sent = 0  # number of the latest send
-    first_item = worker
-    while first_item < items:  # a turn is all items of a model, so that its weights are loaded once
-        model = (first_item // tiles).to(gl.int64)
+    item = worker
+    while item < items:  # a turn is all items of a model, so that its weights are loaded once
+        model = (item // tiles).to(gl.int64)
         weights, w_unscale = _load_shard(
             w_hh_t_ptr + model * (GATES * H * H), split, H, H * H, H, BLOCK_H, GATES, BLOCK_K, GROUPS, DTYPE, ACC
         )  # fmt: skip
@@ -326,8 +326,8 @@ def forward_kernel(
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-        end = (first_item // tiles + 1) * tiles
-        for item in range(first_item, end, workers):
+        end = (item // tiles + 1) * tiles
+        while item < end:
             mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
             row, stride = time_order(row, model, T, B, REVERSE)
             lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
@@ -379,7 +379,7 @@ def forward_kernel(
                     )  # fmt: skip
                 x = next_x
             store_states(h_last_ptr, c_last_ptr, last, states, mask)
-            first_item += workers
+            item += workers
 
 
 @gluon.jit
@@ -476,9 +476,9 @@ def backward_kernel(
     zeros = gl.zeros([BLOCK_K, BLOCK_B], gl.float32, ACC)
     unit = split * BLOCK_H + gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     sent = 0  # number of the latest send
-    first_item = worker
-    while first_item < items:  # a turn is all items of a model, so that its weights are loaded once
-        model = (first_item // tiles).to(gl.int64)
+    item = worker
+    while item < items:  # a turn is all items of a model, so that its weights are loaded once
+        model = (item // tiles).to(gl.int64)
         weights, w_unscale = _load_shard(
             w_hh_ptr + model * (GATES * H * H), split, GATES * H, H, H, BLOCK_H, GATES, BLOCK_K, 0, DTYPE, ACC
         )  # fmt: skip
@@ -486,8 +486,8 @@ def backward_kernel(
         for _ in gl.static_range(GATES):
             operands += (gl.allocate_shared_memory(DTYPE, [BLOCK_B, BLOCK_H], _operand_layout(BLOCK_H)),)
         unscales = gl.allocate_shared_memory(gl.float32, [BLOCK_B], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-        end = (first_item // tiles + 1) * tiles
-        for item in range(first_item, end, workers):
+        end = (item // tiles + 1) * tiles
+        while item < end:
             mask_q, mask, _seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
             row, stride = time_order(row, model, T, B, REVERSE)
             dstates = load_states(dh_last_ptr, dc_last_ptr, last, mask)
@@ -531,4 +531,4 @@ def backward_kernel(
                 if reset_ptr is not None:
                     dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
             store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
-            first_item += workers
+            item += workers
