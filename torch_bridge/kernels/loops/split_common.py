@@ -22,11 +22,10 @@ from torch_bridge.kernels.gluon_common import (
 
 
 @gluon.constexpr_function
-def _receive_assembly(count, stride, pack, numbered):
+def _receive_assembly(count, stride, pack, numbered, together):
     """Returns assembly that polls `count` words at each of `pack` addresses until all have arrived.
 
-    The words of an address are `stride` bytes apart. The lanes of a warp leave the loop together: lanes that have left
-    one by one would run the code up to the next synchronization one by one.
+    The words of an address are `stride` bytes apart. If `together`, the lanes of a warp leave the loop together.
     """
     n, read, split, test = count * pack, [], [], []
     for element in range(pack):
@@ -41,8 +40,9 @@ def _receive_assembly(count, stride, pack, numbered):
                 split.append(f"and.b32 n{k}, ${k}, 1;")
             test.append(f"setp.ne.or.b32 p, n{k}, ${number}, p;")
     declared = [f".reg .b64 w<{n}>;", f".reg .b32 n<{n}>;", ".reg .pred p;"]
-    again = ["vote.sync.any.pred p, p, 0xffffffff;", "@p bra again;"]
-    return "\n".join(["{", *declared, "again:", *read, *split, "setp.ne.b32 p, 0, 0;", *test, *again, "}"])
+    vote = ["vote.sync.any.pred p, p, 0xffffffff;"] if together else []
+    test = ["setp.ne.b32 p, 0, 0;", *test, *vote]
+    return "\n".join(["{", *declared, "again:", *read, *split, *test, "@p bra again;", "}"])
 
 
 @gluon.constexpr_function
@@ -70,17 +70,20 @@ def _at_once(count, elements, numbered):
 
 @gluon.jit
 def receive(
-    address, number, COUNT: gl.constexpr, STRIDE: gl.constexpr, ELEMENTS: gl.constexpr, NUMBERED: gl.constexpr
+    address, number, COUNT: gl.constexpr, STRIDE: gl.constexpr, ELEMENTS: gl.constexpr, NUMBERED: gl.constexpr,
+    TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """Waits for COUNT words, STRIDE bytes apart, at each address, and returns them as a tuple of tensors.
 
     A thread has ELEMENTS addresses. `number`, in the shape of `address`, is the number to wait for or, if not NUMBERED,
-    the last bit of new words.
+    the last bit of new words. If TOGETHER, the lanes of a warp return together; otherwise one by one, and they then run
+    what needs all of them, such as a shuffle, in parts. A kernel that has no such code has no need for TOGETHER, which
+    takes registers.
     """
     PACK: gl.constexpr = _at_once(COUNT, ELEMENTS, NUMBERED)
     return gl.inline_asm_elementwise(
-        _receive_assembly(COUNT, STRIDE, PACK, NUMBERED), _receive_constraints(COUNT, PACK), [address, number],
-        dtype=repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
+        _receive_assembly(COUNT, STRIDE, PACK, NUMBERED, TOGETHER), _receive_constraints(COUNT, PACK),
+        [address, number], dtype=repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
     )  # fmt: skip
 
 
@@ -231,7 +234,7 @@ def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.cons
     unit = gl.arange(0, 64, gl.SliceLayout(0, LOAD))
     offset = batch[:, None] * 64 + unit[None, :]
     address = mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * 256) + offset * 8
-    words = receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True)
+    words = receive(address, offset * 0 + number, SPLITS, BATCH * 256, BATCH // gl.num_warps(), True, False)
     for part in gl.static_range(SPLITS):
         low = words[part].to(gl.int16).to(DTYPE, bitcast=True)
         high = (words[part] >> 16).to(gl.int16).to(DTYPE, bitcast=True)
@@ -276,7 +279,7 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
     offset = batch[None, :] * 64 + unit[:, None]
     box = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * 256)
     bit = offset * 0 + new_bit(number)
-    words = receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
+    words = receive(box + offset * 4, bit, SPLITS, BATCH * 256, 2 * BATCH // gl.num_warps(), False, False)
     total = zeros
     for part in gl.static_range(SPLITS):
         total += (words[part] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero

@@ -249,7 +249,7 @@ def _receive_state(
     offset = (box * (BATCH * BLOCK_H // 2) + within)[None, :] + sequence[:, None] * (BLOCK_H // 2)
     address = mailbox(exchange_ptr, number, workers, worker, 0, SPLITS, BATCH * BLOCK_H * 4) + offset * 8
     COUNT: gl.constexpr = SPLITS * BLOCK_H // 64
-    words = receive(address, offset * 0 + number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True)
+    words = receive(address, offset * 0 + number, COUNT, BATCH * 256, BATCH // gl.num_warps(), True, True)
     low, high = (), ()
     for k in gl.static_range(GROUPS * PART // 64):
         if k < COUNT:
@@ -442,7 +442,7 @@ def _receive_parts(
     offset = (sender * (BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H + unit[None, :, None]
     address = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
     bit = offset * 0 + new_bit(number)
-    words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False)
+    words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False, True)
     total = (words[0] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero
     for k in gl.static_range(1, COUNT):
         total += (words[k] & -2).to(gl.float32, bitcast=True)
