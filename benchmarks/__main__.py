@@ -48,6 +48,8 @@ VIEWS = ("show", "table", "plot")
 # The options that a view accepts; measuring accepts all options.
 VIEW_OPTIONS = ("out", "profile")
 RESULTS = Path(__file__).parent / "results"
+# The end of the names of the folders that are shown if there are several: the machine of README.md.
+REFERENCE = "nvidia-h200"
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,7 +112,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def results_folder(out: Path | None, profile: str | None = None) -> Path:
-    """Returns `out` or, if it is None, the only folder of results under `RESULTS`.
+    """Returns `out` or, if it is None, the folder of results under `RESULTS`: of several, that of `REFERENCE`.
 
     With `profile`, it considers only results of kernels that ran as that GPU, otherwise only those of kernels that ran
     unchanged.
@@ -119,6 +121,8 @@ def results_folder(out: Path | None, profile: str | None = None) -> Path:
         return out
     all_of_them = {path.parent for path in RESULTS.glob("*/*.json")}
     folders = sorted(x for x in all_of_them if x.name.startswith(f"as-{profile or ''}") == bool(profile))
+    if len(folders) > 1:
+        folders = [folder for folder in folders if folder.name.endswith(REFERENCE)] or folders
     if len(folders) != 1:
         found = ", ".join(folder.name for folder in folders) or "none"
         raise SystemExit(f"name the folder of the results with --out; under {RESULTS} there are: {found}")

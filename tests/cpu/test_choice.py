@@ -116,6 +116,11 @@ def test_results_as_another_gpu_have_their_own_folder_and_machine_line(monkeypat
     assert command.results_folder(None, "rtx3090").name == "as-rtx3090-on-nvidia-h200"
     with pytest.raises(SystemExit, match="there are: none"):
         command.results_folder(None, "rtx4090")
+    for folder in ("nvidia-h100-80gb-hbm3", "as-rtx4090-on-nvidia-a100", "as-rtx4090-on-nvidia-h100"):
+        Report("choice", here, {}, []).save(tmp_path / folder)
+    assert command.results_folder(None).name == command.REFERENCE == "nvidia-h200"
+    with pytest.raises(SystemExit, match="there are: as-rtx4090-on-nvidia-a100, as-rtx4090-on-nvidia-h100"):
+        command.results_folder(None, "rtx4090")
 
 
 def test_command_line_accepts_a_profile():

@@ -6,7 +6,6 @@ of results are made.
 
 import importlib
 import inspect
-import itertools
 import re
 import shlex
 import tomllib
@@ -138,13 +137,31 @@ def test_steps_per_second_are_those_of_the_results():
     assert {"PPO, 64 envs", "PPO, 16 seeds of 64 envs"} == set(commits[older])
 
 
+def test_figures_of_an_h100_are_those_of_the_results():
+    report = results("headline", "nvidia-h100-80gb-hbm3")
+    found, (commit,) = values(report), report.commits()
+    text = re.search(rf"On an H100 at commit {commit}, (.*?) ms in TF32\.", PROSE)[1]
+    ours = re.findall(r"(GRU [\d,]+) (?:takes )?([\d.]+) / ([\d.]+) ms", text)
+    others = re.search(r"takes ([\d.]+), ([\d.]+) and ([\d.]+)$", text).groups()
+    assert len(ours) == len(others) == 3
+    for (case, tf32, bf16), other in zip(ours, others, strict=True):
+        assert rounded(found[case, "jaxrnn"], tf32) == tf32 and rounded(found[case, "jaxrnn-bf16"], bf16) == bf16
+        peers = ("flax", "hoisted-scan", "torch-cudnn", "torch-cudnn-packed")
+        assert rounded(min(found[case, peer] for peer in peers), other) == other
+    cases = {case for case, _ in found}
+    assert len(cases) == 10 and "ten GRUs of `headline`" in PROSE
+    for case, name in found:  # first in each, in TF32 and in bfloat16
+        if not name.startswith("jaxrnn"):
+            assert found[case, "jaxrnn-bf16" if name.endswith("-bf16") else "jaxrnn"] < found[case, name]
+
+
 def test_figures_as_other_gpus_are_those_of_the_results():
-    profiles = {"as an A100": "a100", "as an RTX 3090": "rtx3090", "as an RTX 4090": "rtx4090"}
+    profiles = {"as an A100": "a100", "as an RTX 3090": "rtx3090"}
     headings, rows = table("B, T, H | as an A100")
-    assert headings == ["B, T, H", *profiles, "`lax.scan`, hoisted"] and len(rows) == 6
+    assert headings == ["B, T, H", *profiles, "`lax.scan`, hoisted"] and len(rows) == 8
     found, commits = {}, set()
-    for profile, suite in itertools.product(profiles.values(), ("headline", "sweep")):
-        report = results(suite, f"as-{profile}-on-nvidia-h200")
+    for profile, suite in (("a100", "headline"), ("a100", "sweep"), ("rtx3090", "headline")):
+        report = results(suite, f"as-{profile}-on-nvidia-h100-80gb-hbm3")
         found |= {(*key, profile): value for key, value in values(report).items()}
         commits |= set(report.commits())
     for case, (*ours, scan) in rows.items():
