@@ -165,30 +165,39 @@ def select_states(condition, chosen, otherwise):
 
 
 @gluon.jit
+def fixed_reset_states(reset_h_ptr, reset_c_ptr, at, mask, RESET_STATE: gl.constexpr):
+    """Loads the states of new episodes, a tuple, if they are the same at every step; otherwise returns none."""
+    if RESET_STATE == RESET_FIXED:
+        return load_states(reset_h_ptr, reset_c_ptr, at, mask)
+    else:
+        return ()
+
+
+@gluon.jit
 def reset_states(
-    states, reset, reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE: gl.constexpr
+    states, reset, fixed, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE: gl.constexpr
 ):  # fmt: skip
     """Returns the states from which a step starts, a tuple: where `reset` is true, those of a new episode.
 
-    The states of a new episode are at the offsets `fixed_at` or, if there are some for every step, `stepped_at`. They
-    are read only where they are needed. The result is a select, so that a NaN in `states` does not leak into it.
+    The states of a new episode are zeros, `fixed`, or those at the offsets `stepped_at`, which are read only where they
+    are needed. The result is a select, so that a NaN in `states` does not leak into it.
     """
     if RESET_STATE == RESET_ZEROS:
         return start_afresh(states, reset)
+    elif RESET_STATE == RESET_FIXED:
+        return select_states(reset, fixed, states)
     else:
-        at = fixed_at if RESET_STATE == RESET_FIXED else stepped_at
-        return select_states(reset, load_states(reset_h_ptr, reset_c_ptr, at, mask & reset), states)
+        return select_states(reset, load_states(reset_h_ptr, reset_c_ptr, stepped_at, mask & reset), states)
 
 
 @gluon.jit
 def scaled_reset_states(
-    states, scale, reset, fixed_scale, reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE: gl.constexpr,
+    states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE: gl.constexpr,
     SCALED: gl.constexpr,
 ):  # fmt: skip
     """Returns what `reset_states` does, and the scale of each sequence's hidden states from this step on.
 
-    `reset` is by sequence. `fixed_scale` is the scale after a reset to the states at `fixed_at`, if RESET_STATE says
-    that the reset states are there.
+    `reset` is by sequence. `fixed_scale` is the scale after a reset to the states `fixed`.
     """
     if RESET_STATE == RESET_STEPPED:
         # a branch, because the scale of new states is a maximum over the units of all warps
@@ -200,7 +209,7 @@ def scaled_reset_states(
         return states, scale
     else:
         after = reset_states(
-            states, reset[None, :], reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE
+            states, reset[None, :], fixed, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE
         )  # fmt: skip
         if SCALED:
             if RESET_STATE == RESET_ZEROS:

@@ -15,6 +15,7 @@ from torch_bridge.kernels.gluon_common import (
     add_input,
     backward_rows,
     barrier,
+    fixed_reset_states,
     forward_rows,
     load_inputs,
     load_statistics,
@@ -64,7 +65,7 @@ def _row_sums(w, operand):
 
 @gluon.jit
 def _forward_step(
-    i, states, inputs, buffers, w, b_hn, bias,
+    i, states, inputs, buffers, w, b_hn, bias, fixed,
     xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
@@ -77,9 +78,7 @@ def _forward_step(
     before = states
     if reset_ptr is not None:
         stepped_at = forward_rows(row, i, T, stride, REVERSE) * H + unit
-        before = reset_states(
-            states, reset, reset_h_ptr, reset_c_ptr, seq * H + unit, stepped_at, mask, RESET_STATE
-        )  # fmt: skip
+        before = reset_states(states, reset, fixed, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE)
     store_operand(buffers[0], before[0], DTYPE)
     barrier()
     operand = load_operand(buffers[0], w[0])
@@ -158,11 +157,12 @@ def forward_kernel(
     states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:
         states += (gl.load(c0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
+    fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq * H + unit, mask, RESET_STATE)
     buffers = allocate_operands(1, BLOCK_H)
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
             states, next_inputs = _forward_step(
-                i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias,
+                i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias, fixed,
                 xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
                 c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride,
                 unit, mask,

@@ -39,6 +39,7 @@ from torch_bridge.kernels.gluon_common import (
     barrier,
     by_unit,
     columns,
+    fixed_reset_states,
     forward_rows,
     inverse,
     load_gradients,
@@ -174,8 +175,8 @@ def _store_results(
 
 @gluon.jit
 def _forward_step(
-    i, states, saved, of_norm, x, reset, statistics, buffer, sums, w, b_hn, bias, scale, reset_scale, w_unscale, zeros,
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
+    i, states, saved, of_norm, x, reset, statistics, buffer, sums, w, b_hn, bias, scale, fixed, fixed_scale, w_unscale,
+    zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     COUNT: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
@@ -196,10 +197,9 @@ def _forward_step(
         )
     before = states
     if reset_ptr is not None:
-        fixed_at = seq[None, :] * H + unit[:, None]
         stepped_at = forward_rows(row, i, T, stride, REVERSE)[None, :] * H + unit[:, None]
         before, scale = scaled_reset_states(
-            states, scale, reset, reset_scale, reset_h_ptr, reset_c_ptr, fixed_at, stepped_at, mask, RESET_STATE, SCALED
+            states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE, SCALED
         )  # fmt: skip
     _store_operand(buffer, before[0], scale, SCALED)
     if NORM_WIDTH > 0:
@@ -292,12 +292,12 @@ def forward_kernel(
             bias += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
-    reset_scale = scale
+    fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)
+    fixed_scale = scale
     if SCALED:
         scale = state_scale(gl.abs(states[0]))[None, :]
         if RESET_STATE == RESET_FIXED:
-            fresh = load_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask)
-            reset_scale = state_scale(gl.abs(fresh[0]))[None, :]
+            fixed_scale = state_scale(gl.abs(fixed[0]))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
@@ -319,17 +319,17 @@ def forward_kernel(
     barrier()
     for i in range(0, T, 2):
         states, saved, of_norm, scale, x, reset, statistics = _forward_step(
-            i, states, saved, of_norm, x, reset, statistics, even[0], even_sums, w, b_hn, bias, scale, reset_scale,
-            w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr,
-            h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T,
-            stride, unit, mask, mask_q,
+            i, states, saved, of_norm, x, reset, statistics, even[0], even_sums, w, b_hn, bias, scale, fixed,
+            fixed_scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr,
+            cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq,
+            row, T, stride, unit, mask, mask_q,
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
         states, saved, of_norm, scale, x, reset, statistics = _forward_step(
-            i + 1, states, saved, of_norm, x, reset, statistics, odd[0], odd_sums, w, b_hn, bias, scale, reset_scale,
-            w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr,
-            h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T,
-            stride, unit, mask, mask_q,
+            i + 1, states, saved, of_norm, x, reset, statistics, odd[0], odd_sums, w, b_hn, bias, scale, fixed,
+            fixed_scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr,
+            cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq,
+            row, T, stride, unit, mask, mask_q,
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE,
         )  # fmt: skip
     if LATE:

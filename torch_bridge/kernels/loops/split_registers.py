@@ -25,6 +25,7 @@ from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
     barrier,
+    fixed_reset_states,
     forward_rows,
     gradients_before,
     inverse,
@@ -169,13 +170,13 @@ def _load_resets(reset_ptr, rows, mask_q, lane_rows, lane_mask, RESET_STATE: gl.
 
 @gluon.jit
 def _start_step(
-    states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, rows, seq, unit, own, mask, mask_q,
+    states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, rows, unit, own, mask, mask_q,
     RESET_STATE: gl.constexpr, H: gl.constexpr, SPLITS: gl.constexpr, SCALED: gl.constexpr,
 ):  # fmt: skip
     """Returns the states from which the step at `rows` starts, and the scale of each sequence's hidden states.
 
     `resets` are what `_load_resets` returned for this step. `fixed_scale` is the scale after a reset to the states
-    that are the same at every step.
+    `fixed`.
     """
     SHAPE: gl.constexpr = states[0].shape
     LAYOUT: gl.constexpr = states[0].type.layout
@@ -192,9 +193,9 @@ def _start_step(
                     scale = gl.where(reset[None, :], new[None, :], scale)
                 states = select_states(reset[None, :], fresh, states)
         else:
-            at = seq[None, :] * H + unit[:, None]
+            at = rows[None, :] * H + unit[:, None]
             states, scale = scaled_reset_states(
-                states, scale, reset, fixed_scale, reset_h_ptr, reset_c_ptr, at, at, mask, RESET_STATE, SCALED
+                states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, at, mask, RESET_STATE, SCALED
             )  # fmt: skip
     return states, scale
 
@@ -332,6 +333,7 @@ def forward_kernel(
             row, stride = time_order(row, model, T, B, REVERSE)
             lane_row, lane_mask = gl.convert_layout(row, BY_LANE), gl.convert_layout(mask_q, BY_LANE)
             states = load_states(h0_ptr, c0_ptr, last, mask)
+            fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, last, mask, RESET_STATE)
             scale = gl.full([1, BLOCK_B], 1.0, gl.float32, UNITS)
             fixed_scale = scale
             if SCALED:
@@ -343,7 +345,7 @@ def forward_kernel(
             x = load_inputs(xp_ptr + (row + first)[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
             resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
             before, scale = _start_step(
-                states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, seq, unit, own,
+                states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, unit, own,
                 mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
             )  # fmt: skip
             sent += 1
@@ -365,8 +367,8 @@ def forward_kernel(
                     local_grads, factors = RESIDUALS(activations, before)
                     saved = pack_residuals(local_grads, factors, dc_dh_ptr)
                 before, scale = _start_step(
-                    states, scale, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, seq, unit, own,
-                    mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
+                    states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, unit,
+                    own, mask, mask_q, RESET_STATE, H, SPLITS, SCALED,
                 )  # fmt: skip
                 more = (i + 1 < T).to(gl.int32)
                 sent += more
