@@ -116,7 +116,8 @@ def test_unavailable_kernels_are_explained_in_a_fresh_process(blocked, text, mon
         ("rtx4090", 512, "split_registers", "split_registers"),
         ("h200", 512, "split_registers", "split_registers"),
         ("h200", 1024, "rows", "rows"),
-        ("a100", 1024, "scan", "streamed"),
+        ("a100", 1024, "split_registers", "streamed"),
+        ("a100", 1536, "scan", "scan"),
     ],
 )
 def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, forward, backward):

@@ -15,7 +15,7 @@ WIDEST = {64: 256, 32: 512, 16: 1024}
 # all programs exchange in a step; per 1e5 elements of the states of all tiles that run at once. Estimated from 250
 # timings on an H100 (Triton 3.6) with 192 to 1024 units, with one tile and with as many as run at once.
 STEP_COST = {
-    ("gru", "fwd"): {8: (1.25, 0.018, 0.0, 0.6), 16: (1.57, 0.028, 0.0, 0.6)},
+    ("gru", "fwd"): {8: (1.25, 0.016, 0.0, 0.6), 16: (1.57, 0.028, 0.0, 0.6)},
     ("gru", "bwd"): {8: (1.2, 0.02, 0.35, 0.6)},
     ("lstm", "fwd"): {8: (1.38, 0.018, 0.0, 0.7)},
     ("lstm", "bwd"): {8: (1.38, 0.02, 0.35, 0.4)},
