@@ -112,7 +112,7 @@ class Provider:
       dtype: the dtype of its inputs.
       precision: the precision of its matrix products, a key of `oracle.TOLERANCE`.
       resets: whether it supports resets; if not, it is checked and timed without them.
-      reset_states: whether episodes can start from given states.
+      reset_states: whether its pass takes the states that episodes start from.
       vmap: whether it can run many models at once.
       needs: the modules that it imports.
       bounded: whether its first call may take minutes, and is therefore first tried in a process that can be stopped.
@@ -147,7 +147,7 @@ class Provider:
         if case.models and not self.vmap:
             return "has no vmap"
         if case.reset_state and not self.reset_states:
-            return "starts episodes from zeros"
+            return "is measured with episodes that start from zeros"
         return None
 
 

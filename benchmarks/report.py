@@ -189,7 +189,7 @@ def markdown(report: Report) -> str:
     verdicts = [row.value <= limit for row, limit in ours if row is not None and row.value is not None]
     about = (
         "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. Bold are both "
-        "figures of the implementation that is fastest in TF32. The target is what we set out to reach; "
+        "figures of the implementation that is fastest in TF32. The target is what we want to reach next; "
         f"{verdicts.count(False)} of {len(verdicts)} figures miss it. 1 % of steps begin an episode, except for cuDNN "
         "without resets, its best case. The times are device times: where a pass takes less than 2.5 "
         "ms, one program runs and times many."

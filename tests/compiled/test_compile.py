@@ -144,8 +144,11 @@ def test_configurations_fit_and_do_not_spill(target, full, direction, cell, kind
 
 # (hidden, batch, reset state) for the widest tilings of each kernel, which leave the fewest registers. There are fewer
 # for GPUs other than Hopper, because these have fewer kinds of kernels.
-IN_BOTH = ((64, 300, "stepped"), (128, 16, "zeros"), (256, 64, "stepped"), (448, 64, "stepped"), (512, 300, "zeros"))
-IN_BOTH_ELSEWHERE = ((127, 300, "stepped"), (128, 16, "zeros"), (448, 64, "stepped"))
+IN_BOTH = (
+    (64, 300, "stepped"), (127, 300, "fixed"), (128, 16, "zeros"), (128, 2048, "fixed"), (256, 64, "stepped"),
+    (448, 64, "stepped"), (512, 300, "zeros"),
+)  # fmt: skip
+IN_BOTH_ELSEWHERE = ((127, 300, "stepped"), (128, 16, "zeros"), (128, 2048, "fixed"), (448, 64, "stepped"))
 
 
 @every_target
@@ -163,7 +166,7 @@ def test_both_directions_in_one_launch_fit_and_do_not_spill(target, direction, c
 
 
 def of_split_registers(problem: Problem, device: Device) -> list[tuple[Problem, KernelConfig]]:
-    """Returns the tilings of the loop "split_registers", which `heuristic` never picks."""
+    """Returns the tilings of the loop "split_registers" for a problem, also those that `heuristic` does not pick."""
     return [(problem, c) for c in tiling.candidates(problem, device) if c.loop == "split_registers"]
 
 
@@ -173,7 +176,7 @@ def of_split_registers(problem: Problem, device: Device) -> list[tuple[Problem, 
 def test_weights_of_wide_states_in_registers_fit_and_do_not_spill(target, full, cell, direction):
     device, problems = TARGETS[target], []
     widths = (200, 256, 300, 512, 771, 1024) if full else (256, 300, 771)
-    for kind, hidden, reset_state in itertools.product(("tf32", "bf16"), widths, ("stepped", "zeros")):
+    for kind, hidden, reset_state in itertools.product(("tf32", "bf16"), widths, ("stepped", "fixed", "zeros")):
         if hidden == 300 or full or reset_state == "stepped":
             p = make_problem(cell, direction, kind, hidden, 300, reset_state=reset_state)
             problems += of_split_registers(p, device)
@@ -187,7 +190,7 @@ def test_weights_of_wide_states_in_registers_fit_and_do_not_spill(target, full, 
 # least as many gates, whose configurations are all compiled.
 OF_OTHER_CELLS = (
     (24, 64, "zeros"), (64, 64, "stepped"), (127, 300, "stepped"), (128, 16, "zeros"), (128, 2048, "zeros"),
-    (448, 64, "stepped"),
+    (128, 2048, "fixed"), (448, 64, "stepped"),
 )  # fmt: skip
 
 

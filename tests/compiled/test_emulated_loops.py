@@ -97,6 +97,10 @@ CASES = (
     Case("split_registers", "tf32", 260, 3, 2, shared=True, reverse="bidirectional", cells=("lstm",)),
     Case("split_registers", "bf16", 192, 19, 3, block_b=16, shared=True, directions=("fwd",), cells=("gru",)),
     Case("split_registers", "bf16", 192, 19, 3, shared=True, workers=1, cells=("gru",), seed=0),
+    # a worker that has items of two models
+    Case(
+        "split_registers", "tf32", 192, 11, 3, shared=True, reverse="bidirectional", workers=1, cells=("lstm",), seed=0
+    ),
     Case("split_registers", "tf32", 192, 11, 3, shared=True, in_place=True, cells=("gru",)),
     Case("streamed", "tf32", 16, 11, 4, reset_state="stepped"),
     Case("streamed", "bf16", 37, 5, 3, reset_state="fixed", reverse="bidirectional", groups=2),

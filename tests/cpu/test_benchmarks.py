@@ -123,7 +123,7 @@ def test_provider_passes_the_check_with_other_cells(name, case):
 def test_provider_passes_the_check_with_reset_states(name, cell, axes):
     case = Case(cell, 5, 4, 12, reset_rate=0.3, reset_state=axes)
     assert str(case) == f"{cell.upper()} 5,4,12 resets 30 % from [{','.join(axes)}]"
-    assert providers.PROVIDERS["flax"].unsupported(case) == "starts episodes from zeros"
+    assert providers.PROVIDERS["flax"].unsupported(case) == "is measured with episodes that start from zeros"
     assert providers.PROVIDERS[name].unsupported(case) is None
     test_provider_passes_the_check(name, case)
 
@@ -720,6 +720,7 @@ def test_lines_have_a_marker_each_and_stop_where_a_figure_is_missing():
     (axes,) = plot.small(Report("small", MACHINE, {}, rows)).axes
     assert len({line.get_marker() for line in axes.lines}) == len(axes.lines) == 2
     for line in axes.lines:
+        assert [int(x) for x in line.get_xdata()] == [1, 2, 4, 8, 16, 32, 64]
         assert [int(x) for x, y in zip(*line.get_data(), strict=True) if np.isnan(y)] == [8]
     for styles in (plot.STYLES, plot.NORM_STYLES):
         assert len({marker for _, marker, *_ in styles.values()}) == len(styles)

@@ -1,7 +1,8 @@
 """The choice of a launch's tiling: a pure function of the problem and the device, without measurements at call time.
 
 `problem` and `devices` define what is to be run and where, and `config` defines a tiling. Each family of kernels has
-its tilings and their measured costs in a file of its own: `streamed`, `resident`, `fma`, `split` and `rows`.
+its tilings and their measured costs in a file of its own: `streamed`, `resident`, `fma`, `split_registers`, `split`
+and `rows`.
 `candidates` ranks them, and `scan` compares the first one with `lax.scan`. Nothing here imports torch or triton.
 """
 

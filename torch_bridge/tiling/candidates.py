@@ -43,8 +43,8 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     rows = rows_configs(problem, device) if "rows" in loops else []
     registers = split_registers_configs(problem, device) if "split_registers" in loops else []
     shared = shared_configs(problem, device)
-    # Keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates. An
-    # exception are kernels that run few sequences at once, if there are many.
+    # Keeping the weights on chip is faster than reading them at every step, by more than the error of the estimates.
+    # Kernels that run few sequences at once are an exception if there are many sequences.
     fast, slow = registers, []
     if registers and shared:
         most = streamed.estimated_us(problem, _by_cost(shared)[0], device)

@@ -66,5 +66,5 @@ def _scan_us(problem: Problem) -> float:
 
 
 def _cost_key(problem: Problem) -> tuple[str, str, str]:
-    """Returns the key of a problem in the tables of this file: cell (whose costs apply), product and direction."""
+    """Returns the key of a problem in `SCAN_STEP_COST`: cell (whose costs apply), product and direction."""
     return problem.tilings, product_kind(problem), problem.direction

@@ -28,7 +28,8 @@ def split_registers_configs(problem: Problem, device: Device) -> list[tuple[floa
     """Returns the tilings of the "split_registers" kernels, each with its cost.
 
     The cost is in microseconds per step of all tiles, without the time to load the weights, like that of the "split"
-    and "rows" kernels, which load as many.
+    and "rows" kernels, with which it is compared. The choice between these kernels then does not depend on the number
+    of steps.
     """
     if not (device.runs_gluon and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
         return []

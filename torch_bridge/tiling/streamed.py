@@ -109,7 +109,8 @@ STREAMED_STEP_COST = {
 }
 # The same costs on GPUs with wgmma, for the keys for which `STEP_COST` is too low there: by up to a factor of three for
 # the LSTM of more than 512 units. Other keys use `STEP_COST`. Fitted to 40 timings on an H100 (Triton 3.6) with 1 to
-# 1024 sequences and 1024 or 1536 units; the fit is within 25 % for 1024 units. For "tf32x3", from the suite `choice`.
+# 1024 sequences and 1024 or 1536 units; the fit is within 25 % for 1024 units. The entry of
+# "tf32x3" is estimated from the suite `choice`.
 HOPPER_STREAMED_STEP_COST = {
     ("gru", "tf32x3", "fwd"): (5.5, 0.0, 0.0, 12.0, 0.0, 0.0),
     ("lstm", "tf32", "fwd"): (2.2, 10.0, 1.1, 0.0, 0.0, 0.0),

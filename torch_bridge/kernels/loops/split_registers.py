@@ -193,9 +193,8 @@ def _start_step(
                     scale = gl.where(reset[None, :], new[None, :], scale)
                 states = select_states(reset[None, :], fresh, states)
         else:
-            at = rows[None, :] * H + unit[:, None]
             states, scale = scaled_reset_states(
-                states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, at, mask, RESET_STATE, SCALED
+                states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, 0, mask, RESET_STATE, SCALED
             )  # fmt: skip
     return states, scale
 
