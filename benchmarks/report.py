@@ -97,11 +97,22 @@ def table(report: Report) -> Table:
     return result
 
 
+def target_of(row: Row) -> float | None:
+    """Returns the target of a row: that of `cases.HEADLINE` now, or for other rows the one at the measurement."""
+    now = {
+        (str(case), name): limit
+        for case, target in cases.HEADLINE.items()
+        for name, limit in zip(COLUMNS[0][1:], target, strict=True)
+    }
+    return None if row.target is None else now.get((row.case, row.provider), row.target)
+
+
 def met(row: Row) -> bool | None:
     """Returns whether a row reaches its target; None if it has no target or no figure."""
-    if row.target is None or row.value is None:
+    target = target_of(row)
+    if target is None or row.value is None:
         return None
-    return row.value >= row.target if row.unit in LARGER_IS_BETTER else row.value <= row.target
+    return row.value >= target if row.unit in LARGER_IS_BETTER else row.value <= target
 
 
 def broken(row: Row | AccuracyRow) -> bool:
@@ -125,10 +136,11 @@ def _quartiles(row: Row) -> str:
 
 
 def _target(row: Row) -> str:
-    if row.target is None:
+    target = target_of(row)
+    if target is None:
         return ""
     reached = met(row)
-    return number(row.target) + ("" if reached is None else " met" if reached else " missed")
+    return number(target) + ("" if reached is None else " met" if reached else " missed")
 
 
 def _error(row: Row) -> str:
@@ -181,12 +193,7 @@ def markdown(report: Report) -> str:
             fastest = times.index(min(times))
             cells[fastest] = f"**{cells[fastest]}**"
         lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
-    ours = [
-        (found.get((str(case), name)), limit)
-        for case, target in cases.HEADLINE.items()
-        for name, limit in zip(COLUMNS[0][1:], target, strict=True)
-    ]
-    verdicts = [row.value <= limit for row, limit in ours if row is not None and row.value is not None]
+    verdicts = [met(row) for row in found.values() if row.provider in COLUMNS[0][1:] and met(row) is not None]
     about = (
         "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. Bold are both "
         "figures of the implementation that is fastest in TF32. The target is what we want to reach next; "
