@@ -510,6 +510,8 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
 
 # The same bounds for cells with a norm, which need more registers than the cell whose tilings they use.
 LOCAL_BYTES_OF_NORMED = {100: 40, 103: 40, 120: 40}
+# On Hopper only the backward kernel of 16-bit operands that also returns gradients of reset states spills.
+LOCAL_BYTES_OF_NORMED_WITH_RESET_STATES = {90: 8} | LOCAL_BYTES_OF_NORMED
 
 
 def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
@@ -533,6 +535,8 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
         return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
     if c.loop == "split_registers" and support.triton_version() < (3, 7):
         return 8  # backward, an LSTM of more than 512 units
+    if p.norm_width and p.direction == "bwd" and p.reset_state != "zeros" and p.operand_dtype != "float32":
+        return LOCAL_BYTES_OF_NORMED_WITH_RESET_STATES.get(capability, 0)
     return LOCAL_BYTES_OF_NORMED.get(capability, 0) if p.norm_width else 0
 
 
