@@ -510,8 +510,6 @@ def misfits(problems: Iterable[tuple[Problem, KernelConfig]], device: Device) ->
 
 # The same bounds for cells with a norm, which need more registers than the cell whose tilings they use.
 LOCAL_BYTES_OF_NORMED = {100: 40, 103: 40, 120: 40}
-# On Hopper only the backward kernel of 16-bit operands that also returns gradients of reset states spills.
-LOCAL_BYTES_OF_NORMED_WITH_RESET_STATES = {90: 8} | LOCAL_BYTES_OF_NORMED
 
 
 def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
@@ -535,8 +533,9 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
         return LOCAL_BYTES_OF_RESIDENT_LSTM_LATER.get(capability, 0) if p.operand_dtype == "float32" else 0
     if c.loop == "split_registers" and support.triton_version() < (3, 7):
         return 8  # backward, an LSTM of more than 512 units
-    if p.norm_width and p.direction == "bwd" and p.reset_state != "zeros" and p.operand_dtype != "float32":
-        return LOCAL_BYTES_OF_NORMED_WITH_RESET_STATES.get(capability, 0)
+    of_normed = (capability, c.loop, c.block_b, p.hidden, p.direction, p.operand_dtype) if p.norm_width else None
+    if of_normed == (90, "resident", 8, 128, "bwd", "bfloat16") and p.reset_state != "zeros":
+        return 8  # the kernel also returns gradients of reset states
     return LOCAL_BYTES_OF_NORMED.get(capability, 0) if p.norm_width else 0
 
 
