@@ -97,3 +97,8 @@ class Problem:
 def product_kind(problem: Problem) -> str:
     """Returns the kind of product, a key of the tables of costs: "tf32", "tf32x3" or "16-bit"."""
     return problem.precision if problem.operand_dtype == "float32" else "16-bit"
+
+
+def cost_key(problem: Problem) -> tuple[str, str, str]:
+    """Returns the key of a problem in tables of tilings and costs: cell whose tilings apply, product, direction."""
+    return problem.tilings, product_kind(problem), problem.direction

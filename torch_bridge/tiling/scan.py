@@ -6,7 +6,7 @@ from torch_bridge.cells import CELLS
 from torch_bridge.tiling import split_registers, streamed
 from torch_bridge.tiling.candidates import heuristic
 from torch_bridge.tiling.devices import Device
-from torch_bridge.tiling.problem import Problem, product_kind
+from torch_bridge.tiling.problem import Problem, cost_key, product_kind
 
 # Costs of a step of all sequences in `jaxrnn._bridge.scan_launch`, by cell, kind of product and direction. With H units
 # and N sequences over all models, the five costs are in microseconds:
@@ -54,7 +54,7 @@ def prefers_scan(problem: Problem, device: Device) -> bool:
 
 def _scan_us(problem: Problem) -> float:
     """Estimates the microseconds per step of all sequences with `lax.scan`."""
-    fixed, per_width, per_state, per_product, per_weight = SCAN_STEP_COST[_cost_key(problem)]
+    fixed, per_width, per_state, per_product, per_weight = SCAN_STEP_COST[cost_key(problem)]
     all_sequences, hidden = problem.models * problem.sequences, problem.hidden
     width = hidden / 1024 * (min(all_sequences, 256) / 256) ** 0.5
     cost = fixed + per_width * width + per_state * all_sequences * hidden / 1e5
@@ -63,8 +63,3 @@ def _scan_us(problem: Problem) -> float:
         cost += per_weight * hidden**2 / 1e6
     weight_bytes = CELLS[problem.cell].gates * hidden**2 * (2 if product_kind(problem) == "16-bit" else 4)
     return cost + (problem.models - 1) * weight_bytes / WEIGHT_BYTES_PER_US  # the first model's weights are in the fit
-
-
-def _cost_key(problem: Problem) -> tuple[str, str, str]:
-    """Returns the key of a problem in `SCAN_STEP_COST`: cell (whose costs apply), product and direction."""
-    return problem.tilings, product_kind(problem), problem.direction

@@ -8,7 +8,7 @@ from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import cdiv, power_of_2
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
-from torch_bridge.tiling.problem import Problem, product_kind
+from torch_bridge.tiling.problem import Problem, cost_key, product_kind
 
 # Warps of a streamed program that keeps all weights on chip, by the width of its block: if the hidden size fills the
 # block, and if not. Each number of warps is as fast as any that does not spill. An entry is missing if every number of
@@ -134,7 +134,7 @@ def single_program_configs(problem: Problem, device: Device) -> list[KernelConfi
     """
     block = max(16, power_of_2(problem.hidden))
     even = problem.hidden == block
-    key = problem.tilings, product_kind(problem), problem.direction
+    key = cost_key(problem)
     by_block = WARPS[key] | ({} if device.has_wgmma else NON_HOPPER_WARPS.get(key, {}))
     warps = by_block.get(block, ())[0 if even else 1 :]
     if not warps or (key == ("gru", "tf32x3", "bwd") and block == 64 and problem.is_unaligned):
@@ -158,7 +158,7 @@ def shared_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
     """
     kind = product_kind(problem)
     ways: list[tuple[float, KernelConfig]] = []
-    key = problem.tilings, kind, problem.direction
+    key = cost_key(problem)
     tilings = UNALIGNED_TILINGS[: UNALIGNED_COUNTS.get(key)] if problem.is_unaligned else TILINGS[key]
     partly_filled = PARTIAL_BLOCK_TILINGS.get(key, {})
     tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)
@@ -193,7 +193,7 @@ def tile_cost(problem: Problem, config: KernelConfig, cost: tuple[float, ...]) -
 
 def estimated_us(problem: Problem, config: KernelConfig, device: Device) -> float:
     """Estimates the microseconds per step of all sequences in the streamed loop whose programs share the units."""
-    key = (problem.tilings, product_kind(problem), problem.direction)
+    key = cost_key(problem)
     rounds = config.rounds(problem, device)  # most tiles that one group of programs runs, one after the other
     costs = HOPPER_STREAMED_STEP_COST if device.has_wgmma else STREAMED_STEP_COST
     if key not in costs:
