@@ -101,6 +101,11 @@ def with_gradients(call):
     return both
 
 
+def recomputing_launches(cell):
+    """Returns the number of launches that recompute residuals under `remat`: none if they follow from the states."""
+    return 0 if cells.CELLS[cell_of(cell)].activations_from_states else 1
+
+
 def launches(function, *args):
     """Returns how often the traced `function` launches a forward and a backward kernel."""
     text = str(jax.make_jaxpr(function)(*args))

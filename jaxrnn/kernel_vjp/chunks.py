@@ -31,8 +31,8 @@ def chunk_steps(cell: Cell, xs: Array | jax.ShapeDtypeStruct, hidden: int) -> in
     The maximum is reduced by up to half if that makes all chunks equal.
     """
     groups, steps, batch = xs.shape[:3]
-    # the bytes of xp, hp, the residuals, and the states before each step, all counted in float32
-    step_bytes = 4 * groups * batch * hidden * (3 * cell.gates + len(cell.states))
+    # the bytes of the input projections, the residuals and the states, all counted in float32
+    step_bytes = 4 * groups * batch * hidden * (2 * cell.gates + len(cell.states))
     most = max(_CHUNK_STEPS, _CHUNK_BYTES // step_bytes)
     if most >= steps:
         return steps
@@ -76,8 +76,10 @@ def in_chunks(
 
     if rest:  # runs before the loop: XLA would copy the arrays of the loop to write another chunk after it
         everything = chunk(everything, full * size if last_first else 0, rest)
-    starts = jnp.arange(full) * size + (0 if last_first else rest)
-    everything, _ = jax.lax.scan(
-        lambda everything, start: (chunk(everything, start, size), None), everything, starts, reverse=last_first
-    )
-    return everything
+
+    def next_chunk(k: Any, everything: Any) -> Any:
+        # XLA passes slices to a launch without copying them if it can compute where they start from the loop's counter
+        start = (full - 1 - k) * size if last_first else rest + k * size
+        return chunk(everything, start, size)
+
+    return jax.lax.fori_loop(0, full, next_chunk, everything)

@@ -37,7 +37,7 @@ def input_projection(
     """
     cell, dtype = static.cell, static.operand_dtype
     inputs, gates = params.w_ih.shape
-    by_kernel = (static.uses_tf32 or dtype == jnp.bfloat16) and first is None and not static.remat and not cell.norm
+    by_kernel = (static.uses_tf32 or dtype == jnp.bfloat16) and first is None and not cell.norm
     if by_kernel and _bridge.is_projection_profitable(math.prod(xs.shape[:-1]), inputs, gates, dtype):
         w_ih = params.w_ih.astype(dtype)
         if static.uses_tf32:

@@ -17,18 +17,16 @@ import numpy as np
 
 from jaxrnn import _bridge, sharding
 from jaxrnn.cells import base, norm
-from jaxrnn.cells.run_step import run_step
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
+from jaxrnn.kernel_vjp.recompute import recomputed_residuals
 from jaxrnn.kernel_vjp.spec import (
     RecurrenceSpec,
     has_residuals_in_place,
-    residual_fits_float16,
     residual_outputs,
 )
 from jaxrnn.kernel_vjp.weight_grads import has_weight_grads_launch, launch_weight_grads, weight_grads
-from jaxrnn.numerics import matmul
 
 if TYPE_CHECKING:
     from jax import Array
@@ -79,11 +77,9 @@ def _forward_on_device(
     resets: Array | None, reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
     """Computes `_forward` for the arrays of one device, if `vmap` maps over sharded axes, or else for all."""
-    cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
+    cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
     f32 = jnp.dtype(jnp.float32)
-    w_hh = params.w_hh.astype(operand_dtype)
-    weights: dict[str, Array | None] = {"w_hh_t": w_hh.T[None]}
-    weights |= {name: b[None] for name, b in _biases(static, params).items()}
+    weights = _forward_weights(static, params)
     outputs = [
         _bridge.Output(f"{s}s", True, hidden, x.dtype)
         for s, x in zip(cell.states, states, strict=True)
@@ -153,9 +149,10 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
-    # residuals in place of the input projections are one array, so `saved` then lacks some of `cell.residuals`
-    in_place = not static.remat and not dict(cell.residuals).keys() <= saved.keys()
+    size = chunk_steps(cell, xs, hidden) if static.remat else steps
+    in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
+    launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
     # in this case the gradients of the gates in turn overwrite the residuals
     overwritten = next((array.name for array in residual_arrays if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, overwritten)]
@@ -167,7 +164,6 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         outputs += [_bridge.Output(f"dreset_{s}", True, hidden, f32) for s in cell.states]
 
     stepped = reset_states if static.reset_state == "stepped" else None
-    launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
 
     def run(d_last: tuple[Array, ...], sequences: Any, start: Any) -> tuple[tuple[Array, ...], Any, Any]:
         """Differentiates the chunk of time that begins at step `start`, as `in_chunks` calls it.
@@ -178,19 +174,22 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         x, reset, chunk_reset_states, residuals, d_sequences = sequences  # with remat, `residuals` are all states
         starts = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
         first_steps = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
-        previous = {}
-        for k, s in enumerate(cell.states):
-            if f"{s}s" in saved and not launches_weight_grads:
-                before = state_before(static, saved[f"{s}s"], states[k], start, x.shape[1])
-                previous[s] = states_before(
-                    static, residuals[f"{s}s"], before, reset, starts[k] if starts else None, in_reverse
-                )
+        before, previous = {}, {}
+        for s, state, new in zip(cell.states, states, starts or [None] * len(states), strict=True):
+            if f"{s}s" in saved:
+                before[s] = state_before(static, saved[f"{s}s"], state, start, x.shape[1])
+                previous[s] = states_before(static, residuals[f"{s}s"], before[s], reset, new, in_reverse)
+        hs = residuals["hs"]
         if static.remat:
-            states_after = tuple(residuals[f"{s}s"] for s in cell.states)
-            residuals = _recompute_residuals(static, params, x, first, first_steps, previous, states_after)
-            for array in residual_arrays:
-                if residual_fits_float16(array.name, static):  # clamped as in the kernel
-                    residuals[array.name] = jnp.clip(residuals[array.name], -65504.0, 65504.0).astype(array.dtype)
+            per_step = {"xp": input_projection(static, params, x, first, first_steps), "reset": reset}
+            if cell.norm:
+                per_step |= norm.input_statistics(cell, x, hidden)
+            residuals = recomputed_residuals(
+                static, _forward_weights(static, params), residual_arrays, per_step,
+                states={s: residuals[f"{s}s"] for s in cell.states}, before=before, previous=previous,
+                reset_states=dict(zip(cell.states, starts or (), strict=False)), in_reverse=in_reverse,
+                norm_width=_norm_width(static, x, hidden),
+            )  # fmt: skip
 
         arrays: dict[str, Array | None] = {"w_hh": w_hh[None], "reset": reset}
         arrays |= {array.name: residuals[array.name] for array in residual_arrays}
@@ -215,7 +214,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             (dx_norm,) = vjp(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
             dx += dx_norm.astype(f32)
         if launches_weight_grads:
-            sums = launch_weight_grads(static, x, residuals["hs"], states[0], reset, dxp, hidden_grads)
+            sums = launch_weight_grads(static, x, hs, before["h"], reset, dxp, hidden_grads)
         else:
             sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
         if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
@@ -232,7 +231,6 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
                 sums[f"reset_{s}"] = d.sum(axis=1)
         return tuple(results[f"d{s}0"] for s in cell.states), sums, per_step
 
-    size = chunk_steps(cell, xs, hidden) if static.remat else steps
     sequences = (xs, resets, stepped, saved, d_sequences)
     # a run in both directions has one chunk
     d_first, sums, per_step = in_chunks(run, d_last, sequences, size, last_first=static.reverse is False)
@@ -249,33 +247,10 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     return dparams, dstates, per_step["xs"], dreset_states, dfirst
 
 
-def _recompute_residuals(
-    static: RecurrenceSpec, params: Any, x: Array, first: Array | None, first_steps: list[tuple[int, Any]],
-    previous: dict[str, Array], states_after: tuple[Array, ...],
-) -> dict[str, Array]:  # fmt: skip
-    """Returns the residuals of a chunk of time by name, in float32, given the states before and after each step.
-
-    Args:
-      static: the static arguments.
-      params: the weights.
-      x: the inputs of the chunk, `[G, T, B, D]`.
-      first: as in `recurrence`.
-      first_steps: what `possible_first_steps` returns for the chunk.
-      previous: by state, the states before each step, `[G, T, B, H]`.
-      states_after: the states after each step, in the order of `cell.states`.
-    """
-    cell, hidden, f32 = static.cell, previous["h"].shape[-1], jnp.dtype(jnp.float32)
-    states_before_step = tuple(previous[s].astype(f32) for s in cell.states)
-    if cell.activations_from_states is not None and all(h.dtype == f32 for h in states_after):
-        return base.residuals_of(cell, cell.activations_from_states(states_after), states_before_step)
-    h_prev = previous["h"].astype(static.operand_dtype)
-    xp = input_projection(static, params, x, first, first_steps)
-    hp = matmul(h_prev, params.w_hh.astype(static.operand_dtype), static.precision, f32)
-    statistics = norm.input_statistics(cell, x, hidden) if cell.norm else {}
-    _, residuals = run_step(
-        cell, xp, hp, _biases(static, params), states_before_step, statistics, _norm_width(static, x, hidden)
-    )
-    return residuals
+def _forward_weights(static: RecurrenceSpec, params: Any) -> dict[str, Array | None]:
+    """Returns the weights and biases that a forward launch takes, by name."""
+    weights: dict[str, Array | None] = {"w_hh_t": params.w_hh.astype(static.operand_dtype).T[None]}
+    return weights | {name: b[None] for name, b in _biases(static, params).items()}
 
 
 def _biases(static: RecurrenceSpec, params: Any) -> dict[str, Array]:

@@ -82,7 +82,7 @@ def has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> bo
     be large for this.
     """
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
-    return static.cell.in_place_residuals is not None and static.uses_tf32 and not static.remat and large
+    return static.cell.in_place_residuals is not None and static.uses_tf32 and large
 
 
 def residual_outputs(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:

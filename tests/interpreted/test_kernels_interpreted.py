@@ -10,7 +10,7 @@ import pytest
 from cases import Case
 
 from jaxrnn import cells
-from jaxrnn.kernel_vjp import chunks, recurrence
+from jaxrnn.kernel_vjp import chunks, recompute, recurrence
 from torch_bridge import tiling
 
 pytestmark = pytest.mark.interpret
@@ -92,6 +92,33 @@ def test_remat_in_chunks_equals_remat_in_one_chunk(case, monkeypatch):
     for name, x in whole.items():
         assert oracle.error(got[name], x) <= (2.0**-10 if case.dtype == "f16" else 2.0**-20), name
     check(case, got, cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
+
+
+SEGMENTED = [in_chunks(T=8, cell=cell, reverse=reverse, reset_state=state)
+             for cell in cells.CELLS for reverse, state in ((False, "tbh"), (True, "bh"))]  # fmt: skip
+SEGMENTED += [in_chunks(T=8, cell=cell, **changes) for cell in ("gru", "lstm") for changes in (
+    {"resets": "none"}, {"models": 2, "time_major": False, "reverse": True, "reset_state": "h"}, {"H": 70},
+    {"dtype": "f16", "carry_dtype": "f16", "precision": "default"},
+)]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEGMENTED, ids=str)
+def test_remat_recomputes_segments_side_by_side(case, monkeypatch):
+    inputs, counts = cases.make_inputs(case), []
+    count_segments = recompute._count_segments
+    monkeypatch.setattr(recompute, "_FEWEST_STEPS", 2)
+    monkeypatch.setattr(recompute, "_count_segments", lambda *args: counts.append(count_segments(*args)) or counts[-1])
+    got = cases.run(case, inputs, "triton")
+    assert counts == ([] if cells.CELLS[case.cell].activations_from_states else [4])
+    check(case, got, cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
+
+
+@pytest.mark.parametrize(
+    ("steps", "sequences", "count"),
+    [(128, 64, 8), (128, 512, 2), (128, 4096, 1), (31, 1, 1), (100, 1, 5), (97, 1, 1), (1024, 0, 64)],
+)
+def test_segments_are_equal_and_few_enough(steps, sequences, count):
+    assert recompute._count_segments(steps, sequences) == count
 
 
 @pytest.mark.parametrize(
