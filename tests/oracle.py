@@ -29,6 +29,17 @@ def error(got: NDArray, want: NDArray) -> float:
     return float(np.linalg.norm(got - want) / (1.0 if scale == 0 else scale))
 
 
+def product(h: NDArray, w_hh: NDArray) -> NDArray:
+    """Returns the product of states and recurrent weights. A test replaces it to round the operands."""
+    return h @ w_hh
+
+
+def to_tf32(x: NDArray) -> NDArray:
+    """Rounds to the 11 significant bits of TF32, in float64."""
+    mantissa, exponent = np.frexp(x)
+    return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent)
+
+
 def gru(inputs: Arrays, *, reverse: bool = False) -> Results:
     """Returns outputs and gradients of a GRU.
 
@@ -139,7 +150,7 @@ def lstm(inputs: Arrays, *, reverse: bool = False) -> Results:
     h_in, ys = np.empty((T, B, P)), np.empty((T, B, P))
     for t in order:
         c_in[t], h_in[t] = np.where(reset[t], start_c[t], c), np.where(reset[t], start_h[t], h)
-        p_i, p_f, p_g, p_o = np.split(xp[t] + h_in[t] @ w_hh, 4, axis=-1)
+        p_i, p_f, p_g, p_o = np.split(xp[t] + product(h_in[t], w_hh), 4, axis=-1)
         i[t], f[t], g[t], o[t] = _sigmoid(p_i), _sigmoid(p_f), np.tanh(p_g), _sigmoid(p_o)
         cs[t] = c = f[t] * c_in[t] + i[t] * g[t]
         ms[t] = o[t] * np.tanh(c)
@@ -294,7 +305,7 @@ def _one_state(inputs: Arrays, reverse: bool, bias: str, step: Callable, back: C
     h_in, ys, saved = np.empty((T, B, H)), np.empty((T, B, H)), {}
     for t in order:
         h_in[t] = np.where(reset[t], start[t], h)
-        saved[t] = step(xp[t], h_in[t] @ w_hh + b_h, h_in[t])
+        saved[t] = step(xp[t], product(h_in[t], w_hh) + b_h, h_in[t])
         ys[t] = h = saved[t][0]
 
     d_xp, d_hp, d_start = np.empty_like(xp), np.empty_like(xp), np.zeros((T, B, H))

@@ -12,6 +12,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
 from jaxrnn import _bridge
+from jaxrnn.kernel_vjp import chunks
 
 pytestmark = pytest.mark.gpu
 
@@ -217,6 +218,18 @@ def test_layers_use_the_launch(cell, dtype, options):
     check(make_grad, (params, carry, xs, resets))
 
 
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_every_chunk_of_remat_uses_the_launch(cell, reverse, monkeypatch):
+    monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)
+    monkeypatch.setattr(chunks, "_CHUNK_STEPS", 64)
+
+    def make_grad(implementation):
+        return jax.grad(functools.partial(loss, cell, implementation, remat=True, reverse=reverse))
+
+    check(make_grad, make_layer(cell, "float32"))
+
+
 @pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_vmap_uses_the_launch(cell, shared):
@@ -235,11 +248,11 @@ def test_vmap_uses_the_launch(cell, shared):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "highest"}, {"precision": "high"}, {"remat": True}, {"reset_state": jnp.zeros(128)}],
+    [{"precision": "highest"}, {"precision": "high"}, {"reset_state": jnp.zeros(128)}],
     ids=str,
 )
 def test_unsupported_options_use_xla(options):
-    """Checks precise products, `remat`, and an explicit reset state."""
+    """Checks precise products and an explicit reset state."""
     layer = make_layer("gru", "float32")
     assert is_used(jax.grad(functools.partial(loss, "gru", "triton")), *layer)
     assert not is_used(jax.grad(functools.partial(loss, "gru", "triton", **options)), *layer)

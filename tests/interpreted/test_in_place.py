@@ -46,7 +46,7 @@ def case(**changes):
 WIDE = [{"T": 9, "H": 128, "B": 70}, {"T": 10, "H": 128, "B": 1100}, {"T": 9, "H": 256, "B": 30},
         {"T": 9, "H": 512, "B": 150}, {"T": 9, "H": 128, "B": 20, "reset_state": "tbh"},
         {"T": 9, "H": 320, "B": 20, "reset_state": "h"}]  # fmt: skip
-KINDS = [{}, {"reverse": True}, {"reset_state": "tbh"}, {"models": 2}]
+KINDS = [{}, {"reverse": True}, {"reset_state": "tbh"}, {"models": 2}, {"remat": True}]
 
 
 @pytest.mark.parametrize(
