@@ -48,8 +48,8 @@ def gru(
       reverse: whether to run from the last step to the first; outputs stay in the order of the inputs.
       time_major: whether time is the first axis of `xs`, `resets` and the outputs, or the last before features.
       precision: precision of every matmul, as in `jax.lax.dot_general`; None means `jax_default_matmul_precision`.
-      remat: whether to recompute the gates in the backward pass, in matmuls over many steps at a time, instead of
-        saving them.
+      remat: whether the backward pass recomputes what it needs of the gates, in chunks of time, instead of the forward
+        pass saving it.
       implementation: "triton" (a fused kernel; needs an NVIDIA GPU), "xla" (`lax.scan`), or None, which picks the
         fastest that can run the input. If you name one that cannot run it, a `NotImplementedError` says why.
 
