@@ -21,16 +21,17 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-# Sequences of a model from which on more of them side by side are no faster, and fewest steps of a segment: loading the
-# weights on chip takes as long as a few steps. On an H100, a pass of GRU 64,512,128 takes 0.835 ms, of which 0.04 ms
-# recompute residuals; with 256 sequences it takes 0.893 ms, with 4096 0.843 ms, and without segments 1.091 ms.
-_MOST_SEQUENCES = 1024
-_FEWEST_STEPS = 16
+# The most sequences of an example that segments may make, and the fewest steps of a segment. `vmap` over seeds
+# multiplies the sequences, which this choice cannot see, and each tile of sequences loads the weights on chip, which
+# takes as long as a few steps. On an H100, a pass of GRU 64,512,128 takes 1.09 ms without segments, 0.89 ms with four
+# and 0.84 ms with sixteen; GRU 64,128,128 takes 0.307, 0.262 and, with eight, 0.251 ms.
+_MOST_SEQUENCES = 512
+_FEWEST_STEPS = 32
 
 
 def recomputed_residuals(
     static: RecurrenceSpec, weights: dict[str, Array | None], residuals: Sequence[_bridge.Output],
-    per_step: dict[str, Array | None], *, states: dict[str, Array], before: dict[str, Array],
+    inputs: dict[str, Array | None], *, states: dict[str, Array], before: dict[str, Array],
     previous: dict[str, Array], reset_states: dict[str, Array], in_reverse: Array | None, norm_width: int,
 ) -> dict[str, Array]:  # fmt: skip
     """Returns the residuals of a chunk by name, and the scale of a norm.
@@ -39,7 +40,7 @@ def recomputed_residuals(
       static: the static arguments.
       weights: the weights and biases that the forward launch takes, by name.
       residuals: the outputs of the forward launch that hold the residuals.
-      per_step: the inputs of the forward launch that have an element for each step, by name, `[G, T, B, ...]`.
+      inputs: the inputs of the forward launch that have an element for each step, by name, `[G, T, B, ...]`.
       states: by state, the states after each step, `[G, T, B, H]`.
       before: by state, the state before the chunk, `[G, B, H]`.
       previous: by state, the states before each step, with resets applied, `[G, T, B, H]`.
@@ -59,7 +60,7 @@ def recomputed_residuals(
     def cut(x: Array) -> Array:
         return x.reshape(groups * count, steps // count, *x.shape[2:])
 
-    arrays = weights | {name: None if x is None else cut(x) for name, x in per_step.items()}
+    arrays = weights | {name: None if x is None else cut(x) for name, x in inputs.items()}
     for s in cell.states:
         firsts = _first_states(static, states[s], before[s], count, in_reverse)
         arrays[f"{s}0"] = firsts.reshape(-1, *firsts.shape[2:])

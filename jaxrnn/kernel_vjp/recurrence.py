@@ -153,6 +153,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
     launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
+    needs_previous = not launches_weight_grads or (static.remat and cell.activations_from_states is not None)
     # in this case the gradients of the gates in turn overwrite the residuals
     overwritten = next((array.name for array in residual_arrays if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, overwritten)]
@@ -178,14 +179,15 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         for s, state, new in zip(cell.states, states, starts or [None] * len(states), strict=True):
             if f"{s}s" in saved:
                 before[s] = state_before(static, saved[f"{s}s"], state, start, x.shape[1])
-                previous[s] = states_before(static, residuals[f"{s}s"], before[s], reset, new, in_reverse)
+                if needs_previous:
+                    previous[s] = states_before(static, residuals[f"{s}s"], before[s], reset, new, in_reverse)
         hs = residuals["hs"]
         if static.remat:
-            per_step = {"xp": input_projection(static, params, x, first, first_steps), "reset": reset}
+            inputs = {"xp": input_projection(static, params, x, first, first_steps), "reset": reset}
             if cell.norm:
-                per_step |= norm.input_statistics(cell, x, hidden)
+                inputs |= norm.input_statistics(cell, x, hidden)
             residuals = recomputed_residuals(
-                static, _forward_weights(static, params), residual_arrays, per_step,
+                static, _forward_weights(static, params), residual_arrays, inputs,
                 states={s: residuals[f"{s}s"] for s in cell.states}, before=before, previous=previous,
                 reset_states=dict(zip(cell.states, starts or (), strict=False)), in_reverse=in_reverse,
                 norm_width=_norm_width(static, x, hidden),

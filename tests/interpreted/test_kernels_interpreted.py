@@ -115,7 +115,7 @@ def test_remat_recomputes_segments_side_by_side(case, monkeypatch):
 
 @pytest.mark.parametrize(
     ("steps", "sequences", "count"),
-    [(128, 64, 8), (128, 512, 2), (128, 4096, 1), (31, 1, 1), (100, 1, 5), (97, 1, 1), (1024, 0, 64)],
+    [(128, 64, 4), (1024, 64, 8), (128, 4096, 1), (63, 1, 1), (100, 1, 2), (127, 1, 1), (1024, 0, 32)],
 )
 def test_segments_are_equal_and_few_enough(steps, sequences, count):
     assert recompute._count_segments(steps, sequences) == count
