@@ -15,7 +15,7 @@
     python -m benchmarks plot
 
 Suites: headline small sweep cells vmap torch torch-step acting dispatch memory
-compile accuracy ppo norm choice. The default is all of them. Results go to
+compile accuracy ppo norm choice tilings. The default is all of them. Results go to
 benchmarks/results/GPU/SUITE.json, which is written after every row, so that an
 interrupted run keeps its finished rows. --as chooses kernels as for another
 GPU, compiles them to its PTX and assembles that for the GPU at hand; results
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 SUITES = (
     "headline", "small", "sweep", "cells", "vmap", "torch", "torch-step", "acting", "dispatch", "memory", "compile",
-    "accuracy", "ppo", "norm", "choice",
+    "accuracy", "ppo", "norm", "choice", "tilings",
 )  # fmt: skip
 VIEWS = ("show", "table", "plot")
 # The options that a view accepts; measuring accepts all options.

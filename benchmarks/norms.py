@@ -11,8 +11,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import importlib.util
-import multiprocessing
-import os
 import statistics
 import time
 import zlib
@@ -23,7 +21,7 @@ import jax.numpy as jnp
 from jax.experimental.buffer_callback import buffer_callback
 
 import jaxrnn
-from benchmarks import timing
+from benchmarks import precompile, timing
 from benchmarks.results import Row
 
 if TYPE_CHECKING:
@@ -412,32 +410,19 @@ def problems(case: NormCase) -> list[Any]:
     return [Problem(case.kind, d, 1, case.rows, case.columns, EPSILON, given[d]) for d in directions]
 
 
-def _compile_kernels(problem: Any, device: Any) -> None:
+def _compile(problem: Any, device: Any) -> None:
     from torch_bridge.norms import Launch
 
     Launch(problem, device).compile()
 
 
-def _run_as(profile: Any) -> None:
-    if profile is not None:
-        from torch_bridge import gpu
-
-        gpu.run_as(profile)
-
-
 def compile_kernels(chosen: Iterable[NormCase]) -> None:
-    """Compiles kernels into Triton's cache on disk, in parallel.
-
-    Errors are ignored, because a kernel that does not compile fails again when it is loaded.
-    """
+    """Compiles the kernels of the cases into Triton's cache on disk, in parallel."""
     from torch_bridge import gpu
 
     device = gpu.device(ORDINAL)
     wanted = {(p.kind, p.direction, p.columns, p.dtypes): p for case in chosen for p in problems(case)}
-    spawn = multiprocessing.get_context("spawn")
-    workers = max(min(len(os.sched_getaffinity(0)), len(wanted)), 1)
-    with concurrent.futures.ProcessPoolExecutor(workers, spawn, _run_as, (gpu.profile(),)) as pool:
-        concurrent.futures.wait([pool.submit(_compile_kernels, problem, device) for problem in wanted.values()])
+    precompile.compile_kernels(_compile, [(problem, device) for problem in wanted.values()])
 
 
 # Measuring.

@@ -125,7 +125,8 @@ def broken(row: Row | AccuracyRow) -> bool:
     if row.provider == choice.DEFAULT and met(row) is False:
         return True
     ours = ("jaxrnn", "torch_bridge", "and our launch", choice.DEFAULT)
-    is_ours = row.provider.startswith(ours) or (row.ours == choice.DEFAULT and row.provider in choice.IMPLEMENTATIONS)
+    is_ours = row.provider.startswith(ours) or row.provider == row.ours
+    is_ours |= row.ours == choice.DEFAULT and row.provider in choice.IMPLEMENTATIONS
     return is_ours and row.status in ("wrong", "failed")
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, timing
+from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, tilings, timing
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
@@ -415,4 +415,5 @@ SUITES: dict[str, Suite] = {
     "ppo": ppo,
     "norm": norms.norm,
     "choice": choice.choice,
+    "tilings": tilings.tilings,
 }

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from problems import outputs_of
 from ptx import Kernel
 
+from benchmarks.problems import outputs_of
 from torch_bridge import loops
 from torch_bridge.cells import CELLS
 

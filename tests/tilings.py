@@ -24,7 +24,8 @@ COMPILED = {
 def outputs(problem, device, tiling, place):
     """Runs a launch; returns the bits of the arrays that it writes, as `np.ndarray` by name."""
     import torch
-    from problems import Run, make_arrays, outputs_of
+
+    from benchmarks.problems import Run, make_arrays, outputs_of
 
     arrays = make_arrays(problem, place)
     Run(problem, device, tiling, arrays)()

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
-from problems import KINDS, make_problem
 
+from benchmarks.problems import KINDS, make_problem
 from jaxrnn.kernel_vjp import spec
 from torch_bridge import tiling
 from torch_bridge.cells import CELLS

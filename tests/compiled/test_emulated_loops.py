@@ -14,9 +14,9 @@ import emulated
 import oracle
 import pytest
 import torch
-from problems import KINDS, make_arrays, make_problem
 from ptx import Kernel, PTXError
 
+from benchmarks.problems import KINDS, make_arrays, make_problem
 from torch_bridge import tiling
 from torch_bridge.cells import CELLS
 from torch_bridge.recurrences import Launch

@@ -1,8 +1,8 @@
 """A compiled kernel is named after what it computes, so that profiles tell the kernels of a program apart."""
 
 import pytest
-from problems import make_problem
 
+from benchmarks.problems import make_problem
 from torch_bridge.cells import CELLS
 from torch_bridge.tiling import PROFILES, KernelConfig
 

@@ -14,10 +14,10 @@ import native_handler
 import pytest
 from cases import Case
 from pretended import pretend_gpus
-from problems import make_problem
 from programs import recurrence, seeds
 
 import jaxrnn
+from benchmarks.problems import make_problem
 from jaxrnn._bridge.native import TARGET, call
 from jaxrnn.kernel_vjp import spec
 from torch_bridge.tiling import Device

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import cases, harness, machine, plot, providers, report, timing
+from benchmarks import cases, harness, machine, plot, providers, report, tilings, timing
 from benchmarks.cases import Case
 from benchmarks.oracle import TOLERANCE, Oracle, errors
 from benchmarks.results import AccuracyRow, Report, Row
 from benchmarks.settings import Settings
+from torch_bridge import tiling
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
@@ -971,6 +972,26 @@ def test_kernels_of_the_norm_suite_compile():
         problems = norms.problems(norms.NormCase(kind, "bwd", "bf16", 8192, 512))
         assert [problem.direction for problem in problems] == ["fwd", "bwd"]
         assert all(Launch(problem, Device()).compile() for problem in problems)
+
+
+@pytest.mark.parametrize("profile", tiling.PROFILES)
+def test_every_tiling_of_a_launch_has_a_name_of_its_own(profile):
+    device, found = tiling.PROFILES[profile], list(tilings.problems())
+    labels = [tilings.label(problem) for problem in found]
+    assert len(set(labels)) == len(labels) > 100
+    for problem in found:
+        chosen = tilings.candidates(problem, device)
+        assert chosen[0] == tiling.heuristic(problem, device)
+        assert len({tilings.name_of(config) for config in chosen}) == len(chosen)
+
+
+@pytest.mark.gpu
+def test_tilings_are_timed_beside_the_chosen_one():
+    settings = Settings(rows=("GRU 8,128,256 fwd float32",), rounds=2, seconds=0.05)
+    rows = list(tilings.tilings(settings, lambda _: None))
+    assert len(rows) > 1 and {row.status for row in rows} == {"measured"} and {row.unit for row in rows} == {"us"}
+    assert [row.note for row in rows] == ["chosen"] + [""] * (len(rows) - 1)
+    assert all(row.ours == rows[0].provider and row.value > 0 for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -143,8 +143,8 @@ def test_running_as_a_newer_gpu_raises(monkeypatch):
 @pytest.mark.compile_only
 def test_running_as_another_gpu_assembles_its_ptx_for_the_actual_gpu(monkeypatch, tmp_path):
     import triton
-    from problems import make_problem
 
+    from benchmarks.problems import make_problem
     from torch_bridge import cuda_driver, gpu, recurrences, tiling
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))

@@ -239,8 +239,8 @@ def test_a_kernel_is_loaded_once_its_job_has_succeeded(state, loading):
 def test_a_capture_launches_loaded_kernels_of_shapes_that_no_cache_remembers(loading, monkeypatch):
     """The operators remember 4096 shapes. A kernel is loaded for every number of steps and sequences."""
     import torch
-    from problems import make_problem
 
+    from benchmarks.problems import make_problem
     from torch_bridge import launch, op_common
     from torch_bridge.recurrences import Launch
     from torch_bridge.tiling import Device
@@ -484,8 +484,8 @@ def test_operators_launch_kernels_again_after_a_failure_of_the_driver(monkeypatc
 @pytest.mark.compile_only
 def test_kernels_compiled_in_parallel_are_the_same(monkeypatch, tmp_path):
     import triton
-    from problems import make_problem
 
+    from benchmarks.problems import make_problem
     from torch_bridge import compiler
     from torch_bridge.launch import compile_call
     from torch_bridge.recurrences import Launch

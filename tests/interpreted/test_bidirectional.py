@@ -257,7 +257,7 @@ def assert_each_model_as_by_itself(problem, device, tiling, place):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @every_cell
 def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling):
-    from problems import make_problem
+    from benchmarks.problems import make_problem
 
     layout = {"models": 2, "groups": 4, "batch": 3, "steps": 2}
     problem = dataclasses.replace(make_problem(cell, direction, "tf32", 24, 1, reset_state="stepped"), **layout)
@@ -272,8 +272,7 @@ def test_models_of_odd_index_run_in_reverse_interpreted(cell, direction, tiling)
     [(c, v) for c in FUNCTIONS for v, (_, tiling, _) in COMPILED.items() if tiling.loop in cells.CELLS[c].loops],
 )
 def test_models_of_odd_index_run_in_reverse(cell, direction, variant, kind):
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge import gpu
 
     device = gpu.device(0)

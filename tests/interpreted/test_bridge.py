@@ -128,8 +128,7 @@ def test_tiling_covers_all_units_and_fits_the_device(problem, device):
 @pytest.mark.parametrize("capability", [80, 86, 89, 90, 100, 103, 120])
 def test_number_of_sms_determines_tile_sizes(capability, multiprocessors):
     """On any chip, tiles are as small as possible while all run at once, or have 16 sequences if that saves rounds."""
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge.tiling import heuristic
 
     n, device = multiprocessors, Device(capability, multiprocessors)
@@ -151,8 +150,7 @@ def test_number_of_sms_determines_tile_sizes(capability, multiprocessors):
 
 def _takes_a_program_a_sequence(cell, hidden, kind, batch, device=Device(), **changes):  # noqa: B008  # frozen class
     """Returns whether one program per sequence is chosen for the forward pass, and whether for the backward pass."""
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge.tiling import heuristic
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
@@ -182,8 +180,7 @@ def test_few_units_use_one_program_per_sequence(device):
 
 def _variants(device):
     """Returns the variants of kernels that are candidates for at least one of many problems on `device`."""
-    from problems import KINDS, make_problem
-
+    from benchmarks.problems import KINDS, make_problem
     from torch_bridge.tiling import candidates
 
     options = itertools.product(("gru", "lstm"), ("fwd", "bwd"), KINDS, (1, 32, 64, 128, 256, 512, 1000), (1, 64, 2048))
@@ -208,8 +205,7 @@ def test_without_gluon_only_plain_kernels_run(device):
 @every_profile
 def test_lstm_keeps_as_many_gates_in_shared_memory_as_fit(device):
     """Backward, an LSTM of 128 units keeps the weights of two gates there, or of one if a program has just 99 KB."""
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge.tiling import heuristic
 
     forward, backward = (
@@ -224,8 +220,7 @@ def test_lstm_keeps_as_many_gates_in_shared_memory_as_fit(device):
 @every_device
 def test_choice_does_not_depend_on_the_name_of_the_device(device):
     """Tilings are computed from the other facts about the device, and none is looked up by its name."""
-    from problems import KINDS, make_problem
-
+    from benchmarks.problems import KINDS, make_problem
     from torch_bridge import input_projections, norms, tiling, weight_grads
 
     others = [dataclasses.replace(device, name=name) for name in ("", "NVIDIA A40", "NVIDIA H200")]
@@ -276,8 +271,7 @@ def test_few_steps_of_a_wide_gru_use_the_cheaper_kernel():
 
 def _residual_dtypes(cell, direction, hidden, batch, kind="tf32", device=Device(), **changes):  # noqa: B008  # frozen class
     """Returns the dtypes of the residuals that a kernel stores or loads if the traced program declares float32."""
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge.tiling import heuristic, with_residual_dtypes
 
     make = functools.partial(make_problem, cell, direction, kind, hidden, batch, **changes)

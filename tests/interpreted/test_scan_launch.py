@@ -160,8 +160,7 @@ def test_both_directions_of_a_layer_run_as_scans(scans, cell):
 
 def choices(cell, hidden, batch, name, kind="tf32", **changes):
     """Returns whether a scan is preferred for the forward launch, and whether for the backward launch."""
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge import tiling
 
     problems = [make_problem(cell, direction, kind, hidden, batch, **changes) for direction in ("fwd", "bwd")]
@@ -187,8 +186,7 @@ def test_scans_are_preferred_where_kernels_are_slow(cell):
 
 @pytest.mark.torch
 def test_the_choice_counts_the_models_that_vmap_adds():
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge import tiling
 
     problem = make_problem("gru", "fwd", "tf32x3", 512, 64)

@@ -51,8 +51,9 @@ def multiply(a, b, dtype):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cell", cells.CELLS)
 def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, direction, tiling):
-    from problems import make_problem
     from triton.runtime import interpreter
+
+    from benchmarks.problems import make_problem
 
     class Numpy:
         matmul = staticmethod(multiply)
@@ -72,8 +73,7 @@ def test_tiles_of_any_size_give_the_same_bits_interpreted(monkeypatch, cell, dir
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("cell", CELLS)
 def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
-    from problems import make_problem
-
+    from benchmarks.problems import make_problem
     from torch_bridge import gpu
 
     device = gpu.device(0)
@@ -91,7 +91,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("cell", cells.CELLS)
 def test_cells_have_only_the_loops_that_their_entries_name(cell, profile):
-    from problems import KINDS, make_problem
+    from benchmarks.problems import KINDS, make_problem
 
     device, found = PROFILES[profile], set()
     for direction, kind, hidden, batch in itertools.product(DIRECTIONS, KINDS, (24, 64, 128, 300, 700), (1, 300)):
@@ -104,7 +104,7 @@ def test_cells_have_only_the_loops_that_their_entries_name(cell, profile):
 @pytest.mark.parametrize("cell", cells.CELLS)
 def test_residuals_declared_float32_get_the_dtypes_that_kernels_save(cell, hidden):
     """The kernels that multiply in full float32 save float32, the others float16, but for the carry gate."""
-    from problems import make_problem
+    from benchmarks.problems import make_problem
 
     device, spec = PROFILES["h200"], cells.CELLS[cell]
     problem = make_problem(cell, "fwd", "tf32", hidden, 16, halves=False)
@@ -125,8 +125,7 @@ def test_residuals_declared_float32_get_the_dtypes_that_kernels_save(cell, hidde
 @pytest.mark.parametrize("cell", CELLS)
 def test_problems_made_for_torch_match_those_of_jax(monkeypatch, cell, reset_state):
     """Checks that `make_problem` and `make_arrays` give the arrays, shapes and dtypes of a call in JAX."""
-    from problems import make_arrays, make_problem, outputs_of, shape_of
-
+    from benchmarks.problems import make_arrays, make_problem, outputs_of, shape_of
     from jaxrnn._bridge import recurrence
 
     found, original = [], recurrence._problem
