@@ -33,7 +33,7 @@ _UNFUSED_SLICE_BYTES = 2**22
 
 
 def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
-    """Returns `arrays`, the small ones behind a barrier: XLA copies slices instead of fusing them through it."""
+    """Returns `arrays`, the small ones behind a barrier, so that XLA copies slices and does not fuse them."""
     small = [k for k, x in enumerate(arrays) if math.prod(x.shape) * x.dtype.itemsize <= _UNFUSED_SLICE_BYTES]
     results = list(arrays)
     for k, x in zip(small, jax.lax.optimization_barrier([arrays[k] for k in small]), strict=True):
@@ -50,8 +50,8 @@ def shard_function(
     """
 
     def call(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
-        facts, ordinals = device()
-        launch = kind.choose(arrays, params, facts)
+        properties, ordinals = device()
+        launch = kind.choose(arrays, params, properties)
         record = record_of(kind, launch, arrays, params)
         logger.debug("%s", record)
         with jax.named_scope(record.scope):
@@ -63,7 +63,7 @@ def shard_function(
         launch: Any, ordinals: Sequence[int], arrays: tuple[Array, ...], kind: LaunchKind, params: dict[str, Any]
     ) -> list[Array]:
         results, method = kind.types([x.shape for x in arrays], params), choose_method()
-        # outside of the barriers, where XLA drops a cast of a launch together with its inverse in the gradient's launch
+        # outside of the barriers, so that XLA can drop a cast and its inverse in the launch of the gradient
         array_dtypes = kind.array_dtypes(launch)
         arrays = tuple(
             x.astype(array_dtypes.get(name, x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)
@@ -74,7 +74,7 @@ def shard_function(
             for output, x in zip(params["outputs"], results, strict=True)
         ]
         if method.captured:
-            arrays = (*_prevent_slice_fusion(arrays),)
+            arrays = tuple(_prevent_slice_fusion(arrays))
         inputs, outputs = list(params["inputs"]), [output.name for output in params["outputs"]]
         aliases = {inputs.index(output.over): k for k, output in enumerate(params["outputs"]) if output.over}
         for name, length, dtype, zeroed in launch.workspaces:
@@ -99,11 +99,11 @@ def _lower_shard(
     lower = mlir.lower_fun(call, multiple_results=True)
     if slot is None:
         return lower(ctx, *operands, **params)
-    callbacks = ctx.module_context.host_callbacks  # has this shard's; `slot.index` counts the program's
+    callbacks = ctx.module_context.host_callbacks  # of the shard's module; `slot.index` is for the program's
     while len(callbacks) < slot.index:
         ctx.module_context.add_host_callback(None)
     results = lower(ctx, *operands, **params)
-    if len(callbacks) > slot.index:  # false if the shard launches nothing
+    if len(callbacks) > slot.index:  # false if XLA computes the shard
         slot.callbacks[tuple(aval.shape for aval in ctx.avals_in)] = callbacks[slot.index]
     return results
 
@@ -113,7 +113,7 @@ def _lower(ctx: Any, *operands: Any, kind: LaunchKind, mesh_marker: Any, **param
     del mesh_marker
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(axis == AxisType.Auto for axis in mesh.axis_types)
-    if any(0 in aval.shape for aval in ctx.avals_out):  # vmap over an axis of length zero
+    if any(0 in aval.shape for aval in ctx.avals_out):  # `vmap` over an axis of length zero: all results are empty
         zeros = lambda *_: [jnp.zeros(aval.shape, aval.dtype) for aval in ctx.avals_out]  # noqa: E731
         return mlir.lower_fun(zeros, multiple_results=True)(ctx, *operands)
     if not managed or not getattr(jax.config, "jax_use_shardy_partitioner", True):
@@ -135,10 +135,10 @@ def _on_one_device(kind: LaunchKind, params: dict[str, Any], *arrays: Array) -> 
 
 
 def _lower_cpu_shard(call: Callable[..., list[Array]], ctx: Any, *operands: Any, **params: Any) -> Any:
-    """Lowers the launch of a shard for the CPU: to operations of XLA where that is permitted.
+    """Lowers the launch of a shard for the CPU.
 
-    It is permitted in a program for several platforms. In a program for the CPU alone, a call that names "triton"
-    raises.
+    Triton's interpreter launches the kernel. Otherwise XLA computes the results if the caller permits it, or if the
+    program is for several platforms. Otherwise `_lower_shard` raises, because the call names "triton".
     """
     if runs_interpreter() or not (params["may_use_xla"] or len(ctx.module_context.platforms) > 1):
         return _lower_shard(call, ctx, *operands, **params)

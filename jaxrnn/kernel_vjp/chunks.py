@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-# Bytes of a chunk under `remat`: input projections, residuals and states. Such a chunk takes several times as long as
-# the 10 to 30 us of its launches, and is small compared with the inputs and states of a call for which saving memory is
-# worthwhile. On an H100, a pass of GRU 2048,256,128 in TF32 takes 5.7 ms and 1.28 GB with 2^28 bytes, 5.1 ms and 1.45
-# GB with 2^29, and 5.0 ms and 1.78 GB with 2^30.
+# Bytes of a chunk under `remat`: input projections, residuals and states. A chunk then takes several times the 10 to 30
+# us of its launches, and is small beside the arrays of a call that is large enough to need `remat`. `vmap` multiplies
+# the bytes, because the number of steps is chosen before. On an H100, a pass of GRU 2048,256,128 in TF32 takes 5.7 ms
+# and 1.28 GB with 2^28 bytes, 5.1 ms and 1.45 GB with 2^29, and 5.0 ms and 1.78 GB with 2^30.
 _CHUNK_BYTES = 2**28
 
 
@@ -30,7 +30,7 @@ _CHUNK_STEPS = 16
 def chunk_steps(cell: Cell, xs: Array | jax.ShapeDtypeStruct, hidden: int) -> int:
     """Returns the steps per chunk under `remat`: all steps if they fit in one chunk, else the maximum that fits.
 
-    The maximum is reduced by up to half if that makes all chunks equal.
+    A divisor of the steps is preferred, if there is one above half of that maximum: all chunks are then equal.
     """
     groups, steps, batch = xs.shape[:3]
     # the bytes of the input projections, the residuals and the states, all counted in float32
@@ -46,42 +46,50 @@ def in_chunks(
 ) -> tuple[Any, Any, Any]:
     """Runs `run` on chunks of time of `sequences` `[G, T, ...]`, one after the other.
 
-    `run` takes the carry, a chunk and the chunk's first step. It returns the carry, a tree to sum over all chunks, and
-    a tree to concatenate along time.
+    Args:
+      run: takes the carry, a chunk of the sequences, and the chunk's first step. It returns the carry, a tree to sum
+        over all chunks, and a tree to concatenate along time.
+      carry: what the first call of `run` gets.
+      sequences: a tree of arrays `[G, T, ...]`.
+      size: the number of steps of a chunk.
+      last_first: whether the last chunk in time is the first to run.
+
+    Returns:
+      The carry that the last call returned, the sums, and the concatenated arrays.
     """
     steps = jax.tree.leaves(sequences)[0].shape[1]
     if size == steps:
         return run(carry, sequences, 0)
     full, rest = divmod(steps, size)
-    # trailing axes are flattened: the layout of a batch axis of size one is ambiguous, and XLA would copy the inputs of
-    # the loop to settle it
+    # trailing axes are flattened: for a batch axis of size one, XLA may choose either of two layouts, and would copy the
+    # inputs of the loop
     flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), sequences)
 
-    def part(start: Any, size: int) -> Any:
-        def of(x: Array, flat: Array) -> Array:
-            chunk = jax.lax.dynamic_slice_in_dim(flat, start, size, axis=1)
-            return chunk.reshape(x.shape[0], size, *x.shape[2:])
+    def part(start: Any, length: int) -> Any:
+        def slice_leaf(x: Array, flat_x: Array) -> Array:
+            chunk = jax.lax.dynamic_slice_in_dim(flat_x, start, length, axis=1)
+            return chunk.reshape(x.shape[0], length, *x.shape[2:])
 
-        return jax.tree.map(of, sequences, flat)
+        return jax.tree.map(slice_leaf, sequences, flat)
 
     _, sums, parts = jax.eval_shape(lambda carry: run(carry, part(0, size), 0), carry)
     joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], steps, *x.shape[2:]), x.dtype), parts)
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    everything = carry, *sharding.unify_varying_axes((zeros, joined), sequences)
+    loop_state = carry, *sharding.unify_varying_axes((zeros, joined), sequences)
 
-    def chunk(everything: Any, start: Any, size: int) -> Any:
-        carry, sums, joined = everything
-        carry, terms, parts = run(carry, part(start, size), start)
-        # updated in place, because XLA would transpose the stacked outputs of a scan if there is more than one group
+    def chunk(loop_state: Any, start: Any, length: int) -> Any:
+        carry, sums, joined = loop_state
+        carry, terms, parts = run(carry, part(start, length), start)
+        # updated in place: a scan would stack its outputs, which XLA transposes if there is more than one group
         joined = jax.tree.map(lambda x, p: jax.lax.dynamic_update_slice_in_dim(x, p, start, axis=1), joined, parts)
         return carry, jax.tree.map(jnp.add, sums, terms), joined
 
     if rest:  # runs before the loop: XLA would copy the arrays of the loop to write another chunk after it
-        everything = chunk(everything, full * size if last_first else 0, rest)
+        loop_state = chunk(loop_state, full * size if last_first else 0, rest)
 
-    def next_chunk(k: Any, everything: Any) -> Any:
-        # XLA passes slices to a launch without copying them if it can compute where they start from the loop's counter
+    def next_chunk(k: Any, loop_state: Any) -> Any:
+        # computed from the loop's counter: only then does XLA pass slices to a launch without copying them
         start = (full - 1 - k) * size if last_first else rest + k * size
-        return chunk(everything, start, size)
+        return chunk(loop_state, start, size)
 
-    return jax.lax.fori_loop(0, full, next_chunk, everything)
+    return jax.lax.fori_loop(0, full, next_chunk, loop_state)

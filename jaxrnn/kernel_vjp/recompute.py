@@ -1,13 +1,13 @@
 """The residuals of a chunk of time, recomputed under `remat` from the states that the forward pass saved.
 
-The forward kernel computes them again. It need not run through the whole chunk: the chunk is cut into segments of time
-whose first states are known, and the segments run side by side, as further sequences of fewer steps. Cells whose
-residuals follow from the states alone need no launch.
+The forward kernel computes them again, in one launch. It need not run through the whole chunk: the chunk is cut into
+segments of time, the state before each segment was saved, and the segments run side by side, as further sequences of
+fewer steps. Cells whose residuals can be computed from the states need no launch.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 
@@ -21,12 +21,17 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-# The most sequences of an example that segments may make, and the fewest steps of a segment. `vmap` over seeds
-# multiplies the sequences, which this choice cannot see, and each tile of sequences loads the weights on chip, which
-# takes as long as a few steps. On an H100, a pass of GRU 64,512,128 takes 1.09 ms without segments, 0.89 ms with four
-# and 0.84 ms with sixteen; GRU 64,128,128 takes 0.307, 0.262 and, with eight, 0.251 ms.
+# Segments multiply the number of sequences. The first limit is for the product, at the traced shapes: `vmap` over seeds
+# multiplies it further. The second limit is for the steps of a segment: each tile of sequences loads the weights on
+# chip, which takes as long as a few steps. On an H100, a pass of GRU 64,512,128 takes 1.09 ms without segments, 0.89 ms
+# with four and 0.84 ms with sixteen; GRU 64,128,128 takes 0.307, 0.262 and, with eight, 0.251 ms.
 _MOST_SEQUENCES = 512
 _FEWEST_STEPS = 32
+
+
+def follow_from_states(static: RecurrenceSpec, states: Sequence[Array]) -> bool:
+    """Whether the residuals can be computed from the states, which are rounded if the carry has a 16-bit dtype."""
+    return static.cell.activations_from_states is not None and all(x.dtype == jnp.float32 for x in states)
 
 
 def recomputed_residuals(
@@ -34,7 +39,7 @@ def recomputed_residuals(
     inputs: dict[str, Array | None], *, states: dict[str, Array], before: dict[str, Array],
     previous: dict[str, Array], reset_states: dict[str, Array], in_reverse: Array | None, norm_width: int,
 ) -> dict[str, Array]:  # fmt: skip
-    """Returns the residuals of a chunk by name, and the scale of a norm.
+    """Returns the residuals of a chunk by name, and for a cell with a norm also its scale.
 
     Args:
       static: the static arguments.
@@ -43,13 +48,14 @@ def recomputed_residuals(
       inputs: the inputs of the forward launch that have an element for each step, by name, `[G, T, B, ...]`.
       states: by state, the states after each step, `[G, T, B, H]`.
       before: by state, the state before the chunk, `[G, B, H]`.
-      previous: by state, the states before each step, with resets applied, `[G, T, B, H]`.
+      previous: by state, the states before each step, with resets applied, `[G, T, B, H]`; may be empty unless
+        `follow_from_states`.
       reset_states: by state, the reset states, as in `recurrence`; empty for zeros.
       in_reverse: as in `recurrence`.
       norm_width: as in `_bridge.launch`.
     """
     cell, f32 = static.cell, jnp.dtype(jnp.float32)
-    if cell.activations_from_states is not None and all(x.dtype == f32 for x in states.values()):
+    if cell.activations_from_states is not None and follow_from_states(static, list(states.values())):
         activations = cell.activations_from_states(tuple(states[s] for s in cell.states))
         found = base.residuals_of(cell, activations, tuple(previous[s].astype(f32) for s in cell.states))
         return {output.name: _clamped(found[output.name], output, static) for output in residuals}
@@ -62,13 +68,13 @@ def recomputed_residuals(
 
     arrays = weights | {name: None if x is None else cut(x) for name, x in inputs.items()}
     for s in cell.states:
-        firsts = _first_states(static, states[s], before[s], count, in_reverse)
-        arrays[f"{s}0"] = firsts.reshape(-1, *firsts.shape[2:])
+        initial = _initial_states(static, states[s], before[s], count, in_reverse)
+        arrays[f"{s}0"] = initial.reshape(-1, *initial.shape[2:])
     for s, x in reset_states.items():
         arrays[f"reset_{s}"] = cut(x) if static.reset_state == "stepped" else jnp.repeat(x, count, axis=0)
     if cell.norm:
         residuals = [*residuals, _bridge.Output("scale", True, 1, f32)]
-    # the kernel writes all states of a step and the last ones, which the caller has
+    # the kernel also writes the hidden states and the last states, which the caller has already
     known = [_bridge.Output("hs", True, hidden, f32)]
     known += [_bridge.Output(f"{s}_last", False, hidden, f32) for s in cell.states]
     results = _bridge.launch(
@@ -79,16 +85,20 @@ def recomputed_residuals(
     return {name: x.reshape(groups, steps, *x.shape[2:]) for name, x in found.items()}
 
 
-def _count_segments(steps: Any, sequences: Any) -> int:
-    """Returns the number of segments of equal length that a chunk is cut into: 1 if a size is symbolic."""
-    if not (isinstance(steps, int) and isinstance(sequences, int)):
-        return 1
+def _count_segments(steps: int, sequences: int) -> int:
+    """Returns the number of segments of equal length that a chunk is cut into."""
     most = max(1, min(steps // _FEWEST_STEPS, _MOST_SEQUENCES // max(sequences, 1)))
     return next(count for count in range(most, 0, -1) if steps % count == 0)
 
 
-def _first_states(static: RecurrenceSpec, states: Array, before: Array, count: int, in_reverse: Array | None) -> Array:
-    """Returns the state before the first step of each of `count` segments, `[G, count, B, H]` in float32."""
+def _initial_states(
+    static: RecurrenceSpec, states: Array, before: Array, count: int, in_reverse: Array | None
+) -> Array:  # fmt: skip
+    """Returns the states from which `count` segments start, `[G, count, B, H]` in float32.
+
+    Forward in time, that is the state after the last step of the previous segment; in reverse, the state after the
+    first step of the next one.
+    """
     length = states.shape[1] // count
     start = before[:, None].astype(jnp.float32)
     forward = jnp.concatenate([start, states[:, length - 1 : -1 : length].astype(jnp.float32)], axis=1)

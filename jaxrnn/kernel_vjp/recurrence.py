@@ -1,8 +1,8 @@
 """The recurrence with the kernels, on canonical arrays: one `jax.custom_vjp` for all cells.
 
-Canonical arrays are `[G, T, B, W]`: G groups of B sequences, time first inside a group. `jax.vmap` adds groups, or
-models if weights are batched. Each pass is a function `run` of a chunk of time: with `remat`, `in_chunks` runs it on
-one chunk after the other; otherwise all steps are one chunk.
+Canonical arrays are `[G, T, B, W]`: G groups of B sequences, time first inside a group. The batching rule of a launch
+turns the axis of a `jax.vmap` into groups, or into models if weights are batched. Each pass is a function `run` of a
+chunk of time: with `remat`, `in_chunks` runs it on one chunk after the other; otherwise all steps are one chunk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jaxrnn.cells import base, norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
-from jaxrnn.kernel_vjp.recompute import recomputed_residuals
+from jaxrnn.kernel_vjp.recompute import follow_from_states, recomputed_residuals
 from jaxrnn.kernel_vjp.spec import (
     RecurrenceSpec,
     has_residuals_in_place,
@@ -41,7 +41,7 @@ def recurrence(
     """Runs the recurrence on canonical arrays; returns the last states and, by name, the states of every step.
 
     Args:
-      static: the static arguments.
+      static: cell, dtypes, direction, precision and all else that is known when the call is traced.
       params: the weights, of one model and without a projection.
       states: the states before the first step, `[G, B, H]`, in the order of `cell.states`.
       xs: `[G, T, B, D]`.
@@ -76,7 +76,7 @@ def _forward_on_device(
     static: RecurrenceSpec, save_residuals: bool, params: Any, states: tuple[Array, ...], xs: Array,
     resets: Array | None, reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
 ) -> tuple[tuple[Array, ...], dict[str, Array], dict[str, Array]]:  # fmt: skip
-    """Computes `_forward` for the arrays of one device, if `vmap` maps over sharded axes, or else for all."""
+    """Computes `_forward` on the shards of one device if `vmap` maps over sharded axes, else on whole arrays."""
     cell, hidden, steps = static.cell, states[0].shape[-1], xs.shape[1]
     f32 = jnp.dtype(jnp.float32)
     weights = _forward_weights(static, params)
@@ -113,6 +113,7 @@ def _forward_on_device(
         return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
     size = chunk_steps(cell, xs, hidden) if save_residuals and static.remat else steps
+    assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"
     if size < steps:
         states = tuple(x.astype(f32) for x in states)  # the dtype in which a chunk passes them to the next
     last, _, results = in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
@@ -150,11 +151,14 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
     size = chunk_steps(cell, xs, hidden) if static.remat else steps
+    assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"
     in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
     launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
-    needs_previous = not launches_weight_grads or (static.remat and cell.activations_from_states is not None)
-    # in this case the gradients of the gates in turn overwrite the residuals
+    from_states = static.remat and follow_from_states(static, [saved[f"{s}s"] for s in cell.states])
+    needs_previous = not launches_weight_grads or bool(cell.norm) or from_states
+    forward_weights = _forward_weights(static, params) if static.remat else {}
+    # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals
     overwritten = next((array.name for array in residual_arrays if array.over), None)
     outputs = [_bridge.Output("dxp", True, cell.gates * hidden, operand_dtype, overwritten)]
     outputs += [_bridge.Output(name, True, hidden, operand_dtype) for name in cell.hidden_grads]
@@ -172,7 +176,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         `d_last` are the gradients of the states after the chunk. Returns the gradients of the states before the chunk,
         the gradients to sum over chunks, and the gradients that have an element for each step.
         """
-        x, reset, chunk_reset_states, residuals, d_sequences = sequences  # with remat, `residuals` are all states
+        x, reset, chunk_reset_states, saved_chunk, d_sequences = sequences
         starts = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
         first_steps = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         before, previous = {}, {}
@@ -180,15 +184,15 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             if f"{s}s" in saved:
                 before[s] = state_before(static, saved[f"{s}s"], state, start, x.shape[1])
                 if needs_previous:
-                    previous[s] = states_before(static, residuals[f"{s}s"], before[s], reset, new, in_reverse)
-        hs = residuals["hs"]
+                    previous[s] = states_before(static, saved_chunk[f"{s}s"], before[s], reset, new, in_reverse)
+        residuals = saved_chunk
         if static.remat:
             inputs = {"xp": input_projection(static, params, x, first, first_steps), "reset": reset}
             if cell.norm:
                 inputs |= norm.input_statistics(cell, x, hidden)
             residuals = recomputed_residuals(
-                static, _forward_weights(static, params), residual_arrays, inputs,
-                states={s: residuals[f"{s}s"] for s in cell.states}, before=before, previous=previous,
+                static, forward_weights, residual_arrays, inputs,
+                states={s: saved_chunk[f"{s}s"] for s in cell.states}, before=before, previous=previous,
                 reset_states=dict(zip(cell.states, starts or (), strict=False)), in_reverse=in_reverse,
                 norm_width=_norm_width(static, x, hidden),
             )  # fmt: skip
@@ -199,7 +203,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             arrays["scale"] = residuals["scale"]
         arrays |= {f"d{s}s": d for s, d in d_sequences.items()}
         arrays |= {f"d{s}_last": d for s, d in zip(cell.states, d_last, strict=True)}
-        # the backward kernel does not depend on the kind of reset state
+        # the backward kernel computes the same for every kind of reset state
         results = _bridge.launch(
             cell.name, "bwd", arrays, outputs, reset_state="zeros", reverse=static.reverse,
             precision=static.kernel_precision, may_use_xla=static.may_use_xla,
@@ -216,7 +220,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             (dx_norm,) = vjp(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
             dx += dx_norm.astype(f32)
         if launches_weight_grads:
-            sums = launch_weight_grads(static, x, hs, before["h"], reset, dxp, hidden_grads)
+            sums = launch_weight_grads(static, x, saved_chunk["hs"], before["h"], reset, dxp, hidden_grads)
         else:
             sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
         if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
@@ -229,7 +233,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             d = results[f"dreset_{s}"]
             if static.reset_state == "stepped":
                 per_step[f"reset_{s}"] = d.astype(value.dtype)
-            else:  # the kernel does not sum the gradients, which are mostly zeros, because sums would take registers
+            else:  # the kernel writes a gradient for each step, because sums in the kernel would take registers
                 sums[f"reset_{s}"] = d.sum(axis=1)
         return tuple(results[f"d{s}0"] for s in cell.states), sums, per_step
 
@@ -256,7 +260,10 @@ def _forward_weights(static: RecurrenceSpec, params: Any) -> dict[str, Array | N
 
 
 def _biases(static: RecurrenceSpec, params: Any) -> dict[str, Array]:
-    """Returns the biases that a launch adds, by name, in float32: to the last gate's hidden product or after a norm."""
+    """Returns the biases that a launch adds, by name, in float32.
+
+    `b_hn` is added to the last gate's product with the state, and `bias` after a norm.
+    """
     biases = {"b_hn": params.b_hn} if static.cell.last_gate_separate else {}
     if static.cell.norm:
         biases["bias"] = getattr(params, static.cell.bias)
@@ -264,7 +271,7 @@ def _biases(static: RecurrenceSpec, params: Any) -> dict[str, Array]:
 
 
 def _norm_width(static: RecurrenceSpec, xs: Array, hidden: int) -> int:
-    """Returns the number of elements that a norm sees, inputs and state, or 0 if the cell has no norm."""
+    """Returns the width of inputs and state together, which a norm sees; 0 if the cell has no norm."""
     return xs.shape[-1] + hidden if static.cell.norm else 0
 
 

@@ -1,4 +1,7 @@
-"""The compiled kernels, under `jit`, have at most twice XLA's error against float64 at the same precision."""
+"""The compiled kernels, under `jit`, have at most twice the error of XLA at the same precision.
+
+Both errors are against float64.
+"""
 
 import itertools
 
@@ -14,7 +17,8 @@ from torch_bridge.cells import CELLS as SPECS
 
 pytestmark = pytest.mark.gpu
 
-# From this many multiplications per gate, NumPy takes seconds, so the reference in float64 replaces the oracle.
+# From this many multiplications per gate, NumPy takes seconds, so `cases.run_float64` replaces `cases.run_oracle`. Only
+# the oracle takes the signs of a ReLU's gates as an input.
 LARGE = 2**31
 
 
@@ -24,7 +28,7 @@ def run_float64(case, inputs):
 
 
 def check_draws(case, inputs, got, xla):
-    """Compares results of several draws with the oracle; returns what is wanted."""
+    """Compares results of several draws with the oracle; returns the expected results."""
 
     def wanted(draw, results):
         return run_float64(case, cases.with_signs(case, inputs[draw], results["ys"]))
@@ -84,8 +88,8 @@ def test_sequences_of_every_magnitude_keep_their_accuracy(case, largest, monkeyp
     """16-bit operands are scaled, so small gradients beside large ones, and large states, must keep their accuracy.
 
     If states are large, rounding the operands of a product decides whether a gate near zero saturates. XLA multiplies
-    some of these products in full float32, and so leaves out this error. Beyond 128 units, the oracle with operands
-    rounded to TF32 therefore counts as well as XLA.
+    some of these products in full float32, and so leaves out this error. Beyond 128 units, errors may therefore be
+    twice the larger one of XLA's and of the oracle's with operands rounded to TF32.
     """
     inputs = cases.make_inputs(case)
     gradients, states = np.logspace(-18, 12, case.B), largest * np.logspace(-6, 0, case.B)

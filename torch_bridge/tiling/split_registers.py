@@ -1,4 +1,7 @@
-"""Tilings of the "split_registers" kernels: programs share a state and keep their weights in registers (mma.sync)."""
+"""Tilings of the "split_registers" kernels: each of several programs computes some units of the same sequences.
+
+A program keeps the weights of its units in registers, as operands of mma.sync.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
 
-# Widest state by the units of a program. Eight warps then have 32 registers a thread for the weights of a gate.
+# Most hidden units by the units of a program. Eight warps then have 32 registers a thread for the weights of a gate.
 WIDEST = {64: 256, 32: 512, 16: 1024}
 
 # Microseconds per step of one tile, by sequences per tile: fixed; per program that shares the units; per megabyte that
@@ -27,21 +30,24 @@ START_US = 20.0
 def split_registers_configs(problem: Problem, device: Device) -> list[tuple[float, KernelConfig]]:
     """Returns the tilings of the "split_registers" kernels, each with its cost.
 
-    The cost is in microseconds per step of all tiles, without the time to load the weights, like that of the "split"
-    and "rows" kernels, with which it is compared. The choice between these kernels then does not depend on the number
-    of steps.
+    The cost is in microseconds per step of all tiles. Like that of the "split" and "rows" kernels, with which it is
+    compared, it does not include the time to load the weights. From `MIN_STEPS_ON_CHIP` steps on, the choice between
+    these kernels therefore does not depend on the number of steps.
     """
     if not (device.runs_gluon and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
         return []
     units = next((units for units, widest in WIDEST.items() if problem.hidden <= widest), None)
     if units is None or problem.hidden <= 128 or _spills(problem, units):
         return []
-    splits = cdiv(problem.hidden, 64) * (64 // units)  # a multiple: the words of 64 units lie at equal distances
+    splits = cdiv(problem.hidden, 64) * (64 // units)  # whole blocks of 64 units, as words are laid out
     if splits > device.multiprocessors:
         return []
     ways: list[tuple[float, KernelConfig]] = []
     for block_b in (8, 16) if _fits_batch_tile_16(problem, device) else (8,):
-        config = KernelConfig(units, block_b, WIDEST[units], splits, num_warps=8, num_stages=1, loop="split_registers")
+        config = KernelConfig(
+            block_h=units, block_b=block_b, block_k=WIDEST[units], splits=splits, num_warps=8, num_stages=1,
+            loop="split_registers",
+        )  # fmt: skip
         ways.append((config.rounds(problem, device) * _tile_us(problem, config, device), config))
     return ways
 
@@ -57,7 +63,7 @@ def _tile_us(problem: Problem, config: KernelConfig, device: Device) -> float:
     """Estimates the microseconds per step of one tile."""
     fixed, per_program, per_megabyte, per_state = STEP_COST[problem.tilings, problem.direction][config.block_b]
     states = config.workers(problem, device) * config.block_b * config.splits * config.block_h
-    exchanged = 4 * config.splits * states  # bytes: each program receives a word of each program for each of its states
+    exchanged = 4 * config.splits * states  # bytes: for each of its states, a program gets a word from every program
     return fixed + per_program * config.splits + per_megabyte * exchanged / 1e6 + per_state * states / 1e5
 
 
