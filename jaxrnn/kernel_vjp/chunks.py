@@ -61,8 +61,8 @@ def in_chunks(
     if size == steps:
         return run(carry, sequences, 0)
     full, rest = divmod(steps, size)
-    # trailing axes are flattened: for a batch axis of size one, XLA may choose either of two layouts, and would copy the
-    # inputs of the loop
+    # trailing axes are flattened: for a batch axis of size one, XLA may choose either of two layouts, and would copy
+    # the inputs of the loop
     flat = jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1), sequences)
 
     def part(start: Any, length: int) -> Any:
