@@ -61,7 +61,7 @@ def recomputed_residuals(
         return {output.name: _clamped(found[output.name], output, static) for output in residuals}
 
     groups, steps, batch, hidden = states["h"].shape
-    count = _count_segments(steps, groups * batch)
+    count = _count_segments(static, steps, groups * batch, hidden)
 
     def cut(x: Array) -> Array:
         return x.reshape(groups * count, steps // count, *x.shape[2:])
@@ -85,8 +85,14 @@ def recomputed_residuals(
     return {name: x.reshape(groups, steps, *x.shape[2:]) for name, x in found.items()}
 
 
-def _count_segments(steps: int, sequences: int) -> int:
-    """Returns the number of segments of equal length that a chunk is cut into."""
+def _count_segments(static: RecurrenceSpec, steps: int, sequences: int, hidden: int) -> int:
+    """Returns the number of segments of equal length that a chunk is cut into.
+
+    It is 1 at widths where the number of sequences decides whether a kernel rounds to TF32 or multiplies in full
+    float32: the forward pass and this launch must decide alike, also under `vmap`.
+    """
+    if static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, 1):
+        return 1
     most = max(1, min(steps // _FEWEST_STEPS, _MOST_SEQUENCES // max(sequences, 1)))
     return next(count for count in range(most, 0, -1) if steps % count == 0)
 
