@@ -152,7 +152,10 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     w_hh = params.w_hh.astype(operand_dtype)
     size = chunk_steps(cell, xs, hidden) if static.remat else steps
     assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"
-    in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
+    if static.remat:
+        in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
+    else:  # residuals in place are one array, so `saved` then lacks some of `cell.residuals`
+        in_place = not dict(cell.residuals).keys() <= saved.keys()
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
     launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
     from_states = static.remat and follow_from_states(static, [saved[f"{s}s"] for s in cell.states])
