@@ -149,6 +149,16 @@ def test_explain_lists_all_launches_of_a_call():
 
 
 @pytest.mark.torch
+def test_explain_lists_what_remat_recomputes():
+    small = explain_gru(128, 64, 128, 128, device="a100", remat=True).launches
+    assert [(launch.computes, launch.direction) for launch in small[:3]] == [
+        ("gru", "forward"), ("gru", "forward"), ("gru", "backward"),
+    ]  # fmt: skip
+    large = explain_gru(256, 2048, 128, 128, device="h100", remat=True).launches  # in eight chunks
+    assert [launch.times for launch in large if launch.computes == "gru"] == [8, 8, 8]
+
+
+@pytest.mark.torch
 def test_explain_makes_the_choices_of_the_program(h200, monkeypatch):
     """Tracing begins to compile what a launch runs, so what `explain` found must be what was begun."""
     from torch_bridge import compiler
