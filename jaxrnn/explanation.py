@@ -38,8 +38,8 @@ def explain(
         training step. With None it is traced unless the function itself computes gradients with kernels.
       **kwargs: its keyword arguments.
 
-    On a mesh that JAX manages (`AxisType.Auto`), the launches are those on the whole arrays: JAX shards them later. With
-    `remat=True`, a second forward launch belongs to the backward pass: it recomputes what that needs.
+    On a mesh that JAX manages (`AxisType.Auto`), the launches are those on the whole arrays: JAX shards them later.
+    With `remat=True`, a second forward launch belongs to the backward pass: it recomputes what that needs.
 
     Returns:
       The choice and the launches of every recurrence and norm.
