@@ -36,6 +36,11 @@ def rounded_sum(x: Array, y: Array) -> Array:
     return jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant).astype(x.dtype)
 
 
+def cast_clamped(x: Array, dtype: DTypeLike) -> Array:
+    """Casts `x` to `dtype`; for float16, values beyond its range are clamped."""
+    return (jnp.clip(x, -65504.0, 65504.0) if dtype == jnp.float16 else x).astype(dtype)
+
+
 def is_reset(resets: Array) -> Array:
     """Returns `resets` as booleans. Nonzero, NaN included, means reset."""
     return resets if resets.dtype == bool else resets != jnp.zeros((), resets.dtype)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxrnn.cells import base, norm
 from jaxrnn.cells.run_step import run_step
-from jaxrnn.numerics import is_reset, matmul
+from jaxrnn.numerics import cast_clamped, is_reset, matmul
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from jax import Array
 
     from jaxrnn.cells import Cell
-
-_LARGEST_FLOAT16 = 65504.0
 
 
 def run(
@@ -112,11 +110,6 @@ def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
     return matmul(x.astype(w.dtype), w, precision, jnp.float32)
 
 
-def _cast(x: Array, dtype: Any) -> Array:
-    """Casts `x` to `dtype`; for float16, values beyond its range are clamped."""
-    return (jnp.clip(x, -_LARGEST_FLOAT16, _LARGEST_FLOAT16) if dtype == jnp.float16 else x).astype(dtype)
-
-
 def _forward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
     weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
@@ -141,7 +134,7 @@ def _forward(
         results = {
             f"{s}s": x.astype(dtypes[f"{s}s"]) for s, x in zip(cell.states, after, strict=True) if f"{s}s" in dtypes
         }
-        results |= {name: _cast(residuals[name], dtypes[name]) for name in saved}
+        results |= {name: cast_clamped(residuals[name], dtypes[name]) for name in saved}
         if residuals_packed:
             results["local_grads"] = pack_words(residuals["local_grads"], residuals["carry_gate"])
         return after, results
@@ -227,7 +220,7 @@ def pack_words(local_grads: Array, carry_gate: Array) -> Array:
     Returns them as `[..., 3H]` float32: the first words of all units, then their second words, then their third words.
     The words have the format of `torch_bridge.kernels.common.split_words`.
     """
-    halves = _cast(local_grads, jnp.float16).reshape(*carry_gate.shape, 4)
+    halves = cast_clamped(local_grads, jnp.float16).reshape(*carry_gate.shape, 4)
     a, b, c, d = jnp.unstack(jax.lax.bitcast_convert_type(halves, jnp.uint16).astype(jnp.uint32), axis=-1)
     bits = jax.lax.bitcast_convert_type(carry_gate, jnp.uint32)
     words = jnp.concatenate((d | a << 16, (bits & 0xFFFF) | b << 16, bits >> 16 | c << 16), axis=-1)

@@ -37,15 +37,35 @@ def _shift_one_step(history: Array, state: Array, reverse: bool) -> Array:
     return jnp.where((jnp.arange(steps) == first)[:, None, None], state[:, None], later)
 
 
+def _shift_in_order(
+    static: RecurrenceSpec, forward: Array, backward: Array, state: Array, in_reverse: Array | None
+) -> Array:  # fmt: skip
+    """Shifts `forward` or, if the recurrence goes in reverse, `backward` by one step in its order, `state` first."""
+    if in_reverse is not None:
+        return jnp.where(in_reverse, _shift_one_step(backward, state, True), _shift_one_step(forward, state, False))
+    if static.reverse is True:
+        return _shift_one_step(backward, state, True)
+    return _shift_one_step(forward, state, False)
+
+
+def states_before_segments(
+    static: RecurrenceSpec, history: Array, state: Array, count: int, in_reverse: Array | None
+) -> Array:  # fmt: skip
+    """Returns the states `[G, count, B, H]` before `count` segments of equal length; `state` precedes the first step.
+
+    Resets are not applied. Forward in time, a segment starts from the last state of the segment before it; in reverse,
+    from the first state of the segment after it.
+    """
+    length = history.shape[1] // count
+    return _shift_in_order(static, history[:, length - 1 :: length], history[:, ::length], state, in_reverse)
+
+
 def states_before(
     static: RecurrenceSpec, history: Array, state: Array, resets: Array | None, reset_state: Array | None,
     in_reverse: Array | None,
 ) -> Array:  # fmt: skip
     """Returns the states `[G, T, B, H]` before each step, with resets applied; `state` precedes the first step."""
-    if in_reverse is not None:
-        previous = jnp.where(in_reverse, _shift_one_step(history, state, True), _shift_one_step(history, state, False))
-    else:
-        previous = _shift_one_step(history, state, static.reverse is True)
+    previous = _shift_in_order(static, history, history, state, in_reverse)
     if resets is None:
         return previous
     new = jnp.zeros_like(previous)

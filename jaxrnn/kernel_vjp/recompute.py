@@ -13,7 +13,9 @@ import jax.numpy as jnp
 
 from jaxrnn import _bridge
 from jaxrnn.cells import base
-from jaxrnn.kernel_vjp.spec import RecurrenceSpec, residual_fits_float16
+from jaxrnn.kernel_vjp.history import states_before_segments
+from jaxrnn.kernel_vjp.spec import RecurrenceSpec
+from jaxrnn.numerics import cast_clamped
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,14 +32,32 @@ _FEWEST_STEPS = 32
 
 
 def follow_from_states(static: RecurrenceSpec, states: Sequence[Array]) -> bool:
-    """Whether the residuals can be computed from the states, which are rounded if the carry has a 16-bit dtype."""
+    """Returns whether the residuals follow from the states that were saved; a 16-bit carry rounds these too much."""
     return static.cell.activations_from_states is not None and all(x.dtype == jnp.float32 for x in states)
+
+
+def residuals_from_states(
+    static: RecurrenceSpec, residuals: Sequence[_bridge.Output], states: dict[str, Array], previous: dict[str, Array]
+) -> dict[str, Array]:  # fmt: skip
+    """Returns the residuals of a chunk by name, if `follow_from_states`.
+
+    Args:
+      static: the static arguments.
+      residuals: the arrays to return.
+      states: by state, the states after each step, `[G, T, B, H]`.
+      previous: by state, the states before each step, with resets applied, `[G, T, B, H]`.
+    """
+    cell = static.cell
+    assert cell.activations_from_states is not None
+    activations = cell.activations_from_states(tuple(states[s] for s in cell.states))
+    found = base.residuals_of(cell, activations, tuple(previous[s].astype(jnp.float32) for s in cell.states))
+    return {output.name: cast_clamped(found[output.name], output.dtype) for output in residuals}
 
 
 def recomputed_residuals(
     static: RecurrenceSpec, weights: dict[str, Array | None], residuals: Sequence[_bridge.Output],
     inputs: dict[str, Array | None], *, states: dict[str, Array], before: dict[str, Array],
-    previous: dict[str, Array], reset_states: dict[str, Array], in_reverse: Array | None, norm_width: int,
+    reset_states: dict[str, Array], in_reverse: Array | None, norm_width: int,
 ) -> dict[str, Array]:  # fmt: skip
     """Returns the residuals of a chunk by name, and for a cell with a norm also its scale.
 
@@ -48,18 +68,11 @@ def recomputed_residuals(
       inputs: the inputs of the forward launch that have an element for each step, by name, `[G, T, B, ...]`.
       states: by state, the states after each step, `[G, T, B, H]`.
       before: by state, the state before the chunk, `[G, B, H]`.
-      previous: by state, the states before each step, with resets applied, `[G, T, B, H]`; may be empty unless
-        `follow_from_states`.
       reset_states: by state, the reset states, as in `recurrence`; empty for zeros.
       in_reverse: as in `recurrence`.
       norm_width: as in `_bridge.launch`.
     """
     cell, f32 = static.cell, jnp.dtype(jnp.float32)
-    if cell.activations_from_states is not None and follow_from_states(static, list(states.values())):
-        activations = cell.activations_from_states(tuple(states[s] for s in cell.states))
-        found = base.residuals_of(cell, activations, tuple(previous[s].astype(f32) for s in cell.states))
-        return {output.name: _clamped(found[output.name], output, static) for output in residuals}
-
     groups, steps, batch, hidden = states["h"].shape
     count = _count_segments(static, steps, groups * batch, hidden)
 
@@ -68,8 +81,8 @@ def recomputed_residuals(
 
     arrays = weights | {name: None if x is None else cut(x) for name, x in inputs.items()}
     for s in cell.states:
-        initial = _initial_states(static, states[s], before[s], count, in_reverse)
-        arrays[f"{s}0"] = initial.reshape(-1, *initial.shape[2:])
+        initial = states_before_segments(static, states[s], before[s], count, in_reverse)
+        arrays[f"{s}0"] = initial.astype(f32).reshape(-1, *initial.shape[2:])
     for s, x in reset_states.items():
         arrays[f"reset_{s}"] = cut(x) if static.reset_state == "stepped" else jnp.repeat(x, count, axis=0)
     if cell.norm:
@@ -95,27 +108,3 @@ def _count_segments(static: RecurrenceSpec, steps: int, sequences: int, hidden: 
         return 1
     most = max(1, min(steps // _FEWEST_STEPS, _MOST_SEQUENCES // max(sequences, 1)))
     return next(count for count in range(most, 0, -1) if steps % count == 0)
-
-
-def _initial_states(
-    static: RecurrenceSpec, states: Array, before: Array, count: int, in_reverse: Array | None
-) -> Array:  # fmt: skip
-    """Returns the states from which `count` segments start, `[G, count, B, H]` in float32.
-
-    Forward in time, that is the state after the last step of the previous segment; in reverse, the state after the
-    first step of the next one.
-    """
-    length = states.shape[1] // count
-    start = before[:, None].astype(jnp.float32)
-    forward = jnp.concatenate([start, states[:, length - 1 : -1 : length].astype(jnp.float32)], axis=1)
-    backward = jnp.concatenate([states[:, length::length].astype(jnp.float32), start], axis=1)
-    if in_reverse is not None:
-        return jnp.where(in_reverse, backward, forward)
-    return backward if static.reverse is True else forward
-
-
-def _clamped(x: Array, output: _bridge.Output, static: RecurrenceSpec) -> Array:
-    """Casts a residual to the dtype of its array; values beyond the range of float16 are clamped, as in the kernels."""
-    if residual_fits_float16(output.name, static):
-        x = jnp.clip(x, -65504.0, 65504.0)
-    return x.astype(output.dtype)

@@ -20,7 +20,7 @@ from jaxrnn.cells import base, norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
-from jaxrnn.kernel_vjp.recompute import follow_from_states, recomputed_residuals
+from jaxrnn.kernel_vjp.recompute import follow_from_states, recomputed_residuals, residuals_from_states
 from jaxrnn.kernel_vjp.spec import (
     RecurrenceSpec,
     has_residuals_in_place,
@@ -112,8 +112,7 @@ def _forward_on_device(
         )  # fmt: skip
         return tuple(results.pop(f"{s}_last") for s in cell.states), None, results
 
-    size = chunk_steps(cell, xs, hidden) if save_residuals and static.remat else steps
-    assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"
+    size = _chunk_size(static, xs, hidden, in_reverse) if save_residuals else steps
     if size < steps:
         states = tuple(x.astype(f32) for x in states)  # the dtype in which a chunk passes them to the next
     last, _, results = in_chunks(run, states, (xs, resets, stepped), size, last_first=static.reverse is True)
@@ -150,8 +149,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
     f32 = jnp.dtype(jnp.float32)
     w_hh = params.w_hh.astype(operand_dtype)
-    size = chunk_steps(cell, xs, hidden) if static.remat else steps
-    assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"
+    size = _chunk_size(static, xs, hidden, in_reverse)
     if static.remat:
         in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
     else:  # residuals in place are one array, so `saved` then lacks some of `cell.residuals`
@@ -189,13 +187,15 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
                 if needs_previous:
                     previous[s] = states_before(static, saved_chunk[f"{s}s"], before[s], reset, new, in_reverse)
         residuals = saved_chunk
-        if static.remat:
+        chunk_states = {s: saved_chunk[f"{s}s"] for s in before}
+        if from_states:
+            residuals = residuals_from_states(static, residual_arrays, chunk_states, previous)
+        elif static.remat:
             inputs = {"xp": input_projection(static, params, x, first, first_steps), "reset": reset}
             if cell.norm:
                 inputs |= norm.input_statistics(cell, x, hidden)
             residuals = recomputed_residuals(
-                static, forward_weights, residual_arrays, inputs,
-                states={s: saved_chunk[f"{s}s"] for s in cell.states}, before=before, previous=previous,
+                static, forward_weights, residual_arrays, inputs, states=chunk_states, before=before,
                 reset_states=dict(zip(cell.states, starts or (), strict=False)), in_reverse=in_reverse,
                 norm_width=_norm_width(static, x, hidden),
             )  # fmt: skip
@@ -254,6 +254,14 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         )
     dfirst = None if first is None else sums["first"]
     return dparams, dstates, per_step["xs"], dreset_states, dfirst
+
+
+def _chunk_size(static: RecurrenceSpec, xs: Array, hidden: int, in_reverse: Array | None) -> int:
+    """Returns the steps of a chunk: all steps without `remat`."""
+    steps = xs.shape[1]
+    size = chunk_steps(static.cell, xs, hidden) if static.remat else steps
+    assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"
+    return size
 
 
 def _forward_weights(static: RecurrenceSpec, params: Any) -> dict[str, Array | None]:
