@@ -245,12 +245,10 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
                 continue
         clocks[name] = timing.jax_clock(program, program, count)
     del want
-    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for name, (device, wall) in spreads.items():
-        rows[name] = harness.timed(rows[name], device, wall, scale=1e3, method=clocks[name].method)
+    harness.time_rows(rows, clocks, settings, progress, scale=1e3)
     if one.same is not None:
         rows[DEFAULT] = dataclasses.replace(rows[one.same], provider=DEFAULT, note=f"runs {one.same}")
-    elif DEFAULT in spreads:
+    elif DEFAULT in clocks:
         rows[DEFAULT] = dataclasses.replace(rows[DEFAULT], note="mixes triton and xla")
     values = [value for name in IMPLEMENTATIONS if (value := rows[name].value) is not None]
     if values:

@@ -15,7 +15,7 @@ from benchmarks.providers import PROVIDERS, Inputs, JaxPass, TorchPass
 from benchmarks.results import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from benchmarks.cases import Case
     from benchmarks.providers import Provider
@@ -318,6 +318,19 @@ def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float,
         row, value=scale * device.median, low=scale * device.low, high=scale * device.high, calls=device.calls,
         wall=scale * wall.median, method=method,
     )  # fmt: skip
+
+
+def time_rows(
+    rows: dict[str, Row], clocks: Mapping[str, timing.Clock], settings: Settings, progress: Callable[[str], None], *,
+    scale: float, method: str = "",
+) -> None:  # fmt: skip
+    """Times in turn, and puts the figures of each clock into the row of its name.
+
+    `scale` converts seconds to the unit of the rows. `method` says how they were measured; the default is the clock's.
+    """
+    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+    for name, (device, wall) in spreads.items():
+        rows[name] = timed(rows[name], device, wall, scale=scale, method=method or clocks[name].method)
 
 
 def failed(row: Row, error: Exception) -> Row:

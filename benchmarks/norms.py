@@ -410,19 +410,14 @@ def problems(case: NormCase) -> list[Any]:
     return [Problem(case.kind, d, 1, case.rows, case.columns, EPSILON, given[d]) for d in directions]
 
 
-def _compile(problem: Any, device: Any) -> None:
-    from torch_bridge.norms import Launch
-
-    Launch(problem, device).compile()
-
-
 def compile_kernels(chosen: Iterable[NormCase]) -> None:
     """Compiles the kernels of the cases into Triton's cache on disk, in parallel."""
     from torch_bridge import gpu
+    from torch_bridge.norms import Launch
 
     device = gpu.device(ORDINAL)
     wanted = {(p.kind, p.direction, p.columns, p.dtypes): p for case in chosen for p in problems(case)}
-    precompile.compile_kernels(_compile, [(problem, device) for problem in wanted.values()])
+    precompile.compile_kernels(Launch, [(problem, device) for problem in wanted.values()])
 
 
 # Measuring.

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 def _run_as(profile: Any) -> None:
@@ -18,14 +18,22 @@ def _run_as(profile: Any) -> None:
         gpu.run_as(profile)
 
 
-def compile_kernels(compile_one: Callable[..., None], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Calls `compile_one(*arguments)` for each of `arguments`, in other processes, which choose as this one does.
+def _compile(launch: Any, arguments: tuple[Any, ...]) -> None:
+    launch(*arguments).compile()
+
+
+def compile_kernels(launch: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
+    """Compiles `launch(*each)` for each of `arguments`, in other processes, which choose as this one does.
 
     Errors are ignored, because a kernel that does not compile fails again when it is loaded.
+
+    Args:
+      launch: a class of launches, such as `torch_bridge.recurrences.Launch`.
+      arguments: what the class is called with.
     """
     from torch_bridge import gpu
 
     spawn = multiprocessing.get_context("spawn")
     workers = max(min(len(os.sched_getaffinity(0)), len(arguments)), 1)
     with concurrent.futures.ProcessPoolExecutor(workers, spawn, _run_as, (gpu.profile(),)) as pool:
-        concurrent.futures.wait([pool.submit(compile_one, *each) for each in arguments])
+        concurrent.futures.wait([pool.submit(_compile, launch, each) for each in arguments])

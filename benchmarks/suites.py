@@ -143,10 +143,8 @@ def timed_scans(
 ) -> None:
     """Puts microseconds per iteration into `rows`."""
     clocks = {name: timing.jax_clock(program) for name, program in run.items()}
-    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for name, (device, wall) in spreads.items():
-        method = f"jitted scans of {iterations} iterations, enqueued"
-        rows[name] = harness.timed(rows[name], device, wall, scale=1e6 / iterations, method=method)
+    method = f"jitted scans of {iterations} iterations, enqueued"
+    harness.time_rows(rows, clocks, settings, progress, scale=1e6 / iterations, method=method)
 
 
 def acting(settings: Settings, progress: Progress) -> Iterator[Row]:

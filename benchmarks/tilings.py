@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch_bridge.tiling import Device, Direction, KernelConfig, Problem
 
 STEPS = 128
-# Of the tilings that read weights from L2 at every step, only the fastest ones by the estimate are timed.
+# The suite times at most this many "streamed" tilings of a problem whose programs share the units: those with the
+# lowest estimates.
 MOST_STREAMED = 2
 
 
@@ -49,7 +50,7 @@ def label(problem: Problem) -> str:
 
 
 def name_of(config: KernelConfig) -> str:
-    """Returns a label such as `split_registers 64x8x256, 4 programs, 8 warps, 1 stage`."""
+    """Returns a label such as `split_registers 64x8x256, 4 programs, 8 warps`."""
     blocks = f"{config.block_h}x{config.block_b}x{config.block_k}"
     parts = {"programs": config.splits, "warps": config.num_warps, "stages": config.num_stages}
     return ", ".join([f"{config.loop} {blocks}", *(f"{count} {what}" for what, count in parts.items() if count > 1)])
@@ -59,37 +60,31 @@ def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
     """Returns the tilings to time, the chosen one first."""
     found = tiling.candidates(problem, device)
     streamed = [config for config in found if config.loop == "streamed" and config.splits > 1]
-    return [config for config in found if config not in streamed[MOST_STREAMED:] or config == found[0]]
-
-
-def _compile(problem: Problem, config: KernelConfig, device: Device) -> None:
-    from torch_bridge.recurrences import Launch
-
-    Launch(problem, device, config).compile()
+    return [config for config in found if config not in streamed[MOST_STREAMED:]]
 
 
 def measure(problem: Problem, device: Device, settings: Settings, progress: Callable[[str], None]) -> list[Row]:
     """Returns a row for each tiling of a problem, in microseconds per step."""
-    chosen = candidates(problem, device)
-    rows = {name_of(x): Row(label(problem), name_of(x), ours=name_of(chosen[0]), unit="us") for x in chosen}
+    configs = {name_of(config): config for config in candidates(problem, device)}
+    chosen = next(iter(configs))
+    rows = {
+        name: Row(label(problem), name, ours=chosen, unit="us", note="chosen" if name == chosen else "")
+        for name in configs
+    }
     arrays, clocks = make_arrays(problem, "cuda:0"), {}
-    for config in chosen:
-        name = name_of(config)
+    for name, config in configs.items():
         try:
             clocks[name] = timing.torch_clock(Run(problem, device, config, arrays))
         except Exception as error:
             rows[name] = harness.failed(rows[name], error)
-    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for name, (on_device, wall) in spreads.items():
-        method = clocks[name].method
-        rows[name] = harness.timed(rows[name], on_device, wall, scale=1e6 / problem.steps, method=method)
-    first = name_of(chosen[0])
-    return [dataclasses.replace(row, note="chosen" if name == first else "") for name, row in rows.items()]
+    harness.time_rows(rows, clocks, settings, progress, scale=1e6 / problem.steps)
+    return list(rows.values())
 
 
 def tilings(settings: Settings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Times every tiling of launches of a time loop, per step."""
     from torch_bridge import gpu
+    from torch_bridge.recurrences import Launch
 
     wanted = [problem for problem in problems() if settings.wants_case(label(problem))]
     if not wanted:
@@ -99,7 +94,7 @@ def tilings(settings: Settings, progress: Callable[[str], None]) -> Iterator[Row
     kernels: dict[Any, Any] = {}
     for problem, config in ((p, c) for p in wanted for c in candidates(p, device)):
         kernels.setdefault((dataclasses.replace(problem, batch=1), config), (problem, config, device))
-    precompile.compile_kernels(_compile, list(kernels.values()))
+    precompile.compile_kernels(Launch, list(kernels.values()))
     for problem in wanted:
         progress(label(problem))
         yield from measure(problem, device, settings, progress)
