@@ -34,12 +34,6 @@ def product(h: NDArray, w_hh: NDArray) -> NDArray:
     return h @ w_hh
 
 
-def to_tf32(x: NDArray) -> NDArray:
-    """Rounds to the 11 significant bits of TF32, in float64."""
-    mantissa, exponent = np.frexp(x)
-    return np.ldexp(np.round(mantissa * 2**11) / 2**11, exponent)
-
-
 def gru(inputs: Arrays, *, reverse: bool = False) -> Results:
     """Returns outputs and gradients of a GRU.
 
