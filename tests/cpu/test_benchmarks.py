@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import io
+import itertools
 import os
 import re
 import subprocess
@@ -989,9 +990,12 @@ def test_every_tiling_of_a_launch_has_a_name_of_its_own(profile):
 def test_tilings_are_timed_beside_the_chosen_one():
     settings = Settings(rows=("GRU 8,128,256 fwd float32",), rounds=2, seconds=0.05)
     rows = list(tilings.tilings(settings, lambda _: None))
-    assert len(rows) > 1 and {row.status for row in rows} == {"measured"} and {row.unit for row in rows} == {"us"}
-    assert [row.note for row in rows] == ["chosen"] + [""] * (len(rows) - 1)
-    assert all(row.ours == rows[0].provider and row.value > 0 for row in rows)
+    assert {row.status for row in rows} == {"measured"} and {row.unit for row in rows} == {"us"}
+    cases = [list(case) for _, case in itertools.groupby(rows, lambda row: row.case)]
+    assert len({case[0].case for case in cases}) == len(cases) == len(tiling.RESET_STATES)
+    for case in cases:
+        assert [row.note for row in case] == ["chosen"] + [""] * (len(case) - 1)
+        assert all(row.ours == case[0].provider and row.value > 0 for row in case)
 
 
 @pytest.mark.parametrize(

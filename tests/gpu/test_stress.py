@@ -138,15 +138,15 @@ def test_graphs_of_pytorch_on_two_streams():
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=stream):
                 ys = rnn(xs)[0]
-        graphs.append((stream, graph, ys, expected))
+        graphs.append((stream, graph, ys, expected, rnn, xs))  # the graph reads the memory of the weights and inputs
     for _ in range(2000):
-        for stream, graph, ys, _ in graphs:
+        for stream, graph, ys, *_ in graphs:
             with torch.cuda.stream(stream):
                 ys.zero_()
                 graph.replay()
         got = jitted(*arguments)
     torch.cuda.synchronize()
-    for _, _, ys, expected in graphs:
+    for _, _, ys, expected, *_ in graphs:
         assert torch.equal(ys, expected)
     assert bool(same(got, want))
 
@@ -156,13 +156,15 @@ def test_arrays_beyond_2_to_the_31_elements():
     steps, batch, hidden, few = 48, 2**17, 128, 128
     assert steps * batch * 3 * hidden > 2**31
     params, carry, xs, _, _ = calls.arguments("gru", batch=(few,), steps=steps, hidden=hidden, dtype=jnp.bfloat16)
+    # with weights of standard deviation 1, as they are, a rounding of the state grows to its own size in these steps
+    params = jax.tree.map(lambda w: w / hidden**0.5, params)
     run = jax.jit(lambda xs, carry: jaxrnn.gru(params, carry, xs, implementation="triton")[1])
     many = run(jnp.tile(xs, (1, batch // few, 1)), jnp.tile(carry, (batch // few, 1)))
     few_alone = np.asarray(many[:, :few], np.float32)
     for start in (batch // 2, batch - few):
         np.testing.assert_array_equal(np.asarray(many[:, start : start + few], np.float32), few_alone)
     want = jax.jit(lambda xs, carry: jaxrnn.gru(params, carry, xs, implementation="xla")[1])(xs, carry)
-    calls.assert_close(few_alone, np.asarray(want, np.float32), 2.0**-6)
+    calls.assert_close(few_alone, np.asarray(want, np.float32), 2.0**-7)
 
 
 def test_a_launch_works_after_memory_ran_out():
@@ -203,7 +205,8 @@ print("stopped", stopped, "times")
 
 
 def test_an_interrupt_leaves_the_process_usable():
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "gpu")))}
+    folders = map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "gpu"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PROGRAM)], env=environment, capture_output=True, text=True, timeout=300
     )
