@@ -22,7 +22,7 @@ from benchmarks.results import Row
 from torch_bridge.cells import CELLS as SPECS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from benchmarks.settings import Settings
 
@@ -196,7 +196,7 @@ class Compiled(NamedTuple):
     failures: dict[str, Exception]
 
 
-def prepare(problems: tuple[Problem, ...]) -> Iterator[Compiled]:
+def prepare(problems: Sequence[Problem]) -> Iterator[Compiled]:
     """Compiles the programs of several problems in parallel, each program once."""
     pending = []
     with concurrent.futures.ThreadPoolExecutor() as pool:
@@ -259,8 +259,8 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
 def choice(settings: Settings, progress: Callable[[str], None]) -> Iterator[Row]:
     """Yields the rows of the default and of each implementation, at shapes of RL code."""
     wanted = tuple(problem for problem in PROBLEMS if settings.wants_case(str(problem)))
-    for first in range(0, len(wanted), AT_ONCE):
-        for one in prepare(wanted[first : first + AT_ONCE]):
+    for several in harness.in_groups(wanted, AT_ONCE):
+        for one in prepare(several):
             progress(str(one.problem))
             yield from measure(one, settings, progress)
         harness.release()

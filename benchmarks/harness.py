@@ -5,28 +5,31 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 
 from benchmarks import cases, first_call, oracle, timing
 from benchmarks.oracle import Oracle
-from benchmarks.providers import PROVIDERS, Inputs, JaxPass, TorchPass
+from benchmarks.providers import Inputs, JaxPass, TorchPass
 from benchmarks.results import Row
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from benchmarks.cases import Case
     from benchmarks.providers import Provider
     from benchmarks.results import Status
     from benchmarks.settings import Settings
 
+T = TypeVar("T")
 
 # A JAX pass shorter than half of this is timed in a loop inside one program, which takes about this long. Otherwise the
 # host would be timed, which takes some 0.2 ms to dispatch a program. PyTorch's passes replay CUDA graphs.
 _LOOPED_SECONDS = 5e-3
 _MOST_PASSES = 64
+# The number of cases whose programs are compiled side by side.
+_AT_ONCE = 4
 
 
 @dataclasses.dataclass
@@ -38,14 +41,14 @@ class Ready:
       canonical: converts that result to the names and the layout of the oracle.
       compiled: XLA's compiled program, for a JAX provider.
       own_graphs: as in `TorchPass`.
-      loop: compiles a number of passes as one program, for a JAX provider.
+      loop: traces a number of passes as one program and returns the function that compiles it, for a JAX provider.
     """
 
     run: Callable[[], Any]
     canonical: Callable[[Any], Any]
     compiled: Any = None
     own_graphs: bool = False
-    loop: Callable[[int], Callable[[], Any]] | None = None
+    loop: Callable[[int], Callable[[], Callable[[], Any]]] | None = None
 
     @classmethod
     def of(cls, built: TorchPass) -> Ready:
@@ -67,12 +70,11 @@ class Ready:
             return timing.torch_clock(self.run, own_graphs=self.own_graphs)
         return timing.jax_clock(self.run)
 
-    def looped(self) -> tuple[Ready, int]:
-        """Returns a program of many passes and their number for a short pass of JAX, otherwise this object and 1."""
+    def passes(self) -> int:
+        """Returns the number of passes in a timed program: more than 1 for a short pass of JAX."""
         if self.loop is None:
-            return self, 1
-        count = min(int(_LOOPED_SECONDS / (self.clock().batch(3) / 3)), _MOST_PASSES)
-        return (dataclasses.replace(self, run=self.loop(count)), count) if count > 1 else (self, 1)
+            return 1
+        return max(1, min(int(_LOOPED_SECONDS / (self.clock().batch(3) / 3)), _MOST_PASSES))
 
 
 class FirstCalls:
@@ -104,17 +106,22 @@ class FirstCalls:
         return None
 
 
-def prepare(
-    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
-) -> tuple[dict[str, Ready], dict[str, Row]]:
-    """Builds and compiles the providers that can run, and returns them with rows that say why the others cannot.
+def begin(
+    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls,
+    pool: concurrent.futures.Executor, *, step: bool = False,
+) -> Callable[[], tuple[dict[str, Ready], dict[str, Row]]]:  # fmt: skip
+    """Builds the providers that can run, and begins to compile the programs of JAX in `pool`.
 
-    JAX programs are compiled in parallel. With `step`, the case has one step, and PyTorch's providers run only their
-    forward pass.
+    With `step`, the case has one step, and PyTorch's providers run only their forward pass.
+
+    Returns:
+      A function that waits for the programs. It returns the providers that are ready, and rows that say why the others
+      are not.
     """
     ready: dict[str, Ready] = {}
     rows: dict[str, Row] = {}
-    lowered: dict[str, tuple[Any, JaxPass]] = {}
+    pending: dict[str, tuple[concurrent.futures.Future[Any], JaxPass]] = {}
+    ours = {provider.name: provider.ours for provider in providers}
     for provider in providers:
         row = Row(str(case), provider.name, ours=provider.ours)
         if reason := provider.unavailable():
@@ -129,25 +136,39 @@ def prepare(
                 if isinstance(built, TorchPass):
                     ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
                 else:
-                    lowered[provider.name] = built.jitted.lower(*built.args), built
+                    lower = functools.partial(built.jitted.lower, *built.args)
+                    pending[provider.name] = compile_in(pool, lower), built
             except Exception as error:  # a provider that fails becomes a row, and the run goes on
                 rows[provider.name] = failed(row, error)
+
+    def finish() -> tuple[dict[str, Ready], dict[str, Row]]:
+        for name, (future, built) in pending.items():
+            try:
+                compiled = future.result()
+            except Exception as error:
+                rows[name] = failed(Row(str(case), name, ours=ours[name]), error)
+            else:
+                run = functools.partial(compiled, *built.args)
+                ready[name] = Ready(run, built.canonical, compiled, loop=functools.partial(trace_loop, built))
+        return ready, rows
+
+    return finish
+
+
+def prepare(
+    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
+) -> tuple[dict[str, Ready], dict[str, Row]]:
+    """Does what `begin` does and waits for it."""
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        futures = {name: pool.submit(program.compile) for name, (program, _) in lowered.items()}
-    for name, future in futures.items():
-        built = lowered[name][1]
-        try:
-            compiled = future.result()
-        except Exception as error:
-            rows[name] = failed(Row(str(case), name, ours=PROVIDERS[name].ours), error)
-        else:
-            run = functools.partial(compiled, *built.args)
-            ready[name] = Ready(run, built.canonical, compiled, loop=functools.partial(compile_loop, built))
-    return ready, rows
+        return begin(providers, case, inputs, first_calls, pool, step=step)()
 
 
-def compile_loop(built: JaxPass, count: int) -> Callable[[], Any]:
-    """Compiles `count` passes, each dependent on the previous one, as one program that returns the last result."""
+def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
+    """Traces `count` passes, each dependent on the previous one, as one program that returns the last result.
+
+    Returns:
+      A function that compiles the program, and returns the function that runs it.
+    """
 
     def loop(weights: Any, *others: Any) -> Any:
         def turn(_: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -163,7 +184,8 @@ def compile_loop(built: JaxPass, count: int) -> Callable[[], Any]:
         zeros = jax.tree.map(lambda x: jax.numpy.zeros(x.shape, x.dtype), like)
         return jax.lax.fori_loop(0, count, turn, (weights, zeros))[1]
 
-    return functools.partial(jax.jit(loop).lower(*built.args).compile(), *built.args)
+    lowered = jax.jit(loop).lower(*built.args)
+    return lambda: functools.partial(lowered.compile(), *built.args)
 
 
 def check(
@@ -192,24 +214,53 @@ def check(
     return name, largest[name]
 
 
-def checked_clock(provider: Provider, one: Ready, truth: Oracle) -> Row | tuple[timing.Clock, str, float]:
-    """Checks a pass and, if it is short, also the program of many passes that is timed in its place.
+def checked_clocks(
+    providers: Sequence[Provider], ready: Mapping[str, Ready], truth: Oracle
+) -> dict[str, Row | tuple[timing.Clock, str, float]]:
+    """Checks passes and, of those that are short, also the programs of many passes that are timed in their place.
 
-    Returns the clock followed by the worse result of `check`, or the row of `check`.
+    Those programs are compiled side by side.
+
+    Args:
+      providers: the providers to check, all of them ready.
+      ready: by name, the providers that are ready.
+      truth: the oracle of the case.
+
+    Returns:
+      By name, the clock followed by the worse result of `check`, or the row of `check`.
     """
-    checked = check(provider, one, truth)
-    if isinstance(checked, Row):
-        return checked
-    try:
-        if one.compiled is None:
+
+    def attempt(step: Callable[..., Any], provider: Provider, *args: Any) -> Any:
+        try:
+            return step(provider, ready[provider.name], *args)
+        except Exception as error:
+            return failed(Row("", provider.name, ours=provider.ours), error)
+
+    def count(provider: Provider, one: Ready) -> int:
+        return one.passes()
+
+    def begin_loop(provider: Provider, one: Ready, passes: int) -> Any:
+        return pool.submit(one.loop(passes)) if one.loop is not None and passes > 1 else None
+
+    def clock(provider: Provider, one: Ready, loop: Any) -> Row | tuple[timing.Clock, str, float]:
+        checked = results[provider]
+        if loop is None:
             return one.clock(), *checked
-        many, count = one.looped()
-        again = check(provider, many, truth) if count > 1 else checked
+        many = loop.result()
+        again = check(provider, dataclasses.replace(one, run=many), truth)
         if isinstance(again, Row):
             return again
-        return timing.jax_clock(one.run, many.run, count), *max(checked, again, key=lambda one: one[1])
-    except Exception as error:
-        return failed(Row("", provider.name, ours=provider.ours), error)
+        return timing.jax_clock(one.run, many, counts[provider]), *max(checked, again, key=lambda pair: pair[1])
+
+    def after(step: Callable[..., Any], before: dict[Provider, Any]) -> dict[Provider, Any]:
+        return {one: attempt(step, one, got) for one, got in before.items() if not isinstance(got, Row)}
+
+    results: dict[Provider, Any] = {provider: check(provider, ready[provider.name], truth) for provider in providers}
+    counts = {one: attempt(count, one) for one, checked in results.items() if not isinstance(checked, Row)}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        loops = after(begin_loop, counts)
+    clocks = after(clock, loops)
+    return {provider.name: found for provider, found in (results | counts | loops | clocks).items()}
 
 
 def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
@@ -228,39 +279,71 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def time_case(
-    case: Case,
+def time_cases(
+    chosen: Sequence[Case],
     providers: Sequence[Provider],
     settings: Settings,
     first_calls: FirstCalls,
-    targets: dict[str, float],
+    targets: Callable[[Case], dict[str, float]] = lambda _: {},
     progress: Callable[[str], None] = lambda _: None,
-) -> list[Row]:
-    """Returns a row for every provider, in order: milliseconds of a pass. `targets` are keyed by provider."""
-    inputs = Inputs(cases.make_inputs(case))
-    ready, rows = prepare(providers, case, inputs, first_calls)
-    truth = Oracle(case, inputs.jax)
+) -> Iterator[list[Row]]:
+    """Yields, for each case, a row for every provider, in order: milliseconds of a pass.
+
+    `targets` returns those of a case, keyed by provider. The programs of several cases are compiled side by side, and
+    nothing is compiled while a pass is timed.
+    """
+    for several in in_groups(chosen, _AT_ONCE):
+        begun = []
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for case in several:
+                progress(f"{case}, compiling")
+                inputs = Inputs(cases.make_inputs(case))
+                finish = begin(providers, case, inputs, first_calls, pool)
+                truth = Oracle(case, inputs.jax)
+                truth.compile({provider.dtype for provider in providers}, pool)
+                begun.append((case, finish, truth))
+        while begun:
+            case, finish, truth = begun.pop(0)
+            progress(str(case))
+            rows = _time_case(case, providers, *finish(), truth, settings, progress)
+            yield [dataclasses.replace(row, target=targets(case).get(row.provider)) for row in rows]
+            del finish, truth
+            release()
+
+
+def _time_case(
+    case: Case, providers: Sequence[Provider], ready: dict[str, Ready], rows: dict[str, Row], truth: Oracle,
+    settings: Settings, progress: Callable[[str], None],
+) -> list[Row]:  # fmt: skip
     clocks: dict[str, timing.Clock] = {}
-    errors: dict[str, Any] = {}
-    for provider in providers:
-        if provider.name not in ready:
-            continue
-        checked = checked_clock(provider, ready[provider.name], truth)
-        if isinstance(checked, Row):
-            rows[provider.name] = dataclasses.replace(checked, case=str(case))
+    able = [provider for provider in providers if provider.name in ready]
+    checked = checked_clocks(able, ready, truth)
+    for provider in able:
+        found, name = checked[provider.name], provider.name
+        if isinstance(found, Row):
+            rows[name] = dataclasses.replace(found, case=str(case))
         else:
-            clocks[provider.name], *errors[provider.name] = checked
+            clocks[name], worst, size = found
+            rows[name] = Row(str(case), name, ours=provider.ours, error=size, error_of=worst)
     truth.forget()
-    spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for provider in providers:
-        if provider.name in spreads:
-            device, wall = spreads[provider.name]
-            worst, size = errors[provider.name]
-            rows[provider.name] = timed(
-                Row(str(case), provider.name, ours=provider.ours, error=size, error_of=worst),
-                device, wall, scale=1e3, method=clocks[provider.name].method,
-            )  # fmt: skip
-    return [dataclasses.replace(rows[p.name], target=targets.get(p.name), note=note(p, case)) for p in providers]
+    time_rows(rows, clocks, settings, progress, scale=1e3)
+    return [dataclasses.replace(rows[provider.name], note=note(provider, case)) for provider in providers]
+
+
+def compile_in(pool: concurrent.futures.Executor, lower: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+    """Traces a program here, and compiles it in `pool`. The result is the program, or raises what either has raised."""
+    try:
+        return pool.submit(lower().compile)
+    except Exception as error:
+        broken: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        broken.set_exception(error)
+        return broken
+
+
+def in_groups(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:
+    """Yields `size` items at a time, and at the end those that are left."""
+    for first in range(0, len(items), size):
+        yield items[first : first + size]
 
 
 def time_steps(

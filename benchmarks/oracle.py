@@ -6,6 +6,7 @@ derived by hand. Its inputs have the provider's values: they are rounded to bflo
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ import jaxrnn
 from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from benchmarks.cases import Case, Dtype
 
@@ -64,6 +65,7 @@ class Oracle:
         """Takes the case and a function that returns its inputs in a dtype, with or without resets."""
         self._arrays = arrays
         self._results: dict[tuple[Dtype, bool], Arrays] = {}
+        self._programs: dict[Dtype, concurrent.futures.Future[Callable[[Arrays], Arrays]]] = {}
 
         def run(arrays: Arrays) -> Arrays:
             wide = {name: x if x.dtype == bool else x.astype(jnp.float64) for name, x in arrays.items()}
@@ -71,11 +73,18 @@ class Oracle:
 
         self._run = jax.jit(jax.vmap(run) if case.models else run)
 
+    def compile(self, dtypes: Collection[Dtype], pool: concurrent.futures.Executor) -> None:
+        """Begins to compile the programs for operands rounded to these dtypes in `pool`; `want` waits for them."""
+        with jax.enable_x64(True):
+            for dtype in dtypes:
+                self._programs[dtype] = pool.submit(self._run.lower(self._arrays(dtype, True)).compile)
+
     def want(self, dtype: Dtype, resets: bool) -> Arrays:
         """Returns the results for operands rounded to `dtype`, with the case's resets or with none."""
         if (dtype, resets) not in self._results:
+            run = self._programs[dtype].result() if dtype in self._programs else self._run
             with jax.enable_x64(True):
-                self._results[dtype, resets] = self._run(self._arrays(dtype, resets))
+                self._results[dtype, resets] = run(self._arrays(dtype, resets))
         return self._results[dtype, resets]
 
     def forget(self) -> None:

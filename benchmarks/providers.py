@@ -41,30 +41,32 @@ class Inputs:
         self._jax: dict[tuple[Dtype, bool], Arrays] = {}
         self._torch: dict[tuple[Dtype, bool], Tensors] = {}
 
-    def _rounded(self, dtype: Dtype, resets: bool) -> dict[str, NDArray[Any]]:
-        """Returns floating-point arrays in `dtype`, and resets, all of them false if `resets` is false."""
-        floats = {
-            name: x.astype(cases.NUMPY_DTYPES[dtype], copy=False) for name, x in self.numpy.items() if x.dtype != bool
-        }
-        return floats | {"resets": self.numpy["resets"] & resets}
+    def _rounded(self, dtype: Dtype) -> dict[str, NDArray[Any]]:
+        """Returns the arrays, those of floating-point numbers in `dtype`."""
+        to = cases.NUMPY_DTYPES[dtype]
+        return {name: x if x.dtype == bool else x.astype(to, copy=False) for name, x in self.numpy.items()}
 
     def jax(self, dtype: Dtype, resets: bool) -> Arrays:
-        """Returns the inputs as JAX arrays on the default device."""
-        if (dtype, resets) not in self._jax:
-            self._jax[dtype, resets] = jax.device_put(self._rounded(dtype, resets))
+        """Returns the inputs as JAX arrays on the default device, with the case's resets or with none."""
+        if (dtype, True) not in self._jax:
+            arrays = jax.device_put(self._rounded(dtype))
+            self._jax[dtype, True] = arrays
+            self._jax[dtype, False] = arrays | {"resets": jnp.zeros_like(arrays["resets"])}
         return self._jax[dtype, resets]
 
     def torch(self, dtype: Dtype, resets: bool) -> Tensors:
-        """Returns the inputs as tensors on the GPU, or on the CPU if there is no GPU."""
+        """Returns the inputs as tensors on the GPU, or on the CPU if there is no GPU; resets as in `jax`."""
         import torch
 
-        if (dtype, resets) not in self._torch:
+        if (dtype, True) not in self._torch:
             device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
             to = {"f32": torch.float32, "bf16": torch.bfloat16}[dtype]
-            self._torch[dtype, resets] = {
+            tensors = {
                 name: torch.from_numpy(x).to(device) if x.dtype == bool else torch.from_numpy(x).to(device).to(to)
-                for name, x in (self.numpy | {"resets": self.numpy["resets"] & resets}).items()
+                for name, x in self.numpy.items()
             }
+            self._torch[dtype, True] = tensors
+            self._torch[dtype, False] = tensors | {"resets": torch.zeros_like(tensors["resets"])}
         return self._torch[dtype, resets]
 
 

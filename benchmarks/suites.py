@@ -55,11 +55,9 @@ def passes(
     """Times a pass of every provider in every case. The default of `providers` is the result of `compared`."""
     providers = compared(settings) if providers is None else providers
     first_calls = FirstCalls(settings.first_call_limit, settings.profile)
-    for case in chosen:
-        if settings.wants_case(str(case)):
-            progress(str(case))
-            yield from harness.time_case(case, providers, settings, first_calls, targets(case), progress)
-            harness.release()
+    wanted = [case for case in chosen if settings.wants_case(str(case))]
+    for rows in harness.time_cases(wanted, providers, settings, first_calls, targets, progress):
+        yield from rows
 
 
 def time_targets(case: Case) -> dict[str, float]:
@@ -263,6 +261,8 @@ def compile(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 # Accuracy.
 
+# The number of cases whose programs are compiled side by side.
+ACCURACY_AT_ONCE = 5
 PRECISIONS: dict[str, tuple[cases.Dtype, str, float]] = {  # dtype of arrays, precision of products, rounding error
     "default": ("f32", "default", 2.0**-11),
     "high": ("f32", "high", 2.0**-24),
@@ -272,36 +272,58 @@ PRECISIONS: dict[str, tuple[cases.Dtype, str, float]] = {  # dtype of arrays, pr
 
 def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
     """Yields the errors of the kernels and of XLA at the same precision, against float64."""
-    for case in cases.ACCURACY:
-        if not settings.wants_case(str(case)):
-            continue
-        inputs = Inputs(cases.make_inputs(case))
-        truth = Oracle(case, inputs.jax)
-        for precision, (dtype, name, rounding) in PRECISIONS.items():
-            progress(f"{case} {precision}")
-            want = truth.want(dtype, True)
-            try:
-                ours, xla = compare_precision(case.cell, inputs.jax(dtype, True), name, want)
-            except Exception as error:
-                yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
-                continue
-            for array in want:
-                yield AccuracyRow(
-                    str(case), precision, array, *(ours[array][0], xla[array][0], ours[array][1], xla[array][1]),
-                    allowance=4 * 2.0**-23 + rounding * want[array].size ** -0.5,
-                )  # fmt: skip
-        harness.release()
+    wanted = [case for case in cases.ACCURACY if settings.wants_case(str(case))]
+    for several in harness.in_groups(wanted, ACCURACY_AT_ONCE):
+        begun = []
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for case in several:
+                progress(f"{case}, compiling")
+                inputs = Inputs(cases.make_inputs(case))
+                truth = Oracle(case, inputs.jax)
+                truth.compile(("f32", "bf16"), pool)
+                compare = {
+                    precision: begin_comparison(case.cell, inputs.jax(dtype, True), name, pool)
+                    for precision, (dtype, name, _) in PRECISIONS.items()
+                }
+                begun.append((case, truth, compare))
+            del inputs
+        while begun:
+            case, truth, compare = begun.pop(0)
+            for precision, (dtype, _, rounding) in PRECISIONS.items():
+                progress(f"{case} {precision}")
+                want = truth.want(dtype, True)
+                try:
+                    ours, xla = compare[precision](want)
+                except Exception as error:
+                    yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
+                    continue
+                for array in want:
+                    yield AccuracyRow(
+                        str(case), precision, array, *(ours[array][0], xla[array][0], ours[array][1], xla[array][1]),
+                        allowance=4 * 2.0**-23 + rounding * want[array].size ** -0.5,
+                    )  # fmt: skip
+            del truth, compare
+            harness.release()
 
 
-def compare_precision(cell: str, arrays: Any, precision: str, want: Any) -> tuple[oracle.Errors, oracle.Errors]:
-    """Returns the errors of the kernels and of XLA, which are compiled in parallel."""
-    programs = []
-    for name in ("triton", "xla"):
+def begin_comparison(
+    cell: str, arrays: Any, precision: str, pool: concurrent.futures.Executor
+) -> Callable[[Any], tuple[oracle.Errors, oracle.Errors]]:
+    """Begins to compile the programs of the kernels and of XLA in `pool`.
+
+    Returns:
+      A function that takes the results in float64, and returns the errors of the kernels and of XLA.
+    """
+
+    def lower(name: str) -> Any:
         run = functools.partial(oracle.with_gradients, cell, implementation=name, precision=precision)
-        programs.append(jax.jit(run).lower(arrays))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        ours, xla = pool.map(lambda program: program.compile(), programs)
-    return oracle.errors(ours(arrays), want), oracle.errors(xla(arrays), want)
+        return jax.jit(run).lower(arrays)
+
+    ours, xla = (harness.compile_in(pool, functools.partial(lower, name)) for name in ("triton", "xla"))
+    return lambda want: (
+        oracle.errors(ours.result()(arrays), want),
+        oracle.errors(xla.result()(arrays), want),
+    )
 
 
 # A whole agent.

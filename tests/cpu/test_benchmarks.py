@@ -340,7 +340,7 @@ def test_looped_passes_compute_everything_in_every_iteration(name):
     inputs, truth = numbers_and_truth(TINY[0])
     provider = providers.PROVIDERS[name]
     built = provider.build(TINY[0], inputs)
-    many = harness.compile_loop(built, 3)
+    many = harness.trace_loop(built, 3)()
     checked = harness.check(provider, harness.Ready(many, built.canonical), truth)
     assert not isinstance(checked, Row), checked.reason
     once = built.jitted.lower(*built.args).compile().as_text()
@@ -356,11 +356,27 @@ def test_wrong_loop_is_not_timed(monkeypatch):
     provider = providers.PROVIDERS["flax"]
     prepared, _ = harness.prepare([provider], TINY[0], inputs, harness.FirstCalls(1.0))
     one = prepared["flax"]
-    clock, *_ = harness.checked_clock(provider, one, truth)
+    clock, *_ = harness.checked_clocks([provider], {"flax": one}, truth)["flax"]
     assert clock.method == "jitted calls, enqueued, of 3 passes in a loop"
-    wrong = dataclasses.replace(one, loop=lambda _: lambda: jax.tree.map(lambda x: 2 * x, one.run()))
-    row = harness.checked_clock(provider, wrong, truth)
+    wrong = dataclasses.replace(one, loop=lambda _: lambda: lambda: jax.tree.map(lambda x: 2 * x, one.run()))
+    row = harness.checked_clocks([provider], {"flax": wrong}, truth)["flax"]
     assert isinstance(row, Row) and row.status == "wrong"
+
+
+def test_a_loop_that_cannot_be_compiled_becomes_a_row(monkeypatch):
+    monkeypatch.setattr(harness, "_LOOPED_SECONDS", 60.0)
+    inputs, truth = numbers_and_truth(TINY[0])
+    chosen = [providers.PROVIDERS[name] for name in ("flax", "jaxrnn-xla")]
+    prepared, _ = harness.prepare(chosen, TINY[0], inputs, harness.FirstCalls(1.0))
+
+    def fails(*_):
+        raise RuntimeError("no space left")
+
+    for loop in (fails, lambda _: fails):
+        broken = dataclasses.replace(prepared["flax"], loop=loop)
+        found = harness.checked_clocks(chosen, prepared | {"flax": broken}, truth)
+        assert found["flax"].status == "failed" and found["flax"].reason == "RuntimeError: no space left"
+        assert found["jaxrnn-xla"][0].method.endswith("passes in a loop")
 
 
 def test_clock_of_loops_counts_passes(monkeypatch):
@@ -402,7 +418,7 @@ def test_errors_report_nan_and_reject_other_shapes_and_names():
         errors({"dxs": jax.numpy.ones((2, 3))}, want)
 
 
-def test_every_provider_of_a_timed_case_has_a_row():
+def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
     """Two providers are measured; one has no such cell, one is not installed, and one raises."""
     fake = dataclasses.replace(providers.PROVIDERS["flax"], name="absent", needs=("no_such_module",))
 
@@ -412,10 +428,13 @@ def test_every_provider_of_a_timed_case_has_a_row():
     broken = dataclasses.replace(fake, name="broken", needs=(), build=raises)
     chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax", "jax-cudnn-lstm")] + [fake, broken]
     settings = Settings(seconds=0.01, rounds=3)
-    rows = harness.time_case(TINY[0], chosen, settings, harness.FirstCalls(1.0), {"jaxrnn-xla": 5.0})
+    monkeypatch.setattr(harness, "_AT_ONCE", 2)
+    several = harness.time_cases(TINY, chosen, settings, harness.FirstCalls(1.0), lambda case: {"jaxrnn-xla": case.B})
+    rows, *others = several
+    assert [{row.case for row in rows} for rows in others] == [{str(case)} for case in TINY[1:]]
     assert [row.provider for row in rows] == [provider.name for provider in chosen]
     assert [row.status for row in rows] == ["measured", "measured", "unsupported", "unavailable", "failed"]
-    assert rows[0].target == 5.0 and rows[0].unit == "ms" and rows[0].calls >= 3
+    assert rows[0].target == TINY[0].B and rows[0].unit == "ms" and rows[0].calls >= 3
     assert rows[0].low <= rows[0].value <= rows[0].high and rows[0].wall > 0
     assert rows[3].reason == "no_such_module not installed" and rows[4].reason == "RuntimeError: out of order"
 
@@ -651,6 +670,22 @@ def test_more_steps_per_second_are_better():
     ]
     assert report.advantage(rows[1], rows) == 5.0
     assert report.met(rows[0]) and report.met(rows[1]) is None
+
+
+@pytest.mark.interpret
+def test_accuracy_has_a_row_for_every_array_and_says_what_failed(monkeypatch):
+    from benchmarks import suites
+
+    monkeypatch.setattr(cases, "ACCURACY", TINY)
+    monkeypatch.setattr(suites, "ACCURACY_AT_ONCE", 1)
+    monkeypatch.setattr(suites, "PRECISIONS", {"default": ("f32", "default", 2.0**-24), "none": ("f32", "no", 1.0)})
+    rows = list(suites.accuracy(Settings(), lambda _: None))
+    arrays = {case.cell: ["ys", "dxs", *(f"d{name}" for name in case.weights)] for case in TINY}
+    for case in TINY:
+        *found, failed = [row for row in rows if row.case == str(case)]
+        assert sorted(row.array for row in found) == sorted(arrays[case.cell])
+        assert all(row.rms <= 2 * row.xla_rms + row.allowance and 0 < row.max < 1e-5 for row in found)
+        assert failed.precision == "none" and failed.array == "all" and "precision" in failed.reason
 
 
 def test_accuracy_table_flags_errors_above_twice_those_of_xla():
