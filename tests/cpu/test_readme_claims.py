@@ -6,6 +6,7 @@ of results are made.
 
 import importlib
 import inspect
+import itertools
 import re
 import shlex
 import tomllib
@@ -15,6 +16,7 @@ import pytest
 from example_modules import load
 
 from benchmarks import __main__ as command
+from benchmarks import choice
 from benchmarks.report import markdown
 from benchmarks.results import Report
 
@@ -155,27 +157,62 @@ def test_figures_of_an_h100_are_those_of_the_results():
             assert found[case, "jaxrnn-bf16" if name.endswith("-bf16") else "jaxrnn"] < found[case, name]
 
 
+PROFILES = {"as an A100": "a100", "as an RTX 3090": "rtx3090", "as an RTX 4090": "rtx4090"}
+
+
+def results_as(profile, suite):
+    return results(suite, f"as-{profile}-on-nvidia-h200")
+
+
+def assert_range(values, text):
+    """Checks a text such as `14.1 to 14.2`, or `1.6` for figures that are all rounded to it."""
+    bounds = text.split(" to ")
+    assert [rounded(min(values), bounds[0]), rounded(max(values), bounds[0])] == [bounds[0], bounds[-1]]
+
+
 def test_figures_as_other_gpus_are_those_of_the_results():
-    profiles = {"as an A100": "a100", "as an RTX 3090": "rtx3090"}
     headings, rows = table("B, T, H | as an A100")
-    assert headings == ["B, T, H", *profiles, "`lax.scan`, hoisted"] and len(rows) == 8
+    assert headings == ["B, T, H", *PROFILES, "`lax.scan`, hoisted"] and len(rows) == 4
     found, commits = {}, set()
-    for profile, suite in (("a100", "headline"), ("a100", "sweep"), ("rtx3090", "headline")):
-        report = results(suite, f"as-{profile}-on-nvidia-h100-80gb-hbm3")
+    for profile, suite in itertools.product(PROFILES.values(), ("headline", "sweep")):
+        report = results_as(profile, suite)
         found |= {(*key, profile): value for key, value in values(report).items()}
         commits |= set(report.commits())
     for case, (*ours, scan) in rows.items():
-        for profile, cell in zip(profiles.values(), ours, strict=True):
-            times = [found.get((case, f"jaxrnn-default{dtype}", profile)) for dtype in ("", "-bf16")]
-            if cell == "-":
-                assert times == [None, None]
-                continue
+        for profile, cell in zip(PROFILES.values(), ours, strict=True):
+            times = [found[case, f"jaxrnn-default{dtype}", profile] for dtype in ("", "-bf16")]
             assert [rounded(x, y) for x, y in zip(times, cell.split(" / "), strict=True)] == cell.split(" / ")
-        scans = [found[key] for key in found if key[:2] == (case, "hoisted-scan")]
-        bounds = scan.split(" to ")
-        assert [rounded(min(scans), bounds[0]), rounded(max(scans), bounds[0])] == [bounds[0], bounds[-1]], case
+        assert_range([found[case, "hoisted-scan", profile] for profile in PROFILES.values()], scan)
     (commit,) = commits
-    assert f"jax 0.11.2, triton 3.6.0, commit {commit}." in PROSE
+    assert f"jax 0.11.2, triton 3.6.0, commits {commit} and, for `choice`," in PROSE
+
+
+def test_figures_of_wide_states_as_other_gpus_are_those_of_the_results():
+    headings, rows = table("B, T, H, wider")
+    assert headings == ["B, T, H, wider", *PROFILES, '`implementation="xla"`'] and len(rows) == 7
+    found = {profile: values(results_as(profile, "choice")) for profile in PROFILES.values()}
+    for case, (*ours, scan) in rows.items():
+        times = [found[profile][case, "default"] for profile in PROFILES.values()]
+        assert [rounded(x, y) for x, y in zip(times, ours, strict=True)] == ours
+        assert_range([found[profile][case, "xla"] for profile in PROFILES.values()], scan)
+
+
+def test_the_default_is_at_most_3_percent_behind_the_faster_implementation():
+    """Of every problem, on the H200 and as each other GPU."""
+    reports = [results("choice"), *(results_as(profile, "choice") for profile in PROFILES.values())]
+    ratios = []
+    for report in reports:
+        found = values(report)
+        cases = {case for case, _ in found}
+        assert len(cases) == len(choice.PROBLEMS) and {row.status for row in report.rows} == {"measured"}
+        ratios += [found[case, "default"] / min(found[case, "triton"], found[case, "xla"]) for case in cases]
+    (commit,) = {commit for report in reports for commit in report.commits()}
+    assert re.search(rf"commits \w+ and, for `choice`, {commit}\.", PROSE)
+    problems, most = re.search(
+        r'`choice` compares `implementation=None` with "triton" and "xla" in (\d+) problems.*? '
+        r"The default takes at most ([\d.]+) times the time of the faster one\.", PROSE,
+    ).groups()  # fmt: skip
+    assert int(problems) == len(choice.PROBLEMS) and max(ratios) <= float(most) == 1 + choice.TOLERANCE
 
 
 def test_errors_are_at_most_twice_those_of_xla():
