@@ -1,13 +1,10 @@
-"""Runs the kernels for minutes: many launches, threads, streams, parallel branches, large arrays, failures.
+"""Runs the kernels for minutes: many launches, threads, streams, parallel branches, large arrays, no memory left.
 
 `make stress` runs these tests, on a GPU that nothing else uses; other runs leave them out.
 """
 
 import concurrent.futures
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import calls
@@ -15,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from stress import PROBLEMS, problem, repeated, same
 
 import jaxrnn
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stress]
 
-ROOT = Path(__file__).resolve().parents[2]
 LAUNCHES = 10**6
-# Cell, batch, steps and units: a problem of few programs, and two of programs that wait for one another.
-PROBLEMS = [("gru", 4, 2, 32), ("lstm", 4, 2, 512), ("gru", 16, 2, 1024)]
 
 
 @pytest.fixture(autouse=True, params=["native", "callback"])
@@ -34,46 +29,10 @@ def method(request, monkeypatch):
     return request.param
 
 
-def problem(cell, batch, steps, hidden):
-    """Returns a function that computes outputs and gradients with the kernels, and its arguments."""
-    *arguments, _, _ = calls.arguments(cell, batch=(batch,), steps=steps, hidden=hidden)
-    call = calls.runner(cell, "triton", precision=None)
-
-    def run(params, carry, xs):
-        def loss(params, xs):
-            last, ys = call(params, carry, xs, None, None)
-            return jnp.sum(ys**2), (last, ys)
-
-        return jax.value_and_grad(loss, (0, 1), has_aux=True)(params, xs)
-
-    return run, arguments
-
-
 def used_memory():
     """Returns the bytes in use on the device and by this process on the host."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return jax.local_devices()[0].memory_stats()["bytes_in_use"], resident
-
-
-def same(got, want):
-    return jnp.stack([jnp.all(x == y) for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)]).all()
-
-
-def repeated(run, count):
-    """Returns a program that runs `run` `count` times in a loop, and counts the runs with the bits of `want`."""
-
-    def loop(want, *arguments):
-        def turn(_, state):
-            equal, arguments = state
-            got = run(*arguments)
-            # the next run's arguments depend on this run's results, so that no run can leave the loop
-            zero = jnp.where(same(got, got), 0.0, 1.0)
-            arguments = jax.tree.map(lambda x: x + zero.astype(x.dtype), arguments)
-            return equal + same(got, want), arguments
-
-        return jax.lax.fori_loop(0, count, turn, (jnp.int32(0), arguments))[0]
-
-    return jax.jit(loop)
 
 
 @pytest.mark.parametrize("sizes", PROBLEMS, ids=str)
@@ -182,32 +141,3 @@ def test_a_launch_works_after_memory_ran_out():
         with pytest.raises(jax.errors.JaxRuntimeError, match=r"RESOURCE_EXHAUSTED|out of memory"):
             jax.block_until_ready(huge(xs, carry))
         assert bool(same(jitted(*arguments), want))
-
-
-PROGRAM = """
-import os, signal, sys, threading, time
-import jax, test_stress
-run, arguments = test_stress.problem("lstm", 4, 2, 512)
-want = jax.jit(run)(*arguments)
-program = test_stress.repeated(run, 20_000)
-assert int(program(want, *arguments)) == 20_000
-stopped = 0
-for k in range(10):
-    threading.Timer(0.05 * (k + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        while True:
-            assert int(program(want, *arguments)) == 20_000
-    except KeyboardInterrupt:
-        stopped += 1
-assert int(program(want, *arguments)) == 20_000
-print("stopped", stopped, "times")
-"""
-
-
-def test_an_interrupt_leaves_the_process_usable():
-    folders = map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "gpu"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*folders, os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(PROGRAM)], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0 and "stopped 10 times" in done.stdout, done.stderr

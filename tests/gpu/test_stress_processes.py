@@ -1,0 +1,214 @@
+"""Runs kernels in processes that are interrupted, forked, ended early, run side by side, or checked by a sanitizer.
+
+`make stress` runs these tests, on a GPU that nothing else uses; other runs leave them out.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.stress, pytest.mark.torch]
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = pytest.mark.parametrize("method", ["native", "callback"])
+
+
+def begin(program, method="native", **environment):
+    """Starts a process that runs a program, with this checkout's packages and modules of tests."""
+    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "JAXRNN_LAUNCH": method} | environment,
+    )  # fmt: skip
+
+
+def assert_says(process, text, timeout=300):
+    """Checks that a process ends well and prints a text."""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    assert process.returncode == 0 and text in out, err
+
+
+RUNNING = """
+import os, signal, threading
+import jax, stress
+run, arguments = stress.problem("lstm", 4, 2, 512)
+want = jax.jit(run)(*arguments)
+program = stress.repeated(run, 20_000)
+assert int(program(want, *arguments)) == 20_000
+stopped = 0
+for k in range(10):
+    threading.Timer(0.05 * (k + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        while True:
+            assert int(program(want, *arguments)) == 20_000
+    except KeyboardInterrupt:
+        stopped += 1
+assert int(program(want, *arguments)) == 20_000
+print("stopped", stopped, "times")
+"""
+
+
+@METHODS
+def test_an_interrupt_while_kernels_run_leaves_the_process_usable(method):
+    assert_says(begin(RUNNING, method), "stopped 10 times")
+
+
+COMPILING = """
+import os, signal, threading, time
+import calls, jax, stress
+stopped = 0
+for k in range(6):
+    sizes = "gru", 4, 2, 64 * (k + 1)
+    run, arguments = stress.problem(*sizes)
+    threading.Timer(0.4 * (k + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        jax.jit(run)(*arguments)
+        time.sleep(60)
+    except KeyboardInterrupt:
+        stopped += 1
+    xla, _ = stress.problem(*sizes, implementation="xla")
+    with jax.default_matmul_precision("highest"):
+        calls.assert_close(jax.jit(run)(*arguments), jax.jit(xla)(*arguments), 1e-4)
+print("stopped", stopped, "times")
+"""
+
+
+@METHODS
+def test_an_interrupt_while_kernels_compile_leaves_the_process_usable(method, tmp_path):
+    """Nothing is in Triton's cache, so compilation takes seconds."""
+    assert_says(begin(COMPILING, method, TRITON_CACHE_DIR=str(tmp_path)), "stopped 6 times")
+
+
+RECORDING = """
+import os, signal, threading, time
+import torch
+from torch_bridge.nn import GRU
+stopped = 0
+with torch.no_grad():
+    rnn, xs = GRU(64, 512, device="cuda"), torch.randn(4, 8, 64, device="cuda")
+    expected = rnn(xs)[0].clone()
+    torch.cuda.synchronize()
+
+    def record(times):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(times):
+                ys = rnn(xs)[0]
+        return graph, ys
+
+    times = 500
+    began = time.perf_counter()
+    record(times)
+    seconds = time.perf_counter() - began
+    for k in range(5):
+        threading.Timer(seconds * (0.3 + 0.1 * k), os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            record(times)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            stopped += 1
+        graph, ys = record(1)
+        ys.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(ys, expected)
+print("stopped", stopped, "times")
+"""
+
+
+def test_an_interrupt_while_a_graph_is_recorded_leaves_the_process_usable():
+    assert_says(begin(RECORDING), "stopped 5 times")
+
+
+FORKING = """
+import os, warnings
+import jax, stress
+run, arguments = stress.problem("lstm", 4, 2, 512)
+want = jax.jit(run)(*arguments)
+program = stress.repeated(run, 1000)
+warnings.simplefilter("ignore")  # JAX warns of forks
+for k in range(20):
+    result = program(want, *arguments)
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert int(result) == 1000
+print("forked")
+"""
+
+
+@METHODS
+def test_a_fork_while_kernels_run_changes_nothing(method):
+    assert_says(begin(FORKING, method), "forked")
+
+
+LEAVING = """
+import jax, stress
+run, arguments = stress.problem("lstm", 4, 2, 512)
+want = jax.jit(run)(*arguments)
+result = stress.repeated(run, 50_000)(want, *arguments)
+others = [jax.jit(other).trace(*given) for other, given in map(lambda n: stress.problem("gru", 4, 2, n), (40, 72, 300))]
+print("leaving", flush=True)
+"""
+
+
+@METHODS
+def test_a_process_can_end_while_kernels_run_and_compile(method, tmp_path):
+    assert_says(begin(LEAVING, method, TRITON_CACHE_DIR=str(tmp_path)), "leaving", timeout=120)
+
+
+COUNTING = """
+import jax, stress
+for sizes in stress.PROBLEMS:
+    run, arguments = stress.problem(*sizes)
+    want = jax.jit(run)(*arguments)
+    program = stress.repeated(run, 500)
+    for _ in range(20):
+        assert int(program(want, *arguments)) == 500
+print("equal bits")
+"""
+
+
+@METHODS
+def test_four_processes_share_a_gpu(method):
+    """In three of the problems, programs wait for one another, and the GPU switches between processes."""
+    for process in [begin(COUNTING, method) for _ in range(4)]:
+        assert_says(process, "equal bits")
+
+
+@pytest.fixture(scope="module")
+def sanitizer():
+    """Returns the path of compute-sanitizer, after all kernels are in Triton's cache."""
+    found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    assert found, "this test needs compute-sanitizer, of the CUDA toolkit, in PATH; -k 'not sanitizer' leaves it out"
+    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    subprocess.run(
+        [sys.executable, ROOT / "tests" / "sanitized.py", "compile"], env=os.environ | {"PYTHONPATH": folders},
+        check=True, timeout=300,
+    )  # fmt: skip
+    return found
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
+def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitizer):
+    """Every array has memory of its own, so that an access out of bounds is found."""
+    done = subprocess.run(
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, ROOT / "tests" / "sanitized.py"],
+        env=os.environ | {
+            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        },
+        capture_output=True, text=True, timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0 and "launches of time loops" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]

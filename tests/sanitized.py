@@ -1,0 +1,75 @@
+"""Runs every kind of kernel once, on small arrays: a program for NVIDIA's compute-sanitizer.
+
+`python sanitized.py compile` compiles the kernels of the time loops, in parallel, into Triton's cache, and runs
+nothing. `python sanitized.py` runs all kernels, checks that they write every element of their outputs, and prints how
+many launches of time loops there were.
+"""
+
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import torch
+
+import jaxrnn
+from benchmarks import precompile
+from benchmarks.problems import Run, make_arrays, make_problem, outputs_of
+from torch_bridge import gpu, tiling
+from torch_bridge.cells import CELLS
+from torch_bridge.recurrences import Launch
+
+BATCH, STEPS = 9, 9  # enough steps to keep weights on chip
+WIDTHS = (24, 100, 128, 250, 512, 1000)
+
+
+def launches(device):
+    """Returns a problem and a tiling of each loop of each cell, direction and kind of product that has it."""
+    found = {}
+    for cell, direction, kind, hidden in itertools.product(CELLS, ("fwd", "bwd"), ("tf32", "bf16"), WIDTHS):
+        problem = make_problem(cell, direction, kind, hidden, BATCH, steps=STEPS)
+        for config in tiling.candidates(problem, device):
+            key = cell, direction, kind, config.loop, config.splits > 1
+            found.setdefault(key, (problem, config))
+    return list(found.values())
+
+
+def run_time_loops(device):
+    for problem, config in (wanted := launches(device)):
+        arrays = make_arrays(problem, "cuda:0")  # outputs are NaN before
+        Run(problem, device, config, arrays)()
+        torch.cuda.synchronize()
+        for name in outputs_of(problem):
+            if name != "local_grads":  # some widths leave padding in it
+                assert arrays[name].float().isfinite().all(), (problem, config, name)
+    return len(wanted)
+
+
+def run_norms_and_products():
+    """Runs the kernels of norms, input projections and gradients of weights, which JAX launches beside the loops."""
+    xs = jax.random.normal(jax.random.key(0), (64, 128, 128), jnp.bfloat16)
+    for norm in (jaxrnn.rms_norm, jaxrnn.layer_norm):
+
+        def norm_loss(x, w, norm=norm):
+            return jnp.sum(norm(x, w, implementation="triton") ** 2)
+
+        jax.block_until_ready(jax.jit(jax.grad(norm_loss, (0, 1)))(xs, jnp.ones(128, jnp.bfloat16)))
+    weights = jnp.ones((128, 384), jnp.bfloat16) / 128
+    params = jaxrnn.GRUParams(weights, weights, jnp.zeros(384, jnp.bfloat16), jnp.zeros(128, jnp.bfloat16))
+
+    def loss(params, xs):
+        return jnp.sum(jaxrnn.gru(params, jnp.zeros_like(xs[0]), xs, implementation="triton")[1] ** 2)
+
+    text = str(jaxrnn.explain(jax.grad(loss), params, xs))
+    assert "projection" in text and "weight" in text, text
+    jax.block_until_ready(jax.jit(jax.grad(loss))(params, xs))
+
+
+if __name__ == "__main__":
+    here = gpu.device(0)
+    if sys.argv[1:] == ["compile"]:
+        precompile.compile_kernels(Launch, [(problem, config, here) for problem, config in launches(here)])
+    else:
+        count = run_time_loops(here)
+        run_norms_and_products()
+        print(count, "launches of time loops")
