@@ -19,7 +19,6 @@ compiles, `compiled` or `gpu`. What files share is beside the folders.
 
 import importlib.util
 import os
-import types
 from importlib.metadata import version
 
 import pytest
@@ -92,22 +91,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def triton_is_patched_once() -> None:
-    """Patches Triton's language once per module. Patching it per call takes nearly half of the time of a kernel."""
-    if os.environ["TRITON_INTERPRET"] != "1" or "torch" in left_out:
-        return
-    from triton.runtime import interpreter
+def triton_is_interpreted_faster() -> None:
+    if os.environ["TRITON_INTERPRET"] == "1" and "torch" not in left_out:
+        import faster_interpreter
 
-    patch, keep = interpreter._patch_lang, types.SimpleNamespace(restore=lambda: None)
-    patched = set()
-
-    def patch_once(function: types.FunctionType) -> types.SimpleNamespace:
-        if function.__globals__["__name__"] not in patched:
-            patch(function)
-            patched.add(function.__globals__["__name__"])
-        return keep
-
-    interpreter._patch_lang = patch_once
+        faster_interpreter.install()
 
 
 @pytest.hookimpl(optionalhook=True)
