@@ -106,22 +106,12 @@ class FirstCalls:
         return None
 
 
-def begin(
-    providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls,
-    pool: concurrent.futures.Executor, *, step: bool = False,
-) -> Callable[[], tuple[dict[str, Ready], dict[str, Row]]]:  # fmt: skip
-    """Builds the providers that can run, and begins to compile the programs of JAX in `pool`.
+def excluded(providers: Sequence[Provider], case: Case, first_calls: FirstCalls) -> dict[str, Row]:
+    """Returns, by name, rows of the providers that cannot run a case, which say why.
 
-    With `step`, the case has one step, and PyTorch's providers run only their forward pass.
-
-    Returns:
-      A function that waits for the programs. It returns the providers that are ready, and rows that say why the others
-      are not.
+    Call it while nothing else runs: it makes first calls that have a time limit.
     """
-    ready: dict[str, Ready] = {}
     rows: dict[str, Row] = {}
-    pending: dict[str, tuple[concurrent.futures.Future[Any], JaxPass]] = {}
-    ours = {provider.name: provider.ours for provider in providers}
     for provider in providers:
         row = Row(str(case), provider.name, ours=provider.ours)
         if reason := provider.unavailable():
@@ -130,26 +120,41 @@ def begin(
             rows[provider.name] = dataclasses.replace(row, status="unsupported", reason=reason)
         elif problem := first_calls.problem(provider, case):
             rows[provider.name] = dataclasses.replace(row, status=problem[0], reason=problem[1])
-        else:
-            try:
-                built = provider.build(case, inputs)
-                if isinstance(built, TorchPass):
-                    ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
-                else:
-                    lower = functools.partial(built.jitted.lower, *built.args)
-                    pending[provider.name] = compile_in(pool, lower), built
-            except Exception as error:  # a provider that fails becomes a row, and the run goes on
-                rows[provider.name] = failed(row, error)
+    return rows
+
+
+def begin(
+    providers: Sequence[Provider], case: Case, inputs: Inputs, pool: concurrent.futures.Executor, *, step: bool = False
+) -> Callable[[], tuple[dict[str, Ready], dict[str, Row]]]:
+    """Builds providers, and begins to compile the programs of JAX in `pool`.
+
+    With `step`, the case has one step, and PyTorch's providers run only their forward pass.
+
+    Returns:
+      A function that waits for the programs. It returns the providers that are ready, and rows of those that failed.
+    """
+    ready: dict[str, Ready] = {}
+    rows: dict[str, Row] = {}
+    pending: dict[Provider, tuple[concurrent.futures.Future[Any], JaxPass]] = {}
+    for provider in providers:
+        try:
+            built = provider.build(case, inputs)
+            if isinstance(built, TorchPass):
+                ready[provider.name] = Ready.of(built) if not step else Ready.forward(built, case)
+            else:
+                pending[provider] = compile_in(pool, functools.partial(built.jitted.lower, *built.args)), built
+        except Exception as error:  # a provider that fails becomes a row, and the run goes on
+            rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
 
     def finish() -> tuple[dict[str, Ready], dict[str, Row]]:
-        for name, (future, built) in pending.items():
+        for provider, (future, built) in pending.items():
             try:
                 compiled = future.result()
             except Exception as error:
-                rows[name] = failed(Row(str(case), name, ours=ours[name]), error)
+                rows[provider.name] = failed(Row(str(case), provider.name, ours=provider.ours), error)
             else:
-                run = functools.partial(compiled, *built.args)
-                ready[name] = Ready(run, built.canonical, compiled, loop=functools.partial(trace_loop, built))
+                run, loop = functools.partial(compiled, *built.args), functools.partial(trace_loop, built)
+                ready[provider.name] = Ready(run, built.canonical, compiled, loop=loop)
         return ready, rows
 
     return finish
@@ -158,9 +163,12 @@ def begin(
 def prepare(
     providers: Sequence[Provider], case: Case, inputs: Inputs, first_calls: FirstCalls, *, step: bool = False
 ) -> tuple[dict[str, Ready], dict[str, Row]]:
-    """Does what `begin` does and waits for it."""
+    """Builds and compiles the providers that can run, and returns them with rows that say why the others cannot."""
+    rows = excluded(providers, case, first_calls)
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        return begin(providers, case, inputs, first_calls, pool, step=step)()
+        finish = begin([p for p in providers if p.name not in rows], case, inputs, pool, step=step)
+    ready, broken = finish()
+    return ready, rows | broken
 
 
 def trace_loop(built: JaxPass, count: int) -> Callable[[], Callable[[], Any]]:
@@ -230,6 +238,7 @@ def checked_clocks(
       By name, the clock followed by the worse result of `check`, or the row of `check`.
     """
 
+    # Each step is taken by all providers before the next one, but for those whose step before gave a row.
     def attempt(step: Callable[..., Any], provider: Provider, *args: Any) -> Any:
         try:
             return step(provider, ready[provider.name], *args)
@@ -294,19 +303,23 @@ def time_cases(
     """
     for several in in_groups(chosen, _AT_ONCE):
         begun = []
+        rows = {case: excluded(providers, case, first_calls) for case in several}
         with concurrent.futures.ThreadPoolExecutor() as pool:
             for case in several:
                 progress(f"{case}, compiling")
                 inputs = Inputs(cases.make_inputs(case))
-                finish = begin(providers, case, inputs, first_calls, pool)
+                able = [provider for provider in providers if provider.name not in rows[case]]
+                finish = begin(able, case, inputs, pool)
                 truth = Oracle(case, inputs.jax)
-                truth.compile({provider.dtype for provider in providers}, pool)
-                begun.append((case, finish, truth))
+                truth.compile({provider.dtype for provider in able}, pool)
+                begun.append((case, able, finish, truth))
+                del inputs
         while begun:
-            case, finish, truth = begun.pop(0)
+            case, able, finish, truth = begun.pop(0)
             progress(str(case))
-            rows = _time_case(case, providers, *finish(), truth, settings, progress)
-            yield [dataclasses.replace(row, target=targets(case).get(row.provider)) for row in rows]
+            found = rows[case] | _time_case(case, able, *finish(), truth, settings, progress)
+            aims = targets(case)
+            yield [dataclasses.replace(found[p.name], target=aims.get(p.name), note=note(p, case)) for p in providers]
             del finish, truth
             release()
 
@@ -314,12 +327,12 @@ def time_cases(
 def _time_case(
     case: Case, providers: Sequence[Provider], ready: dict[str, Ready], rows: dict[str, Row], truth: Oracle,
     settings: Settings, progress: Callable[[str], None],
-) -> list[Row]:  # fmt: skip
+) -> dict[str, Row]:  # fmt: skip
     clocks: dict[str, timing.Clock] = {}
-    able = [provider for provider in providers if provider.name in ready]
-    checked = checked_clocks(able, ready, truth)
-    for provider in able:
-        found, name = checked[provider.name], provider.name
+    built = [provider for provider in providers if provider.name in ready]
+    checked = checked_clocks(built, ready, truth)
+    for provider in built:
+        name, found = provider.name, checked[provider.name]
         if isinstance(found, Row):
             rows[name] = dataclasses.replace(found, case=str(case))
         else:
@@ -327,7 +340,7 @@ def _time_case(
             rows[name] = Row(str(case), name, ours=provider.ours, error=size, error_of=worst)
     truth.forget()
     time_rows(rows, clocks, settings, progress, scale=1e3)
-    return [dataclasses.replace(rows[provider.name], note=note(provider, case)) for provider in providers]
+    return rows
 
 
 def compile_in(pool: concurrent.futures.Executor, lower: Callable[[], Any]) -> concurrent.futures.Future[Any]:

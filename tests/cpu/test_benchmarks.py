@@ -439,6 +439,17 @@ def test_every_provider_of_a_timed_case_has_a_row(monkeypatch):
     assert rows[3].reason == "no_such_module not installed" and rows[4].reason == "RuntimeError: out of order"
 
 
+def test_first_calls_are_made_before_anything_is_compiled(monkeypatch):
+    """Their time is limited, and compiling beside them would take some of it."""
+    order, compile_in = [], harness.compile_in
+    monkeypatch.setattr(harness.FirstCalls, "problem", lambda self, provider, case: order.append("first call"))
+    monkeypatch.setattr(harness, "compile_in", lambda *args: (order.append("compile"), compile_in(*args))[1])
+    chosen = [providers.PROVIDERS[name] for name in ("jaxrnn-xla", "flax")]
+    rows = list(harness.time_cases(TINY, chosen, Settings(seconds=0.01, rounds=2), harness.FirstCalls(1.0)))
+    assert [row.status for case in rows for row in case] == ["measured"] * 4
+    assert order == ["first call"] * 4 + ["compile"] * 4
+
+
 def test_unfinished_first_call_skips_the_provider_in_wider_cases(monkeypatch):
     calls = []
 
