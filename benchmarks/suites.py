@@ -337,7 +337,7 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
     """Measures env steps per second of `examples/recurrent_ppo.py`, with rollouts and updates."""
     example = load_example()
 
-    def beside(label: str, names: Iterable[str], target: float | None, envs: int, **sizes: int) -> Iterator[Row]:
+    def beside(label: str, names: Iterable[str], target: float, envs: int, **sizes: int) -> Iterator[Row]:
         for name in names:
             if settings.wants_case(label) and settings.wants(name):
                 progress(f"{label}, {name}")
@@ -348,8 +348,8 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
 
     for envs, target in cases.PPO_TARGETS.items():
         yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, envs)
-    for agents in cases.PPO_AGENTS:
-        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, None, agents.envs, num_seeds=agents.seeds)
+    for agents, target in cases.PPO_AGENTS.items():
+        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, target, agents.envs, num_seeds=agents.seeds)
     yield from ppo_on_several(example, settings, progress)
 
 

@@ -514,7 +514,8 @@ def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
     monkeypatch.setattr(suites, "load_example", lambda: example)
     monkeypatch.setitem(suites.PPO_NAMES, "jaxrnn", "none")
     monkeypatch.setitem(suites.PPO_NAMES, "flax", "none")
-    monkeypatch.setattr(cases, "PPO_AGENTS", (agents,))
+    monkeypatch.setattr(cases, "PPO_AGENTS", {agents: 5.0})
+    monkeypatch.setattr(cases, "PPO_RUNS", 1)
     monkeypatch.setitem(cases.PPO_STEPS, 8, 2048)
     monkeypatch.setattr(cases, "PPO_LONGER", {"jaxrnn": 2, "no recurrence": 2})
     rows = list(suites.ppo(Settings(rows=("seeds",)), lambda _: None))
@@ -530,6 +531,7 @@ def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
         assert row.status == "measured" and row.unit == "steps/s" and row.calls == config.calls - 1
         assert row.value == pytest.approx(2 * each / config.calls * row.calls / result.seconds)
         assert row.method == f"one training run of 2 x {each:,} steps"
+        assert row.target == (5.0 if row.provider == "jaxrnn" else None)
     assert list(suites.ppo(Settings(rows=("seeds",), only=("jaxrnn-xla",)), lambda _: None)) == []
 
 
@@ -539,6 +541,7 @@ def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
 
     example = suites.load_example()
     trained = []
+    monkeypatch.setattr(cases, "PPO_RUNS", 1)
 
     def train(config):
         trained.append((config.implementation, config.num_seeds, config.num_envs))
