@@ -20,6 +20,7 @@ from benchmarks.problems import KINDS, make_arrays, make_problem
 from torch_bridge import tiling
 from torch_bridge.cells import CELLS
 from torch_bridge.recurrences import Launch
+from torch_bridge.rnn_ops.kernels import round_to_tf32
 
 if TYPE_CHECKING:
     from torch_bridge.tiling import Direction, KernelConfig, Problem, ResetState, Reverse
@@ -197,6 +198,48 @@ def test_a_carry_of_nan_does_not_pass_a_reset(cell, loop, hidden, reset_state):
     assert all(x.isfinite().all() for x in want.values())
     emulated.run(launch, arrays, emulated.kernels_of(launch))
     assert all(oracle.error(arrays[name].double(), x) <= TOLERANCE["tf32"] for name, x in want.items())
+
+
+# Loops, hidden units, and whether programs share a tile.
+EVERY_LOOP = [
+    ("resident", 64, False), ("fma", 32, False), ("split_registers", 192, True), ("streamed", 16, False),
+    ("streamed", 96, True),
+]  # fmt: skip
+
+
+def outputs_with(bits, name, at, cell, loop, hidden, shared, kind="tf32"):
+    """Returns the outputs of a launch and of float64 after a float32 of `bits` is put into an array, without resets."""
+    launch = launch_of(Case(loop, kind, hidden, 3, 3, shared=shared), cell, "fwd")
+    arrays = make_arrays(launch.problem, "cpu")
+    arrays["reset"].zero_()
+    arrays[name].view(torch.int32)[at] = bits - 2**32 if bits >= 2**31 else bits
+    if loop == "streamed":
+        arrays["w_hh_t"] = round_to_tf32(arrays["w_hh_t"], "tf32")
+    want = emulated.expected(launch.problem, arrays)
+    emulated.run(launch, arrays, emulated.kernels_of(launch))
+    return arrays["hs"], want["hs"]
+
+
+# Tensor cores ignore the low bits of float32, in which the last two have all or nearly all of what makes them NaN.
+@pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF801FFF], ids=hex)
+@pytest.mark.parametrize(("name", "at"), [("h0", (0, 1, 7)), ("w_hh_t", (0, 5, 7)), ("xp", (0, 0, 1, 5))])
+@pytest.mark.parametrize(("loop", "hidden", "shared"), EVERY_LOOP)
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_nan_reaches_every_output_that_depends_on_it(cell, loop, hidden, shared, name, at, bits):
+    got, want = outputs_with(bits, name, at, cell, loop, hidden, shared)
+    assert 0 < want.isnan().sum() < want.numel()
+    assert torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize("kind", ["tf32", "bf16"])
+@pytest.mark.parametrize(("loop", "hidden", "shared"), EVERY_LOOP)
+def test_an_infinite_state_stays_infinite(loop, hidden, shared, kind):
+    """In scaled float16, it counts as a finite number in the products for other units; see docs/numerics.md."""
+    got, want = outputs_with(0x7F800000, "h0", (0, 1, 7), "gru", loop, hidden, shared, kind)
+    assert not want[0, :, 1, 7].isfinite().any() and not got[0, :, 1, 7].isfinite().any()
+    assert not (want.isfinite() & ~got.isfinite()).any()
+    scaled = kind == "tf32" and loop in ("resident", "split_registers")
+    assert torch.equal(got.isfinite(), want.isfinite()) != scaled
 
 
 def test_cases_cover_every_loop_in_every_way():

@@ -180,6 +180,12 @@ print("equal bits")
 
 
 @METHODS
+def test_a_compiled_program_gives_the_same_bits_without_flags_of_xla(method):
+    """Elsewhere, the tests set a flag with which two compilations give the same bits, too."""
+    assert_says(begin(COUNTING, method, XLA_FLAGS=""), "equal bits")
+
+
+@METHODS
 def test_four_processes_share_a_gpu(method):
     """In three of the problems, programs wait for one another, and the GPU switches between processes."""
     for process in [begin(COUNTING, method) for _ in range(4)]:
