@@ -196,8 +196,8 @@ def markdown(report: Report) -> str:
         lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
     verdicts = [met(row) for row in found.values() if row.provider in COLUMNS[0][1:] and met(row) is not None]
     about = (
-        "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. Bold are both "
-        "figures of the implementation that is fastest in TF32. The target is what we want to reach next; "
+        "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. In each row, "
+        "the figures of the implementation that is fastest in TF32 are bold. The target is what we want to reach next; "
         f"{verdicts.count(False)} of {len(verdicts)} figures miss it. 1 % of steps begin an episode, except for cuDNN "
         "without resets, its best case. The times are device times: where a pass takes less than 2.5 "
         "ms, one program runs and times many."

@@ -355,6 +355,10 @@ def _layout_remedy(xs: Array, carry: Array, time_major: bool, caller: Caller) ->
         return f"; {name} seems to have no time axis: add it with jnp.expand_dims"
     if carry.ndim == xs.ndim + 1:
         return f"; {caller.bare('carry')} and {name} seem to be swapped"
+    if carry.ndim == xs.ndim:
+        return (
+            f"; {name} has as many axes as {caller.bare('carry')}, and needs a time axis besides: add what is missing"
+        )
     if carry.shape[-1:] == (xs.shape[1:-1] if time_major else xs.shape[:-2]):
         return f"; {caller.bare('carry')} seems to be [H, B]: swap the arguments of the function that made it"
     return f"; make {caller.bare('carry')} for this batch, as initialize_carry of a module does"
@@ -381,7 +385,8 @@ def check_params(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, ca
         got = getattr(params, name)
         check_floating(f"{caller('params')}.{name}", got)
         if jnp.shape(got) != shape:
-            remedy = ""
+            check_width_of_carry(params, shapes, width, caller)
+            remedy = "; make the weights for these widths, or pass the inputs and the carry that they are for"
             if jnp.shape(got) == shape[::-1]:
                 remedy = "; transpose it, or use jaxrnn.convert.from_torch for PyTorch's weights"
             elif jnp.shape(got)[1:] == shape:
@@ -390,6 +395,19 @@ def check_params(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, ca
                 f"{caller('params')}.{name} must be {shape} for {caller.bare('xs')} of width "
                 f"{shapes['w_ih'][0]} and a {caller.bare('carry')} of width {width}, got {jnp.shape(got)}{remedy}"
             )
+
+
+def check_width_of_carry(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, caller: Caller) -> None:
+    """Raises ValueError if the weights agree with one another and with the inputs, but not with the carry."""
+    w_ih, w_hh = jnp.shape(params.w_ih), jnp.shape(params.w_hh)
+    if "w_hr" in shapes or len(w_ih) != 2 or len(w_hh) != 2 or not w_hh[0]:
+        return
+    agree = w_ih[0] == shapes["w_ih"][0] and w_ih[1] == w_hh[1] and w_hh[1] * width == w_hh[0] * shapes["w_hh"][1]
+    if agree and w_hh[0] != width:
+        raise ValueError(
+            f"{caller('carry')} must have the width {w_hh[0]} of {caller.bare('params')}.w_hh {w_hh}, got {width}; "
+            "make it for these weights"
+        )
 
 
 def check_resets(resets: Any, shape: tuple[int, ...], time_major: bool, of: str, caller: Caller) -> None:
@@ -402,7 +420,8 @@ def check_resets(resets: Any, shape: tuple[int, ...], time_major: bool, of: str,
     if got != shape:
         layout = "[T, *batch]" if time_major else "[*batch, T]"
         swapped = (*shape[1:], shape[0]) if time_major else (shape[-1], *shape[:-1])
-        remedy = "; move its time axis with jnp.moveaxis" if got == swapped else ""
+        remedy = "; pass an entry for every step of every sequence"
+        remedy = "; move its time axis with jnp.moveaxis" if got == swapped else remedy
         remedy = "; remove its last axis" if got == (*shape, 1) else remedy
         raise ValueError(f"{name} must be {layout} = {shape} as in {of}, got {got}{remedy}")
 
@@ -422,7 +441,8 @@ def check_reset_state(name: str, state: Any, resets: Array | None, carry: Array,
         layout = "[T, *batch, H]" if time_major else "[*batch, T, H]"
         raise ValueError(
             f"{name} must be [H] = {shapes[0]}, [*batch, H] = {shapes[1]} or {layout} = "
-            f"{shapes[2]}, got {jnp.shape(state)}"
+            f"{shapes[2]}, got {jnp.shape(state)}; pass one state for all, or one for each sequence, or also for each "
+            "step"
         )
 
 

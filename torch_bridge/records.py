@@ -126,7 +126,7 @@ def record_launch(computes: str, direction: str, launch: Any) -> LaunchRecord:
     )  # fmt: skip
 
 
-def describe_choice(name: str, arguments: str, implementation: Implementation, reason: str) -> str:
+def describe_choice(name: str, arguments: str, implementation: str, reason: str) -> str:
     """Returns the sentence that explanations and logs say about a call."""
     return f"{name}({arguments}) runs {implementation}: {reason}"
 
@@ -149,7 +149,8 @@ class CallExplanation:
       name: what is called: a cell or a norm by its name, such as "gru" or "rms_norm", or "cell" for a cell of Flax that
         has no kernel.
       arguments: shapes and dtypes.
-      implementation: "triton", or "xla" in `jaxrnn` and "torch" in `torch_bridge`.
+      implementation: "triton", or "xla" in `jaxrnn` and "torch" in `torch_bridge`. With "triton", `lax.scan` may still
+        replace a launch, whose `loop` is then "scan".
       reason: why it is chosen.
       unavailable: why "triton" cannot run the call here, and what it needs; None if it can.
       launches: what the call launches, forward and backward; empty if it runs no kernels.
@@ -163,7 +164,9 @@ class CallExplanation:
     launches: tuple[LaunchRecord, ...]
 
     def __str__(self) -> str:
-        lines = [describe_choice(self.name, self.arguments, self.implementation, self.reason)]
+        scans = [launch.loop == "scan" for launch in self.launches if launch.loop is not None]
+        what = "lax.scan in place of every kernel" if scans and all(scans) else self.implementation
+        lines = [describe_choice(self.name, self.arguments, what, self.reason)]
         if self.unavailable is not None and self.unavailable not in self.reason:
             lines.append(f'"triton" {self.unavailable}')
         lines += map(str, self.launches)

@@ -64,10 +64,10 @@ def check_pair(caller: Caller, argument: str, pair: Any) -> tuple[Any, Any]:
     """Returns inputs and resets; raises ValueError unless `pair` is the two of them, in this order."""
     inputs = caller.bare("xs")
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        raise ValueError(
-            f"{caller(argument)} must be the pair ({inputs}, resets), got {describe(pair)}; pass resets too, which are "
-            "the dones of the previous steps"
-        )
+        remedy = "pass resets too, which are the dones of the previous steps, and the carry before them"
+        if isinstance(pair, (tuple, list)) and len(pair) > 2:
+            remedy = "leave out the others"
+        raise ValueError(f"{caller(argument)} must be the pair ({inputs}, resets), got {describe(pair)}; {remedy}")
     xs, resets = pair
     check_inputs(caller, xs, time_major=True)
     if resets is not None:

@@ -539,7 +539,7 @@ TABLE = {
             apply(linen.ScannedRNN(), H0, XS),
             "x must be the pair (ins, resets), got an array float32[4, 3, 2]; pass resets too",
         ),
-        (apply(linen.ScannedRNN(), H0, (XS, RESETS, RESETS)), "x must be the pair (ins, resets), got a tuple of 3"),
+        (apply(linen.ScannedRNN(), H0, (XS, RESETS, RESETS)), "got a tuple of 3; leave out the others"),
         (apply(linen.ScannedRNN(), H0, (RESETS, XS)), "x must be (ins, resets), got (resets, ins); swap them"),
         (apply(linen.ScannedRNN(), (XS, RESETS), H0), "x must be the pair (ins, resets), got an array float32[3, 6]"),
         (apply(linen.ScannedRNN(), H0, ({"obs": XS}, RESETS)), "ins must be an array, got a dict with obs"),

@@ -125,6 +125,7 @@ def test_explain_names_the_kernels_of_a_gpu_that_is_not_there(device, hidden, fo
     assert explanation.implementation == "triton" and explanation.unavailable is None
     loops = {launch.direction: launch.loop for launch in explanation.launches if launch.computes == "gru"}
     assert loops == {"forward": forward, "backward": backward}
+    assert ("runs lax.scan in place of every kernel: " in str(explanation)) == (forward == backward == "scan")
     for launch in explanation.launches:
         if launch.computes != "gru":
             continue

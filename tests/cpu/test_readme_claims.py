@@ -89,7 +89,7 @@ def test_ratios_to_flax_are_those_of_the_results():
     words = {"sixth": 6, "thirty-third": 33}
     low, high = re.search(r"up to 256 hidden units take a ([\w-]+) to a ([\w-]+) of the time of Flax's", PROSE).groups()
     assert (words[low], words[high]) == (round(min(narrow)), round(max(narrow)))
-    low, high = re.search(r"the wider ones take ([\d.]+) to ([\d.]+) of it", PROSE).groups()
+    low, high = re.search(r"Those with more units take ([\d.]+) to ([\d.]+) of its time", PROSE).groups()
     assert (rounded(1 / max(wide), low), rounded(1 / min(wide), high)) == (low, high)
 
 
