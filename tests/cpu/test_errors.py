@@ -88,8 +88,8 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
     ("gru", {"resets": ZEROS((T + 1, B))}, "; pass an entry for every step of every sequence"),
     (
         "gru",
-        {"reset_state": ZEROS((H + 1,))},
-        "; pass one state for all, or one for each sequence, or also",
+        {"reset_state": ZEROS((H + 1,)), "resets": ZEROS((T, B))},
+        "; pass one state for all, or one for each",
     ),
     ("gru", {"carry": (ZEROS((B, H)),) * 2}, "carry must be one array for a GRU, [*batch, H], got a tuple of 2"),
     ("gru", {"carry": ZEROS(())}, "carry must be [*batch, H], got a scalar"),
