@@ -486,8 +486,12 @@ BAD_RESETS = [
         {"resets": torch.zeros(T, B), "new": torch.zeros(B, H)},
         r"^reset_state must be \(1, 6\), \(1, 4, 6\) or \(1, 5, 4, 6\), got \(4, 6\)",
     ),
-    ({"resets": [0] * T}, "resets must be a tensor, got list"),
-    ({"resets": torch.zeros(T, B), "new": (torch.zeros(1, H),)}, r"^reset_state must be a tensor, got tuple"),
+    ({"resets": [0] * T}, "resets must be a tensor, got list: pass torch.as_tensor of it"),
+    ({"resets": torch.zeros(T + 1, B)}, r"got \(6, 4\): pass an entry for every step of every sequence"),
+    (
+        {"resets": torch.zeros(T, B), "new": (torch.zeros(1, H),)},
+        r"^reset_state must be a tensor, got tuple: pass one tensor",
+    ),
     ({"resets": torch.zeros(T, B), "new": torch.zeros(1, H).int()}, "must be floating point, got torch.int32"),
 ]
 

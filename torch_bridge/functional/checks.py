@@ -25,7 +25,11 @@ def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
     if isinstance(given, Tensor) or (optional and given is None):
         return
     kind = "None" if given is None else type(given).__name__
-    remedy = {"ndarray": ": pass torch.from_numpy of it", "ArrayImpl": ": pass torch.from_dlpack of it"}.get(kind, "")
+    remedies = {
+        "ndarray": ": pass torch.from_numpy of it", "ArrayImpl": ": pass torch.from_dlpack of it",
+        "list": ": pass torch.as_tensor of it", "tuple": ": pass one tensor",
+    }  # fmt: skip
+    remedy = remedies.get(kind, "")
     raise ValueError(f"{name} must be a tensor, got {kind.replace('ArrayImpl', 'an array of JAX')}{remedy}")
 
 
@@ -36,7 +40,8 @@ def check_reset_flags(resets: Any, shape: tuple[int, ...], whose: str) -> None:
         return
     given = tuple(resets.shape)
     if given != shape:
-        remedy = ": pass resets.squeeze(-1)" if given == (*shape, 1) else ""
+        remedy = ": pass an entry for every step of every sequence"
+        remedy = ": pass resets.squeeze(-1)" if given == (*shape, 1) else remedy
         remedy = ": pass resets.mT" if len(shape) == 2 and given == shape[::-1] else remedy
         raise ValueError(f"resets must be {shape}{whose}, got {given}{remedy}")
 

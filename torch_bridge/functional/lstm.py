@@ -150,5 +150,5 @@ def split_state_pair(name: str, given: Any) -> tuple[Any, Any]:
     if given is None:
         return None, None
     if not isinstance(given, (tuple, list)) or len(given) != 2:
-        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}")
+        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}: pass both")
     return given[0], given[1]
