@@ -238,7 +238,7 @@ def checked_clocks(
       By name, the clock followed by the worse result of `check`, or the row of `check`.
     """
 
-    # Each step is taken by all providers before the next one, but for those whose step before gave a row.
+    # All providers take a step before any takes the next one. A provider whose step returns a row takes no other step.
     def attempt(step: Callable[..., Any], provider: Provider, *args: Any) -> Any:
         try:
             return step(provider, ready[provider.name], *args)

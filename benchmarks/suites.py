@@ -289,21 +289,29 @@ def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
             del inputs
         while begun:
             case, truth, compare = begun.pop(0)
-            for precision, (dtype, _, rounding) in PRECISIONS.items():
+            for precision in PRECISIONS:
                 progress(f"{case} {precision}")
-                want = truth.want(dtype, True)
-                try:
-                    ours, xla = compare[precision](want)
-                except Exception as error:
-                    yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
-                    continue
-                for array in want:
-                    yield AccuracyRow(
-                        str(case), precision, array, *(ours[array][0], xla[array][0], ours[array][1], xla[array][1]),
-                        allowance=4 * 2.0**-23 + rounding * want[array].size ** -0.5,
-                    )  # fmt: skip
+                yield from accuracy_rows(case, precision, truth, compare[precision])
             del truth, compare
             harness.release()
+
+
+def accuracy_rows(
+    case: Case, precision: str, truth: Oracle, compare: Callable[[Any], tuple[oracle.Errors, oracle.Errors]]
+) -> Iterator[AccuracyRow]:
+    """Yields a row for each array, or one that says why there are no figures; `begin_comparison` returns `compare`."""
+    dtype, _, rounding = PRECISIONS[precision]
+    want = truth.want(dtype, True)
+    try:
+        ours, xla = compare(want)
+    except Exception as error:
+        yield AccuracyRow(str(case), precision, "all", reason=timing.first_line(error))
+        return
+    for array in want:
+        yield AccuracyRow(
+            str(case), precision, array, *(ours[array][0], xla[array][0], ours[array][1], xla[array][1]),
+            allowance=4 * 2.0**-23 + rounding * want[array].size ** -0.5,
+        )  # fmt: skip
 
 
 def begin_comparison(

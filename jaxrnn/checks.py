@@ -357,7 +357,8 @@ def _layout_remedy(xs: Array, carry: Array, time_major: bool, caller: Caller) ->
         return f"; {caller.bare('carry')} and {name} seem to be swapped"
     if carry.ndim == xs.ndim:
         return (
-            f"; {name} has as many axes as {caller.bare('carry')}, and needs a time axis besides: add what is missing"
+            f"; {name} has as many axes as {caller.bare('carry')}, and needs a time axis besides: add what is missing, "
+            f"or remove an axis of {caller.bare('carry')}"
         )
     if carry.shape[-1:] == (xs.shape[1:-1] if time_major else xs.shape[:-2]):
         return f"; {caller.bare('carry')} seems to be [H, B]: swap the arguments of the function that made it"
@@ -385,7 +386,7 @@ def check_params(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, ca
         got = getattr(params, name)
         check_floating(f"{caller('params')}.{name}", got)
         if jnp.shape(got) != shape:
-            check_width_of_carry(params, shapes, width, caller)
+            _check_width_of_carry(params, shapes, width, caller)
             remedy = "; make the weights for these widths, or pass the inputs and the carry that they are for"
             if jnp.shape(got) == shape[::-1]:
                 remedy = "; transpose it, or use jaxrnn.convert.from_torch for PyTorch's weights"
@@ -397,7 +398,7 @@ def check_params(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, ca
             )
 
 
-def check_width_of_carry(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, caller: Caller) -> None:
+def _check_width_of_carry(params: Any, shapes: dict[str, tuple[int, ...]], width: Any, caller: Caller) -> None:
     """Raises ValueError if the weights agree with one another and with the inputs, but not with the carry."""
     w_ih, w_hh = jnp.shape(params.w_ih), jnp.shape(params.w_hh)
     if "w_hr" in shapes or len(w_ih) != 2 or len(w_hh) != 2 or not w_hh[0]:

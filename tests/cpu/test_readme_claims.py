@@ -198,7 +198,7 @@ def test_figures_of_wide_states_as_other_gpus_are_those_of_the_results():
 
 
 def test_the_default_is_at_most_3_percent_behind_the_faster_implementation():
-    """Of every problem, on the H200 and as each other GPU."""
+    """The bound holds for every problem of suite `choice`, on the H200 and as each of the other GPUs."""
     reports = [results("choice"), *(results_as(profile, "choice") for profile in PROFILES.values())]
     ratios = []
     for report in reports:

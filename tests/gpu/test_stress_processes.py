@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,15 +14,21 @@ import pytest
 pytestmark = [pytest.mark.gpu, pytest.mark.stress, pytest.mark.torch]
 
 ROOT = Path(__file__).resolve().parents[2]
+SANITIZED = ROOT / "tests" / "sanitized.py"
 METHODS = pytest.mark.parametrize("method", ["native", "callback"])
 
 
-def begin(program, method="native", **environment):
-    """Starts a process that runs a program, with this checkout's packages and modules of tests."""
+def environment(**changes):
+    """Returns the environment of a process that imports this checkout's packages and modules of tests."""
     folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | changes
+
+
+def begin(program, method="native", **changes):
+    """Starts a process that runs a program."""
     return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program)], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(folders), "JAXRNN_LAUNCH": method} | environment,
+        [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=environment(JAXRNN_LAUNCH=method, **changes),
     )  # fmt: skip
 
 
@@ -189,7 +194,7 @@ def test_a_compiled_program_gives_the_same_bits_without_flags_of_xla(method):
 
 @METHODS
 def test_four_processes_share_a_gpu(method):
-    """In three of the problems, programs wait for one another, and the GPU switches between processes."""
+    """Programs of two of the problems wait for one another, while the GPU switches between processes."""
     for process in [begin(COUNTING, method) for _ in range(4)]:
         assert_says(process, "equal bits")
 
@@ -199,11 +204,7 @@ def sanitizer():
     """Returns the path of compute-sanitizer, after all kernels are in Triton's cache."""
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     assert found, "this test needs compute-sanitizer, of the CUDA toolkit, in PATH; -k 'not sanitizer' leaves it out"
-    folders = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    subprocess.run(
-        [sys.executable, ROOT / "tests" / "sanitized.py", "compile"], env=os.environ | {"PYTHONPATH": folders},
-        check=True, timeout=300,
-    )  # fmt: skip
+    subprocess.run([sys.executable, SANITIZED, "compile"], env=environment(), check=True, timeout=300)
     return found
 
 
@@ -211,12 +212,11 @@ def sanitizer():
 def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitizer):
     """Every array has memory of its own, so that an access out of bounds is found."""
     done = subprocess.run(
-        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, ROOT / "tests" / "sanitized.py"],
-        env=os.environ | {
-            "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
-            "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
-            "XLA_FLAGS": "--xla_gpu_autotune_level=0",
-        },
+        [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, SANITIZED],
+        env=environment(
+            PYTORCH_NO_CUDA_MEMORY_CACHING="1", XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+            XLA_FLAGS="--xla_gpu_autotune_level=0",
+        ),
         capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0 and "launches of time loops" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]
