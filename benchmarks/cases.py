@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Dtype = Literal["f32", "bf16"]
+Precision = Literal["tf32", "bf16"]  # of matrix products
 
 # The cells that every suite measures. `CELLS` below has rows of the others.
 MEASURED = ("gru", "lstm")

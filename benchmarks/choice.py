@@ -231,7 +231,7 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
     rows = {name: Row(label, name, ours=DEFAULT) for name in (DEFAULT, *IMPLEMENTATIONS)}
     for name, error in one.failures.items():
         rows[name] = harness.failed(rows[name], error)
-    limit = 2 * oracle.TOLERANCE["bf16" if one.problem.dtype == "bf16" else "tf32"]
+    limit = 2 * oracle.tolerance(one.problem.cell, "bf16" if one.problem.dtype == "bf16" else "tf32")
     want = one.programs["xla"]() if "xla" in one.programs else None
     clocks = {}
     for name, program in one.programs.items():

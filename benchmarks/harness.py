@@ -215,7 +215,7 @@ def check(
         return failed(row, error)
     largest = {name: rms for name, (rms, _) in errors.items()}
     name = max(largest, key=lambda name: float("inf") if largest[name] != largest[name] else largest[name])
-    limit = oracle.TOLERANCE[provider.precision]
+    limit = oracle.tolerance(truth.cell, provider.precision)
     if not largest[name] <= limit:
         reason = f"not timed: {name} is off by {largest[name]:.2g}, more than {limit:g}"
         return dataclasses.replace(row, status="wrong", reason=reason, error=largest[name], error_of=name)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from benchmarks.cases import Case, Dtype
+    from benchmarks.cases import Case, Dtype, Precision
 
     Arrays = dict[str, jax.Array]
     Tensors = dict[str, Any]
@@ -112,7 +112,7 @@ class Provider:
       note: a description in one line.
       cells: the cells that it supports.
       dtype: the dtype of its inputs.
-      precision: the precision of its matrix products, a key of `oracle.TOLERANCE`.
+      precision: the precision of its matrix products, which `oracle.tolerance` takes.
       resets: whether it supports resets; if not, it is checked and timed without them.
       reset_states: whether its pass takes the states that episodes start from.
       vmap: whether it can run many models at once.
@@ -125,7 +125,7 @@ class Provider:
     note: str
     cells: tuple[str, ...] = cases.MEASURED
     dtype: Dtype = "f32"
-    precision: Literal["tf32", "bf16"] = "tf32"
+    precision: Precision = "tf32"
     resets: bool = True
     reset_states: bool = False
     vmap: bool = True

@@ -166,7 +166,7 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     for name in [name for name in run if name != "three trivial ops"]:
         error = oracle.errors({"ys": run[name]()}, {"ys": want})["ys"][0]
         rows[name] = dataclasses.replace(rows[name], error=error, error_of="ys")
-        if not error <= oracle.TOLERANCE["tf32"]:
+        if not error <= oracle.tolerance(case.cell, "tf32"):
             rows[name] = dataclasses.replace(rows[name], status="wrong", reason=f"not timed: ys is off by {error:.2g}")
             del run[name]
     timed_scans(run, rows, case.T, settings, progress)

@@ -18,10 +18,11 @@ import pytest
 from benchmarks import __main__ as command
 from benchmarks import cases, harness, machine, plot, providers, report, tilings, timing
 from benchmarks.cases import Case
-from benchmarks.oracle import TOLERANCE, Oracle, errors
+from benchmarks.oracle import Oracle, errors, tolerance
 from benchmarks.results import AccuracyRow, Report, Row
 from benchmarks.settings import Settings
 from torch_bridge import tiling
+from torch_bridge.cells import CELLS as SPECS
 
 ROOT = Path(__file__).parents[2]
 MACHINE = {"gpu": "NVIDIA H200", "driver": "580.1", "jax": "0.11.2", "commit": "abc"}
@@ -138,7 +139,8 @@ def test_provider_passes_the_check(name, case):
     inputs, truth = numbers_and_truth(case)
     checked = harness.check(provider, ready(provider.build(case, inputs)), truth)
     assert not isinstance(checked, Row), checked.reason
-    assert checked[1] < (TOLERANCE["bf16"] if provider.precision == "bf16" or jax.default_backend() == "gpu" else 2e-6)
+    rounds = provider.precision == "bf16" or jax.default_backend() == "gpu"
+    assert checked[1] < (tolerance(case.cell, "bf16") if rounds else 2e-6)
 
 
 def ready(built):
@@ -155,10 +157,14 @@ def test_provider_with_vmap_passes_the_check(name):
     assert not isinstance(checked, Row), checked.reason
 
 
-def test_wrong_provider_is_not_timed():
-    inputs, truth = numbers_and_truth(TINY[0])
+RELU = Case("simple_relu", 5, 4, 12, reset_rate=0.3)
+
+
+@pytest.mark.parametrize("case", [TINY[0], RELU], ids=str)
+def test_wrong_provider_is_not_timed(case):
+    inputs, truth = numbers_and_truth(case)
     flax = providers.PROVIDERS["flax"]
-    built = flax.build(TINY[0], inputs)
+    built = flax.build(case, inputs)
 
     def without_resets():
         weights, xs, rest, ct_ys = built.args
@@ -167,6 +173,28 @@ def test_wrong_provider_is_not_timed():
     row = harness.check(flax, harness.Ready(without_resets, built.canonical), truth)
     assert isinstance(row, Row) and row.status == "wrong" and row.value is None
     assert row.error_of in row.reason
+
+
+def test_tolerance_depends_on_cell_and_precision():
+    """A ReLU's gradients are off by 0.02 in TF32, in every implementation; wrong results by 0.1 or more."""
+    for cell in SPECS:
+        assert tolerance(cell, "tf32") == (0.05 if cell == "simple_relu" else 0.01)
+        assert tolerance(cell, "bf16") == 0.05
+
+
+@pytest.mark.parametrize(("case", "error", "timed"), [
+    (TINY[0], 0.008, True), (TINY[0], 0.02, False), (RELU, 0.02, True), (RELU, 0.06, False),
+], ids=str)  # fmt: skip
+def test_check_applies_the_tolerance_of_the_cell(case, error, timed):
+    inputs, truth = numbers_and_truth(case)
+    provider = providers.PROVIDERS["jaxrnn-xla"]
+    assert provider.precision == "tf32"
+    one = ready(provider.build(case, inputs))
+    wrong = dataclasses.replace(one, canonical=lambda x: {k: (1 + error) * y for k, y in one.canonical(x).items()})
+    checked = harness.check(provider, wrong, truth)
+    assert isinstance(checked, Row) != timed
+    if not timed:
+        assert checked.reason.endswith(f"more than {tolerance(case.cell, 'tf32'):g}")
 
 
 @pytest.fixture
@@ -231,7 +259,7 @@ def test_modules_for_pytorch_are_timed_on_the_gpu(monkeypatch):
         if row.provider in ("torch_bridge", "torch-cudnn"):
             assert row.method == timing.REPLAYS
         assert ("its own CUDA graphs" in row.method) == (row.provider == "torch_bridge-cudagraphs")
-        assert 0.01 < row.value < 100 and row.error < TOLERANCE["tf32"]
+        assert 0.01 < row.value < 100 and row.error < tolerance("gru", "tf32")
     rows = list(suites.torch_step(settings, lambda _: None))
     assert [row for row in rows if row.status != "measured"] == []
     for row in rows:
