@@ -1,5 +1,7 @@
 """README.md agrees with the repository: figures, commands, extras, names, versions and links.
 
+The figures of suite `cells` in docs/performance.md are checked here, too.
+
 `test_readme.py` runs its snippets, `test_orders.py` checks its table of orders, and `test_benchmarks.py` how the tables
 of results are made.
 """
@@ -16,7 +18,8 @@ import pytest
 from example_modules import load
 
 from benchmarks import __main__ as command
-from benchmarks import choice
+from benchmarks import cases, choice
+from benchmarks.oracle import tolerance
 from benchmarks.report import markdown
 from benchmarks.results import Report
 
@@ -52,9 +55,9 @@ def cells_of(line):
     return [cell.strip().replace("**", "") for cell in line.strip("|").split("|")]
 
 
-def table(heading):
+def table(heading, page="README.md"):
     """Returns the headings of the table whose first line begins with `heading`, and its other rows by their labels."""
-    (block,) = re.findall(rf"^(\| {re.escape(heading)} \|.*\n(?:\|.*\n)+)", README, re.MULTILINE)
+    (block,) = re.findall(rf"^(\| {re.escape(heading)} \|.*\n(?:\|.*\n)+)", TEXTS[page], re.MULTILINE)
     headings, _, *rows = map(cells_of, block.splitlines())
     return headings, {label: cells for label, *cells in rows}
 
@@ -65,9 +68,35 @@ def table(heading):
 def test_headline_table_is_made_from_the_results():
     lines = markdown(results("headline")).splitlines()
     rows = [line for line in lines if line.startswith("|")]
-    assert len(rows) == 13 and set(rows) <= set(README.splitlines())
+    assert len(rows) == 16 and set(rows) <= set(README.splitlines())
     sentences = [one for line in lines if line and line not in rows for one in re.split(r"(?<=\.) (?=[A-Z1])", line)]
     assert len(sentences) == 6 and [one for one in sentences if one not in PROSE] == []
+
+
+def test_rows_of_another_commit_are_those_that_the_readme_names():
+    report = results("headline")
+    assert "The two figures of 9b79f30 are those of TorchRL's LSTM." in PROSE
+    older = [row for row in report.rows if row.note.endswith("at 9b79f30")]
+    assert {(row.case, row.provider) for row in older} == {
+        ("LSTM 2048,256,128", "torchrl"),
+        ("LSTM 2048,256,128", "torchrl-bf16"),
+    }
+    assert set(report.commits()) == {"9b79f30", report.machine["commit"]}
+
+
+def test_figures_below_ours_are_those_that_the_readme_names():
+    found = values(results("headline"))
+    below = {}
+    for (case, provider), value in found.items():
+        ours = "jaxrnn-bf16" if provider.endswith("-bf16") else "jaxrnn"
+        if not provider.startswith("jaxrnn") and value < found[case, ours]:
+            below[case, provider] = value / found[case, ours]
+    ratio, case = re.search(
+        r"One figure of another implementation is below ours of the same precision: in bfloat16, cuDNN with packed "
+        r"episodes takes ([\d.]+) times our time for (GRU [\d,]+)\. ", PROSE,
+    ).groups()  # fmt: skip
+    assert [*below] == [(case, "torch-cudnn-packed-bf16")]
+    assert rounded(*below.values(), ratio) == ratio
 
 
 def test_figures_that_the_headline_leaves_out_are_first_calls_that_took_too_long():
@@ -76,6 +105,8 @@ def test_figures_that_the_headline_leaves_out_are_first_calls_that_took_too_long
     assert missing and {row.status for row in missing} <= {"unfinished", "skipped", "unsupported"}
     limits = [int(x) for row in missing for x in re.findall(r"unfinished after (\d+) s", row.reason)]
     assert len(limits) == len(missing) and min(limits) == seconds
+    (unfinished,) = {row.case for row in missing if row.status == "unfinished"}
+    assert f"that of {unfinished} was unfinished, and the others were not tried." in PROSE
 
 
 def test_ratios_to_flax_are_those_of_the_results():
@@ -85,8 +116,8 @@ def test_ratios_to_flax_are_those_of_the_results():
         if provider == "jaxrnn":
             units = int(case.split(",")[2])
             (narrow if units <= 256 else wide).append(found[case, "flax"] / ours)
-    assert (len(narrow), len(wide)) == (8, 3)
-    words = {"sixth": 6, "thirty-third": 33}
+    assert (len(narrow), len(wide)) == (8, 6)
+    words = {"seventh": 7, "thirty-fourth": 34}
     low, high = re.search(r"up to 256 hidden units take a ([\w-]+) to a ([\w-]+) of the time of Flax's", PROSE).groups()
     assert (words[low], words[high]) == (round(min(narrow)), round(max(narrow)))
     low, high = re.search(r"Those with more units take ([\d.]+) to ([\d.]+) of its time", PROSE).groups()
@@ -103,6 +134,13 @@ def test_ratios_to_cudnn_are_those_of_the_results():
         ratios = [found[case, provider] / found[case, "jaxrnn"] for case in cases]
         low, high = re.search(pattern, PROSE).groups()
         assert (rounded(min(ratios), low), rounded(max(ratios), high)) == (low, high)
+    pattern = (
+        r"takes ([\d.]+) ms at B=1, ([\d.]+) ms at 8, ([\d.]+) ms at 32 and ([\d.]+) ms at 64; "
+        r"ours takes ([\d.]+), ([\d.]+), ([\d.]+) and ([\d.]+) ms \(`small`\)"
+    )
+    quoted = re.search(pattern, " ".join(TEXTS["benchmarks/NOTES.md"].split())).groups()
+    times = [found[f"GRU {batch},128,128", name] for name in ("torch-cudnn", "jaxrnn") for batch in (1, 8, 32, 64)]
+    assert [rounded(x, y) for x, y in zip(times, quoted, strict=True)] == [*quoted]
     found = values(results("sweep"))
     theirs, ours = found["GRU 64,128,32", "torch-cudnn"], found["GRU 64,128,32", "jaxrnn"]
     quoted = re.search(r"without resets takes ([\d.]+) times our time \(([\d.]+) and ([\d.]+) ms, `sweep`\)", PROSE)
@@ -139,22 +177,98 @@ def test_steps_per_second_are_those_of_the_results():
     assert {"PPO, 64 envs", "PPO, 16 seeds of 64 envs"} == set(commits[older])
 
 
-def test_figures_of_an_h100_are_those_of_the_results():
+def test_what_the_readme_says_of_an_h100_agrees_with_the_results():
     report = results("headline", "nvidia-h100-80gb-hbm3")
     found, (commit,) = values(report), report.commits()
-    text = re.search(rf"On an H100 at commit {commit}, (.*?) ms in TF32\.", PROSE)[1]
-    ours = re.findall(r"(GRU [\d,]+) (?:takes )?([\d.]+) / ([\d.]+) ms", text)
-    others = re.search(r"takes ([\d.]+), ([\d.]+) and ([\d.]+)$", text).groups()
-    assert len(ours) == len(others) == 3
-    for (case, tf32, bf16), other in zip(ours, others, strict=True):
-        assert rounded(found[case, "jaxrnn"], tf32) == tf32 and rounded(found[case, "jaxrnn-bf16"], bf16) == bf16
-        peers = ("flax", "hoisted-scan", "torch-cudnn", "torch-cudnn-packed")
-        assert rounded(min(found[case, peer] for peer in peers), other) == other
     cases = {case for case, _ in found}
-    assert len(cases) == 10 and "ten GRUs of `headline`" in PROSE
+    assert len(cases) == 10 and f"measured at commit {commit}: ten GRUs of `headline`, beside Flax," in PROSE
+    assert {name for _, name in found} >= {"flax", "hoisted-scan", "torch-cudnn", "torch-cudnn-packed"}
     for case, name in found:  # first in each, in TF32 and in bfloat16
         if not name.startswith("jaxrnn"):
             assert found[case, "jaxrnn-bf16" if name.endswith("-bf16") else "jaxrnn"] < found[case, name]
+
+
+CELLS = {
+    "GRU": "GRU",
+    "MGU": "MGU",
+    "simple RNN (tanh)": "SIMPLE_TANH",
+    "simple RNN (ReLU)": "SIMPLE_RELU",
+    "normed GRU (RMSNorm)": "RMS_NORM_GRU",
+    "normed GRU (LayerNorm)": "LAYER_NORM_GRU",
+}
+OURS = ("jaxrnn", "jaxrnn-bf16")
+
+
+def times_of_the_gru(found, case):
+    """Returns our time divided by that of the GRU of the same size, in TF32 and in bfloat16; None without a time."""
+    gru = f"GRU {case.split()[1]}"
+    return [found[case, name] / found[gru, name] if (case, name) in found else None for name in OURS]
+
+
+def test_times_of_other_cells_are_those_of_the_results():
+    report, page = results("cells"), "docs/performance.md"
+    found, prose = values(report), " ".join(TEXTS[page].split())
+    headings, rows = table("B, T, H | jaxrnn, TF32 / bfloat16", page)
+    assert headings[2:] == ["times the GRU's time", "Flax", "`lax.scan`, hoisted"]
+    labels = {label: f"{CELLS[label.rpartition(' ')[0]]} {label.rpartition(' ')[2]}" for label in rows}
+    assert list(labels.values()) == list(dict.fromkeys(row.case for row in report.rows))
+    for label, (times, ratios, *peers) in rows.items():
+        case = labels[label]
+        expected = [found.get((case, name)) for name in (*OURS, "flax", "hoisted-scan")] + times_of_the_gru(found, case)
+        cells = [*times.split(" / "), *peers, *ratios.split(" / ")]
+        assert ["-" if x is None else rounded(x, y) for x, y in zip(expected, cells, strict=True)] == cells, label
+    (commit,) = report.commits()
+    assert f"(`cells`, commit {commit})" in prose
+    tf32, bf16 = re.search(
+        r"At 1024,128,256 they take (.*?) times the GRU's time in TF32, and (.*?) times in bfloat16\.", prose
+    ).groups()
+    normed = [times_of_the_gru(found, f"{cell} 1024,128,256") for cell in ("RMS_NORM_GRU", "LAYER_NORM_GRU")]
+    for ratios, text in zip(zip(*normed, strict=True), (tf32, bf16), strict=True):
+        assert_range(ratios, text)
+
+
+def test_errors_of_a_relu_are_those_of_the_results():
+    prose = " ".join(TEXTS["docs/performance.md"].split())
+    error, then, now = re.search(
+        r"All of them are off by ([\d.]+) from float64.*? The check allowed ([\d.]+) then\. It now allows ([\d.]+) for",
+        prose,
+    ).groups()
+    wrong = [row for row in results("cells").rows if row.status == "wrong"]
+    assert len(wrong) == 8 and {row.provider for row in wrong} == {"jaxrnn", "jaxrnn-remat", "flax", "hoisted-scan"}
+    assert {row.case.split()[0] for row in wrong} == {"SIMPLE_RELU"}
+    assert {rounded(row.error, error) for row in wrong} == {error}
+    assert all(row.reason.endswith(f"more than {then}") for row in wrong)
+    assert float(now) == tolerance("simple_relu", "tf32")
+
+
+def test_times_of_remat_are_those_of_the_results():
+    found = values(results("headline"))
+    ours, remat = (found["GRU 2048,256,128", name] for name in ("jaxrnn", "jaxrnn-remat"))
+    longer, shorter = re.search(
+        r"The pass then takes ([\d.]+) ms instead of ([\d.]+) ms in TF32", TEXTS["docs/performance.md"]
+    ).groups()
+    assert [rounded(remat, longer), rounded(ours, shorter)] == [longer, shorter]
+    (ratio,) = re.findall(r"instead of 1\.9 GB, and ([\d.]+) times as long", TEXTS["docs/troubleshooting.md"])
+    assert rounded(remat / ours, ratio) == ratio
+    assert f"| `remat`, 2048,256,128 | {remat:.2f} ms; on an H100" in TEXTS["benchmarks/NOTES.md"]
+
+
+def test_rows_that_miss_their_target_are_those_of_the_results():
+    """Compares the rows of suite `headline`, which stand before those of other suites, in benchmarks/NOTES.md."""
+    headings, rows = table("row | is", "benchmarks/NOTES.md")
+    assert headings == ["row", "is", "target", "what bounds it"]
+    found, listed = values(results("headline")), {}
+    for label, (times, targets, _) in rows.items():
+        if not re.match(r"(GRU|LSTM) [\d, ]+$", label):
+            break
+        cell, _, sizes = label.partition(" ")
+        for size, *pair in zip(sizes.split(", "), times.split(", "), targets.split(", "), strict=True):
+            listed[f"{cell} {size}"] = pair
+    assert list(listed) and set(listed) == {str(case) for case in cases.HEADLINE}
+    for case, target in cases.HEADLINE.items():
+        times, targets = (text.split(" / ") for text in listed[str(case)])
+        assert [rounded(found[str(case), name], x) for name, x in zip(OURS, times, strict=True)] == times, case
+        assert [float(x) for x in targets] == [*target], case
 
 
 PROFILES = {"as an A100": "a100", "as an RTX 3090": "rtx3090", "as an RTX 4090": "rtx4090"}
