@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -33,73 +34,75 @@ def begin(program, method="native", **changes):
 
 
 def assert_says(process, text, timeout=300):
-    """Checks that a process ends well and prints a text."""
+    """Checks that a process ends well and prints a text, and returns all that it prints."""
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
     assert process.returncode == 0 and text in out, err
+    return out
+
+
+def assert_stops(process, times):
+    """Checks that interrupts stop a process a number of times, at most once of them at the second interrupt."""
+    out = assert_says(process, f"stopped {times} times, ")
+    assert re.search(rf"^stopped {times} times, [01] at the second interrupt$", out, re.MULTILINE), out
 
 
 RUNNING = """
-import os, signal, threading
-import jax, stress
+import time
+import interrupts, jax, stress
 run, arguments = stress.problem("lstm", 4, 2, 512)
 want = jax.jit(run)(*arguments)
 program = stress.repeated(run, 20_000)
 assert int(program(want, *arguments)) == 20_000
-stopped = 0
+sent = interrupts.Interrupts()
+
+def run_for_seconds():
+    end = time.monotonic() + 5
+    while time.monotonic() < end:
+        assert int(program(want, *arguments)) == 20_000
+
 for k in range(10):
-    threading.Timer(0.05 * (k + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        while True:
-            assert int(program(want, *arguments)) == 20_000
-    except KeyboardInterrupt:
-        stopped += 1
+    sent.send(run_for_seconds, 0.05 * (k + 1))
 assert int(program(want, *arguments)) == 20_000
-print("stopped", stopped, "times")
+sent.say()
 """
 
 
 @METHODS
 def test_an_interrupt_while_kernels_run_leaves_the_process_usable(method):
-    assert_says(begin(RUNNING, method), "stopped 10 times")
+    assert_stops(begin(RUNNING, method), 10)
 
 
 COMPILING = """
-import os, signal, threading, time
-import calls, jax, stress
-stopped = 0
+import calls, interrupts, jax, stress
+sent = interrupts.Interrupts()
 for k in range(6):
     sizes = "gru", 4, 2, 64 * (k + 1)
     run, arguments = stress.problem(*sizes)
-    threading.Timer(0.4 * (k + 1), os.kill, (os.getpid(), signal.SIGINT)).start()
-    try:
-        jax.jit(run)(*arguments)
-        time.sleep(60)
-    except KeyboardInterrupt:
-        stopped += 1
+    sent.send(lambda: jax.jit(run)(*arguments), 0.4 * (k + 1))
     once, again = (jax.jit(run)(*arguments) for _ in range(2))  # what was interrupted
     assert bool(stress.same(once, again))
     xla, _ = stress.problem(*sizes, implementation="xla")
     with jax.default_matmul_precision("highest"):
         calls.assert_close(jax.jit(run)(*arguments), jax.jit(xla)(*arguments), 1e-4)
-print("stopped", stopped, "times")
+sent.say()
 """
 
 
 @METHODS
 def test_an_interrupt_while_kernels_compile_leaves_the_process_usable(method, tmp_path):
     """Nothing is in Triton's cache, so compilation takes seconds."""
-    assert_says(begin(COMPILING, method, TRITON_CACHE_DIR=str(tmp_path)), "stopped 6 times")
+    assert_stops(begin(COMPILING, method, TRITON_CACHE_DIR=str(tmp_path)), 6)
 
 
 RECORDING = """
-import os, signal, threading, time
-import torch
+import time
+import interrupts, torch
 from torch_bridge.nn import GRU
-stopped = 0
+sent = interrupts.Interrupts()
 with torch.no_grad():
     rnn, xs = GRU(64, 512, device="cuda"), torch.randn(4, 8, 64, device="cuda")
     expected = rnn(xs)[0].clone()
@@ -117,23 +120,18 @@ with torch.no_grad():
     record(times)
     seconds = time.perf_counter() - began
     for k in range(5):
-        threading.Timer(seconds * (0.3 + 0.1 * k), os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            record(times)
-            time.sleep(60)
-        except KeyboardInterrupt:
-            stopped += 1
+        sent.send(lambda: record(times), seconds * (0.3 + 0.1 * k))
         graph, ys = record(1)
         ys.zero_()
         graph.replay()
         torch.cuda.synchronize()
         assert torch.equal(ys, expected)
-print("stopped", stopped, "times")
+sent.say()
 """
 
 
 def test_an_interrupt_while_a_graph_is_recorded_leaves_the_process_usable():
-    assert_says(begin(RECORDING), "stopped 5 times")
+    assert_stops(begin(RECORDING), 5)
 
 
 FORKING = """
