@@ -125,7 +125,7 @@ RMS_NORM_GRU = CellSpec(
     in_place_residuals=None,
     last_gate_separate=False,
     tilings="gru",
-    loops=("streamed", "resident", "fma"),
+    loops=("streamed", "resident", "fma", "split_registers"),
     norm="rms",
 )
 LAYER_NORM_GRU = dataclasses.replace(RMS_NORM_GRU, name="layer_norm_gru", norm="layer")

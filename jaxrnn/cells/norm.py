@@ -85,20 +85,20 @@ def gradient(cell: Cell, residuals: dict[str, Array], dh: Array) -> Array:
 
 
 def statistics_grads(
-    dnorm: Array, scale: Array, h: Array, statistics: dict[str, Array], width: int
+    dnorm: Array, scale: Array, h_mean: Array | None, statistics: dict[str, Array], width: int, hidden: int
 ) -> dict[str, Array]:
     """Returns the gradients of `statistics` by name.
 
     Args:
       dnorm: `[..., 1]` the sum over units of the gradient of the step's output times the norm's local gradient.
       scale: s, `[..., 1]`.
-      h: the state before the step.
+      h_mean: the mean of the state before the step, `[..., 1]`, or None for RMSNorm.
       statistics: what `input_statistics` returned.
       width: the number of elements of `[x, h]`.
+      hidden: the number of units.
     """
     dvariance = -0.5 * scale**2 * dnorm
-    if "x_mean" not in statistics:
+    if h_mean is None:
         return {"x_norm": dvariance}
-    hidden = h.shape[-1]
-    apart = jnp.mean(h, axis=-1, keepdims=True) - statistics["x_mean"]
+    apart = h_mean - statistics["x_mean"]
     return {"x_norm": dvariance, "x_mean": dvariance * apart * (-2 * hidden * (width - hidden) / width**2)}

@@ -157,7 +157,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
     launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
     from_states = static.remat and follow_from_states(static, [saved[f"{s}s"] for s in cell.states])
-    needs_previous = not launches_weight_grads or bool(cell.norm) or from_states
+    needs_previous = not launches_weight_grads or cell.norm == "layer" or from_states
     forward_weights = _forward_weights(static, params) if static.remat else {}
     # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals
     overwritten = next((array.name for array in residual_arrays if array.over), None)
@@ -217,10 +217,10 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
         if cell.norm:
-            scale, h_before = residuals["scale"], previous["h"].astype(f32)
+            h_mean = jnp.mean(previous["h"].astype(f32), axis=-1, keepdims=True) if cell.norm == "layer" else None
             statistics, vjp = jax.vjp(lambda x: norm.input_statistics(cell, x, hidden), x)
-            width = _norm_width(static, xs, hidden)
-            (dx_norm,) = vjp(norm.statistics_grads(results["dnorm"], scale, h_before, statistics, width))
+            widths = _norm_width(static, xs, hidden), hidden
+            (dx_norm,) = vjp(norm.statistics_grads(results["dnorm"], residuals["scale"], h_mean, statistics, *widths))
             dx += dx_norm.astype(f32)
         if launches_weight_grads:
             sums = launch_weight_grads(static, x, saved_chunk["hs"], before["h"], reset, dxp, hidden_grads)

@@ -42,7 +42,7 @@ def weight_grads(
 
 def has_weight_grads_launch(static: RecurrenceSpec, xs: Array, hidden: int) -> bool:
     """Whether one launch computes the gradients of weights and biases, which needs all steps in one direction."""
-    if static.cell.norm or static.reset_state != "zeros" or static.reverse == "bidirectional":
+    if static.reset_state != "zeros" or static.reverse == "bidirectional":
         return False
     if static.operand_dtype == jnp.float32 and not static.uses_tf32:
         return False

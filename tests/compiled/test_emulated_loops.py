@@ -103,6 +103,9 @@ CASES = (
         "split_registers", "tf32", 192, 11, 3, shared=True, reverse="bidirectional", workers=1, cells=("lstm",), seed=0
     ),
     Case("split_registers", "tf32", 192, 11, 3, shared=True, in_place=True, cells=("gru",)),
+    # programs of fewer units than 64, whose lanes take turns with the sums of a norm
+    Case("split_registers", "tf32", 260, 3, 2, shared=True, reset_state="stepped", cells=("layer_norm_gru",)),
+    Case("split_registers", "bf16", 260, 9, 3, shared=True, workers=1, cells=("rms_norm_gru",), seed=0),
     Case("streamed", "tf32", 16, 11, 4, reset_state="stepped"),
     Case("streamed", "bf16", 37, 5, 3, reset_state="fixed", reverse="bidirectional", groups=2),
     Case("streamed", "tf32x3", 32, 3, 3, reverse=True),

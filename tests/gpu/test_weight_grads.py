@@ -164,13 +164,15 @@ def make_layer(cell, dtype, T=256, B=256, D=128, H=128, seed=0):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape) / shape[-2] ** 0.5, dtype)  # noqa: E731
     if cell == "gru":
         params, carry = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(1, 3 * H)[0], draw(1, H)[0]), draw(B, H)
+    elif cell == "norm_gru":
+        params, carry = jaxrnn.NormGRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(1, 3 * H)[0]), draw(B, H)
     else:
         params, carry = jaxrnn.LSTMParams(draw(D, 4 * H), draw(H, 4 * H), draw(1, 4 * H)[0]), (draw(B, H), draw(B, H))
     return params, carry, draw(T, B, D), jnp.asarray(rng.random((T, B)) < 0.05)
 
 
 def loss(cell, implementation, params, carry, xs, resets, **options):
-    run = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm}[cell]
+    run = {"gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "norm_gru": functools.partial(jaxrnn.norm_gru, norm="layer")}[cell]
     _, ys = run(params, carry, xs, resets=resets, implementation=implementation, **options)
     return jnp.sum(jnp.sin(ys.astype(jnp.promote_types(ys.dtype, jnp.float32))))
 
@@ -204,7 +206,7 @@ def check(make_grad, arguments):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"time_major": False}], ids=str)
 def test_layers_use_the_launch(cell, dtype, options):
     """Checks the gradients of a layer for each way to call it: forward, reverse and batch-major."""
@@ -218,7 +220,7 @@ def test_layers_use_the_launch(cell, dtype, options):
     check(make_grad, (params, carry, xs, resets))
 
 
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_every_chunk_of_remat_uses_the_launch(cell, reverse, monkeypatch):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)

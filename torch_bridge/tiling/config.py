@@ -58,7 +58,10 @@ class KernelConfig:
             # two buffers; forward, each pair of elements is a word and the word's number; backward, each program sends
             # a word per element to each program
             words = 2 * self.block_h * self.block_b * self.splits * workers
-            return [("exchange", words if forward else words * self.splits, "int32", True)]
+            found = [("exchange", words if forward else words * self.splits, "int32", True)]
+            if problem.norm_width and not forward:  # each program sends a sum per sequence, which is for all programs
+                found.append(("sums", words // self.block_h, "int32", True))
+            return found
         if self.loop == "rows":
             width = self.splits * self.block_h * (1 if forward else gates)
             scaled = problem.operand_dtype == "float32"

@@ -10,9 +10,12 @@ through shared memory. Backward, a program multiplies the gate gradients of its 
 columns, and sends to every program the part of the gradient that belongs to that program's units. The gate gradients,
 and the scale of their float16 operands, are not exchanged.
 
+With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Forward, its sums over units are those of the
+received states, which are rounded as operands of the product. Backward, each program sends the sum over its own units
+to all programs.
+
 A thread computes two adjacent units of a sequence, and a warp every eighth sequence. With fewer than 64 units, several
-lanes compute the same. BLOCK_K is the number of units of all programs, rounded up to a power of two. The kernels do not
-support a norm.
+lanes compute the same. BLOCK_K is the number of units of all programs, rounded up to a power of two.
 """
 
 import triton.experimental.gluon.language as gl
@@ -20,7 +23,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import RESET_FIXED, RESET_STEPPED, operands_of, scaled, step_time, time_order
+from torch_bridge.kernels.common import (
+    RESET_FIXED,
+    RESET_STEPPED,
+    normalise,
+    operands_of,
+    scaled,
+    step_time,
+    time_order,
+    with_norm_grad,
+)
 from torch_bridge.kernels.gluon_common import (
     add_inputs,
     backward_rows,
@@ -34,8 +46,11 @@ from torch_bridge.kernels.gluon_common import (
     load_resets,
     load_saved,
     load_states,
+    load_statistics,
+    mean_of_norm,
     pack_residuals,
     reset_gradients,
+    scale_of_norm,
     scale_to_float16,
     scaled_reset_states,
     select_states,
@@ -233,11 +248,12 @@ def _stack(values):
 
 @gluon.jit
 def _receive_state(
-    operand, exchange_ptr, number, workers, worker, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr
+    operand, exchange_ptr, number, workers, worker, BLOCK_H: gl.constexpr, SPLITS: gl.constexpr, SUMS: gl.constexpr
 ):  # fmt: skip
     """Receives the hidden state of all programs into `operand`, `[groups, batch, part]`.
 
-    A thread receives a word of every 64 units, which lie at equal distances.
+    A thread receives a word of every 64 units, which lie at equal distances. Returns SUMS sums over units of what was
+    received, `[batch]`: the sum of squares, and the sum.
     """
     GROUPS: gl.constexpr = operand.shape[0]
     BATCH: gl.constexpr = operand.shape[1]
@@ -260,6 +276,19 @@ def _receive_state(
             high += (gl.zeros([BATCH, 32], operand.dtype, LOAD),)
     state = gl.join(_stack(low), _stack(high)).permute([0, 2, 1, 3])
     operand.store(state.reshape([BATCH, GROUPS, PART]).permute([1, 0, 2]))
+    sums = ()
+    if SUMS > 0:
+        squares = gl.zeros([BATCH, 32], gl.float32, LOAD)
+        total = squares
+        for k in gl.static_range(COUNT):
+            for half in gl.static_range(2):
+                h = (low, high)[half][k].to(gl.float32)
+                squares += h * h
+                total += h
+        sums += (gl.sum(squares, axis=1),)
+        if SUMS > 1:
+            sums += (gl.sum(total, axis=1),)
+    return sums
 
 
 @gluon.jit
@@ -279,14 +308,40 @@ def _multiply_gates(weights, operand, terms, zeros, UNITS: gl.constexpr, PARTS: 
     return products
 
 
+@gluon.jit
+def _load_biases(bias_ptr, model, unit, H: gl.constexpr, GATES: gl.constexpr, NORM_WIDTH: gl.constexpr):
+    """Loads the biases of a model that are added after a norm; returns a tuple by gate, which is empty without one."""
+    biases = ()
+    if NORM_WIDTH > 0:
+        for gate in gl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            biases += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
+    return biases
+
+
+@gluon.jit
+def _sums_of_state(received, unscale, SCALED: gl.constexpr, UNITS: gl.constexpr):
+    """Returns the sums that `_receive_state` returned in the layout of a step, without the scale of the states."""
+    sums = ()
+    for k in gl.static_range(len(received)):
+        one = gl.convert_layout(received[k], gl.SliceLayout(0, UNITS))[None, :]
+        if SCALED:
+            one = one * unscale
+            if k == 0:  # the sum of squares
+                one = one * unscale
+        sums += (gl.max(one, axis=0),)
+    return sums
+
+
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, xp_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
-    c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, exchange_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
+    exchange_ptr,
     T, B, Q, tiles, items,
-    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, RESET_STATE: gl.constexpr,
-    H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr,
-    REVERSE: gl.constexpr,
+    STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
+    RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr,
+    SPLITS: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
@@ -294,7 +349,8 @@ def forward_kernel(
     two adjacent units of a sequence. The number of the send follows it, by which a receiver recognises a new word.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
+    SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     GROUPS: gl.constexpr = WARPS * 16 // BLOCK_H  # of warps, each of which multiplies PART units of the state
@@ -326,6 +382,7 @@ def forward_kernel(
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
+        biases = _load_biases(bias_ptr, model, unit, H, GATES, NORM_WIDTH)
         end = (item // tiles + 1) * tiles
         while item < end:
             mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
@@ -342,6 +399,7 @@ def forward_kernel(
                     fixed_scale = first_state_scale(reset_h_ptr, nothing, seq, own, mask_q, H, SPLITS)[None, :]
             first = step_time(0, T, REVERSE) * stride
             x = load_inputs(xp_ptr + (row + first)[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+            statistics = load_statistics(x_norm_ptr, x_mean_ptr, row + first, mask_q)
             resets = _load_resets(reset_ptr, row + first, mask_q, lane_row + first, lane_mask, RESET_STATE)
             before, scale = _start_step(
                 states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, row + first, unit, own,
@@ -354,16 +412,27 @@ def forward_kernel(
                 opaque_i = i + opaque_zero(i)
                 next_rows = forward_rows(row, opaque_i + 1, T, stride, REVERSE)
                 next_x = load_inputs(xp_ptr + next_rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
+                next_statistics = load_statistics(x_norm_ptr, x_mean_ptr, next_rows, mask_q)
                 next_lane_rows = forward_rows(lane_row, opaque_i + 1, T, stride, REVERSE)
                 resets = _load_resets(reset_ptr, next_rows, mask_q, next_lane_rows, lane_mask, RESET_STATE)
-                _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS)
+                received = _receive_state(operand, exchange_ptr, sent, workers, worker, BLOCK_H, SPLITS, SUMS)
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
                 if SCALED:
                     products = scaled(products, inverse(scale) * w_unscale)
                 gates = add_inputs(products, x, b_hn, SEPARATE)
+                if NORM_WIDTH > 0:
+                    of_state = _sums_of_state(received, inverse(scale), SCALED, UNITS)
+                    norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
+                    normalised, gates = normalise(gates, norm_scale[None, :], biases)
                 states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
                 if local_grads_ptr is not None:
                     local_grads, factors = RESIDUALS(activations, before)
+                    if NORM_WIDTH > 0:
+                        local_grads = with_norm_grad(local_grads, normalised)
+                        norm_state = before[0]
+                        if x_mean_ptr is not None:
+                            norm_state -= mean_of_norm(of_state, statistics, H, NORM_WIDTH)[None, :]
+                        norm_state *= norm_scale[None, :]
                     saved = pack_residuals(local_grads, factors, dc_dh_ptr)
                 before, scale = _start_step(
                     states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, unit,
@@ -378,7 +447,12 @@ def forward_kernel(
                     store_residuals(
                         local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit[:, None], mask, saved, H, COUNT
                     )  # fmt: skip
+                    if NORM_WIDTH > 0:
+                        stored = norm_state.to(norm_state_ptr.dtype.element_ty)
+                        gl.store(norm_state_ptr + this_rows * H + unit[:, None], stored, mask=mask)
+                        gl.store(scale_ptr + this_rows, norm_scale[None, :], mask=mask_q[None, :] & (split == 0))
                 x = next_x
+                statistics = next_statistics
             store_states(h_last_ptr, c_last_ptr, last, states, mask)
             item += workers
 
@@ -450,21 +524,64 @@ def _receive_parts(
     return gl.sum(total, axis=0)
 
 
+@gluon.jit
+def _send_sum(sums_ptr, total, number, workers, worker, split, SPLITS: gl.constexpr):
+    """Sends all programs a number for each sequence, `[batch]`; its last bit is replaced by `new_bit`."""
+    BATCH: gl.constexpr = total.shape[0]
+    sequence = gl.arange(0, BATCH, total.type.layout)
+    address = mailbox(sums_ptr, number, workers, worker, split, SPLITS, BATCH * 4) + sequence * 4
+    send(address, (total.to(gl.int32, bitcast=True) & -2) | new_bit(number))
+
+
+@gluon.jit
+def _receive_sum(
+    sums_ptr, number, workers, worker, BLOCK_H: gl.constexpr, BATCH: gl.constexpr, SPLITS: gl.constexpr,
+    PARTS: gl.constexpr,
+):  # fmt: skip
+    """Returns for each sequence the sum of what all programs sent, always added in the same order."""
+    LANES: gl.constexpr = 64 // BLOCK_H  # that take turns with the programs, as in `_receive_parts`
+    BY_SENDER: gl.constexpr = gl.SliceLayout(1, PARTS)
+    sender = gl.arange(0, LANES, gl.SliceLayout(1, BY_SENDER))
+    sequence = gl.arange(0, BATCH, gl.SliceLayout(0, BY_SENDER))
+    offset = (sender * BATCH)[:, None] + sequence[None, :]
+    address = mailbox(sums_ptr, number, workers, worker, 0, SPLITS, BATCH * 4) + offset * 4
+    COUNT: gl.constexpr = SPLITS // LANES
+    words = receive(
+        address, offset * 0 + new_bit(number), COUNT, LANES * BATCH * 4, BATCH // gl.num_warps(), False, True
+    )  # fmt: skip
+    total = (words[0] & -2).to(gl.float32, bitcast=True)
+    for k in gl.static_range(1, COUNT):
+        total += (words[k] & -2).to(gl.float32, bitcast=True)
+    return gl.convert_layout(gl.sum(total, axis=0), gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
+
+
+@gluon.jit
+def _load_scale(scale_ptr, rows, mask_q):
+    """Loads the factor of a step's norm by sequence; returns a tuple, which is empty without a norm."""
+    if scale_ptr is not None:
+        return (gl.load(scale_ptr + rows, mask=mask_q, other=1.0),)
+    else:
+        return ()
+
+
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "bwd"))
 def backward_kernel(
-    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, dh_last_ptr, dc_last_ptr,
-    dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+    w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr,
+    dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
+    sums_ptr,
     T, B, Q, tiles, items,
-    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr,
-    BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+    GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr, H: gl.constexpr,
+    BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
+    IN_PLACE: gl.constexpr,
 ):  # fmt: skip
-    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
+    """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange` and `sums`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, SPLITS, BLOCK_B, BLOCK_H]`: two buffers, used in turn, by receiving
-    and then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new.
+    and then by sending program. A word is a float32 partial sum. Its last bit tells whether it is new. `sums` is the
+    same for the sums of a norm, `[2, workers, SPLITS, BLOCK_B]`, which every program receives.
     """
     WARPS: gl.constexpr = gl.num_warps()
-    COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients
+    COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
     STATES: gl.constexpr = 1 if dc0_ptr is None else 2
     SCALED: gl.constexpr = w_hh_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
@@ -497,16 +614,25 @@ def backward_kernel(
                 local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H,
                 COUNT, IN_PLACE,
             )  # fmt: skip
+            norm_scale = _load_scale(scale_ptr, rows, mask_q)
             for i in range(T):
+                sent += 1
                 dh = dstates[0] + dys[0].to(gl.float32)
                 local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
-                grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
+                if NORM_WIDTH > 0:
+                    _send_sum(sums_ptr, gl.sum(dh * local_grads[GATES], axis=0), sent, workers, worker, split, SPLITS)
+                    grads, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
+                    grads = scaled(grads, norm_scale[0][None, :])
+                else:
+                    grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
                 this_reset = reset
+                this_scale = norm_scale
                 next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
                 saved, reset, dys = load_saved(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask,
                     mask_q, H, COUNT, IN_PLACE,
                 )  # fmt: skip
+                norm_scale = _load_scale(scale_ptr, next_rows, mask_q)
                 multiplied = operands_of(grads, GATES)
                 if SCALED:
                     scale = scale_to_float16(gl.max(largest_magnitude(multiplied), axis=0), 14)
@@ -517,7 +643,6 @@ def backward_kernel(
                 parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64 and GATES < 4)
                 if SCALED:
                     parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
-                sent += 1
                 _send_parts(exchange_ptr, parts, sent, workers, worker, split, BLOCK_H, SPLITS)
 
                 rows = row + step_time(T - 1 - i, T, REVERSE) * stride
@@ -527,8 +652,15 @@ def backward_kernel(
                     gl.store(dxp + gate * H, grads[gate].to(dxp_ptr.dtype.element_ty), mask=mask)
                 if SEPARATE:
                     gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=mask)
+                if NORM_WIDTH > 0:
+                    norm_state = gl.load(norm_state_ptr + at, mask=mask, other=0.0)
                 product = _receive_parts(exchange_ptr, sent, workers, worker, split, BLOCK_H, BLOCK_B, SPLITS, PARTS)
                 dstates = gradients_before(product, carried, STATES)
+                if NORM_WIDTH > 0:
+                    dnorm = _receive_sum(sums_ptr, sent, workers, worker, BLOCK_H, BLOCK_B, SPLITS, PARTS)
+                    gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (split == 0))
+                    factor = this_scale[0] * dnorm * (1.0 / NORM_WIDTH)
+                    dstates = (dstates[0] - norm_state.to(gl.float32) * factor[None, :],)
                 if reset_ptr is not None:
                     dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, mask)
             store_states(dh0_ptr, dc0_ptr, last, dstates, mask)
