@@ -616,11 +616,11 @@ def backward_kernel(
             )  # fmt: skip
             norm_scale = _load_scale(scale_ptr, rows, mask_q)
             for i in range(T):
-                sent += 1
                 dh = dstates[0] + dys[0].to(gl.float32)
                 local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
                 if NORM_WIDTH > 0:
-                    _send_sum(sums_ptr, gl.sum(dh * local_grads[GATES], axis=0), sent, workers, worker, split, SPLITS)
+                    of_norm = gl.sum(dh * local_grads[GATES], axis=0)
+                    _send_sum(sums_ptr, of_norm, sent + 1, workers, worker, split, SPLITS)
                     grads, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
                     grads = scaled(grads, norm_scale[0][None, :])
                 else:
@@ -643,6 +643,7 @@ def backward_kernel(
                 parts = _multiply_columns(weights, operands, zeros, BLOCK_H == 64 and GATES < 4)
                 if SCALED:
                     parts = parts * unscales.load(gl.SliceLayout(0, ACC))[None, :]
+                sent += 1
                 _send_parts(exchange_ptr, parts, sent, workers, worker, split, BLOCK_H, SPLITS)
 
                 rows = row + step_time(T - 1 - i, T, REVERSE) * stride
