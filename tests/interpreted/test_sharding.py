@@ -4,6 +4,7 @@ The tests run on eight CPU devices, with interpreted kernels, or on the GPUs if 
 `conftest.py`.
 """
 
+import contextlib
 import functools
 import re
 
@@ -152,11 +153,14 @@ def test_explicit_mesh_keeps_batches_sharded(cell, axes, implementation):
     specs = P(), P(*axes), P(None, *axes), P(), P(None, *axes)
     arguments = place(mesh, specs, arguments)
     run = jax.jit(with_gradients(cell, implementation))
-    got = run(*arguments)
+    # since JAX 0.11, the gradient of a product in a scan needs the mesh to be set; that of a launch does not
+    with jax.set_mesh(mesh) if implementation == "xla" else contextlib.nullcontext():
+        got = run(*arguments)
+        text = run.lower(*arguments).compile().as_text()
     assert_close(got, want)
     ((_, ys), (_, _, d_xs, _)) = got
     assert ys.sharding.spec == d_xs.sharding.spec == P(None, *axes, None)
-    assert "all-gather" not in run.lower(*arguments).compile().as_text()
+    assert "all-gather" not in text
 
 
 # The kernels or a scan cannot use these specs of parameters, carry, inputs, reset state and resets as they are.
@@ -203,13 +207,14 @@ def test_modules_make_a_carry_for_an_explicit_mesh(make):
         xs = xs.swapaxes(0, 1)
         module = linen.RNN(linen.GRUCell(H)) if make == "RNN" else linen.GRU(H, bidirectional="bi" in make)
         given, spec = (xs,), P("data")
-    variables = module.init(jax.random.key(0), *given)
-    want = module.apply(variables, *given)
     mesh = make_mesh(AxisType.Explicit)
     put = lambda tree, spec: jax.device_put(tree, NamedSharding(mesh, spec))  # noqa: E731
-    given = (put(given[0], spec),) if len(given) == 1 else (put(given[0], P()), put(given[1], spec))
-    with jax.set_mesh(mesh):
-        assert_close(module.apply(put(variables, P()), *given), want)
+    with jax.default_matmul_precision("highest"):
+        variables = module.init(jax.random.key(0), *given)
+        want = module.apply(variables, *given)
+        given = (put(given[0], spec),) if len(given) == 1 else (put(given[0], P()), put(given[1], spec))
+        with jax.set_mesh(mesh):
+            assert_close(module.apply(put(variables, P()), *given), want)
 
 
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P()], ids=str)
@@ -481,7 +486,7 @@ def test_auto_mesh_shards_seeds_and_batches():
 
 def test_auto_mesh_drops_casts_of_residuals(platform):
     """Uses few sequences per seed, and many in all: residuals are traced in float32, but are float16 on each device."""
-    seeds = 40 if platform == "gpu" else 2
+    seeds = 20 * len(jax.devices()) if platform == "gpu" else 2
     *arguments, _ = calls.arguments("gru", (16,), steps=2, hidden=48, lead=(seeds,))
     call = jax.vmap(calls.with_gradients(calls.runner("gru", "triton", precision=None)))
     sequence = P(None, None, "data")
