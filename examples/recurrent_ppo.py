@@ -389,14 +389,17 @@ class PPO:
         config = self.config
         _, logits, value = self.network.apply(params, carry, seen.obs, seen.reset)
         ratio = jnp.exp(log_prob_of(logits, seen.action) - seen.log_prob)
-        centred = advantage - self.mean(advantage.mean())
-        advantage = centred / (jnp.sqrt(self.mean((centred**2).mean())) + 1e-8)
         clipped_ratio = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
         policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
         clipped_value = seen.value + jnp.clip(value - seen.value, -config.clip, config.clip)
         value_loss = 0.5 * jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2).mean()
         entropy = -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits), axis=-1).mean()
         return policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
+
+    def normalise(self, advantage: Array) -> Array:
+        """Normalises `[minibatches, T, B]` over each minibatch, whose sequences may be on several devices."""
+        centred = advantage - self.mean(advantage.mean(axis=(1, 2), keepdims=True))
+        return centred / (jnp.sqrt(self.mean((centred**2).mean(axis=(1, 2), keepdims=True))) + 1e-8)
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Makes one rollout, then `epochs` passes over it in `minibatches` minibatches of whole sequences."""
@@ -405,20 +408,23 @@ class PPO:
         state, seen = self.rollout(state)
         _, _, last_value = self.network.apply(state.params, state.carry, state.obs[None], state.done[None])
         advantage = advantages(config, seen, last_value[0])
-        batch = (seen, advantage, advantage + seen.value)
+        target = advantage + seen.value
         key, shuffle_key = jax.random.split(state.key)
 
-        def step(learner: tuple[Any, Any], envs: Array) -> tuple[tuple[Any, Any], None]:
+        def step(learner: tuple[Any, Any], minibatch: tuple[Array, Array]) -> tuple[tuple[Any, Any], None]:
             params, opt_state = learner
-            minibatch = jax.tree.map(lambda x: x[:, envs], batch)
-            grads = self.mean(jax.grad(self.loss)(params, first_carry[envs], *minibatch))
+            envs, advantage = minibatch
+            part, target_part = jax.tree.map(lambda x: x[:, envs], (seen, target))
+            grads = self.mean(jax.grad(self.loss)(params, first_carry[envs], part, advantage, target_part))
             updates, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), None
 
         permute = functools.partial(jax.random.permutation, x=len(state.done))
         envs = jax.vmap(permute)(jax.random.split(self.own(shuffle_key), config.epochs))  # [epochs, B]
         envs = envs.reshape(config.epochs * config.minibatches, -1)
-        (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), envs)
+        # normalised for all minibatches at once, because every sum over devices waits for all of them
+        normalised = self.normalise(jnp.moveaxis(advantage[:, envs], 0, 1))
+        (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), (envs, normalised))
         metrics = self.total(Metrics(seen.done.sum(), jnp.sum(seen.done * seen.episode_return)))
         return state._replace(params=params, opt_state=opt_state, key=key), metrics
 
