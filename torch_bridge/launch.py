@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from triton.compiler import CompiledKernel
 
-from torch_bridge import compiler, gpu
+from torch_bridge import compiler, gpu, kernel_cache
+from torch_bridge.kernel_cache import StoredKernel
 from torch_bridge.kernels import names
 from torch_bridge.tiling import Device
 
@@ -47,6 +48,9 @@ class _Function:
 
     def __hash__(self) -> int:
         return id(self.function)
+
+    def __repr__(self) -> str:
+        return f"{self.function.fn.__module__}.{self.function.fn.__qualname__}"
 
 
 class KernelCall(NamedTuple):
@@ -117,7 +121,7 @@ class Binary(NamedTuple):
     parameters: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, call: KernelCall, compiled: CompiledKernel, capability: int) -> Binary:
+    def of(cls, call: KernelCall, compiled: CompiledKernel | StoredKernel, capability: int) -> Binary:
         """Returns the launch of a compiled kernel as Triton's own launcher does it.
 
         Raises:
@@ -148,6 +152,12 @@ def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     function, constants, dtypes, options = key
     values = {name: x.function if isinstance(x, _Function) else x for name, x in constants}
     return compiler.compile_kernel(function.function, values, dict(dtypes), capability, **dict(options))
+
+
+def find_call(key: tuple[Any, ...], capability: int) -> CompiledKernel | StoredKernel:
+    """Returns what `compile_call` does, or what the native launch needs of it, if an earlier process compiled it."""
+    made_from = (*key, capability, gpu.binary_capability(capability))
+    return kernel_cache.compiled(functools.partial(compile_call, key, capability), made_from)
 
 
 class Launch:
@@ -202,8 +212,9 @@ class Launch:
 
     def begin_loading(self, ordinal: int | None) -> None:
         """Starts the work of `load` in the background, or that of `binaries` if `ordinal` is None."""
+        compile = find_call if ordinal is None else compile_call
         for k in self.kernels:
-            compiler.begin_loading(ordinal, compile_call, k.key, self._device.capability)
+            compiler.begin_loading(ordinal, compile, k.key, self._device.capability)
 
     def load(self, ordinal: int) -> None:
         """Compiles the kernels and loads them onto a device. Must be called before a stream capture."""
@@ -227,9 +238,7 @@ class Launch:
             self.begin_loading(None)
         capability = self._device.capability
         target = gpu.binary_capability(capability)
-        return [
-            Binary.of(k, compiler.ensure_loaded(None, compile_call, k.key, capability), target) for k in self.kernels
-        ]
+        return [Binary.of(k, compiler.ensure_loaded(None, find_call, k.key, capability), target) for k in self.kernels]
 
     def compile(self) -> list[CompiledKernel]:
         """Compiles the kernels for the device that the constructor was given, without needing a GPU."""
