@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 UNFINISHED = "unfinished"
 STARTUP_LIMIT = 300  # seconds for imports and for copying inputs to the device
 _READY, _DONE = "ready", "done"
+# Environment variables with the folders in which compilers keep what they compiled.
+_CACHES = ("TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +40,9 @@ class FirstCall:
     reason: str = ""
 
 
-def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile: str = "") -> FirstCall:
+def run(
+    provider: str, case: Case, *, limit: float, cold: bool = False, caches: str = "", profile: str = ""
+) -> FirstCall:  # fmt: skip
     """Makes the first call in a new process, and stops it `limit` seconds after its inputs are on the device.
 
     Args:
@@ -47,14 +51,19 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile:
       limit: the time limit of the call, in seconds.
       cold: whether to start with empty caches and to check the result. Otherwise compiled code stays in Triton's cache,
         where this process finds it, and the caller checks the result.
+      caches: a folder for the caches of all compilers, JAX's persistent cache included, if not empty. The result is
+        checked.
       profile: the GPU that kernels are chosen for, as in `benchmarks.settings.Settings`.
     """
     with tempfile.TemporaryDirectory() as folder:
         environment = dict(os.environ)
         if cold:
             environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-            environment |= {"TRITON_CACHE_DIR": folder, "TORCH_EXTENSIONS_DIR": folder, "CUDA_CACHE_PATH": folder}
-            environment |= {"TORCHINDUCTOR_CACHE_DIR": folder}
+            environment |= dict.fromkeys(_CACHES, folder)
+        if caches:
+            environment |= dict.fromkeys((*_CACHES, "JAX_COMPILATION_CACHE_DIR"), caches)
+            environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+            environment["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
         command = [
             sys.executable,
             "-m",
@@ -62,7 +71,7 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile:
             provider,
             str(case),
             str(limit),
-            *(["--check"] if cold else []),
+            *(["--check"] if cold or caches else []),
             *(["--as", profile] if profile else []),
         ]
         try:
@@ -79,6 +88,13 @@ def run(provider: str, case: Case, *, limit: float, cold: bool = False, profile:
         return FirstCall(reason=UNFINISHED)
     last = (process.stderr.strip().split("\n") or [""])[-1]
     return FirstCall(reason=last[:200] or f"ended with status {process.returncode}")
+
+
+def run_twice(provider: str, case: Case, *, limit: float, profile: str = "") -> FirstCall:
+    """Makes the first call in two processes, one after the other, with the same caches; returns the second one."""
+    with tempfile.TemporaryDirectory() as folder:
+        first, second = (run(provider, case, limit=limit, caches=folder, profile=profile) for _ in range(2))
+    return second if first.seconds is not None else first
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -478,6 +478,35 @@ def test_first_calls_are_made_before_anything_is_compiled(monkeypatch):
     assert order == ["first call"] * 4 + ["compile"] * 4
 
 
+def test_compile_times_a_first_call_and_one_after_another_process(monkeypatch):
+    from benchmarks import suites
+
+    calls = []
+
+    def run(provider, case, *, limit, cold=False, caches="", profile=""):
+        calls.append((provider, cold, caches))
+        return first_call.FirstCall(4.0 if cold or not calls[-2][2] else 0.5)
+
+    first_call = suites.first_call
+    monkeypatch.setattr(first_call, "run", run)
+    monkeypatch.setattr(providers.Provider, "unavailable", lambda self: None)
+    chosen = Settings(only=("jaxrnn", "torch-cudnn"), rows=("GRU 64,128,128",))
+    rows = {(row.case, row.provider): row for row in suites.compile(chosen, lambda _: None)}
+    first, second = "GRU 64,128,128", "GRU 64,128,128, second process"
+    assert {key: (row.value, row.target) for key, row in rows.items()} == {
+        (first, "jaxrnn"): (4.0, 4.0), (second, "jaxrnn"): (0.5, 1.0), (first, "torch-cudnn"): (4.0, None)
+    }  # fmt: skip
+    (_, cold, none), (_, _, before), (_, _, after), _ = calls
+    assert cold and not none and before == after != ""
+
+
+@pytest.mark.parametrize("reason", [harness.first_call.UNFINISHED, "no memory"])
+def test_a_second_process_is_not_timed_if_the_first_one_fails(reason, monkeypatch):
+    failed = harness.first_call.FirstCall(reason=reason)
+    monkeypatch.setattr(harness.first_call, "run", lambda *_, **__: failed)
+    assert harness.first_call.run_twice("jaxrnn", cases.COMPILE[0], limit=1.0) == failed
+
+
 def test_unfinished_first_call_skips_the_provider_in_wider_cases(monkeypatch):
     calls = []
 
