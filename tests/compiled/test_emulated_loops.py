@@ -227,7 +227,7 @@ def outputs_with(bits, name, at, cell, loop, hidden, shared, kind="tf32"):
 @pytest.mark.parametrize("bits", [0x7FC00000, 0xFFFFFFFF, 0x7F800001, 0xFF801FFF], ids=hex)
 @pytest.mark.parametrize(("name", "at"), [("h0", (0, 1, 7)), ("w_hh_t", (0, 5, 7)), ("xp", (0, 0, 1, 5))])
 @pytest.mark.parametrize(("loop", "hidden", "shared"), EVERY_LOOP)
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "layer_norm_gru"])
 def test_nan_reaches_every_output_that_depends_on_it(cell, loop, hidden, shared, name, at, bits):
     got, want = outputs_with(bits, name, at, cell, loop, hidden, shared)
     assert 0 < want.isnan().sum() < want.numel()

@@ -324,12 +324,12 @@ def _sums_of_state(received, unscale, SCALED: gl.constexpr, UNITS: gl.constexpr)
     """Returns the sums that `_receive_state` returned in the layout of a step, without the scale of the states."""
     sums = ()
     for k in gl.static_range(len(received)):
-        one = gl.convert_layout(received[k], gl.SliceLayout(0, UNITS))[None, :]
+        one = gl.convert_layout(received[k], gl.SliceLayout(0, UNITS))
         if SCALED:
             one = one * unscale
             if k == 0:  # the sum of squares
                 one = one * unscale
-        sums += (gl.max(one, axis=0),)
+        sums += (one,)
     return sums
 
 
@@ -421,7 +421,8 @@ def forward_kernel(
                     products = scaled(products, inverse(scale) * w_unscale)
                 gates = add_inputs(products, x, b_hn, SEPARATE)
                 if NORM_WIDTH > 0:
-                    of_state = _sums_of_state(received, inverse(scale), SCALED, UNITS)
+                    unscale = gl.sum(inverse(scale), axis=0)  # of one element by sequence
+                    of_state = _sums_of_state(received, unscale, SCALED, UNITS)
                     norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
                     normalised, gates = normalise(gates, norm_scale[None, :], biases)
                 states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
