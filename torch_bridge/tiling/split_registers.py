@@ -78,9 +78,9 @@ def _fits_batch_tile_16(problem: Problem, device: Device) -> bool:
     """Returns whether the kernel has enough registers for tiles of 16 sequences."""
     if problem.direction == "bwd" or problem.tilings == "lstm":
         return False
-    if problem.hidden > 512 and problem.norm_width:
+    if problem.norm_width and (problem.hidden > 256 or device.capability == 120):
         return False
-    if device.capability == 120 and (problem.hidden > 512 or problem.norm_width):
+    if problem.hidden > 512 and device.capability == 120:
         return False
     halves, zeros = product_kind(problem) == "16-bit", problem.reset_state == "zeros"
     return halves or (zeros and problem.hidden <= 512)
