@@ -84,21 +84,18 @@ def gradient(cell: Cell, residuals: dict[str, Array], dh: Array) -> Array:
     return jnp.sum(dh * of_norm, axis=-1, keepdims=True)
 
 
-def statistics_grads(
-    dnorm: Array, scale: Array, h_mean: Array | None, statistics: dict[str, Array], width: int, hidden: int
-) -> dict[str, Array]:
-    """Returns the gradients of `statistics` by name.
+def input_grads(dnorm: Array, scale: Array, h: Array | None, x: Array, hidden: int) -> Array:
+    """Returns the gradient of the inputs `[..., D]` of a step that passes through the norm's statistics.
 
     Args:
       dnorm: `[..., 1]` the sum over units of the gradient of the step's output times the norm's local gradient.
       scale: s, `[..., 1]`.
-      h_mean: the mean of the state before the step, `[..., 1]`, or None for RMSNorm.
-      statistics: what `input_statistics` returned.
-      width: the number of elements of `[x, h]`.
+      h: the state before the step, or None for RMSNorm.
+      x: the inputs.
       hidden: the number of units.
     """
+    width = x.shape[-1] + hidden
     dvariance = -0.5 * scale**2 * dnorm
-    if h_mean is None:
-        return {"x_norm": dvariance}
-    apart = h_mean - statistics["x_mean"]
-    return {"x_norm": dvariance, "x_mean": dvariance * apart * (-2 * hidden * (width - hidden) / width**2)}
+    if h is not None:
+        x = x - (jnp.sum(x, axis=-1, keepdims=True) + jnp.sum(h, axis=-1, keepdims=True)) / width
+    return x * (dvariance * (2 / width))

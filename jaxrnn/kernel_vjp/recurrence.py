@@ -217,11 +217,8 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         dx = jnp.einsum("gtby,xy->gtbx", dxp, params.w_ih.astype(operand_dtype), precision=static.precision,
                         preferred_element_type=f32)  # fmt: skip
         if cell.norm:
-            h_mean = jnp.mean(previous["h"].astype(f32), axis=-1, keepdims=True) if cell.norm == "layer" else None
-            statistics, vjp = jax.vjp(lambda x: norm.input_statistics(cell, x, hidden), x)
-            widths = _norm_width(static, xs, hidden), hidden
-            (dx_norm,) = vjp(norm.statistics_grads(results["dnorm"], residuals["scale"], h_mean, statistics, *widths))
-            dx += dx_norm.astype(f32)
+            before_step = previous["h"].astype(f32) if cell.norm == "layer" else None
+            dx += norm.input_grads(results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden)
         if launches_weight_grads:
             sums = launch_weight_grads(static, x, saved_chunk["hs"], before["h"], reset, dxp, hidden_grads)
         else:
