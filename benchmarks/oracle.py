@@ -40,7 +40,7 @@ def tolerance(cell: str, precision: Precision) -> float:
       precision: the precision of the provider's matrix products.
     """
     # Rounding causes errors of some 1e-3 in TF32 and 1e-2 in bfloat16, and larger ones if the state is rounded too. A
-    # wrong bias, gate order or reset causes 1e-1 or more. Rounded products change the signs of gates near zero, and so
+    # wrong bias, gate order or reset causes 1e-1 or more. Rounded products change the signs of sums near zero, and so
     # the derivative of a ReLU: on an H200 at 5e46f77, the TF32 gradients of the kernels, of Flax and of a hoisted
     # `lax.scan` were all off by 0.021 to 0.024, at 64,128,128 and at 1024,128,256.
     return 5e-2 if precision == "bf16" or cell == "simple_relu" else 1e-2

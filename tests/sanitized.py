@@ -19,6 +19,9 @@ from torch_bridge import gpu, tiling
 from torch_bridge.cells import CELLS
 from torch_bridge.recurrences import Launch
 
+# Parts of the names of jaxrnn's kernels. The sanitizer checks no others: with those of JAX and PyTorch it takes many
+# times as long.
+KERNELS = ("_fwd_", "_bwd_", "_norm_", "norm_sum", "sum_kernel", "weight_grads", "projection_kernel")
 BATCH, STEPS = 9, 9  # enough steps to keep weights on chip
 WIDTHS = (24, 100, 128, 250, 512, 1000)
 

@@ -1,9 +1,10 @@
 """Compiled kernels on disk, found in milliseconds: what the native launch needs of them.
 
 Triton finds a kernel of an earlier process by a key that contains hashes of its whole library and of the kernel's
-parsed source. To compute it takes some 0.4 s in every process. Here, the key contains the sizes and times of change of
-the files of Triton and of its assembler, a hash of the kernels' sources, and all that a kernel is compiled from. The
-files are in Triton's cache folder, and are written by its cache manager.
+parsed source. Computing that key takes some 0.4 s per process. The key here contains the sizes and modification times
+of the files of Triton and its assembler, a hash of the sources of the kernels, and the arguments of the compilation.
+Installations of Triton in other places, or of other times, have other keys: they compile through Triton's own cache.
+The files are in Triton's cache folder, and are written by its cache manager.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +23,14 @@ from typing import Any, NamedTuple
 import triton
 from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.cache import get_cache_manager
 
 _FILE = "kernel"
 # Parts of Triton that decide what a kernel is compiled to.
-_TOOLCHAIN = ("_C", "backends/nvidia", "compiler", "language", "experimental/gluon")
-_ASSEMBLERS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
+_TOOLCHAIN = ("_C", "backends", "compiler", "language", "experimental/gluon")
+# Environment variables of Triton that say where files are kept, which a compiled kernel does not depend on.
+_LOCATIONS = frozenset(("TRITON_HOME", "TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"))
 # What a launch needs to know of a compiled kernel, by the names of Triton's metadata.
 _METADATA = (
     "global_scratch_size", "profile_scratch_size", "num_ctas", "num_warps", "warp_size", "shared",
@@ -42,28 +46,36 @@ class StoredKernel(NamedTuple):
     metadata: Any
 
 
-def compiled(compile: Callable[[], Any], made_from: Any) -> Any:
+def load_or_compile(compile: Callable[[], Any], made_from: Any) -> Any:
     """Returns a kernel that an earlier process stored, or else compiles and stores it.
+
+    If an option of Triton inspects or changes compilations, or if the sources are not files, the kernel is always
+    compiled.
 
     Args:
       compile: compiles the kernel.
-      made_from: all that the kernel is compiled from, beside its source, with a `repr` of its own for each value.
+      made_from: everything but the sources and Triton that the binary depends on; different values must have different
+        `repr`s.
 
     Returns:
-      A `StoredKernel` or what `compile` returns. Options of Triton that inspect or change a compilation always compile.
+      A `StoredKernel` or what `compile` returns.
     """
-    if _inspects_compilations():
+    if not _SOURCES or _changes_compilations():  # from here on, the program has turned options off at most
         return compile()
     try:
         manager = get_cache_manager(key_of(made_from))
+        path = manager.get_file(_FILE)
     except OSError:  # the folder has no entry for this kernel, and takes none
         return compile()
-    if (path := manager.get_file(_FILE)) and (stored := _read(path)):
+    if path and (stored := _read(path)):
         return stored
     kernel = compile()
-    described = {"name": kernel.name} | {name: getattr(kernel.metadata, name) for name in _METADATA}
-    with contextlib.suppress(OSError):
-        manager.put(json.dumps(described).encode() + b"\n" + kernel.kernel, _FILE, binary=True)
+    metadata = {name: getattr(kernel.metadata, name) for name in _METADATA}
+    instrumented = metadata["global_scratch_size"] or metadata["profile_scratch_size"]
+    if not instrumented and _hash_of_sources() == _SOURCES:  # else a file changed after it was imported
+        described = metadata | {"name": kernel.name, "size": len(kernel.kernel)}
+        with contextlib.suppress(OSError):
+            manager.put(json.dumps(described).encode() + b"\n" + kernel.kernel, _FILE, binary=True)
     return kernel
 
 
@@ -72,54 +84,64 @@ def _read(path: str) -> StoredKernel | None:
     try:
         line, kernel = Path(path).read_bytes().split(b"\n", 1)
         described = json.loads(line)
+        whole = described.pop("size") == len(kernel)
         stored = StoredKernel(kernel, described.pop("name"), SimpleNamespace(**described))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return stored if described.keys() == set(_METADATA) and kernel else None
+    return stored if whole and described.keys() == set(_METADATA) else None
 
 
 def key_of(made_from: Any) -> str:
     """Returns the key of a kernel, hexadecimal."""
-    environment = sorted(get_cache_invalidating_env_vars().items())
-    assemblers = [(name, path, _stamp(path)) for name in _ASSEMBLERS if (path := os.environ.get(name))]
-    parts = (_toolchain(), _sources(), environment, assemblers, made_from)
+    options = get_cache_invalidating_env_vars()
+    options |= {name: x for name, x in os.environ.items() if name.startswith(("TRITON_", "PTXAS_"))}
+    options = {name: x for name, x in options.items() if name not in _LOCATIONS}
+    files = [(name, _stamp(shutil.which(x) or x)) for name, x in sorted(options.items())]
+    turned_off = sorted(vars(knobs.compilation)), sorted(vars(knobs.nvidia))  # by the program; see load_or_compile
+    parts = (_toolchain(), _SOURCES, sorted(options.items()), turned_off, files, made_from)
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-def _inspects_compilations() -> bool:
+def _changes_compilations() -> bool:
+    """Whether this program inspects or changes compilations, by Triton's options or by its profiler."""
     options = knobs.compilation
-    changes = options.always_compile, options.override, options.dump_ir, options.listener
-    return any(changes) or knobs.runtime.add_stages_inspection_hook is not None
+    changes = options.always_compile, options.override, options.dump_ir, options.listener, options.instrumentation_mode
+    set_here = (*vars(options).values(), *vars(knobs.nvidia).values())  # not by the environment
+    return any((*changes, *set_here, knobs.runtime.add_stages_inspection_hook, CUDABackend.instrumentation))
 
 
-@functools.cache
-def _sources() -> str:
-    """Returns a hash of the source of all kernels."""
-    digest, folder = hashlib.sha256(), Path(__file__).with_name("kernels")
-    for path in sorted(folder.rglob("*.py")):
+def _hash_of_sources() -> str:
+    """Returns a hash of the sources of all kernels and of the code that compiles them; "" if they are not files."""
+    folder = Path(__file__).parent
+    digest, files = hashlib.sha256(), sorted((folder / "kernels").rglob("*.py"))
+    for path in [*files, folder / "compiler.py", folder / "launch.py"] if files else []:
         digest.update(f"{path.relative_to(folder)}\0".encode() + path.read_bytes() + b"\0")
-    return digest.hexdigest()
+    return digest.hexdigest() if files else ""
 
 
 @functools.cache
 def _toolchain() -> str:
-    """Returns a hash of Triton's version, and of the paths, sizes and times of change of the files that compile."""
+    """Returns a hash of Triton's version, and of the paths, sizes and modification times of the files that compile."""
     folder = Path(triton.__file__).parent
     files = [
         os.path.join(parent, name)
         for part in _TOOLCHAIN
-        for parent, folders, names in os.walk(folder / part)
+        for parent, _, names in os.walk(folder / part, followlinks=True)
+        if not parent.endswith("__pycache__")
         for name in names
-        if not name.endswith(".pyc")
     ]
     stamps = [(path, _stamp(path)) for path in sorted(files)]
     return hashlib.sha256(repr((triton.__version__, stamps)).encode()).hexdigest()
 
 
 def _stamp(path: str) -> tuple[int, int] | None:
-    """Returns a file's size and time of change, or None if there is no such file."""
+    """Returns a file's size and modification time, or None if there is no such file."""
     try:
         found = os.stat(path)
-    except OSError:
+    except (OSError, ValueError):
         return None
     return found.st_size, found.st_mtime_ns
+
+
+# Read when the kernels are imported, because Triton compiles what was imported.
+_SOURCES = _hash_of_sources()

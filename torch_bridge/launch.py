@@ -155,9 +155,12 @@ def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
 
 
 def find_call(key: tuple[Any, ...], capability: int) -> CompiledKernel | StoredKernel:
-    """Returns what `compile_call` does, or what the native launch needs of it, if an earlier process compiled it."""
+    """Returns the compiled kernel of a `KernelCall` with this key, without needing a GPU.
+
+    If an earlier process stored it, it is a `StoredKernel` with what the native launch needs.
+    """
     made_from = (*key, capability, gpu.binary_capability(capability))
-    return kernel_cache.compiled(functools.partial(compile_call, key, capability), made_from)
+    return kernel_cache.load_or_compile(functools.partial(compile_call, key, capability), made_from)
 
 
 class Launch:

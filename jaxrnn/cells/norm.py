@@ -84,8 +84,8 @@ def gradient(cell: Cell, residuals: dict[str, Array], dh: Array) -> Array:
     return jnp.sum(dh * of_norm, axis=-1, keepdims=True)
 
 
-def input_grads(dnorm: Array, scale: Array, h: Array | None, x: Array, hidden: int) -> Array:
-    """Returns the gradient of the inputs `[..., D]` of a step that passes through the norm's statistics.
+def input_grads_through_statistics(dnorm: Array, scale: Array, h: Array | None, x: Array, hidden: int) -> Array:
+    """Returns the part of the gradient of a step's inputs `[..., D]` that flows through the norm's statistics.
 
     Args:
       dnorm: `[..., 1]` the sum over units of the gradient of the step's output times the norm's local gradient.

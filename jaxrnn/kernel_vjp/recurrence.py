@@ -218,7 +218,9 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
                         preferred_element_type=f32)  # fmt: skip
         if cell.norm:
             before_step = previous["h"].astype(f32) if cell.norm == "layer" else None
-            dx += norm.input_grads(results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden)
+            dx += norm.input_grads_through_statistics(
+                results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden
+            )
         if launches_weight_grads:
             sums = launch_weight_grads(static, x, saved_chunk["hs"], before["h"], reset, dxp, hidden_grads)
         else:

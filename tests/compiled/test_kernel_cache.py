@@ -1,14 +1,17 @@
 """Tests that a process finds the kernels that an earlier one compiled, and no others."""
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from triton.runtime.cache import FileCacheManager
 
 from benchmarks.problems import make_problem
-from torch_bridge import kernel_cache, launch, tiling
+from torch_bridge import input_projections, kernel_cache, launch, tiling
 from torch_bridge.launch import Binary
 from torch_bridge.recurrences import Launch
 
@@ -66,60 +69,128 @@ def test_kernels_that_differ_in_anything_have_keys_of_their_own(cache, compilati
 
 
 def test_keys_do_not_contain_addresses_of_objects():
-    for change in ({}, *CHANGES):
-        (call,) = make(**change).kernels
+    arrays = (("x", "float32"), ("w_ih_t", "float32"), ("bias", "float32"), ("xp", "float32"))
+    projection = input_projections.Launch(input_projections.Problem(1, 64, 128, 384, arrays), DEVICES["h200"])
+    launches = [*(make(**change) for change in ({}, *CHANGES)), projection]
+    found = [call for each in launches for call in each.kernels]
+    assert len(found) >= len(launches)
+    for call in found:
         assert " at 0x" not in repr(call.key) and "object" not in repr(call.key)
 
 
-def test_a_change_of_sources_of_triton_of_the_assembler_or_of_its_options_is_another_key(monkeypatch, tmp_path):
-    keys = {kernel_cache.key_of("made from")}
-    assembler = tmp_path / "ptxas"
-    for _ in range(2):  # a new assembler, and a change of it
-        assembler.write_bytes(assembler.read_bytes() + b"x" if assembler.exists() else b"x")
-        monkeypatch.setenv("TRITON_PTXAS_PATH", str(assembler))
+@pytest.mark.parametrize("name", ["TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_LIBDEVICE_PATH"])
+def test_a_file_that_an_option_names_and_a_change_of_it_is_another_key(name, monkeypatch, tmp_path):
+    keys, path = {kernel_cache.key_of("made from")}, tmp_path / "file"
+    for data in (b"x", b"xx"):
+        path.write_bytes(data)
+        monkeypatch.setenv(name, str(path))
         keys.add(kernel_cache.key_of("made from"))
-    monkeypatch.setenv("DISABLE_LLVM_OPT", "1")
-    keys.add(kernel_cache.key_of("made from"))
-    for name in ("_sources", "_toolchain"):
-        monkeypatch.setattr(kernel_cache, name, lambda: "changed")
-        keys.add(kernel_cache.key_of("made from"))
-    keys.add(kernel_cache.key_of("made from something else"))
-    assert len(keys) == 7
+    assert len(keys) == 3
 
 
-def test_the_hash_of_the_sources_has_every_kernel(monkeypatch, tmp_path):
-    kernels = tmp_path / "kernels" / "loops"
-    kernels.mkdir(parents=True)
+def test_an_assembler_may_be_found_in_the_path(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "ptxas")
+    keys = set()
+    for data in (b"x", b"xx"):
+        (tmp_path / "ptxas").write_bytes(data)
+        (tmp_path / "ptxas").chmod(0o700)
+        keys.add(kernel_cache.key_of("made from"))
+    assert len(keys) == 2
+
+
+@pytest.mark.parametrize("name", ["PTXAS_OPTIONS", "TRITON_MOCK_PTX_VERSION", "DISABLE_LLVM_OPT"])
+def test_an_option_of_the_compiler_is_another_key(name, monkeypatch):
+    before = kernel_cache.key_of("made from")
+    monkeypatch.setenv(name, "1")
+    assert kernel_cache.key_of("made from") != before
+
+
+def test_a_folder_for_files_is_no_part_of_the_key(monkeypatch):
+    before = kernel_cache.key_of("made from")
+    monkeypatch.setenv("TRITON_HOME", "/elsewhere")
+    assert kernel_cache.key_of("made from") == before != kernel_cache.key_of("made from something else")
+
+
+@pytest.mark.parametrize("name", ["_SOURCES", "_toolchain"])
+def test_a_change_of_sources_or_of_triton_is_another_key(name, monkeypatch):
+    before = kernel_cache.key_of("made from")
+    monkeypatch.setattr(kernel_cache, name, "changed" if name == "_SOURCES" else lambda: "changed")
+    assert kernel_cache.key_of("made from") != before
+
+
+@pytest.fixture
+def sources(monkeypatch, tmp_path):
+    """Makes a folder with the sources of a kernel and of the code that compiles it; returns it."""
+    (tmp_path / "kernels" / "loops").mkdir(parents=True)
+    for name in ("kernels/a.py", "kernels/loops/b.py", "compiler.py", "launch.py"):
+        (tmp_path / name).write_text("")
     monkeypatch.setattr(kernel_cache, "__file__", str(tmp_path / "kernel_cache.py"))
-    found = set()
-    for name in ("a.py", "loops/b.py", "a.py"):
-        (tmp_path / "kernels" / name).write_text(f"{len(found)}")
-        found.add(kernel_cache._sources.__wrapped__())
-    assert len(found) == 3
+    return tmp_path
+
+
+def test_the_hash_has_the_sources_of_every_kernel_and_of_the_compiler(sources):
+    found = {kernel_cache._hash_of_sources()}
+    for name in ("kernels/a.py", "kernels/loops/b.py", "compiler.py", "launch.py"):
+        (sources / name).write_text("changed")
+        found.add(kernel_cache._hash_of_sources())
+    assert len(found) == 5 and all(found)
+
+
+def test_sources_that_are_no_files_are_compiled(monkeypatch, sources, cache, compilations):
+    shutil.rmtree(sources / "kernels")
+    assert kernel_cache._hash_of_sources() == ""
+    monkeypatch.setattr(kernel_cache, "_SOURCES", "")
+    for count in (1, 2):
+        binary_of(make())
+        assert len(compilations) == count and not [*cache.rglob(kernel_cache._FILE)]
+
+
+def test_a_kernel_is_not_stored_after_its_sources_changed(sources, cache, compilations):
+    """Triton compiles what was imported, and the files may be those of another version by then."""
+    for count in (1, 2):
+        binary_of(make())
+        assert len(compilations) == count and not [*cache.rglob(kernel_cache._FILE)]
 
 
 def test_options_that_inspect_or_change_compilations_compile(monkeypatch, cache, compilations):
     import triton
+    from triton.backends.nvidia.compiler import CUDABackend
 
-    for count, (knobs, name, value) in enumerate(
-        (
-            (triton.knobs.compilation, "always_compile", True),
-            (triton.knobs.compilation, "listener", lambda **_: None),
-            (triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
-        ),
-        start=1,
-    ):
+    options = (
+        (triton.knobs.compilation, "listener", lambda **_: None),
+        (triton.knobs.compilation, "disable_line_info", True),
+        (triton.knobs.nvidia, "mock_ptx_version", "8.0"),
+        (triton.knobs.runtime, "add_stages_inspection_hook", lambda *_: ("", "")),
+    )
+    for count, (knobs, name, value) in enumerate(options, start=1):
         with monkeypatch.context() as patch:
             patch.setattr(knobs, name, value)
             binary_of(make())
         assert len(compilations) == count and not [*cache.rglob(kernel_cache._FILE)]
+    monkeypatch.setattr(CUDABackend, "instrumentation", object())
+    assert kernel_cache._changes_compilations()
+    monkeypatch.setattr(CUDABackend, "instrumentation", None)
+    assert not kernel_cache._changes_compilations()
+    for name in ("TRITON_KERNEL_OVERRIDE", "TRITON_KERNEL_DUMP", "TRITON_ALWAYS_COMPILE"):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, "1")
+            assert kernel_cache._changes_compilations(), name
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"{}\nbinary", b'{"name": "x"}\n'])
+def test_a_kernel_that_needs_scratch_memory_is_not_stored(cache):
+    """The profiler adds it to kernels, and other processes do not profile."""
+    metadata = dict.fromkeys(kernel_cache._METADATA, 1)
+    kernel = SimpleNamespace(kernel=b"binary", name="name", metadata=SimpleNamespace(**metadata))
+    assert kernel_cache.load_or_compile(lambda: kernel, "made from") is kernel
+    assert not [*cache.rglob(kernel_cache._FILE)]
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"{}\nbinary", b'{"name": "x"}\n', b"[]\nx", b"null\nx", None])
 def test_a_damaged_file_is_compiled_again(data, cache, compilations):
     first = binary_of(make())
     (path,) = cache.rglob(kernel_cache._FILE)
-    path.write_bytes(data)
+    path.write_bytes(path.read_bytes()[:-1] if data is None else data)  # None: an end that is missing
     assert binary_of(make()) == first and len(compilations) == 2
     assert binary_of(make()) == first and len(compilations) == 2  # it was stored again
 
@@ -129,8 +200,16 @@ def test_a_folder_that_takes_no_entries_is_no_error(cache, compilations, monkeyp
         raise PermissionError("read-only")
 
     stored = binary_of(make())
+    put = FileCacheManager.put
+    with monkeypatch.context() as patch:  # Triton's own files can be written
+        patch.setattr(
+            FileCacheManager, "put",
+            lambda self, data, name, **rest: (refuse if name == kernel_cache._FILE else put)(self, data, name, **rest),
+        )  # fmt: skip
+        first, second = (binary_of(make(hidden=40)) for _ in range(2))
+    assert first == second and len(compilations) == 3
     monkeypatch.setattr(kernel_cache, "get_cache_manager", refuse)
-    assert binary_of(make()) == stored and len(compilations) == 2
+    assert binary_of(make()) == stored and len(compilations) == 4
 
 
 PROGRAM = """

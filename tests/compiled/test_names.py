@@ -68,3 +68,21 @@ def test_name_of_the_kernel_of_a_norm_says_norm_and_direction(kind):
 def test_compiled_kernels_of_a_norm_have_their_names():
     result = norm("layer", "bwd")
     assert [compiled.metadata.name for compiled in result.compile()] == [call.name for call in result.kernels]
+
+
+@pytest.mark.compile_only
+def test_the_sanitizer_checks_every_kernel():
+    """A kernel with another name would pass without a check."""
+    import sanitized
+
+    from torch_bridge.kernels import input_projection, names, norm, norm_staged, sums, weight_grads
+    from torch_bridge.recurrences import Launch
+
+    launched = [Launch(problem, H100, config) for problem, config in sanitized.launches(H100)]
+    found = {call.name for launch in launched for call in launch.kernels}
+    assert {name.split("_")[-1] for name in found} >= {"streamed", "fma", "resident", "split", "registers", "rows"}
+    modules = input_projection, norm, norm_staged, sums, weight_grads
+    functions = [x for module in modules for name, x in vars(module).items() if name.endswith("_kernel")]
+    found |= {names.name_of(function, {"CENTERED": True}) for function in functions}
+    assert {"layer_norm_fwd", "sum_kernel", "projection_kernel"} <= found
+    assert [name for name in found if not any(part in name for part in sanitized.KERNELS)] == []

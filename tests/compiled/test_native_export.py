@@ -35,7 +35,7 @@ def native(monkeypatch, tmp_path):
     from torch_bridge import gpu, kernel_cache
 
     monkeypatch.setattr(gpu, "can_capture_early_launches", lambda: True)
-    monkeypatch.setattr(kernel_cache, "compiled", lambda compile, _: compile())  # kernels with their PTX
+    monkeypatch.setattr(kernel_cache, "load_or_compile", lambda compile, _: compile())  # kernels with their PTX
     given, original = [], call.attributes
 
     def attributes(binaries, names):

@@ -11,8 +11,8 @@ columns, and sends to every program the part of the gradient that belongs to tha
 and the scale of their float16 operands, are not exchanged.
 
 With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Forward, its sums over units are those of the
-received states, which are rounded as operands of the product. Backward, each program sends the sum over its own units
-to all programs.
+received states, which are rounded as operands of the product; the saved normalised state is that of the unrounded
+state. Backward, each program sends the sum over its own units to all programs.
 
 A thread computes two adjacent units of a sequence, and a warp every eighth sequence. With fewer than 64 units, several
 lanes compute the same. BLOCK_K is the number of units of all programs, rounded up to a power of two.
@@ -321,7 +321,7 @@ def _load_biases(bias_ptr, model, unit, H: gl.constexpr, GATES: gl.constexpr, NO
 
 @gluon.jit
 def _sums_of_state(received, unscale, SCALED: gl.constexpr, UNITS: gl.constexpr):
-    """Returns the sums that `_receive_state` returned in the layout of a step, without the scale of the states."""
+    """Converts the sums of `_receive_state` to the layout of a step, and undoes the scale of the states."""
     sums = ()
     for k in gl.static_range(len(received)):
         one = gl.convert_layout(received[k], gl.SliceLayout(0, UNITS))
@@ -421,7 +421,7 @@ def forward_kernel(
                     products = scaled(products, inverse(scale) * w_unscale)
                 gates = add_inputs(products, x, b_hn, SEPARATE)
                 if NORM_WIDTH > 0:
-                    unscale = gl.sum(inverse(scale), axis=0)  # of one element by sequence
+                    unscale = gl.sum(inverse(scale), axis=0)  # scale has one element per sequence
                     of_state = _sums_of_state(received, unscale, SCALED, UNITS)
                     norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
                     normalised, gates = normalise(gates, norm_scale[None, :], biases)
@@ -527,7 +527,7 @@ def _receive_parts(
 
 @gluon.jit
 def _send_sum(sums_ptr, total, number, workers, worker, split, SPLITS: gl.constexpr):
-    """Sends all programs a number for each sequence, `[batch]`; its last bit is replaced by `new_bit`."""
+    """Sends one float32 per sequence, `[batch]`, to all programs; its last bit is replaced by `new_bit`."""
     BATCH: gl.constexpr = total.shape[0]
     sequence = gl.arange(0, BATCH, total.type.layout)
     address = mailbox(sums_ptr, number, workers, worker, split, SPLITS, BATCH * 4) + sequence * 4
@@ -540,7 +540,7 @@ def _receive_sum(
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """Returns for each sequence the sum of what all programs sent, always added in the same order."""
-    LANES: gl.constexpr = 64 // BLOCK_H  # that take turns with the programs, as in `_receive_parts`
+    LANES: gl.constexpr = 64 // BLOCK_H  # the lanes take turns with the programs, as in `_receive_parts`
     BY_SENDER: gl.constexpr = gl.SliceLayout(1, PARTS)
     sender = gl.arange(0, LANES, gl.SliceLayout(1, BY_SENDER))
     sequence = gl.arange(0, BATCH, gl.SliceLayout(0, BY_SENDER))
