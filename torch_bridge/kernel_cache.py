@@ -107,7 +107,8 @@ def _changes_compilations() -> bool:
     options = knobs.compilation
     changes = options.always_compile, options.override, options.dump_ir, options.listener, options.instrumentation_mode
     set_here = (*vars(options).values(), *vars(knobs.nvidia).values())  # not by the environment
-    return any((*changes, *set_here, knobs.runtime.add_stages_inspection_hook, CUDABackend.instrumentation))
+    profiler = getattr(CUDABackend, "instrumentation", None)  # Triton 3.9 has none
+    return any((*changes, *set_here, knobs.runtime.add_stages_inspection_hook, profiler))
 
 
 def _hash_of_sources() -> str:
