@@ -31,7 +31,7 @@ _FILE = "kernel"
 _TOOLCHAIN = ("_C", "backends", "compiler", "language", "experimental/gluon")
 # Environment variables of Triton that say where files are kept, which a compiled kernel does not depend on.
 _LOCATIONS = frozenset(("TRITON_HOME", "TRITON_CACHE_DIR", "TRITON_DUMP_DIR", "TRITON_OVERRIDE_DIR"))
-# What a launch needs to know of a compiled kernel, by the names of Triton's metadata.
+# The fields of Triton's metadata that a launch reads.
 _METADATA = (
     "global_scratch_size", "profile_scratch_size", "num_ctas", "num_warps", "warp_size", "shared",
     "launch_cooperative_grid", "launch_pdl",
@@ -103,7 +103,7 @@ def key_of(made_from: Any) -> str:
 
 
 def _changes_compilations() -> bool:
-    """Whether this program inspects or changes compilations, by Triton's options or by its profiler."""
+    """Returns whether an option or the profiler of Triton inspects or changes compilations."""
     options = knobs.compilation
     changes = options.always_compile, options.override, options.dump_ir, options.listener, options.instrumentation_mode
     set_here = (*vars(options).values(), *vars(knobs.nvidia).values())  # not by the environment

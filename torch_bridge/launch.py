@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from triton.compiler import CompiledKernel
 
 from torch_bridge import compiler, gpu, kernel_cache
-from torch_bridge.kernel_cache import StoredKernel
 from torch_bridge.kernels import names
 from torch_bridge.tiling import Device
 
@@ -121,7 +120,7 @@ class Binary(NamedTuple):
     parameters: tuple[tuple[str, Any], ...]
 
     @classmethod
-    def of(cls, call: KernelCall, compiled: CompiledKernel | StoredKernel, capability: int) -> Binary:
+    def of(cls, call: KernelCall, compiled: CompiledKernel | kernel_cache.StoredKernel, capability: int) -> Binary:
         """Returns the launch of a compiled kernel as Triton's own launcher does it.
 
         Raises:
@@ -154,7 +153,7 @@ def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
     return compiler.compile_kernel(function.function, values, dict(dtypes), capability, **dict(options))
 
 
-def find_call(key: tuple[Any, ...], capability: int) -> CompiledKernel | StoredKernel:
+def find_call(key: tuple[Any, ...], capability: int) -> CompiledKernel | kernel_cache.StoredKernel:
     """Returns the compiled kernel of a `KernelCall` with this key, without needing a GPU.
 
     If an earlier process stored it, it is a `StoredKernel` with what the native launch needs.

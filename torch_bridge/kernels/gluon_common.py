@@ -585,3 +585,31 @@ def scale_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
 def mean_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
     """Returns the mean of inputs and state for LayerNorm; the arguments are those of `scale_of_norm`."""
     return statistics[1] + (sums[1] * (1.0 / H) - statistics[1]) * (H / NORM_WIDTH)
+
+
+@gluon.jit
+def normalised_state(h, sums, statistics, scale, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
+    """Returns the normalised state `(h - mean) * scale`, where the mean is 0 for RMSNorm.
+
+    `h` is `[units, batch]`, or `[units]` of one sequence. The other arguments are those of `scale_of_norm`, and what it
+    returned.
+    """
+    if len(statistics) > 1:
+        mean = mean_of_norm(sums, statistics, H, NORM_WIDTH)
+        if len(h.shape) == 2:
+            mean = mean[None, :]
+        h -= mean
+    if len(h.shape) == 2:
+        scale = scale[None, :]
+    return h * scale
+
+
+@gluon.jit
+def load_biases(bias_ptr, model, unit, H: gl.constexpr, GATES: gl.constexpr):
+    """Loads the biases that are added after a norm; returns a tuple by gate, `[units, 1]`, or none without a norm."""
+    biases = ()
+    if bias_ptr is not None:
+        for gate in gl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            biases += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
+    return biases

@@ -19,7 +19,7 @@ from torch_bridge.kernels.gluon_common import (
     forward_rows,
     load_inputs,
     load_statistics,
-    mean_of_norm,
+    normalised_state,
     product_order,
     reset_gradients,
     reset_states,
@@ -109,10 +109,7 @@ def _forward_step(
         local_grads, factors = RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
             local_grads = with_norm_grad(local_grads, normalised)
-            norm_state = before[0]
-            if x_mean_ptr is not None:
-                norm_state -= mean_of_norm(sums, statistics, H, NORM_WIDTH)
-            norm_state *= scale
+            norm_state = normalised_state(before[0], sums, statistics, scale, H, NORM_WIDTH)
             gl.store(norm_state_ptr + at, norm_state.to(norm_state_ptr.dtype.element_ty), mask=live)
             gl.store(scale_ptr + forward_rows(row, i, T, stride, REVERSE), scale, mask=i < T)
         store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION)

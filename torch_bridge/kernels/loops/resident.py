@@ -42,6 +42,7 @@ from torch_bridge.kernels.gluon_common import (
     fixed_reset_states,
     forward_rows,
     inverse,
+    load_biases,
     load_gradients,
     load_inputs,
     load_resets,
@@ -50,8 +51,8 @@ from torch_bridge.kernels.gluon_common import (
     load_statistics,
     load_weights,
     locate_tile,
-    mean_of_norm,
     no_residuals,
+    normalised_state,
     pack_residuals,
     product_order,
     reset_gradients,
@@ -242,10 +243,7 @@ def _forward_step(
         local_grads, factors = RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
             local_grads = with_norm_grad(local_grads, normalised)
-            norm_state = before[0]
-            if x_mean_ptr is not None:
-                norm_state -= mean_of_norm(of_state, statistics, H, NORM_WIDTH)[None, :]
-            norm_state *= norm_scale[None, :]
+            norm_state = normalised_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
             of_norm = (norm_state.to(norm_state_ptr.dtype.element_ty), norm_scale)
         saved = pack_residuals(local_grads, factors, dc_dh_ptr)
     if not LATE:
@@ -285,11 +283,7 @@ def forward_kernel(
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-    bias = ()
-    if NORM_WIDTH > 0:
-        for gate in gl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            bias += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
+    bias = load_biases(bias_ptr, model, unit, H, GATES)
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)

@@ -252,6 +252,21 @@ def new_bit(number):
 
 
 @gluon.jit
+def to_word(x, number):
+    """Returns float32 numbers as words, whose last bit is replaced by `new_bit`."""
+    return (x.to(gl.int32, bitcast=True) & -2) | new_bit(number)
+
+
+@gluon.jit
+def add_words(words):
+    """Returns the sum of float32 numbers, a tuple of words, without their last bit, so that zero stays zero."""
+    total = (words[0] & -2).to(gl.float32, bitcast=True)
+    for k in gl.static_range(1, len(words)):
+        total += (words[k] & -2).to(gl.float32, bitcast=True)
+    return total
+
+
+@gluon.jit
 def send_partial_sums(
     exchange_ptr, parts, unscale, number, workers, worker, split, SPLITS: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
@@ -266,7 +281,7 @@ def send_partial_sums(
         if SCALED:
             part = part * unscale
         box = mailbox(exchange_ptr, number, workers, worker, to * SPLITS + split, SPLITS * SPLITS, BATCH * 256)
-        send(box + offset * 4, (part.to(gl.int32, bitcast=True) & -2) | new_bit(number))
+        send(box + offset * 4, to_word(part, number))
 
 
 @gluon.jit

@@ -42,12 +42,13 @@ from torch_bridge.kernels.gluon_common import (
     gradients_before,
     inverse,
     largest_magnitude,
+    load_biases,
     load_inputs,
     load_resets,
     load_saved,
     load_states,
     load_statistics,
-    mean_of_norm,
+    normalised_state,
     pack_residuals,
     reset_gradients,
     scale_of_norm,
@@ -61,6 +62,7 @@ from torch_bridge.kernels.gluon_common import (
     unpack_residuals,
 )
 from torch_bridge.kernels.loops.split_common import (
+    add_words,
     first_state_scale,
     locate,
     mailbox,
@@ -70,6 +72,7 @@ from torch_bridge.kernels.loops.split_common import (
     send,
     send_numbered,
     send_where,
+    to_word,
 )
 
 
@@ -309,17 +312,6 @@ def _multiply_gates(weights, operand, terms, zeros, UNITS: gl.constexpr, PARTS: 
 
 
 @gluon.jit
-def _load_biases(bias_ptr, model, unit, H: gl.constexpr, GATES: gl.constexpr, NORM_WIDTH: gl.constexpr):
-    """Loads the biases of a model that are added after a norm; returns a tuple by gate, which is empty without one."""
-    biases = ()
-    if NORM_WIDTH > 0:
-        for gate in gl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            biases += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
-    return biases
-
-
-@gluon.jit
 def _sums_of_state(received, unscale, SCALED: gl.constexpr, UNITS: gl.constexpr):
     """Converts the sums of `_receive_state` to the layout of a step, and undoes the scale of the states."""
     sums = ()
@@ -382,7 +374,7 @@ def forward_kernel(
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-        biases = _load_biases(bias_ptr, model, unit, H, GATES, NORM_WIDTH)
+        biases = load_biases(bias_ptr, model, unit, H, GATES)
         end = (item // tiles + 1) * tiles
         while item < end:
             mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
@@ -430,10 +422,7 @@ def forward_kernel(
                     local_grads, factors = RESIDUALS(activations, before)
                     if NORM_WIDTH > 0:
                         local_grads = with_norm_grad(local_grads, normalised)
-                        norm_state = before[0]
-                        if x_mean_ptr is not None:
-                            norm_state -= mean_of_norm(of_state, statistics, H, NORM_WIDTH)[None, :]
-                        norm_state *= norm_scale[None, :]
+                        norm_state = normalised_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
                     saved = pack_residuals(local_grads, factors, dc_dh_ptr)
                 before, scale = _start_step(
                     states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, unit,
@@ -494,7 +483,7 @@ def _send_parts(
     offset = (receiver * (SPLITS * BATCH * BLOCK_H))[:, None, None] + sequence[None, None, :] * BLOCK_H
     offset += unit[None, :, None]
     address = mailbox(exchange_ptr, number, workers, worker, split, SPLITS * SPLITS, BATCH * BLOCK_H * 4) + offset * 4
-    word = (parts.to(gl.int32, bitcast=True) & -2) | new_bit(number)
+    word = to_word(parts, number)
     if RECEIVERS == SPLITS:
         send(address, word)
     else:
@@ -519,10 +508,7 @@ def _receive_parts(
     address = mailbox(exchange_ptr, number, workers, worker, split * SPLITS, SPLITS * SPLITS, BATCH * BLOCK_H * 4)
     bit = offset * 0 + new_bit(number)
     words = receive(address + offset * 4, bit, COUNT, BATCH * 256, 2 * BATCH // gl.num_warps(), False, True)
-    total = (words[0] & -2).to(gl.float32, bitcast=True)  # without the last bit, so that zero stays zero
-    for k in gl.static_range(1, COUNT):
-        total += (words[k] & -2).to(gl.float32, bitcast=True)
-    return gl.sum(total, axis=0)
+    return gl.sum(add_words(words), axis=0)
 
 
 @gluon.jit
@@ -531,7 +517,7 @@ def _send_sum(sums_ptr, total, number, workers, worker, split, SPLITS: gl.conste
     BATCH: gl.constexpr = total.shape[0]
     sequence = gl.arange(0, BATCH, total.type.layout)
     address = mailbox(sums_ptr, number, workers, worker, split, SPLITS, BATCH * 4) + sequence * 4
-    send(address, (total.to(gl.int32, bitcast=True) & -2) | new_bit(number))
+    send(address, to_word(total, number))
 
 
 @gluon.jit
@@ -550,10 +536,7 @@ def _receive_sum(
     words = receive(
         address, offset * 0 + new_bit(number), COUNT, LANES * BATCH * 4, BATCH // gl.num_warps(), False, True
     )  # fmt: skip
-    total = (words[0] & -2).to(gl.float32, bitcast=True)
-    for k in gl.static_range(1, COUNT):
-        total += (words[k] & -2).to(gl.float32, bitcast=True)
-    return gl.convert_layout(gl.sum(total, axis=0), gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
+    return gl.convert_layout(gl.sum(add_words(words), axis=0), gl.SliceLayout(0, gl.SliceLayout(0, PARTS)))
 
 
 @gluon.jit
