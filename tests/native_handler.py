@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import child
 import jax
 
 from jaxrnn._bridge.native import build
@@ -100,9 +100,8 @@ def run(
         log = Path(temporary, "log")
         block = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
         program = block + PREAMBLE.format(handler=str(folder() / "handler.so")) + code
-        variables = os.environ | {"FAKE_CUDA_LOG": str(log), "FAKE_CUDA_PARAMETERS": parameters, "JAX_PLATFORMS": "cpu"}
-        variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])}
-        variables |= {"LD_LIBRARY_PATH": str(folder())} | environment
+        fake = {"FAKE_CUDA_LOG": str(log), "FAKE_CUDA_PARAMETERS": parameters, "LD_LIBRARY_PATH": str(folder())}
+        variables = child.environment(**{"JAX_PLATFORMS": "cpu"} | fake | environment)
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=temporary, env=variables, capture_output=True, text=True, timeout=300
         )

@@ -187,10 +187,11 @@ class Launch(launch.Launch):
             "OPAQUE": not device.interpreted,
             "YIELD": block_n >= columns and models * rows * columns * _BYTES[dtypes["x"]] <= _IN_CACHE,
         }  # fmt: skip
+        num_warps, side_by_side = self.tiling.num_warps, self.tiling.side_by_side
+        constants["ONE_EACH"] = block_n <= 32 * num_warps
         if slots := self.tiling.slots:
             constants["SLOTS"] = slots
 
-        num_warps, side_by_side = self.tiling.num_warps, self.tiling.side_by_side
         if problem.direction == "fwd":
             self.add(norm.norm_fwd_kernel, models * tiles, num_warps, dtypes, constants, scalars, side_by_side)
             return

@@ -1,15 +1,13 @@
 """JAX and Triton compile and export kernels where PyTorch is not installed, and a second process compiles nothing."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
+import child
 import pytest
 
 pytestmark = pytest.mark.compile_only
 
-ROOT = Path(__file__).resolve().parents[2]
 
 # Compiles a training step for an A100: everything up to the call of XLA, which needs the GPU.
 PROGRAM = """
@@ -40,10 +38,9 @@ print(exported.mlir_module().count("custom_call @jaxrnn_launch_v1"), sys.modules
 
 
 def test_kernels_are_compiled_and_exported_without_torch(tmp_path):
-    environment = os.environ | {
-        "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "JAX_PLATFORMS": "cpu", "JAXRNN_LAUNCH": "",
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-    }  # fmt: skip
+    environment = child.environment(
+        TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path), JAX_PLATFORMS="cpu", JAXRNN_LAUNCH=""
+    )
     printed, binaries = [], []
     for _ in range(2):
         done = subprocess.run(

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import jax
@@ -1135,9 +1136,12 @@ def test_norms_on_the_gpu_are_checked_and_timed():
     settings = Settings(rounds=2)
     for kind, direction in (("rms", "fwd"), ("layer", "bwd")):
         for shape in ((4096, 2048), norms.RECURRENT[2]):
+            begin = time.perf_counter()
             rows = list(norms.norm(settings, lambda _: None, [norms.NormCase(kind, direction, "bf16", *shape)]))
+            most = (time.perf_counter() - begin) * 1e6
             assert [row.provider for row in rows] == [provider.name for provider in norms.ALL]
             for row in rows:
                 available = row.provider != "jaxrnn" or hasattr(norms.jaxrnn, "rms_norm")
                 assert row.status == ("measured" if available else "unavailable"), row.reason
-                assert not available or 1 < row.us < 1000
+                # half of the calls took the median or longer
+                assert not available or (row.us > 1 and row.us * row.calls < 2 * most)

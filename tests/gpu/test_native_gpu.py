@@ -1,11 +1,10 @@
 """Exports programs with kernels, and runs them in fresh processes in which PyTorch and Triton cannot be imported."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import calls
+import child
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +17,6 @@ from jaxrnn._bridge.native.target import TARGET
 from jaxrnn.linen import ScannedRNN
 
 pytestmark = [pytest.mark.gpu, pytest.mark.torch]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def policy():
@@ -91,9 +88,8 @@ def test_an_exported_program_gives_the_same_bits_without_torch_and_triton(name, 
     (tmp_path / "program").write_bytes(exported.serialize())
     np.savez(tmp_path / "given.npz", *arrays)
     done = subprocess.run(
-        [sys.executable, "-c", RUN], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-c", RUN], cwd=tmp_path, env=child.environment(), capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     results = np.load(tmp_path / "results.npz")
     got = [results[f"arr_{k}"] for k in range(len(want))]
@@ -117,15 +113,15 @@ print([name.rpartition("/")[2] for name in seen if "compilation_cache/cache_" in
 
 
 def test_a_second_process_compiles_nothing(tmp_path):
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]), "JAXRNN_LAUNCH": "native",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1", "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-    }  # fmt: skip
+    caches = child.environment(
+        JAXRNN_LAUNCH="native", TRITON_CACHE_DIR=str(tmp_path / "triton"),
+        JAX_COMPILATION_CACHE_DIR=str(tmp_path / "jax"), JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0",
+        JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )  # fmt: skip
 
     def run(hidden, before=""):
         program = CACHED.format(hidden=hidden, before=before)
-        done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", program], env=caches, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip().split("\n")[-1]
 

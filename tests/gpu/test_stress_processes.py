@@ -3,34 +3,27 @@
 `make stress` runs these tests, on a GPU that nothing else uses; other runs leave them out.
 """
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import child
 import pytest
 import sanitized
 
 pytestmark = [pytest.mark.gpu, pytest.mark.stress, pytest.mark.torch]
 
-ROOT = Path(__file__).resolve().parents[2]
 SANITIZED = Path(sanitized.__file__)
 METHODS = pytest.mark.parametrize("method", ["native", "callback"])
-
-
-def environment(**changes):
-    """Returns the environment of a process that imports this checkout's packages and modules of tests."""
-    folders = [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(folders)} | changes
 
 
 def begin(program, method="native", **changes):
     """Starts a process that runs a program."""
     return subprocess.Popen(
         [sys.executable, "-c", program], text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        env=environment(JAXRNN_LAUNCH=method, **changes),
+        env=child.environment(JAXRNN_LAUNCH=method, **changes),
     )  # fmt: skip
 
 
@@ -203,7 +196,7 @@ def sanitizer():
     """Returns the path of compute-sanitizer, after all kernels are in Triton's cache."""
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     assert found, "this test needs compute-sanitizer, of the CUDA toolkit, in PATH; -k 'not sanitizer' leaves it out"
-    subprocess.run([sys.executable, SANITIZED, "compile"], env=environment(), check=True, timeout=300)
+    subprocess.run([sys.executable, SANITIZED, "compile"], env=child.environment(), check=True, timeout=300)
     return found
 
 
@@ -213,7 +206,7 @@ def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitizer):
     checked = [option for part in sanitized.KERNELS for option in ("--kernel-name", f"kernel_substring={part}")]
     done = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", *checked, sys.executable, SANITIZED],
-        env=environment(
+        env=child.environment(
             PYTORCH_NO_CUDA_MEMORY_CACHING="1", XLA_PYTHON_CLIENT_ALLOCATOR="platform",
             XLA_FLAGS="--xla_gpu_autotune_level=0",
         ),

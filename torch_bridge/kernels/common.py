@@ -33,6 +33,16 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b):
+    """Returns `a * b`, which the compiler does not fuse with an addition as it does with `a * b` itself.
+
+    For sums over threads. With one product per thread, every thread would add its own product, not rounded, to the
+    rounded ones of the others: the threads would get sums that differ in the last bit.
+    """
+    return tl.fma(a, b, 0.0)
+
+
+@triton.jit
 def first_row(seq, T, B):
     """Returns the row of step 0 of sequence `seq` in a `[G, T, B]` array; step t is `t * B` rows further.
 

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from torch_bridge.kernels import names
+from torch_bridge.kernels.common import rounded_product
 from torch_bridge.kernels.sums import add_up, block_of_columns, launch_dependents, wait_for_dependencies
 
 
@@ -55,12 +56,21 @@ def _row_load(ptr, col, N: tl.constexpr, WHOLE: tl.constexpr = False):
 
 
 @triton.jit
-def _scale(x, weight_ptr, weight):
-    """Returns `x * weight` in float32, or `x` if there is no weight."""
+def _product(a, b, ONE_EACH: tl.constexpr):
+    """Returns `a * b`, to be added up over a row, of which a thread has one element if ONE_EACH."""
+    if ONE_EACH:
+        return rounded_product(a, b)
+    else:
+        return a * b
+
+
+@triton.jit
+def _scale(x, weight_ptr, weight, ONE_EACH: tl.constexpr = False):
+    """Returns `x * weight` in float32, or `x` if there is no weight; ONE_EACH as in `_product`."""
     if weight_ptr is None:
         return x
     else:
-        return x * weight.to(tl.float32)[None, :]
+        return _product(x, weight.to(tl.float32)[None, :], ONE_EACH)
 
 
 @triton.jit
@@ -189,6 +199,7 @@ def norm_fwd_kernel(
     rstd_ptr,      # [S, R] float32, or None
     R, tiles, epsilon,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
+    ONE_EACH: tl.constexpr,
 ):  # fmt: skip
     """Normalizes BLOCK_R rows of a model, from row tile * BLOCK_R on; the grid has S * tiles programs."""
     model = (tl.program_id(0) // tiles).to(tl.int64)
@@ -207,7 +218,7 @@ def norm_fwd_kernel(
         if CENTERED:
             mean = _mean(tl.sum(x.to(tl.float32), 1), N)
         centered = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED)
-        rstd = _inverse_root(_mean(tl.sum(centered * centered, 1), N) + epsilon)
+        rstd = _inverse_root(_mean(tl.sum(_product(centered, centered, ONE_EACH), 1), N) + epsilon)
         y = _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]
         # loaded only here: during the reduction the registers are needed for x alone
         y = _scale(y, weight_ptr, _row_load(weight_ptr, cols, N))
@@ -316,7 +327,7 @@ def norm_bwd_kernel(
     partial_bias_ptr,    # [S, programs, N] float32, or None
     R, tiles, programs,
     N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, OPAQUE: tl.constexpr,
-    YIELD: tl.constexpr, EARLY: tl.constexpr,
+    YIELD: tl.constexpr, EARLY: tl.constexpr, ONE_EACH: tl.constexpr,
 ):  # fmt: skip
     """Differentiates every `programs`-th tile of BLOCK_R rows of a model; the grid has S * programs programs.
 
@@ -354,9 +365,9 @@ def norm_bwd_kernel(
                 dweight += d * normalized
             if partial_bias_ptr is not None:
                 dbias += d
-            a = _scale(d, weight_ptr, weight)
+            a = _scale(d, weight_ptr, weight, ONE_EACH)
             mean_a = tl.sum(a, 1) / N if CENTERED else rstd
-            mean_ax = tl.sum(a * normalized, 1) / N
+            mean_ax = tl.sum(_product(a, normalized, ONE_EACH), 1) / N
             # computed again rather than kept: registers hold x and dy in their dtype in memory
             normalized = (
                 _centered(_hide_from_compiler(x, OPAQUE), mean, cols, N, N % BLOCK_N == 0, CENTERED) * rstd[:, None]

@@ -10,7 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import normalise, operands_of, scaled, with_norm_grad
+from torch_bridge.kernels.common import normalise, operands_of, rounded_product, scaled, with_norm_grad
 from torch_bridge.kernels.gluon_common import (
     add_input,
     backward_rows,
@@ -92,7 +92,7 @@ def _forward_step(
     for gate in gl.static_range(GATES):
         gates += (started[product_order(gate, GATES)],)
     if NORM_WIDTH > 0:
-        sums = (gl.sum(before[0] * before[0], axis=0),)
+        sums = (gl.sum(rounded_product(before[0], before[0]), axis=0),)
         if x_mean_ptr is not None:
             sums += (gl.sum(before[0], axis=0),)
         scale = scale_of_norm(sums, statistics, H, NORM_WIDTH)
@@ -207,7 +207,7 @@ def _backward_step(
         factors += (stored_factors[k].to(gl.float32),)
     dh = dstates[0] + dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
-        dnorm = gl.sum(dh * local_grads[GATES], axis=0)
+        dnorm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
         unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
         grads = scaled(unscaled, of_norm[1])
     else:

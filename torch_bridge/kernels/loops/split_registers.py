@@ -28,6 +28,7 @@ from torch_bridge.kernels.common import (
     RESET_STEPPED,
     normalise,
     operands_of,
+    rounded_product,
     scaled,
     step_time,
     time_order,
@@ -603,7 +604,7 @@ def backward_kernel(
                 dh = dstates[0] + dys[0].to(gl.float32)
                 local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
                 if NORM_WIDTH > 0:
-                    of_norm = gl.sum(dh * local_grads[GATES], axis=0)
+                    of_norm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
                     _send_sum(sums_ptr, of_norm, sent + 1, workers, worker, split, SPLITS)
                     grads, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
                     grads = scaled(grads, norm_scale[0][None, :])

@@ -38,6 +38,7 @@ from torch_bridge.kernels.common import (
     operand,
     operands_of,
     pack_float16x4,
+    rounded_product,
     scaled,
     select_reset,
     split_words,
@@ -139,7 +140,7 @@ def _load_residuals(
 def _sums_of_states(h, unit, mask_q, H: tl.constexpr, CENTERED: tl.constexpr):
     """Returns what a norm needs of the state, summed over this program's units: sum of squares, and sum if CENTERED."""
     h = tl.where((unit < H)[:, None] & mask_q[None, :], h, 0.0)
-    sums = (tl.sum(h * h, axis=0),)
+    sums = (tl.sum(rounded_product(h, h), axis=0),)
     if CENTERED:
         sums += (tl.sum(h, axis=0),)
     return sums
