@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch_bridge import launch
 from torch_bridge.kernels import sums, weight_grads
-from torch_bridge.tiling import Device
+from torch_bridge.tiling import RESET_STATES, Device, ResetState
 
 # Rows, and columns, of the tile of a product that one program computes.
 _TILE = 128
@@ -36,9 +36,11 @@ class Problem:
       inputs: width of the inputs.
       hidden: number of hidden units.
       gates: width of the gradients of the gates, a multiple of `hidden`.
-      dtypes: `(name, dtype)` of every array: x, hs, h0, dxp and, for a GRU, dhn, all of one dtype; reset, if there are
-        resets.
+      dtypes: `(name, dtype)` of every array: x, hs, h0, dxp, for a GRU dhn and, if they are not zeros, the reset states
+        reset_h, all of one dtype; reset, if there are resets; scale, if the gates see a norm, in float32.
       reverse: whether the recurrence ran from the last step to the first.
+      reset_state: the kind of the reset states: reset_h is `[models, groups, batch, hidden]` if they are "fixed", or
+        `[models, groups, steps, batch, hidden]` if they are "stepped".
     """
 
     models: int
@@ -50,6 +52,7 @@ class Problem:
     gates: int
     dtypes: tuple[tuple[str, str], ...]
     reverse: bool = False
+    reset_state: ResetState = "zeros"
 
     @property
     def rows(self) -> int:
@@ -65,6 +68,11 @@ class Problem:
     def separate(self) -> bool:
         """Whether the last gate's hidden product has a gradient of its own, `dhn`."""
         return "dhn" in dict(self.dtypes)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether the gates see a norm, whose factors the gate gradients contain."""
+        return "scale" in dict(self.dtypes)
 
     @property
     def tiles(self) -> int:
@@ -126,8 +134,10 @@ def is_profitable(problem: Problem, device: Device) -> bool:
         return False
     narrow = min(problem.inputs, problem.hidden) < 64
     wide = problem.dtype == "float32"
-    # a library needs two products of the hidden states for a GRU, with dxp and with dhn
-    fewest, widest = (4096, 256 if wide else 128) if problem.separate else (32768 if wide else 65536, 128)
+    # a library needs two products of the hidden states for a GRU, with dxp and with dhn, and with a norm one more pass
+    # over dxp for the biases
+    more = problem.separate or problem.scaled
+    fewest, widest = (4096, 256 if wide else 128) if more else (32768 if wide else 65536, 128)
     fits = not narrow and max(problem.inputs, problem.hidden) <= widest and problem.rows >= fewest
     return fits and supports(problem, device)
 
@@ -157,7 +167,7 @@ class Launch(launch.Launch):
         dtypes = dict(problem.dtypes) | {"partial": "float32", "sums": "float32"}
         constants = {
             "D": problem.inputs, "H": problem.hidden, "W": problem.gates, "ROWS": rows, "STAGES": self.tiling.stages,
-            "REVERSE": problem.reverse,
+            "RESET_STATE": RESET_STATES.index(problem.reset_state), "REVERSE": problem.reverse,
         }  # fmt: skip
         scalars = {
             "rows": problem.rows, "share": share, "programs": programs, "T": problem.steps, "B": problem.batch,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def launch_weight_grads(
-    arrays: dict[str, Array | None], *, reverse: bool, may_use_xla: bool = False
+    arrays: dict[str, Array | None], *, reverse: bool, reset_state: str = "zeros", may_use_xla: bool = False
 ) -> dict[str, Array]:
     """Launches the kernel that sums up the gradients of all weights of S models, as `launch` does.
 
@@ -29,7 +29,9 @@ def launch_weight_grads(
     from torch_bridge.weight_grads import Layout
 
     output = NamedOutput("sums", jnp.dtype(jnp.float32))
-    sums = bind(WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, may_use_xla=may_use_xla)["sums"]
+    sums = bind(
+        WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, reset_state=reset_state, may_use_xla=may_use_xla
+    )["sums"]  # fmt: skip
     inputs, hidden, gates = (arrays[name].shape[-1] for name in ("x", "hs", "dxp"))  # type: ignore[union-attr]
     separate = arrays.get("dhn") is not None
     at = Layout.of(inputs, hidden, gates, separate)
@@ -44,17 +46,17 @@ def launch_weight_grads(
 
 
 def is_weight_grads_launch_profitable(
-    shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, separate: bool
+    shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, *, separate: bool, scaled: bool
 ) -> bool:
     """Whether `launch_weight_grads` supports this problem here and is faster than XLA's products and sums.
 
     `shape` is that of the inputs, `[G, T, B, D]`; the gate gradients are `[G, T, B, gates]`. With `separate`, the array
-    "dhn" takes part too.
+    "dhn" takes part too, and with `scaled`, the array "scale".
     """
     from torch_bridge import weight_grads
 
     names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()))
-    dtypes = tuple((name, str(jnp.dtype(dtype))) for name in names)
+    dtypes = tuple((name, str(jnp.dtype(dtype))) for name in names) + ((("scale", "float32"),) if scaled else ())
     groups, steps, batch, inputs = shape
     problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, dtypes)
     return weight_grads.is_profitable(problem, availability.chosen_device())
@@ -92,7 +94,8 @@ class WeightGradsKind(LaunchKind):
         hidden, gates = (by_name[name].shape[-1] for name in ("hs", "dxp"))
         models, groups, steps, batch, inputs = by_name["x"].shape
         dtypes = dtypes_of(arrays, params)
-        problem = Problem(models, groups, steps, batch, inputs, hidden, gates, dtypes, params["reverse"])
+        reset_options = {"reverse": params["reverse"], "reset_state": params["reset_state"]}
+        problem = Problem(models, groups, steps, batch, inputs, hidden, gates, dtypes, **reset_options)
         return Launch(problem, device)
 
     def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:
@@ -101,13 +104,17 @@ class WeightGradsKind(LaunchKind):
         first, rest = h0[:, :, None], hs[:, :, 1:] if params["reverse"] else hs[:, :, :-1]
         h_prev = jnp.concatenate([rest, first] if params["reverse"] else [first, rest], axis=2)
         if "reset" in by_name:
-            h_prev = jnp.where(is_reset(by_name["reset"])[..., None], 0, h_prev)
+            new = by_name.get("reset_h", 0)
+            if params["reset_state"] == "fixed":
+                new = new[:, :, None]
+            h_prev = jnp.where(is_reset(by_name["reset"])[..., None], new, h_prev)
         dhn, of_products = by_name.get("dhn"), dxp
         if dhn is not None:  # the gradient of the last gate's hidden product
             of_products = jnp.concatenate([dxp[..., : -dhn.shape[-1]], dhn], axis=-1)
         contract = functools.partial(jnp.einsum, "sgtbi,sgtbj->sij", preferred_element_type=jnp.float32)
         grads = [contract(x, dxp), contract(h_prev, of_products)]
-        grads += [jnp.sum(d, axis=(1, 2, 3), dtype=jnp.float32) for d in (dxp, dhn) if d is not None]
+        of_bias = dxp if by_name.get("scale") is None else dxp / by_name["scale"]
+        grads += [jnp.sum(d, axis=(1, 2, 3), dtype=jnp.float32) for d in (of_bias, dhn) if d is not None]
         return [jnp.concatenate([d.reshape(d.shape[0], -1) for d in grads], axis=-1)]
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:

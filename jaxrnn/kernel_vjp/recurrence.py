@@ -222,11 +222,14 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
                 results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden
             )
         if launches_weight_grads:
-            sums = launch_weight_grads(static, x, saved_chunk["hs"], before["h"], reset, dxp, hidden_grads)
+            sums = launch_weight_grads(
+                static, x, saved_chunk["hs"], before["h"], reset, starts[0] if starts else None,
+                residuals["scale"] if cell.norm else None, dxp, hidden_grads,
+            )  # fmt: skip
         else:
             sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
-        if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
-            sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
+            if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
+                sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
         if first is not None:
             terms = [jnp.where(is_first, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, is_first in first_steps]
             sums["first"] = functools.reduce(jnp.add, terms)

@@ -42,14 +42,15 @@ def weight_grads(
 
 def has_weight_grads_launch(static: RecurrenceSpec, xs: Array, hidden: int) -> bool:
     """Whether one launch computes the gradients of weights and biases, which needs all steps in one direction."""
-    if static.reset_state != "zeros" or static.reverse == "bidirectional":
+    if static.reverse == "bidirectional":
         return False
     if static.operand_dtype == jnp.float32 and not static.uses_tf32:
         return False
     cell = static.cell
     return _bridge.is_weight_grads_launch_profitable(
-        xs.shape, hidden, cell.gates * hidden, static.operand_dtype, cell.last_gate_separate
-    )
+        xs.shape, hidden, cell.gates * hidden, static.operand_dtype, separate=cell.last_gate_separate,
+        scaled=bool(cell.norm),
+    )  # fmt: skip
 
 
 def launch_weight_grads(
@@ -58,13 +59,22 @@ def launch_weight_grads(
     hs: Array,
     h0: Array,
     resets: Array | None,
+    reset_h: Array | None,
+    scale: Array | None,
     dxp: Array,
     hidden_grads: dict[str, Array],
 ) -> dict[str, Array]:
-    """Returns the gradients of `weight_grads` by one launch, from the states after each step, `hs`."""
+    """Returns the gradients of `weight_grads` by one launch, from the states after each step, `hs`.
+
+    `reset_h` are the reset states, or None for zeros. `scale` are the factors of the norm by step, or None.
+    """
     cell, dtype = static.cell, static.operand_dtype
     arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
-    arrays |= {"reset": resets, "dxp": dxp} | hidden_grads
+    arrays |= {"reset": resets, "reset_h": None if reset_h is None else reset_h.astype(dtype), "scale": scale}
+    arrays |= {"dxp": dxp} | hidden_grads
     models = {name: None if x is None else x[None] for name, x in arrays.items()}
-    grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True, may_use_xla=static.may_use_xla)
+    grads = _bridge.launch_weight_grads(
+        models, reverse=static.reverse is True, reset_state="zeros" if reset_h is None else static.reset_state,
+        may_use_xla=static.may_use_xla,
+    )  # fmt: skip
     return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}

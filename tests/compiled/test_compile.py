@@ -331,19 +331,22 @@ def test_projections_fit_and_do_not_spill(target, whole, dtype, inputs):
 
 @every_target
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
 def test_gradients_of_weights_fit_and_do_not_spill(target, whole, cell, dtype):
     from torch_bridge import weight_grads
 
     bad, device = [], TARGETS[target]
-    gates, names = (3, ("x", "hs", "h0", "dxp", "dhn")) if cell == "gru" else (4, ("x", "hs", "h0", "dxp"))
+    gates, names = 4 if cell == "lstm" else 3, ("x", "hs", "h0", "dxp", *(("dhn",) if cell == "gru" else ()))
     sizes = (
-        (128, 128, "bool", False), (200, 192, "float32", True), (64, 64, "bool", False), (128, 128, None, True),
-        (256, 256, "bool", False),
+        (128, 128, "bool", False, "zeros"), (200, 192, "float32", True, "stepped"), (64, 64, "bool", False, "fixed"),
+        (128, 128, None, True, "zeros"), (256, 256, "bool", False, "zeros"), (128, 128, "bool", False, "stepped"),
     )  # fmt: skip
-    for inputs, hidden, reset, reverse in sizes if whole else sizes[:2]:
-        dtypes = [(name, dtype) for name in names] + ([("reset", reset)] if reset else [])
-        problem = weight_grads.Problem(1, 1, 64, 64, inputs, hidden, gates * hidden, tuple(dtypes), reverse)
+    for inputs, hidden, reset, reverse, reset_state in sizes if whole else sizes[:2]:
+        dtypes = [(name, dtype) for name in (*names, *(("reset_h",) if reset_state != "zeros" else ()))]
+        dtypes += [("reset", reset)] if reset else []
+        dtypes += [("scale", "float32")] if cell == "norm_gru" else []
+        sizes_of_arrays = (1, 1, 64, 64, inputs, hidden, gates * hidden)
+        problem = weight_grads.Problem(*sizes_of_arrays, tuple(dtypes), reverse, reset_state)
         assert weight_grads.supports(problem, device)
         launch = weight_grads.Launch(problem, device)
         bad += excesses(problem, launch, device)

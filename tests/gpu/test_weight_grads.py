@@ -31,15 +31,16 @@ class Case:
     H: int = 128
     resets: str | None = "bool"
     reverse: bool = False
+    reset_state: str = "zeros"
 
     def __str__(self):
         sizes = ",".join(str(n) for n in (self.S, self.G, self.T, self.B, self.D, self.H))
-        return f"{self.cell}-{self.dtype}-{sizes}-{self.resets}{'-reverse' if self.reverse else ''}"
+        return f"{self.cell}-{self.dtype}-{sizes}-{self.resets}{'-reverse' * self.reverse}-{self.reset_state}"
 
 
 CASES = [
     Case(cell, dtype, **options)
-    for cell in ("gru", "lstm")
+    for cell in ("gru", "lstm", "norm_gru")
     for dtype in ("float32", "bfloat16", "float16")
     for options in (
         {},
@@ -50,6 +51,9 @@ CASES = [
         {"D": 64, "H": 192, "T": 40},
         {"D": 200, "H": 64, "S": 2},
         {"D": 256, "H": 256, "T": 128, "B": 64},
+        {"T": 64, "B": 64, "reset_state": "fixed"},
+        {"S": 3, "G": 5, "T": 17, "B": 3, "reset_state": "fixed", "reverse": True},
+        {"S": 2, "T": 70, "B": 31, "reset_state": "stepped"},
         {"T": 1, "B": 4100},
         {"T": 4100, "B": 1},
         {"T": 1, "B": 1},
@@ -60,30 +64,36 @@ CASES = [
 
 def make_arrays(case):
     rng = np.random.default_rng(0)
-    lead, gates = (case.S, case.G, case.T, case.B), {"gru": 3, "lstm": 4}[case.cell]
+    lead, gates = (case.S, case.G, case.T, case.B), 4 if case.cell == "lstm" else 3
     shapes = {
         "x": (*lead, case.D), "hs": (*lead, case.H), "h0": (case.S, case.G, case.B, case.H),
         "dxp": (*lead, gates * case.H),
     }  # fmt: skip
     if case.cell == "gru":
         shapes["dhn"] = (*lead, case.H)
+    if case.reset_state != "zeros":
+        shapes["reset_h"] = shapes["h0" if case.reset_state == "fixed" else "hs"]
     arrays = {name: jnp.asarray(rng.normal(size=shape), case.dtype) for name, shape in shapes.items()}
+    if case.cell == "norm_gru":
+        arrays["scale"] = jnp.asarray(rng.uniform(0.5, 2.0, size=(*lead, 1)), jnp.float32)
     if case.resets is not None:
         arrays["reset"] = jnp.asarray(rng.random(lead) < 0.1, case.resets)
     return arrays
 
 
-def previous(case, hs, h0, reset):
+def previous(case, hs, h0, reset, reset_h):
     """Returns the states before each step."""
     first = h0[:, :, None]
     parts = (hs[:, :, 1:], first) if case.reverse else (first, hs[:, :, :-1])
     before = np.concatenate(parts, axis=2)
-    return before if reset is None else np.where((reset != 0)[..., None], 0, before)
+    new = 0 if reset_h is None else reset_h[:, :, None] if case.reset_state == "fixed" else reset_h
+    return before if reset is None else np.where((reset != 0)[..., None], new, before)
 
 
 def grads(case, arrays, einsum):
     """Computes the gradients with `einsum`: `np.einsum` for float64, or `xla_einsum` for the dtype of the case."""
-    h = previous(case, *(None if x is None else np.asarray(x) for x in map(arrays.get, ("hs", "h0", "reset"))))
+    names = ("hs", "h0", "reset", "reset_h")
+    h = previous(case, *(None if x is None else np.asarray(x) for x in map(arrays.get, names)))
     x, dxp = arrays["x"], arrays["dxp"]
     hidden_grads = dxp
     if "dhn" in arrays:
@@ -92,7 +102,7 @@ def grads(case, arrays, einsum):
     found = {
         "w_ih": einsum("sgtbx,sgtby->sxy", x, dxp),
         "w_hh": einsum("sgtbx,sgtby->sxy", h, hidden_grads),
-        "bias": einsum("sgtbx,sgtby->sy", ones, dxp),
+        "bias": einsum("sgtbx,sgtby->sy", ones, dxp / arrays["scale"] if "scale" in arrays else dxp),
     }
     if "dhn" in arrays:
         found["b_hn"] = einsum("sgtbx,sgtby->sy", ones, arrays["dhn"])
@@ -108,7 +118,8 @@ def xla_einsum(subscripts, x, y):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gradients_match_float64(case):
     arrays = make_arrays(case)
-    run = jax.jit(functools.partial(_bridge.launch_weight_grads, reverse=case.reverse))
+    options = {"reverse": case.reverse, "reset_state": case.reset_state}
+    run = jax.jit(functools.partial(_bridge.launch_weight_grads, **options))
     got, again = run(arrays), run(arrays)
     want = grads(case, {name: np.asarray(x, np.float64) for name, x in arrays.items()}, np.einsum)
     xla = grads(case, arrays, xla_einsum)
@@ -208,9 +219,17 @@ def check(make_grad, arguments):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
 @pytest.mark.parametrize("options", [{}, {"reverse": True}, {"time_major": False}], ids=str)
-def test_layers_use_the_launch(cell, dtype, options):
+@pytest.mark.parametrize("reset_state", [None, "[H]", "[B, H]", "[T, B, H]"])
+def test_layers_use_the_launch(cell, dtype, options, reset_state):
     """Checks the gradients of a layer for each way to call it: forward, reverse and batch-major."""
     params, carry, xs, resets = make_layer(cell, dtype)
+    if reset_state:
+        (steps, batch), hidden = resets.shape, 128
+        shape = {"[H]": (hidden,), "[B, H]": (batch, hidden), "[T, B, H]": (steps, batch, hidden)}[reset_state]
+        new = jnp.asarray(np.random.default_rng(5).normal(size=shape), dtype)
+        if len(shape) == 3 and not options.get("time_major", True):
+            new = new.swapaxes(0, 1)
+        options = options | {"reset_state": (new, new) if cell == "lstm" else new}
     if not options.get("time_major", True):
         xs, resets = xs.swapaxes(0, 1), resets.T
 
@@ -250,11 +269,10 @@ def test_vmap_uses_the_launch(cell, shared):
 
 @pytest.mark.parametrize(
     "options",
-    [{"precision": "highest"}, {"precision": "high"}, {"reset_state": jnp.zeros(128)}],
+    [{"precision": "highest"}, {"precision": "high"}],
     ids=str,
 )
-def test_unsupported_options_use_xla(options):
-    """Checks precise products and an explicit reset state."""
+def test_precise_products_use_xla(options):
     layer = make_layer("gru", "float32")
     assert is_used(jax.grad(functools.partial(loss, "gru", "triton")), *layer)
     assert not is_used(jax.grad(functools.partial(loss, "gru", "triton", **options)), *layer)

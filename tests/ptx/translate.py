@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 # The formulas of instructions, by their names without the type. `{0}` is the first source.
 OF_INTEGERS = {
     "add": "{0} + {1}", "sub": "{0} - {1}", "mul.lo": "{0} * {1}", "mad.lo": "{0} * {1} + {2}", "neg": "-{0}",
-    "div": "divide({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}",
+    "div": "divide({0}, {1})", "rem": "np.fmod({0}, {1})", "and": "{0} & {1}", "or": "{0} | {1}",
+    "xor": "{0} ^ {1}", "not": "~{0}",
     "min": "np.minimum({0}, {1})", "max": "np.maximum({0}, {1})", "selp": "np.where({2}, {0}, {1})",
     "shl": "shift_left({0}, {1})", "shr": "shift_right({0}, {1})", "mov": "{0}",
 }  # fmt: skip

@@ -18,7 +18,6 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from torch_bridge.kernels.common import (
     RESET_FIXED,
-    RESET_STEPPED,
     RESET_ZEROS,
     join_words,
     load_reset,
@@ -192,31 +191,28 @@ def reset_states(
 
 @gluon.jit
 def scaled_reset_states(
-    states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE: gl.constexpr,
-    SCALED: gl.constexpr,
+    states, scale, reset, new, fixed_scale, RESET_STATE: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
-    """Returns what `reset_states` does, and the scale of each sequence's hidden states from this step on.
+    """Returns the states from which a step starts, and the scale of each sequence's hidden states from then on.
 
-    `reset` is by sequence. `fixed_scale` is the scale after a reset to the states `fixed`.
+    Where `reset`, by sequence, is true, a new episode starts from the states `new`, or from zeros if RESET_STATE says
+    so. `fixed_scale` is the scale after a reset to reset states that are the same at every step.
     """
-    if RESET_STATE == RESET_STEPPED:
+    if RESET_STATE == RESET_ZEROS:
+        if SCALED:
+            scale = new_state_scale(scale, reset)
+        return start_afresh(states, reset[None, :]), scale
+    elif RESET_STATE == RESET_FIXED:
+        if SCALED:
+            scale = gl.where(reset[None, :], fixed_scale, scale)
+        return select_states(reset[None, :], new, states), scale
+    else:
         # a branch, because the scale of new states is a maximum over the units of all warps
         if gl.max(reset.to(gl.int32), axis=0) > 0:
-            fresh = load_states(reset_h_ptr, reset_c_ptr, stepped_at, mask & reset[None, :])
             if SCALED:
-                scale = gl.where(reset[None, :], state_scale(gl.abs(fresh[0]))[None, :], scale)
-            states = select_states(reset[None, :], fresh, states)
+                scale = gl.where(reset[None, :], state_scale(gl.abs(new[0]))[None, :], scale)
+            states = select_states(reset[None, :], new, states)
         return states, scale
-    else:
-        after = reset_states(
-            states, reset[None, :], fixed, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE
-        )  # fmt: skip
-        if SCALED:
-            if RESET_STATE == RESET_ZEROS:
-                scale = new_state_scale(scale, reset)
-            else:
-                scale = gl.where(reset[None, :], fixed_scale, scale)
-        return after, scale
 
 
 @gluon.jit

@@ -1,11 +1,13 @@
 """Gradients of all weights and biases of a recurrence, in Gluon, in one pass over the arrays that they are sums of.
 
-    dw_ih = x^T dxp,   dw_hh = h^T dhp,   db = sum(dxp),   db_hn = sum(dhn)
+    dw_ih = x^T dxp,   dw_hh = h^T dhp,   db = sum(dxp / scale),   db_hn = sum(dhn)
 
 The sums are over all steps and sequences of a model. h is the state before a step. dhp is dxp; for a GRU, dhn replaces
-the last gate of dxp. A program has 128 columns of gates, 128 inputs, 128 states, and a shard of the rows. It reads its
-gate gradients once for both products and the sums. The states before its steps are read from the states after the
-previous steps, as zeros where an episode begins. `sums.sum_kernel` adds up the partial sums of a model's programs.
+the last gate of dxp. `scale` is the factor of a step's norm, which dxp contains, although the biases are added after
+the norm; it is 1 without a norm. A program has 128 columns of gates, 128 inputs, 128 states, and a shard of the rows.
+It reads its gate gradients once for both products and the sums. The states before its steps are read from the states
+after the previous steps or, where an episode begins, from the reset states, or as zeros. `sums.sum_kernel` adds up the
+partial sums of a model's programs.
 
 On Hopper, the products use wgmma. With 16-bit operands, wgmma reads both operands from shared memory, where they were
 copied. With TF32, wgmma needs the gate gradients contiguous along the rows, and needs both operands rounded, because it
@@ -19,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from torch_bridge.kernels.common import RESET_FIXED, RESET_ZEROS
 from torch_bridge.kernels.gluon_common import async_load, barrier
 
 
@@ -42,9 +45,30 @@ def _load_goes_on(reset_ptr, row, end):
 
 
 @gluon.jit
+def _load_bias_factors(
+    scale_ptr, start, end, ROWS: gl.constexpr, SUMMED: gl.constexpr, LAYOUT: gl.constexpr
+):  # fmt: skip
+    """Loads 1 / scale of a block of rows from `start` on, as a tuple with SUMMED rows each; empty without scales."""
+    factors = ()
+    if scale_ptr is not None:
+        for k in gl.static_range(ROWS // SUMMED):
+            row = start + k * SUMMED + gl.arange(0, SUMMED, gl.SliceLayout(1, LAYOUT))
+            factors += (1.0 / gl.load(scale_ptr + row, mask=row < end, other=1.0),)
+    return factors
+
+
+@gluon.jit
+def _of_biases(g, factors, k: gl.constexpr):
+    """Returns the terms of the sums for biases of the k-th rows that `_load_bias_factors` loaded factors for."""
+    if len(factors) > 0:
+        g *= factors[k][:, None]
+    return g
+
+
+@gluon.jit
 def _copy(
-    buffers, slot, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B, cols,
-    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, REVERSE: gl.constexpr,
+    buffers, slot, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T,
+    B, cols, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a block of rows to `slot`: inputs, states before the steps, and gate gradients."""
     xs, ps, gs, ns = buffers
@@ -62,9 +86,17 @@ def _copy(
         before = wide_row - B
         sequence = row // (T * B) * B + at
     state = gl.where(first[:, None], h0_ptr + sequence.to(gl.int64)[:, None] * H, hs_ptr + before * H)
+    kept = live & (unit < H)
+    if RESET_STATE == RESET_ZEROS:
+        kept = kept & goes_on[:, None]
+    else:
+        new = wide_row
+        if RESET_STATE == RESET_FIXED:
+            new = (row // (T * B) * B + at % B).to(gl.int64)[:, None]
+        state = gl.where(goes_on[:, None], state, reset_h_ptr + new * H)
     state = gl.multiple_of(state, [16, 16])  # the compiler loses the alignment where it selects one of two pointers
     async_load(xs.index(slot), x_ptr + wide_row * D + unit, mask=live & (unit < D))
-    async_load(ps.index(slot), state + unit, mask=live & (unit < H) & goes_on[:, None])
+    async_load(ps.index(slot), state + unit, mask=kept)
     async_load(gs.index(slot), dxp_ptr + wide_row * W + gate, mask=live & (gate < W))
     if dhn_ptr is not None:
         async_load(ns.index(slot), dhn_ptr + wide_row * H + (gate - (W - H)), mask=live & (gate < W))
@@ -73,8 +105,9 @@ def _copy(
 
 @gluon.jit
 def _prefetch(
-    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T, B,
-    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, REVERSE: gl.constexpr,
+    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
+    first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the first STAGES - 1 blocks of rows.
 
@@ -84,8 +117,8 @@ def _prefetch(
         row = start + stage * ROWS + rows
         goes_on = _load_goes_on(reset_ptr, row, end)
         _copy(
-            buffers, stage, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
-            cols, D, H, W, REVERSE,
+            buffers, stage, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
+            first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
         )  # fmt: skip
     return _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
 
@@ -123,9 +156,9 @@ def _store(
 
 @gluon.jit
 def _add_up(
-    buffers, transposed, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end, first_unit,
-    first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr,
+    buffers, transposed, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr, start,
+    end, first_unit, first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Computes the sums over a program's shard of the rows.
 
@@ -151,9 +184,10 @@ def _add_up(
     sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
     sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
     goes_on = _prefetch(
-        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T,
-        B, D, H, W, ROWS, STAGES, REVERSE,
+        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
+        first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
     )  # fmt: skip
+    factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, SUM)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -164,12 +198,12 @@ def _add_up(
         into = slot + STAGES - 1
         into = gl.where(into >= STAGES, into - STAGES, into)
         if WIDE:
-            sum_x += _transpose(gs, slot, gt, SUM)
+            sum_x += _of_biases(_transpose(gs, slot, gt, SUM), factors, 0)
             if SEPARATE:
                 sum_h += _transpose(ns, slot, nt, SUM)
             _copy(
-                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
-                cols, D, H, W, REVERSE,
+                buffers, into, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
+                first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
             )  # fmt: skip
             goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
             fence_async_shared()
@@ -182,14 +216,15 @@ def _add_up(
             product_x = warpgroup_mma(xs.index(slot).permute([1, 0]), gs.index(slot), product_x, is_async=True)
             product_h = warpgroup_mma(ps.index(slot).permute([1, 0]), ns.index(slot), product_h, is_async=True)
             _copy(
-                buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
-                cols, D, H, W, REVERSE,
+                buffers, into, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
+                first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
             )  # fmt: skip
             goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
             for k in gl.static_range(ROWS // SUMMED):
-                sum_x += gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
+                sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32), factors, k)
                 if SEPARATE:
                     sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
+        factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
         product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
@@ -222,6 +257,8 @@ def weight_grads_kernel(
     hs_ptr,       # [S, rows, H] states after each step
     h0_ptr,       # [S, rows / T, H] states before the first step
     reset_ptr,    # [S, rows] nonzero where an episode begins, or None
+    reset_h_ptr,  # [S, rows / T, H] or [S, rows, H] by RESET_STATE: states from which episodes begin, or None
+    scale_ptr,    # [S, rows] float32: the factors of the norm that the gates see, or None
     dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
     dhn_ptr,      # [S, rows, H] gradients of the last gate's hidden product where they differ from dxp, or None
     partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's shard
@@ -230,7 +267,7 @@ def weight_grads_kernel(
     programs,     # programs per tile of gates and units, per model
     T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr,
+    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
     WIDE: gl.constexpr = TYPE == gl.float32
@@ -259,26 +296,26 @@ def weight_grads_kernel(
             nt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
         if first_gate >= W - H:
             _add_up(
-                (xs, ps, gs, ns), (gt, nt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start,
-                end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+                (xs, ps, gs, ns), (gt, nt), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr,
+                partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
             )  # fmt: skip
         else:
             _add_up(
-                (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start,
-                end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+                (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None,
+                partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
             )  # fmt: skip
     else:
         _add_up(
-            (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end,
-            first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+            (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None,
+            partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
         )  # fmt: skip
 
 
 @gluon.jit
 def _add_up_by_mma(
-    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end, first_unit,
-    first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr,
+    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end,
+    first_unit, first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Does what `_add_up` does, with mma.sync: operands are loaded into registers a few rows at a time."""
     xs, ps, gs, ns = buffers
@@ -292,17 +329,19 @@ def _add_up_by_mma(
     LOAD: gl.constexpr = gl.BlockedLayout(
         [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
     )  # fmt: skip
+    SUM: gl.constexpr = LOAD
     SUMMED: gl.constexpr = WARPS if WIDE else 2 * WARPS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     cols = gl.arange(0, 128, gl.SliceLayout(0, LOAD))
     product_x = gl.zeros([128, 128], gl.float32, ACC)
     product_h = gl.zeros([128, 128], gl.float32, ACC)
-    sum_x = gl.zeros([SUMMED, 128], gl.float32, LOAD)
-    sum_h = gl.zeros([SUMMED, 128], gl.float32, LOAD)
+    sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
+    sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
     goes_on = _prefetch(
-        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit, first_gate, T,
-        B, D, H, W, ROWS, STAGES, REVERSE,
+        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
+        first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
     )  # fmt: skip
+    factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, SUM)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -311,8 +350,8 @@ def _add_up_by_mma(
         into = slot + STAGES - 1
         into = gl.where(into >= STAGES, into - STAGES, into)
         _copy(
-            buffers, into, x_ptr, hs_ptr, h0_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T, B,
-            cols, D, H, W, REVERSE,
+            buffers, into, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
+            first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
         )  # fmt: skip
         goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
         for k in gl.static_range(0, ROWS, DEPTH):
@@ -326,23 +365,24 @@ def _add_up_by_mma(
                 x, h, g, n = _round(x), _round(h), _round(g), _round(n)
             product_x = mma_v2(x, g, product_x, input_precision="tf32" if WIDE else None)
             product_h = mma_v2(h, n, product_h, input_precision="tf32" if WIDE else None)
-        for k in gl.static_range(0, ROWS, SUMMED):
-            sum_x += gs.index(slot).slice(k, SUMMED, 0).load(LOAD).to(gl.float32)
+        for k in gl.static_range(ROWS // SUMMED):
+            sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32), factors, k)
             if SEPARATE:
-                sum_h += ns.index(slot).slice(k, SUMMED, 0).load(LOAD).to(gl.float32)
+                sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
+        factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
     _store(
-        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, LOAD
+        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, SUM
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
 def weight_grads_mma_kernel(
-    x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr,  # as in weight_grads_kernel
+    x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr,  # weight_grads_kernel's
     rows, share, programs, T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    REVERSE: gl.constexpr,
+    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Computes what `weight_grads_kernel` does, without wgmma, for capability 8.0 and newer."""
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
@@ -364,16 +404,16 @@ def weight_grads_mma_kernel(
         ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
         if first_gate >= W - H:
             _add_up_by_mma(
-                (xs, ps, gs, ns), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end,
-                first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+                (xs, ps, gs, ns), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr,
+                partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
             )  # fmt: skip
         else:
             _add_up_by_mma(
-                (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end,
-                first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+                (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None, partial_ptr,
+                start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
             )  # fmt: skip
     else:
         _add_up_by_mma(
-            (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, dxp_ptr, None, partial_ptr, start, end, first_unit,
-            first_gate, T, B, D, H, W, ROWS, STAGES, REVERSE,
+            (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None, partial_ptr,
+            start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from torch_bridge.cells import CELLS
 from torch_bridge.tiling.arithmetic import power_of_2
 from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
@@ -15,6 +16,8 @@ from torch_bridge.tiling.support import FLOAT32_WIDTH
 # forward pass of a GRU with 33 to 64 units, and for 33 to 64 units where TF32 is allowed. Beyond these limits, tiles on
 # the tensor cores are faster. In all other cases, such tiles are faster only for few steps.
 MAX_PER_SM_IN_16_BITS, MAX_PER_SM_OF_WIDE_GRU, MAX_PER_SM_IN_TF32 = 16, 8, 2
+# The same for 65 to 128 units where TF32 is allowed and the cell has no "resident" loop (H200).
+MAX_PER_SM_INSTEAD_OF_RESIDENT = 4
 # Microseconds per step with 128 units, forward and backward, if each SM has one sequence.
 STEP_US = {"gru": {"fwd": 0.8, "bwd": 1.1}, "lstm": {"fwd": 1.0, "bwd": 1.4}}
 # Microseconds until a program has loaded its weights.
@@ -54,8 +57,10 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     covered = not problem.in_place
     # a program's registers just hold the weights of three gates of 128 units; the spills, up to 352 bytes with Triton
     # 3.9 and up to 72 bytes before, cost little compared to kernels whose programs share the units
-    full = product_kind(problem) == "tf32x3" and 64 < problem.hidden <= 128
-    covered &= problem.hidden <= (FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full
+    wide = 64 < problem.hidden <= 128
+    full = wide and product_kind(problem) == "tf32x3"
+    instead = wide and product_kind(problem) == "tf32" and "resident" not in CELLS[problem.cell].loops
+    covered &= problem.hidden <= (FLOAT32_WIDTH if problem.operand_dtype == "float32" else 32) or full or instead
     if full and forward and problem.norm_width and problem.is_unaligned and device.capability == 120:
         return []  # LayerNorm spills 24 bytes there, where a GRU spills none
     if not covered or not device.runs_gluon:
@@ -73,4 +78,5 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     if full:
         step = STEP_US[problem.tilings][problem.direction]
         return [(math.ceil(turns) * (step + START_US / problem.steps), config)]
-    return [(0.0 if turns <= max_sequences_per_sm(problem, block) else math.inf, config)]
+    most = MAX_PER_SM_INSTEAD_OF_RESIDENT if instead else max_sequences_per_sm(problem, block)
+    return [(0.0 if turns <= most else math.inf, config)]

@@ -53,8 +53,8 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
     old, new, halves = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
     forward, full = problem.direction == "fwd", problem.hidden == 128
     if forward:  # with 127 units, 8 bytes spill in 16 bits and 16 bytes in TF32
-        # with a reset state per step, 8 bytes spill on compute capability 10.0 and 10.3
-        reset_state = problem.reset_state == "stepped" and device.capability in (100, 103) and not halves
+        # with a reset state per step, 8 bytes spill on compute capability 10.0 and newer
+        reset_state = problem.reset_state == "stepped" and device.capability >= 100 and not halves
         return problem.is_unaligned or reset_state
     if problem.is_common:
         return False

@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
+    RESET_STEPPED,
     normalise,
     operands_of,
     scaled,
@@ -147,11 +148,18 @@ def _load_sum(slot, UNITS: gl.constexpr):
 
 @gluon.jit
 def _load_step(
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr, GATES: gl.constexpr
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, rows, unit, mask, mask_q, new,
+    EARLY: gl.constexpr, H: gl.constexpr, GATES: gl.constexpr,
 ):  # fmt: skip
-    """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs."""
+    """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs.
+
+    Also returns the states of new episodes: with EARLY those of this step, which are loaded without waiting to know
+    whether an episode starts; otherwise `new`.
+    """
     x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-    return x, load_resets(reset_ptr, rows, mask_q), load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
+    if EARLY:
+        new = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
+    return x, load_resets(reset_ptr, rows, mask_q), new, load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
 
 
 @gluon.jit
@@ -176,12 +184,12 @@ def _store_results(
 
 @gluon.jit
 def _forward_step(
-    i, states, saved, of_norm, x, reset, statistics, buffer, sums, w, b_hn, bias, scale, fixed, fixed_scale, w_unscale,
+    i, states, saved, of_norm, x, reset, new, statistics, buffer, sums, w, b_hn, bias, scale, fixed_scale, w_unscale,
     zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     COUNT: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
-    UNITS: gl.constexpr, LATE: gl.constexpr,
+    UNITS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the inputs of step i + 1.
 
@@ -193,15 +201,19 @@ def _forward_step(
     # float32 if the tile has sixteen sequences.
     PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
     if PREFETCH_INPUTS:
-        next_x, next_reset, next_statistics = _load_step(
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
-        )
+        next_x, next_reset, next_new, next_statistics = _load_step(
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, next_rows, unit, mask, mask_q, new,
+            EARLY, H, GATES,
+        )  # fmt: skip
     before = states
     if reset_ptr is not None:
-        stepped_at = forward_rows(row, i, T, stride, REVERSE)[None, :] * H + unit[:, None]
-        before, scale = scaled_reset_states(
-            states, scale, reset, fixed, fixed_scale, reset_h_ptr, reset_c_ptr, stepped_at, mask, RESET_STATE, SCALED
-        )  # fmt: skip
+        if RESET_STATE == RESET_STEPPED and not EARLY:
+            rows = forward_rows(row, i, T, stride, REVERSE)
+            at = rows[None, :] * H + unit[:, None]
+            of_episode = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
+        else:
+            of_episode = new
+        before, scale = scaled_reset_states(states, scale, reset, of_episode, fixed_scale, RESET_STATE, SCALED)
     _store_operand(buffer, before[0], scale, SCALED)
     if NORM_WIDTH > 0:
         _store_sum(sums[0], before[0] * before[0])
@@ -232,9 +244,10 @@ def _forward_step(
             product = product * unscale
         products += (product,)
     if not PREFETCH_INPUTS:
-        next_x, next_reset, next_statistics = _load_step(
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
-        )
+        next_x, next_reset, next_new, next_statistics = _load_step(
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, next_rows, unit, mask, mask_q, new,
+            EARLY, H, GATES,
+        )  # fmt: skip
     gates = add_inputs(products, x, b_hn, SEPARATE)
     if NORM_WIDTH > 0:
         normalised, gates = normalise(gates, norm_scale[None, :], bias)
@@ -251,7 +264,7 @@ def _forward_step(
             i, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
             carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
-    return states, saved, of_norm, scale, next_x, next_reset, next_statistics
+    return states, saved, of_norm, scale, next_x, next_reset, next_new, next_statistics
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
@@ -269,6 +282,8 @@ def forward_kernel(
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
     # whether a step's results are stored during the next step's product; see the top of this file
     LATE: gl.constexpr = (GATES < 4 and NORM_WIDTH == 0) or BLOCK_H < 128 or BLOCK_B < 8
+    # whether registers can hold the reset states of the next step
+    EARLY: gl.constexpr = RESET_STATE == RESET_STEPPED and (c0_ptr is None or BLOCK_H < 128 or BLOCK_B < 8)
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -286,12 +301,12 @@ def forward_kernel(
     bias = load_biases(bias_ptr, model, unit, H, GATES)
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
-    fixed = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)
+    new = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)
     fixed_scale = scale
     if SCALED:
         scale = state_scale(gl.abs(states[0]))[None, :]
         if RESET_STATE == RESET_FIXED:
-            fixed_scale = state_scale(gl.abs(fixed[0]))[None, :]
+            fixed_scale = state_scale(gl.abs(new[0]))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
@@ -299,8 +314,9 @@ def forward_kernel(
     even_sums = _allocate_sums(SUMS, COLS)
     odd_sums = _allocate_sums(SUMS, COLS)
 
-    x, reset, statistics = _load_step(
-        xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H, GATES
+    x, reset, new, statistics = _load_step(
+        xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, row + step_time(0, T, REVERSE) * stride,
+        unit, mask, mask_q, new, EARLY, H, GATES,
     )  # fmt: skip
     saved = ()
     of_norm = ()
@@ -312,19 +328,19 @@ def forward_kernel(
             saved = no_residuals(states[0], dc_dh_ptr, COUNT, FACTORS)
     barrier()
     for i in range(0, T, 2):
-        states, saved, of_norm, scale, x, reset, statistics = _forward_step(
-            i, states, saved, of_norm, x, reset, statistics, even[0], even_sums, w, b_hn, bias, scale, fixed,
+        states, saved, of_norm, scale, x, reset, new, statistics = _forward_step(
+            i, states, saved, of_norm, x, reset, new, statistics, even[0], even_sums, w, b_hn, bias, scale,
             fixed_scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr,
             cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq,
             row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE,
+            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
         )  # fmt: skip
-        states, saved, of_norm, scale, x, reset, statistics = _forward_step(
-            i + 1, states, saved, of_norm, x, reset, statistics, odd[0], odd_sums, w, b_hn, bias, scale, fixed,
+        states, saved, of_norm, scale, x, reset, new, statistics = _forward_step(
+            i + 1, states, saved, of_norm, x, reset, new, statistics, odd[0], odd_sums, w, b_hn, bias, scale,
             fixed_scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr,
             cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq,
             row, T, stride, unit, mask, mask_q,
-            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE,
+            STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
         )  # fmt: skip
     if LATE:
         steps = (T + 1) // 2 * 2  # number of steps that the loop ran: T, rounded up to a multiple of two

@@ -1,0 +1,75 @@
+"""Runs the launch of weight gradients, compiled for an A100, in the PTX emulator, and compares it with float64."""
+
+import itertools
+
+import emulated
+import pytest
+import torch
+
+from torch_bridge.tiling import RESET_STATES
+from torch_bridge.tiling.devices import PROFILES
+from torch_bridge.weight_grads import Launch, Layout, Problem
+
+pytestmark = pytest.mark.compile_only
+
+GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 7, 3, 8, 128
+
+
+def problem_of(cell, dtype, reset_state, reverse, models=1):
+    gates, separate = (3, True) if cell == "gru" else (3, False)
+    names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()), *(("reset_h",) if reset_state != "zeros" else ()))
+    dtypes = [(name, dtype) for name in names] + [("reset", "bool")]
+    dtypes += [("scale", "float32")] if cell == "norm_gru" else []
+    sizes = (models, GROUPS, STEPS, BATCH, INPUTS, HIDDEN, gates * HIDDEN)
+    return Problem(*sizes, tuple(dtypes), reverse, reset_state)
+
+
+def make_arrays(problem):
+    torch.manual_seed(0)
+    lead, states = (problem.models, GROUPS, STEPS, BATCH), (problem.models, GROUPS, BATCH, HIDDEN)
+    shapes = {"x": (*lead, INPUTS), "hs": (*lead, HIDDEN), "h0": states, "dxp": (*lead, problem.gates)}
+    shapes |= {"dhn": (*lead, HIDDEN), "reset_h": states if problem.reset_state == "fixed" else (*lead, HIDDEN)}
+    dtypes = dict(problem.dtypes)
+    arrays = {name: torch.randn(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()
+              if name in dtypes}  # fmt: skip
+    arrays["reset"] = torch.rand(lead) < 0.3
+    if "scale" in dtypes:
+        arrays["scale"] = torch.rand((*lead, 1)) + 0.5
+    layout = Layout.of(INPUTS, HIDDEN, problem.gates, problem.separate)
+    return arrays | {"sums": torch.full((problem.models, layout.end), float("nan"))}
+
+
+def expected(problem, arrays):
+    """Returns the sums in float64, with states that a reset discards replaced."""
+    x, hs, h0, dxp = (arrays[name].double() for name in ("x", "hs", "h0", "dxp"))
+    parts = (hs[:, :, 1:], h0[:, :, None]) if problem.reverse else (h0[:, :, None], hs[:, :, :-1])
+    before = torch.cat(parts, 2)
+    new = arrays["reset_h"].double() if "reset_h" in arrays else torch.zeros(())
+    if problem.reset_state == "fixed":
+        new = new[:, :, None]
+    before = torch.where(arrays["reset"][..., None], new, before)
+    dhn = arrays["dhn"].double() if "dhn" in arrays else dxp[..., -HIDDEN:]
+    dhp = torch.cat([dxp[..., :-HIDDEN], dhn], -1)
+    product = lambda x, y: torch.einsum("sgtbx,sgtby->sxy", x, y).flatten(1)  # noqa: E731
+    of_bias = dxp / arrays["scale"].double() if "scale" in arrays else dxp
+    sums = [product(x, dxp), product(before, dhp), of_bias.sum((1, 2, 3))]
+    return torch.cat([*sums, *([dhn.sum((1, 2, 3))] if problem.separate else [])], 1)
+
+
+CELLS = ("gru", "norm_gru")
+CASES = [
+    *itertools.product(CELLS, ("float32",), RESET_STATES, (False, True)),
+    *itertools.product(CELLS, ("bfloat16",), ("stepped",), (False, True)),
+]
+
+
+@pytest.mark.parametrize(("cell", "dtype", "reset_state", "reverse"), CASES)
+def test_sums_equal_those_of_float64(cell, dtype, reset_state, reverse):
+    launch = Launch(problem_of(cell, dtype, reset_state, reverse, models=2), PROFILES["a100"])
+    arrays = make_arrays(launch.problem)
+    arrays["hs"][0, 0, 2, 1] = float("nan")  # a state that a reset discards
+    arrays["reset"][0, 0, 1 if reverse else 3, 1] = True
+    want = expected(launch.problem, arrays)
+    emulated.run(launch, arrays, emulated.kernels_of(launch))
+    error = (arrays["sums"].double() - want).norm() / want.norm()
+    assert error < 5e-4, error
