@@ -157,6 +157,7 @@ def test_steps_per_second_are_those_of_the_results():
         "16 seeds of 64 at once (`--num-seeds 16`)": "PPO, 16 seeds of 64 envs",
         "1024": "PPO, 1024 envs",
         "2048, on two GPUs": "PPO, 2048 envs on 2 GPUs",
+        "4096, on four GPUs": "PPO, 4096 envs on 4 GPUs",
     }
     providers = ["jaxrnn", "jaxrnn-xla", "flax", "no recurrence"]
     headings, rows = table("environments")
@@ -169,11 +170,14 @@ def test_steps_per_second_are_those_of_the_results():
                 steps = found[cases[label], provider] / {"k": 1e3, "M": 1e6}[unit]
                 assert rounded(steps, number) == number, (label, provider)
                 checked += 1
-    assert checked == 12
+    assert checked == 13
     commits = report.commits()
-    newer, older = re.search(r"rows of 1024 and 2048 environments were measured at commit (\w+), the others at (\w+)\.",
-                             PROSE).groups()  # fmt: skip
-    assert {"PPO, 1024 envs", "PPO, 2048 envs on 2 GPUs"} <= set(commits[newer])
+    pattern = (
+        r"rows of several GPUs were measured at commit (\w+), that of 1024 environments at (\w+), the others at (\w+)\."
+    )
+    several, one, older = re.search(pattern, PROSE).groups()
+    assert {cases["2048, on two GPUs"], cases["4096, on four GPUs"]} <= set(commits[several])
+    assert ["PPO, 1024 envs"] == list(commits[one])
     assert {"PPO, 64 envs", "PPO, 16 seeds of 64 envs"} == set(commits[older])
 
 
@@ -197,7 +201,7 @@ CELLS = {
     "normed GRU (LayerNorm)": "LAYER_NORM_GRU",
 }
 OURS = ("jaxrnn", "jaxrnn-bf16")
-TF32 = ("jaxrnn", "jaxrnn-remat", "flax", "hoisted-scan")  # all that suite `cells` times in TF32 and that have a ReLU
+TF32 = ("jaxrnn", "flax", "hoisted-scan")  # all that suite `cells` times in TF32 and that have a ReLU
 
 
 def times_of_the_gru(found, case):
@@ -231,10 +235,11 @@ def test_times_of_other_cells_are_those_of_the_results():
 def test_errors_of_a_relu_are_those_of_the_results():
     prose = " ".join(TEXTS["docs/performance.md"].split())
     error, allowed = re.search(
-        r"All implementations are off by ([\d.]+) from float64 in TF32.*? allows ([\d.]+) for a ReLU\.", prose
+        r"All implementations are off by (.*?) from float64 in TF32.*? allows ([\d.]+) for a ReLU\.", prose
     ).groups()
     relu = [row for row in results("cells").rows if row.case.startswith("SIMPLE_RELU") and row.provider in TF32]
-    assert len(relu) == 2 * len(TF32) and {rounded(row.error, error) for row in relu} == {error}
+    assert len(relu) == 2 * len(TF32)
+    assert_range([row.error for row in relu], error)
     assert float(allowed) == tolerance("simple_relu", "tf32")
 
 
