@@ -177,7 +177,7 @@ def test_steps_per_second_are_those_of_the_results():
     )
     several, one, older = re.search(pattern, PROSE).groups()
     assert {cases["2048, on two GPUs"], cases["4096, on four GPUs"]} <= set(commits[several])
-    assert ["PPO, 1024 envs"] == list(commits[one])
+    assert list(commits[one]) == ["PPO, 1024 envs"]
     assert {"PPO, 64 envs", "PPO, 16 seeds of 64 envs"} == set(commits[older])
 
 

@@ -17,8 +17,8 @@ from torch_bridge.tiling.support import FLOAT32_WIDTH
 # the tensor cores are faster. In all other cases, such tiles are faster only for few steps.
 MAX_PER_SM_IN_16_BITS, MAX_PER_SM_OF_WIDE_GRU, MAX_PER_SM_IN_TF32 = 16, 8, 2
 # The same for 65 to 128 units where TF32 is allowed and the cell has no "resident" loop. On an H200, 128 steps of a
-# simple cell of 128 units with a ReLU take, forward plus backward, 90 us instead of 240 us in the streamed loop with one
-# sequence per SM, 246 us instead of 270 us with two, and 401 us instead of 286 us with three.
+# simple cell of 128 units with a ReLU take, forward plus backward, 90 us instead of 240 us in the streamed loop if each
+# SM has one sequence, 246 us instead of 270 us with two, and 401 us instead of 286 us with three.
 MAX_PER_SM_INSTEAD_OF_RESIDENT = 2
 # Microseconds per step with 128 units, forward and backward, if each SM has one sequence.
 STEP_US = {"gru": {"fwd": 0.8, "bwd": 1.1}, "lstm": {"fwd": 1.0, "bwd": 1.4}}
