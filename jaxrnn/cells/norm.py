@@ -97,5 +97,5 @@ def input_grads_through_statistics(dnorm: Array, scale: Array, h: Array | None, 
     width = x.shape[-1] + hidden
     dvariance = -0.5 * scale**2 * dnorm
     if h is not None:
-        x = x - jnp.mean(jnp.concatenate([x, h], axis=-1), axis=-1, keepdims=True)
+        x = x - (jnp.sum(x, axis=-1, keepdims=True) + jnp.sum(h, axis=-1, keepdims=True)) / width
     return x * (dvariance * (2 / width))

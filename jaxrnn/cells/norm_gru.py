@@ -84,9 +84,8 @@ def _fold(cell: Cell, params: NormGRUParams) -> NormGRUParams:
         for w, scale in ((w_ih, params.scale_i), (w_hh, params.scale_h))
     )
     if cell.norm == "layer":
-        weights = jnp.concatenate([w_ih, w_hh])  # one reduction for both, and one for their gradients
-        centered = weights - weights.mean(axis=0)
-        w_ih, w_hh = centered[: w_ih.shape[0]], centered[w_ih.shape[0] :]
+        mean = (w_ih.sum(axis=0) + w_hh.sum(axis=0)) / (w_ih.shape[0] + w_hh.shape[0])
+        w_ih, w_hh = w_ih - mean[None], w_hh - mean[None]
     b = sum(shifts, start=b).at[2 * w_hh.shape[0] :].add(cell.update_bias)
     return NormGRUParams(w_ih.astype(params.w_ih.dtype), w_hh.astype(params.w_hh.dtype), b)
 
