@@ -1,0 +1,73 @@
+"""Tests the sums that replace the launch of weight gradients where a program runs on a CPU or scans instead."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrnn import _bridge
+from jaxrnn._bridge.weight_grads import WEIGHT_GRADS_LAUNCH
+from torch_bridge.weight_grads import Layout
+
+MODELS, GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 3, 5, 4, 6, 8
+CASES = [*itertools.product(("gru", "lstm", "norm_gru"), ("zeros", "fixed", "stepped"), (False, True), ("float32",)),
+         ("gru", "stepped", False, "bfloat16"), ("norm_gru", "fixed", True, "bfloat16")]  # fmt: skip
+
+
+def make_arrays(cell, reset_state, dtype):
+    rng = np.random.default_rng(0)
+    lead, states = (MODELS, GROUPS, STEPS, BATCH), (MODELS, GROUPS, BATCH, HIDDEN)
+    shapes = {"x": (*lead, INPUTS), "hs": (*lead, HIDDEN), "h0": states}
+    shapes["dxp"] = (*lead, (4 if cell == "lstm" else 3) * HIDDEN)
+    shapes |= {"dhn": (*lead, HIDDEN)} if cell == "gru" else {}
+    shapes |= {"reset_h": states if reset_state == "fixed" else (*lead, HIDDEN)} if reset_state != "zeros" else {}
+    arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
+    arrays["reset"] = jnp.asarray(rng.random(lead) < 0.4)
+    return arrays | ({"scale": jnp.asarray(rng.uniform(0.5, 2, (*lead, 1)), "float32")} if cell == "norm_gru" else {})
+
+
+def step_by_step(arrays, reset_state, reverse):
+    """Returns the sums in float64: goes through the steps in order with the state that each of them sees."""
+    x, hs, h, dxp = (np.asarray(arrays[name], np.float64) for name in ("x", "hs", "h0", "dxp"))
+    new = np.asarray(arrays["reset_h"], np.float64) if "reset_h" in arrays else np.zeros_like(h)
+    w_ih, w_hh, bias, b_hn = 0, 0, 0, 0
+    for t in reversed(range(STEPS)) if reverse else range(STEPS):
+        start = new[:, :, t] if reset_state == "stepped" else new
+        before = np.where(np.asarray(arrays["reset"])[:, :, t, :, None], start, h)
+        d = dxp[:, :, t]
+        products = d
+        if "dhn" in arrays:
+            dhn = np.asarray(arrays["dhn"], np.float64)[:, :, t]
+            products = np.concatenate([d[..., :-HIDDEN], dhn], -1)
+            b_hn += dhn.sum((1, 2))
+        w_ih += np.einsum("sgbx,sgby->sxy", x[:, :, t], d)
+        w_hh += np.einsum("sgbx,sgby->sxy", before, products)
+        bias += (d / np.asarray(arrays["scale"], np.float64)[:, :, t] if "scale" in arrays else d).sum((1, 2))
+        h = hs[:, :, t]
+    return {"w_ih": w_ih, "w_hh": w_hh, "bias": bias} | ({"b_hn": b_hn} if "dhn" in arrays else {})
+
+
+@pytest.mark.parametrize("promotion", ["standard", "strict"])
+@pytest.mark.parametrize(("cell", "reset_state", "reverse", "dtype"), CASES)
+def test_sums_equal_those_of_a_loop_over_steps(cell, reset_state, reverse, dtype, promotion):
+    arrays = make_arrays(cell, reset_state, dtype)
+    params = {"inputs": tuple(arrays), "reverse": reverse, "reset_state": reset_state}
+    with jax.numpy_dtype_promotion(promotion):
+        (sums,) = WEIGHT_GRADS_LAUNCH.in_xla([*arrays.values()], params)
+    layout = Layout.of(INPUTS, HIDDEN, arrays["dxp"].shape[-1], "dhn" in arrays)
+    want = step_by_step(arrays, reset_state, reverse)
+    got = {name: np.asarray(sums)[:, start:end].reshape(want[name].shape)
+           for name, start, end in zip(layout._fields, layout, layout[1:], strict=False) if name in want}  # fmt: skip
+    assert got.keys() == want.keys() and sums.shape == (MODELS, layout.end) and sums.dtype == jnp.float32
+    for name, x in got.items():
+        np.testing.assert_allclose(x, want[name], rtol=1e-4, atol=1e-4 if dtype == "float32" else 5e-2, err_msg=name)
+
+
+@pytest.mark.parametrize("reset_state", ["zeros", "fixed", "stepped"])
+def test_results_have_the_shapes_of_the_weights(reset_state):
+    arrays = make_arrays("gru", reset_state, "float32")
+    got = jax.eval_shape(lambda a: _bridge.launch_weight_grads(a, reverse=False, reset_state=reset_state), arrays)
+    shapes = {name: x.shape for name, x in got.items()}
+    assert shapes == {"w_ih": (2, 6, 24), "w_hh": (2, 8, 24), "bias": (2, 24), "b_hn": (2, 8)}
