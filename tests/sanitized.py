@@ -5,6 +5,7 @@ nothing. `python sanitized.py` runs all kernels, checks that they write every el
 many launches of time loops there were.
 """
 
+import functools
 import itertools
 import sys
 
@@ -61,13 +62,21 @@ def run_norms_and_products():
             jax.block_until_ready(jax.jit(jax.grad(norm_loss, (0, 1)))(rows, weight))
     weights = jnp.ones((128, 384), jnp.bfloat16) / 128
     params = jaxrnn.GRUParams(weights, weights, jnp.zeros(384, jnp.bfloat16), jnp.zeros(128, jnp.bfloat16))
+    normed = jaxrnn.NormGRUParams(*(x.astype(jnp.float32) for x in params[:3]))
+    resets = jax.random.bernoulli(jax.random.key(1), 0.1, xs.shape[:2])
 
-    def loss(params, xs):
-        return jnp.sum(jaxrnn.gru(params, jnp.zeros_like(xs[0]), xs, implementation="triton")[1] ** 2)
+    def loss(run, params, xs, reset_state=None):
+        options = {"resets": resets, "reset_state": reset_state, "implementation": "triton", "precision": "default"}
+        return jnp.sum(run(params, jnp.zeros_like(xs[0]), xs, **options)[1].astype(jnp.float32) ** 2)
 
-    text = str(jaxrnn.explain(jax.grad(loss), params, xs))
-    assert "projection" in text and "weight" in text, text
-    jax.block_until_ready(jax.jit(jax.grad(loss))(params, xs))
+    for run, arguments in (
+        (jaxrnn.gru, (params, xs)), (jaxrnn.gru, (params, xs, xs[0])), (jaxrnn.gru, (params, xs, xs)),
+        (jaxrnn.norm_gru, (normed, xs.astype(jnp.float32))),
+    ):  # fmt: skip
+        grad = jax.grad(functools.partial(loss, run))
+        text = str(jaxrnn.explain(grad, *arguments))
+        assert ("projection" in text or run is jaxrnn.norm_gru) and "weight" in text, text
+        jax.block_until_ready(jax.jit(grad)(*arguments))
 
 
 if __name__ == "__main__":

@@ -117,7 +117,10 @@ def supports(problem: Problem, device: Device) -> bool:
 
 
 def is_profitable(problem: Problem, device: Device) -> bool:
-    """Whether the kernel is faster than a library's products and sums; every threshold was measured on an H200.
+    """Whether the kernel is faster than a library's products and sums; thresholds were measured on an H200.
+
+    Those of a GRU also hold for cells with a norm: with RMSNorm, 1024,128,256 takes 2.87 ms instead of 3.03 ms, and
+    2048,256,128 takes 3.01 ms instead of 3.45 ms.
 
     Without wgmma, it is faster for a GRU with up to 128 inputs and units. Compiled for an A100, it gives 3.22 ms
     instead of 3.44 ms for GRU 2048,256,128 (in bfloat16 2.11 ms instead of 2.22 ms) and 0.229 ms instead of 0.233 ms

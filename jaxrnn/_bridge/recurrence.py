@@ -65,7 +65,7 @@ def launch(
 
 
 def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
-    """Whether the forward kernel may multiply in full float32 where TF32 is allowed, so that its residuals are float32.
+    """Whether the forward kernel may save float32 residuals where TF32 is allowed, because it multiplies in float32.
 
     The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
     launch stores all but `carry_gate` in float16, although they are declared float32. The answer is no for a

@@ -28,6 +28,7 @@ def launch_weight_grads(
     """
     from torch_bridge.weight_grads import Layout
 
+    assert (arrays.get("reset_h") is None) == (reset_state == "zeros")
     output = NamedOutput("sums", jnp.dtype(jnp.float32))
     sums = bind(
         WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, reset_state=reset_state, may_use_xla=may_use_xla

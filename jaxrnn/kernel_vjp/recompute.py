@@ -102,7 +102,8 @@ def _count_segments(static: RecurrenceSpec, steps: int, sequences: int, hidden: 
     """Returns the number of segments of equal length that a chunk is cut into.
 
     It is 1 at widths where the number of sequences decides whether a kernel rounds to TF32 or multiplies in full
-    float32: the forward pass and this launch must decide alike, also under `vmap`.
+    float32: the forward pass and this launch must decide alike, also under `vmap`. A simple cell with a ReLU has more
+    such widths, but its residuals follow from its states, without a launch.
     """
     if static.uses_tf32 and _bridge.may_have_float32_residuals(hidden, 1):
         return 1

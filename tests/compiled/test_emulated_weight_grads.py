@@ -12,7 +12,7 @@ from torch_bridge.weight_grads import Launch, Layout, Problem
 
 pytestmark = pytest.mark.compile_only
 
-GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 7, 3, 8, 128
+GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 9, 19, 8, 128
 
 
 def problem_of(cell, dtype, reset_state, reverse, models=1):
@@ -33,6 +33,8 @@ def make_arrays(problem):
     arrays = {name: torch.randn(shape, dtype=getattr(torch, dtypes[name])) for name, shape in shapes.items()
               if name in dtypes}  # fmt: skip
     arrays["reset"] = torch.rand(lead) < 0.3
+    if problem.reset_state == "stepped":  # only the states of steps that begin an episode count
+        arrays["reset_h"][~arrays["reset"]] = float("nan")
     if "scale" in dtypes:
         arrays["scale"] = torch.rand((*lead, 1)) + 0.5
     layout = Layout.of(INPUTS, HIDDEN, problem.gates, problem.separate)
@@ -67,8 +69,10 @@ CASES = [
 def test_sums_equal_those_of_float64(cell, dtype, reset_state, reverse):
     launch = Launch(problem_of(cell, dtype, reset_state, reverse, models=2), PROFILES["a100"])
     arrays = make_arrays(launch.problem)
-    arrays["hs"][0, 0, 2, 1] = float("nan")  # a state that a reset discards
-    arrays["reset"][0, 0, 1 if reverse else 3, 1] = True
+    before = arrays["hs"].roll(-1 if reverse else 1, 2)
+    before[arrays["reset"]] = float("nan")  # states that a reset discards
+    arrays["hs"] = before.roll(1 if reverse else -1, 2)
+    assert launch.tiling.programs > 1
     want = expected(launch.problem, arrays)
     emulated.run(launch, arrays, emulated.kernels_of(launch))
     error = (arrays["sums"].double() - want).norm() / want.norm()

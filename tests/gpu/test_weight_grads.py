@@ -241,18 +241,23 @@ def test_layers_use_the_launch(cell, dtype, options, reset_state):
 
 @pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_every_chunk_of_remat_uses_the_launch(cell, reverse, monkeypatch):
+@pytest.mark.parametrize("reset_state", [None, (128,), (256, 256, 128)], ids=str)
+def test_every_chunk_of_remat_uses_the_launch(cell, reverse, reset_state, monkeypatch):
+    options = {"remat": True, "reverse": reverse}
+    if reset_state:
+        new = jnp.asarray(np.random.default_rng(5).normal(size=reset_state), jnp.float32)
+        options["reset_state"] = (new, new) if cell == "lstm" else new
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 0)
     monkeypatch.setattr(chunks, "_CHUNK_STEPS", 64)
 
     def make_grad(implementation):
-        return jax.grad(functools.partial(loss, cell, implementation, remat=True, reverse=reverse))
+        return jax.grad(functools.partial(loss, cell, implementation, **options))
 
     check(make_grad, make_layer(cell, "float32"))
 
 
 @pytest.mark.parametrize("shared", [(), (0,), (2, 3)], ids=["nothing shared", "weights shared", "inputs shared"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
 def test_vmap_uses_the_launch(cell, shared):
     models = [make_layer(cell, "float32", T=128, seed=seed) for seed in range(3)]
     axes = tuple(None if i in shared else 0 for i in range(4))

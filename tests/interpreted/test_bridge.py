@@ -283,6 +283,25 @@ def _residual_dtypes(cell, direction, hidden, batch, kind="tf32", device=Device(
 
 @pytest.mark.interpret
 @every_profile
+def test_a_relu_of_up_to_128_units_runs_a_program_a_sequence(device):
+    """Up to two sequences per SM where TF32 is allowed, one if there is a single step, and never if wider."""
+    from benchmarks.problems import make_problem
+    from torch_bridge.tiling import heuristic
+
+    sms = device.multiprocessors
+    for hidden, direction in itertools.product((65, 100, 128), ("fwd", "bwd")):
+        of = functools.partial(make_problem, "simple_relu", direction, "tf32", hidden)
+        loops = [heuristic(of(batch), device).loop for batch in (1, sms, 2 * sms, 2 * sms + 1, 9 * sms)]
+        assert loops == ["fma", "fma", "fma", "streamed", "streamed"], (hidden, direction)
+        loops = [heuristic(of(batch, steps=1), device).loop for batch in (sms, sms + 1)]
+        assert loops == ["fma", "streamed"], (hidden, direction)
+        assert heuristic(of(2, steps=64), device) == heuristic(of(2, steps=64, reset_state="stepped"), device)
+    for hidden, kind in ((129, "tf32"), (128, "bf16")):
+        assert heuristic(make_problem("simple_relu", "fwd", kind, hidden, 4), device).loop != "fma"
+
+
+@pytest.mark.interpret
+@every_profile
 def test_residuals_are_as_precise_as_the_products(device, monkeypatch):
     """Residuals are float32 for few sequences of 33 to 64 units where TF32 is allowed, with any reset state."""
     few = 2 * device.multiprocessors

@@ -36,8 +36,8 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 def rounded_product(a, b):
     """Returns `a * b`, which the compiler does not fuse with an addition as it does with `a * b` itself.
 
-    For sums over threads. With one product per thread, every thread would add its own product, not rounded, to the
-    rounded ones of the others: the threads would get sums that differ in the last bit.
+    Sums over threads need it if a thread has one product. Every thread would add its own product, not rounded, to the
+    rounded ones of the others, and the threads would get sums that differ in the last bit.
     """
     return tl.fma(a, b, 0.0)
 

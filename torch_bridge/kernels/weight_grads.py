@@ -48,7 +48,7 @@ def _load_goes_on(reset_ptr, row, end):
 def _load_bias_factors(
     scale_ptr, start, end, ROWS: gl.constexpr, SUMMED: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Loads 1 / scale of a block of rows from `start` on, as a tuple with SUMMED rows each; empty without scales."""
+    """Loads 1 / scale of ROWS rows from `start` on: a tuple of vectors of SUMMED rows, or none without scales."""
     factors = ()
     if scale_ptr is not None:
         for k in gl.static_range(ROWS // SUMMED):
@@ -329,19 +329,18 @@ def _add_up_by_mma(
     LOAD: gl.constexpr = gl.BlockedLayout(
         [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
     )  # fmt: skip
-    SUM: gl.constexpr = LOAD
     SUMMED: gl.constexpr = WARPS if WIDE else 2 * WARPS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     cols = gl.arange(0, 128, gl.SliceLayout(0, LOAD))
     product_x = gl.zeros([128, 128], gl.float32, ACC)
     product_h = gl.zeros([128, 128], gl.float32, ACC)
-    sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
-    sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
+    sum_x = gl.zeros([SUMMED, 128], gl.float32, LOAD)
+    sum_h = gl.zeros([SUMMED, 128], gl.float32, LOAD)
     goes_on = _prefetch(
         buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
         first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
     )  # fmt: skip
-    factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, SUM)
+    factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, LOAD)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -366,25 +365,25 @@ def _add_up_by_mma(
             product_x = mma_v2(x, g, product_x, input_precision="tf32" if WIDE else None)
             product_h = mma_v2(h, n, product_h, input_precision="tf32" if WIDE else None)
         for k in gl.static_range(ROWS // SUMMED):
-            sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32), factors, k)
+            sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(LOAD).to(gl.float32), factors, k)
             if SEPARATE:
-                sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
-        factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
+                sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(LOAD).to(gl.float32)
+        factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, LOAD)
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
     _store(
-        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, SUM
+        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, LOAD
     )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
 def weight_grads_mma_kernel(
-    x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr,  # weight_grads_kernel's
+    x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr,
     rows, share, programs, T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
-    """Computes what `weight_grads_kernel` does, without wgmma, for capability 8.0 and newer."""
+    """Computes what `weight_grads_kernel` does from the same arrays, without wgmma, for capability 8.0 and newer."""
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
     # operands of mma.sync are read from this layout without bank conflicts
     LAYOUT: gl.constexpr = (

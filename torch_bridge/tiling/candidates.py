@@ -75,7 +75,7 @@ def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     """Returns `problem`, whose residuals are declared float32, with the dtypes in which its kernel saves them.
 
     Kernels with TF32 products save all but `carry_gate` as float16, because TF32 rounds no finer. Kernels that multiply
-    in full float32 save float32.
+    in full float32 save what is declared.
     """
     dtypes = dict(problem.dtypes)
     has_arrays = "local_grads" in dtypes and not problem.in_place  # residuals are not stored as words

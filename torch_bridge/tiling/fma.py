@@ -14,7 +14,7 @@ from torch_bridge.tiling.support import FLOAT32_WIDTH
 
 # Largest number of sequences per SM for which one program per sequence is fastest (H200): for 16-bit operands, for the
 # forward pass of a GRU with 33 to 64 units, and for 33 to 64 units where TF32 is allowed. Beyond these limits, tiles on
-# the tensor cores are faster. In all other cases, such tiles are faster only for few steps.
+# the tensor cores are faster. In all other cases of up to 64 units, such tiles are faster only for few steps.
 MAX_PER_SM_IN_16_BITS, MAX_PER_SM_OF_WIDE_GRU, MAX_PER_SM_IN_TF32 = 16, 8, 2
 # The same for 65 to 128 units where TF32 is allowed and the cell has no "resident" loop. On an H200, 128 steps of a
 # simple cell of 128 units with a ReLU take, forward plus backward, 90 us instead of 240 us in the streamed loop if each
@@ -26,7 +26,7 @@ STEP_US = {"gru": {"fwd": 0.8, "bwd": 1.1}, "lstm": {"fwd": 1.0, "bwd": 1.4}}
 START_US = 8.0
 # Fewest steps, by block, for which the time to load all weights into every program is negligible. For up to 16 units
 # that time always is.
-MIN_STEPS = {32: 12, 64: 16}
+MIN_STEPS = {32: 12, 64: 16, 128: 16}
 
 
 def max_sequences_per_sm(problem: Problem, block: int) -> float:
@@ -36,6 +36,8 @@ def max_sequences_per_sm(problem: Problem, block: int) -> float:
         most = MAX_PER_SM_OF_WIDE_GRU
     if block == 64 and problem.precision == "tf32":
         most = MAX_PER_SM_IN_TF32
+    if block == 128:
+        most = MAX_PER_SM_INSTEAD_OF_RESIDENT
     many = MIN_STEPS.get(block, 0)
     if block == 64 and problem.tilings == "lstm" and problem.direction == "bwd":
         many = 5  # tiles are slow in this case
@@ -80,5 +82,4 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     if full:
         step = STEP_US[problem.tilings][problem.direction]
         return [(math.ceil(turns) * (step + START_US / problem.steps), config)]
-    most = MAX_PER_SM_INSTEAD_OF_RESIDENT if instead else max_sequences_per_sm(problem, block)
-    return [(0.0 if turns <= most else math.inf, config)]
+    return [(0.0 if turns <= max_sequences_per_sm(problem, block) else math.inf, config)]

@@ -9,7 +9,7 @@ import sys
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 
-# Largest hidden size at which a kernel may multiply in full float32 where TF32 is allowed.
+# Largest hidden size at which a kernel of every cell may multiply in full float32 where TF32 is allowed.
 FLOAT32_WIDTH = 64
 # Fewest steps for which it is profitable to load all weights on chip.
 MIN_STEPS_ON_CHIP = 8
