@@ -65,11 +65,11 @@ def launch(
 
 
 def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
-    """Whether the forward kernel may save float32 residuals where TF32 is allowed, because it multiplies in float32.
+    """Returns whether the forward kernel may save its residuals in float32 where TF32 is allowed.
 
-    The kernel is chosen when the launch is lowered, because `vmap` adds sequences. If another kernel is chosen, the
-    launch stores all but `carry_gate` in float16, although they are declared float32. The answer is no for a
-    symbolic number of sequences.
+    A kernel that multiplies in full float32 does so. The kernel is chosen when the launch is lowered, because `vmap`
+    adds sequences. If another kernel is chosen, the launch stores all but `carry_gate` in float16, although they are
+    declared float32. The answer is no for a symbolic number of sequences.
     """
     from torch_bridge import tiling
 

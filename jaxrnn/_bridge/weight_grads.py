@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def launch_weight_grads(
-    arrays: dict[str, Array | None], *, reverse: bool, reset_state: str = "zeros", may_use_xla: bool = False
+    arrays: dict[str, Array | None], *, reverse: bool, may_use_xla: bool = False
 ) -> dict[str, Array]:
     """Launches the kernel that sums up the gradients of all weights of S models, as `launch` does.
 
@@ -28,7 +28,9 @@ def launch_weight_grads(
     """
     from torch_bridge.weight_grads import Layout
 
-    assert (arrays.get("reset_h") is None) == (reset_state == "zeros")
+    reset_state, reset_h = "zeros", arrays.get("reset_h")
+    if reset_h is not None:  # per-step reset states have the shape of the states
+        reset_state = "stepped" if reset_h.ndim == arrays["hs"].ndim else "fixed"  # type: ignore[union-attr]
     output = NamedOutput("sums", jnp.dtype(jnp.float32))
     sums = bind(
         WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, reset_state=reset_state, may_use_xla=may_use_xla
@@ -57,9 +59,9 @@ def is_weight_grads_launch_profitable(
     from torch_bridge import weight_grads
 
     names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()))
-    dtypes = tuple((name, str(jnp.dtype(dtype))) for name in names) + ((("scale", "float32"),) if scaled else ())
+    dtypes = dict.fromkeys(names, str(jnp.dtype(dtype))) | ({"scale": "float32"} if scaled else {})
     groups, steps, batch, inputs = shape
-    problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, dtypes)
+    problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, tuple(dtypes.items()))
     return weight_grads.is_profitable(problem, availability.chosen_device())
 
 
@@ -94,9 +96,10 @@ class WeightGradsKind(LaunchKind):
         by_name = dict(zip(params["inputs"], arrays, strict=True))
         hidden, gates = (by_name[name].shape[-1] for name in ("hs", "dxp"))
         models, groups, steps, batch, inputs = by_name["x"].shape
-        dtypes = dtypes_of(arrays, params)
-        reset_options = {"reverse": params["reverse"], "reset_state": params["reset_state"]}
-        problem = Problem(models, groups, steps, batch, inputs, hidden, gates, dtypes, **reset_options)
+        problem = Problem(
+            models, groups, steps, batch, inputs, hidden, gates, dtypes_of(arrays, params), params["reverse"],
+            params["reset_state"],
+        )  # fmt: skip
         return Launch(problem, device)
 
     def in_xla(self, arrays: Sequence[Array], params: dict[str, Any]) -> list[Array]:

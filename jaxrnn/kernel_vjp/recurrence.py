@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn import _bridge, sharding
-from jaxrnn.cells import base, norm
+from jaxrnn.cells import norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
@@ -221,15 +221,14 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
             dx += norm.input_grads_through_statistics(
                 results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden
             )
+        scale = residuals["scale"] if cell.norm else None
         if launches_weight_grads:
+            reset_h = starts[0] if starts else None
             sums = launch_weight_grads(
-                static, x, saved_chunk["hs"], before["h"], reset, starts[0] if starts else None,
-                residuals["scale"] if cell.norm else None, dxp, hidden_grads,
-            )  # fmt: skip
+                static, x, saved_chunk["hs"], before["h"], reset, reset_h, scale, dxp, hidden_grads
+            )
         else:
-            sums = weight_grads(static, x, previous["h"], dxp, hidden_grads)
-            if cell.norm:  # dxp contains the factor of the norm, but the bias is added after the norm
-                sums[cell.bias] = base.bias_grad(dxp.astype(f32) / residuals["scale"])
+            sums = weight_grads(static, x, previous["h"], scale, dxp, hidden_grads)
         if first is not None:
             terms = [jnp.where(is_first, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, is_first in first_steps]
             sums["first"] = functools.reduce(jnp.add, terms)

@@ -5,6 +5,7 @@ import itertools
 import emulated
 import pytest
 import torch
+import weight_sums
 
 from torch_bridge.tiling import RESET_STATES
 from torch_bridge.tiling.devices import PROFILES
@@ -41,23 +42,6 @@ def make_arrays(problem):
     return arrays | {"sums": torch.full((problem.models, layout.end), float("nan"))}
 
 
-def expected(problem, arrays):
-    """Returns the sums in float64, with states that a reset discards replaced."""
-    x, hs, h0, dxp = (arrays[name].double() for name in ("x", "hs", "h0", "dxp"))
-    parts = (hs[:, :, 1:], h0[:, :, None]) if problem.reverse else (h0[:, :, None], hs[:, :, :-1])
-    before = torch.cat(parts, 2)
-    new = arrays["reset_h"].double() if "reset_h" in arrays else torch.zeros(())
-    if problem.reset_state == "fixed":
-        new = new[:, :, None]
-    before = torch.where(arrays["reset"][..., None], new, before)
-    dhn = arrays["dhn"].double() if "dhn" in arrays else dxp[..., -HIDDEN:]
-    dhp = torch.cat([dxp[..., :-HIDDEN], dhn], -1)
-    product = lambda x, y: torch.einsum("sgtbx,sgtby->sxy", x, y).flatten(1)  # noqa: E731
-    of_bias = dxp / arrays["scale"].double() if "scale" in arrays else dxp
-    sums = [product(x, dxp), product(before, dhp), of_bias.sum((1, 2, 3))]
-    return torch.cat([*sums, *([dhn.sum((1, 2, 3))] if problem.separate else [])], 1)
-
-
 CELLS = ("gru", "norm_gru")
 CASES = [
     *itertools.product(CELLS, ("float32",), RESET_STATES, (False, True)),
@@ -73,7 +57,8 @@ def test_sums_equal_those_of_float64(cell, dtype, reset_state, reverse):
     before[arrays["reset"]] = float("nan")  # states that a reset discards
     arrays["hs"] = before.roll(1 if reverse else -1, 2)
     assert launch.tiling.programs > 1
-    want = expected(launch.problem, arrays)
+    wide = {name: x.double().numpy() for name, x in arrays.items()}
+    want = torch.from_numpy(weight_sums.in_one_row(weight_sums.step_by_step(wide, reverse)))
     emulated.run(launch, arrays, emulated.kernels_of(launch))
     error = (arrays["sums"].double() - want).norm() / want.norm()
     assert error < 5e-4, error

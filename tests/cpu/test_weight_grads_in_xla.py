@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import weight_sums
 
 from jaxrnn import _bridge
 from jaxrnn._bridge.weight_grads import WEIGHT_GRADS_LAUNCH
@@ -28,27 +29,6 @@ def make_arrays(cell, reset_state, dtype):
     return arrays | ({"scale": jnp.asarray(rng.uniform(0.5, 2, (*lead, 1)), "float32")} if cell == "norm_gru" else {})
 
 
-def step_by_step(arrays, reset_state, reverse):
-    """Returns the sums in float64: goes through the steps in order with the state that each of them sees."""
-    x, hs, h, dxp = (np.asarray(arrays[name], np.float64) for name in ("x", "hs", "h0", "dxp"))
-    new = np.asarray(arrays["reset_h"], np.float64) if "reset_h" in arrays else np.zeros_like(h)
-    w_ih, w_hh, bias, b_hn = 0, 0, 0, 0
-    for t in reversed(range(STEPS)) if reverse else range(STEPS):
-        start = new[:, :, t] if reset_state == "stepped" else new
-        before = np.where(np.asarray(arrays["reset"])[:, :, t, :, None], start, h)
-        d = dxp[:, :, t]
-        products = d
-        if "dhn" in arrays:
-            dhn = np.asarray(arrays["dhn"], np.float64)[:, :, t]
-            products = np.concatenate([d[..., :-HIDDEN], dhn], -1)
-            b_hn += dhn.sum((1, 2))
-        w_ih += np.einsum("sgbx,sgby->sxy", x[:, :, t], d)
-        w_hh += np.einsum("sgbx,sgby->sxy", before, products)
-        bias += (d / np.asarray(arrays["scale"], np.float64)[:, :, t] if "scale" in arrays else d).sum((1, 2))
-        h = hs[:, :, t]
-    return {"w_ih": w_ih, "w_hh": w_hh, "bias": bias} | ({"b_hn": b_hn} if "dhn" in arrays else {})
-
-
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize(("cell", "reset_state", "reverse", "dtype"), CASES)
 def test_sums_equal_those_of_a_loop_over_steps(cell, reset_state, reverse, dtype, promotion):
@@ -57,7 +37,7 @@ def test_sums_equal_those_of_a_loop_over_steps(cell, reset_state, reverse, dtype
     with jax.numpy_dtype_promotion(promotion):
         (sums,) = WEIGHT_GRADS_LAUNCH.in_xla([*arrays.values()], params)
     layout = Layout.of(INPUTS, HIDDEN, arrays["dxp"].shape[-1], "dhn" in arrays)
-    want = step_by_step(arrays, reset_state, reverse)
+    want = weight_sums.step_by_step(arrays, reverse)
     got = {name: np.asarray(sums)[:, start:end].reshape(want[name].shape)
            for name, start, end in zip(layout._fields, layout, layout[1:], strict=False) if name in want}  # fmt: skip
     assert got.keys() == want.keys() and sums.shape == (MODELS, layout.end) and sums.dtype == jnp.float32
@@ -68,6 +48,6 @@ def test_sums_equal_those_of_a_loop_over_steps(cell, reset_state, reverse, dtype
 @pytest.mark.parametrize("reset_state", ["zeros", "fixed", "stepped"])
 def test_results_have_the_shapes_of_the_weights(reset_state):
     arrays = make_arrays("gru", reset_state, "float32")
-    got = jax.eval_shape(lambda a: _bridge.launch_weight_grads(a, reverse=False, reset_state=reset_state), arrays)
+    got = jax.eval_shape(lambda a: _bridge.launch_weight_grads(a, reverse=False), arrays)
     shapes = {name: x.shape for name, x in got.items()}
     assert shapes == {"w_ih": (2, 6, 24), "w_hh": (2, 8, 24), "bias": (2, 24), "b_hn": (2, 8)}

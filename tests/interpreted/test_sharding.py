@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import trees
+import weight_sums
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
@@ -607,7 +608,7 @@ def test_gradients_of_norms_ignore_padding_of_shards(norm):
     assert_close(got, want)
 
 
-class WeightGradsInTorch:
+class WeightGradsInFloat64:
     """A substitute for the launch that computes the gradients of weights, whose kernel cannot be interpreted."""
 
     kernels = workspaces = ()
@@ -616,7 +617,6 @@ class WeightGradsInTorch:
         from torch_bridge import weight_grads
 
         self.problem, self.tiling = problem, weight_grads.choose(problem, device)
-        self.hidden = problem.hidden
 
     def load(self, ordinal):
         pass
@@ -624,31 +624,30 @@ class WeightGradsInTorch:
     def interpret(self, tensors):
         import torch
 
-        x, hs, h0, dxp, dhn = (tensors[name].double() for name in ("x", "hs", "h0", "dxp", "dhn"))
-        previous = torch.cat([h0[:, :, None], hs[:, :, :-1]], 2)
-        previous = torch.where(tensors["reset"][..., None] != 0, 0, previous)
-        dhp = torch.cat([dxp[..., : -self.hidden], dhn], -1)
-        product = lambda x, y: torch.einsum("sgtbx,sgtby->sxy", x, y).flatten(1)  # noqa: E731
-        sums = [product(x, dxp), product(previous, dhp), dxp.sum((1, 2, 3)), dhn.sum((1, 2, 3))]
-        tensors["sums"].copy_(torch.cat(sums, 1))
+        wide = {name: x.double().numpy() for name, x in tensors.items() if name != "sums"}
+        sums = weight_sums.in_one_row(weight_sums.step_by_step(wide, self.problem.reverse))
+        tensors["sums"].copy_(torch.from_numpy(sums))
 
 
 @pytest.mark.parametrize("left", [2 * B, 2 * B - 1, 2 * B - 2])
-def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, left):
+@pytest.mark.parametrize("reset_state", ["zeros", "fixed", "stepped"])
+def test_gradients_of_weights_ignore_padding_of_shards(monkeypatch, platform, left, reset_state):
     from torch_bridge import weight_grads
 
     monkeypatch.setattr(weight_grads, "is_profitable", lambda problem, device: True)
     if platform == "cpu":
-        monkeypatch.setattr(weight_grads, "Launch", WeightGradsInTorch)
+        monkeypatch.setattr(weight_grads, "Launch", WeightGradsInFloat64)
     rng = np.random.default_rng(0)
     draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)  # noqa: E731
     D, H = 64, 64
     params = jaxrnn.GRUParams(draw(D, 3 * H), draw(H, 3 * H), draw(3 * H), draw(H))
     resets = jnp.asarray(rng.random((T, left)) < 0.3)
     (xs,) = place(make_mesh(AxisType.Auto), [P(None, "data")], [draw(T, 2 * B, D)])
+    new = {"zeros": None, "fixed": draw(left, H), "stepped": draw(T, left, H)}[reset_state]
 
     def loss(implementation, params, xs):
-        run = functools.partial(jaxrnn.gru, resets=resets, precision="default", implementation=implementation)
+        options = {"resets": resets, "reset_state": new, "precision": "default", "implementation": implementation}
+        run = functools.partial(jaxrnn.gru, **options)
         return jnp.mean(run(params, jnp.zeros((left, H)), jnp.exp(xs)[:, :left])[1] ** 2)
 
     got, want = (jax.jit(jax.grad(functools.partial(loss, name)))(params, xs) for name in ("triton", "xla"))
