@@ -36,5 +36,11 @@ def triton_version() -> tuple[int, ...]:
 
     An unknown version counts as later than any other.
     """
-    names = importlib.metadata.packages_distributions().get("triton")  # nightly builds have another name
-    return tuple(map(int, importlib.metadata.version(names[0]).split(".")[:2])) if names else (sys.maxsize,)
+    try:
+        version = importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # nightly builds have another name; finding it takes up to a second
+        names = importlib.metadata.packages_distributions().get("triton")
+        if not names:
+            return (sys.maxsize,)
+        version = importlib.metadata.version(names[0])
+    return tuple(map(int, version.split(".")[:2]))
