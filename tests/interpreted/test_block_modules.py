@@ -1,5 +1,7 @@
 """Modules of linen and NNX with block-diagonal recurrent weights equal those with a matrix and zeros off its blocks."""
 
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -82,17 +84,28 @@ OPTIONS = {
 }
 
 
-@every_implementation
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@every_stack
-def test_stacks_with_blocks_equal_a_matrix_with_zeros(package, stack, options, implementation):
-    blocked = Functional(package, stack, num_blocks=N, implementation=implementation, **options)
-    matrix = Functional(package, stack, implementation="xla", **options)
-    params = random_tree(1, blocked.params)
+def arguments(blocked, options):
+    """Returns random parameters of a module with blocks, inputs and resets."""
     x, r = (xs, resets) if options.get("time_major", True) else (xs.swapaxes(0, 1), resets.T)
+    return random_tree(1, blocked.params), x, r
+
+
+@functools.cache
+def with_zeros(package, stack, name):
+    """Returns outputs and gradients of a stack whose recurrent weights are matrices with zeros off the blocks."""
+    matrix = Functional(package, stack, implementation="xla", **OPTIONS[name])
+    params, x, r = arguments(Functional(package, stack, num_blocks=N, **OPTIONS[name]), OPTIONS[name])
+    return with_gradients(lambda params, xs: matrix.apply(dense(params), xs, resets=r))(params, x)
+
+
+@every_implementation
+@pytest.mark.parametrize("name", OPTIONS)
+@every_stack
+def test_stacks_with_blocks_equal_a_matrix_with_zeros(package, stack, name, implementation):
+    blocked = Functional(package, stack, num_blocks=N, implementation=implementation, **OPTIONS[name])
+    params, x, r = arguments(blocked, OPTIONS[name])
     got = with_gradients(lambda params, xs: blocked.apply(params, xs, resets=r))(params, x)
-    want = with_gradients(lambda params, xs: matrix.apply(dense(params), xs, resets=r))(params, x)
-    assert_close(got, want, 2e-5)
+    assert_close(got, with_zeros(package, stack, name), 2e-5)
 
 
 @every_implementation
