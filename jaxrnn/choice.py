@@ -37,10 +37,11 @@ class Choice:
       arguments: shapes and dtypes of the call, for messages.
       implementation: "triton" or "xla".
       reason: why it was chosen.
-      unavailable: why "triton" cannot run the call, and what it needs; None if it can, or if nobody asked.
+      unavailable: why "triton" cannot run the call, and what it needs, as the end of a sentence ("needs ..."); None if
+        it can, or if that was not asked because XLA runs the call anyway.
       may_use_xla: whether XLA may compute a launch instead: where that is faster, and on a CPU.
       index: the index among the choices of a listener, or None.
-      marked: whether `mark` marks the call in a traced program.
+      marked: whether the call is one that `mark` marks in a traced program; a cell under `nn.scan` is not.
     """
 
     name: str
@@ -84,7 +85,7 @@ def choose(
       arguments: returns shapes and dtypes, for messages.
       implementation: "triton", "xla" or None, as passed by the caller.
       prefer_xla: returns why XLA is the faster implementation, or None if the kernels are.
-      unsupported: returns why the kernels cannot run the call, and a remedy; None if they can.
+      unsupported: returns `Choice.unavailable`.
       empty: whether the results are empty.
       caller: the function or class that the user called, for messages.
 
@@ -126,7 +127,8 @@ def must_scan(
 ) -> bool:
     """Returns whether there is a `reason` to run a cell under `scan`, which is "nn.scan" or "nnx.scan".
 
-    Raises NotImplementedError if there is a reason and "triton" or a precision is requested.
+    `reason` names what the kernels do not support, such as an option of the cell, or is None. Raises
+    NotImplementedError if there is one, and "triton" or a precision is requested.
     """
     check_options(implementation, precision, caller)
     if reason is None:
@@ -142,7 +144,12 @@ def must_scan(
         raise NotImplementedError(
             f"{caller('precision')} cannot be set for {reason}; use jax.default_matmul_precision instead"
         )
-    tell(Choice("cell", reason, "xla", f"{scan} runs it", f"cannot run {reason}", marked=False))
+    tell(
+        Choice(
+            "cell", arguments=reason, implementation="xla", reason=f"{scan} runs it",
+            unavailable=f"cannot run {reason}", marked=False,
+        )
+    )  # fmt: skip
     return True
 
 
@@ -163,7 +170,7 @@ def describe_arrays(**arrays: Any) -> str:
 
 
 def _warn_if_unusable() -> None:
-    """Warns if it is no matter of the input that the kernels cannot run, although there is an NVIDIA GPU."""
+    """Warns if there is an NVIDIA GPU and the kernels cannot run on it, whatever the input is."""
     if context.other_device() is None and _bridge.has_nvidia_gpu() and _bridge.unusable() is not None:
         _warn_once()
 

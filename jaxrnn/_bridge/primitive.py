@@ -25,14 +25,18 @@ def _primitive(name: str) -> Primitive:
     return primitive
 
 
-# A launch, and the primitive that it is lowered to, which launches one device's shard. A launch on a single device has
-# one shard.
+# A call traces `launch_p`. Its lowering emits `launch_shard_p`, which launches the shard of one device; on a single
+# device there is one shard.
 launch_p, launch_shard_p = _primitive("jaxrnn_launch"), _primitive("jaxrnn_launch_shard")
 
 
 @functools.cache
 def _mesh_marker() -> Any:
-    """Returns a jaxpr that, as a parameter of a primitive, makes JAX pass devices and mesh to its lowering rule."""
+    """Returns a jaxpr that, as a parameter of a primitive, makes JAX pass devices and mesh to its lowering rule.
+
+    JAX looks for `custom_partitioning` in the parameters of primitives. The jaxpr is never lowered, so its partitioning
+    is never computed. It is made once, because launches with equal parameters are compiled once.
+    """
     identity = custom_partitioning(lambda x: x)
     identity.def_partition(lambda mesh, x, y: (mesh, lambda x: x, y.sharding, (x.sharding,)), sharding_rule="->")
     return jax.make_jaxpr(lambda x: identity(x))(0.0)
@@ -41,11 +45,11 @@ def _mesh_marker() -> Any:
 def bind(
     kind: LaunchKind, arrays: dict[str, Array | None], outputs: Sequence[Output | NamedOutput], **params: Any
 ) -> dict[str, Array]:
-    """Binds a launch of some kind on arrays by name, without those that are None. Returns its outputs by name."""
+    """Binds a launch of some kind to arrays by name; those that are None are left out. Returns its outputs by name."""
     present = {name: x for name, x in arrays.items() if x is not None}
     results = launch_p.bind(
         *present.values(), kind=kind, inputs=tuple(present), outputs=tuple(outputs), mesh_marker=_mesh_marker(),
         **params,
     )  # fmt: skip
-    # inside `shard_map`, the results of a primitive without a rule for varying axes vary over none
+    # `shard_map` takes results of a primitive without a rule as equal on all devices; they vary as the inputs do
     return dict(zip((output.name for output in outputs), sharding.unify_varying_axes(results, present), strict=True))

@@ -1,6 +1,6 @@
 """LSTM (Hochreiter & Schmidhuber 1997, with forget gates). Gates are ordered i, f, g, o.
 
-c' = s(f) c + s(i) tanh(g), h' = s(o) tanh(c').
+c' = s(f) c + s(i) tanh(g), h' = s(o) tanh(c'), with s the logistic function.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class LSTMParams(NamedTuple):
 
     Attributes:
       w_ih: `[D, 4H]` input weights.
-      w_hh: `[H, 4H]` recurrent weights, or `[N, H / N, 4H / N]` for N blocks of units, `[P, 4H]` with a projection.
+      w_hh: `[H, 4H]` recurrent weights; or `[N, H / N, 4H / N]` for N blocks of units; or `[P, 4H]` with a projection.
       b: `[4H]` bias; no constant is added for the forget gate.
       w_hr: `[H, P]` projection of the hidden state, or None if there is none.
 
@@ -44,6 +44,7 @@ class LSTMParams(NamedTuple):
 
 
 def _step(gates: Sequence[Array], x_last: None, states: States) -> tuple[States, tuple[Array, ...]]:
+    """Returns the states `(h, c)` after a step, and its activations; an LSTM has no separate last gate."""
     a_i, a_f, a_g, a_o = gates
     i, f, g, o = jax.nn.sigmoid(a_i), jax.nn.sigmoid(a_f), jnp.tanh(a_g), jax.nn.sigmoid(a_o)
     c = f * states[1] + i * g
@@ -52,6 +53,10 @@ def _step(gates: Sequence[Array], x_last: None, states: States) -> tuple[States,
 
 
 def _compute_residuals(activations: tuple[Array, ...], states: States) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+    """Returns the derivatives of c (gates i, f, g) and h (gate o) by the gates before activation, and two factors.
+
+    The factors are the derivatives of h by c, and of c by the c before the step. All arrays are `[..., H]`.
+    """
     i, f, g, o, tanh_c = activations
     local_grads = g * i * (1 - i), states[1] * f * (1 - f), i * (1 - g * g), tanh_c * o * (1 - o)
     return local_grads, (o * (1 - tanh_c * tanh_c), f)
@@ -60,8 +65,12 @@ def _compute_residuals(activations: tuple[Array, ...], states: States) -> tuple[
 def _grad_step(
     dstates: States, local_grads: tuple[Array, ...], factors: tuple[Array, ...]
 ) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-    (dh, dc), (f_i, f_f, f_g, f_o) = dstates, local_grads
-    return (dc * f_i, dc * f_f, dc * f_g, dh * f_o), (dc * factors[1],)
+    """Returns the gradients of the gates, and that of the c before the step.
+
+    `dstates` are the gradients of h and c; that of c includes what reaches it through h, by `factors[0]`.
+    """
+    (dh, dc), (d_i, d_f, d_g, d_o) = dstates, local_grads
+    return (dc * d_i, dc * d_f, dc * d_g, dh * d_o), (dc * factors[1],)
 
 
 LSTM = Cell(

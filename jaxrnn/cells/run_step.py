@@ -17,22 +17,25 @@ def run_step(
     cell: Cell, xp: Array, hp: Array, biases: Mapping[str, Array], states: States,
     statistics: Mapping[str, Array], norm_width: int,
 ) -> tuple[States, dict[str, Array]]:  # fmt: skip
-    """Returns the states after a step and, by name, its residuals in float32; XLA drops those that are not used.
+    """Returns the states after a step and, by name, its residuals; XLA drops those that are not used.
 
     Args:
       cell: the cell.
       xp: the input projection, `[..., gates * H]`.
       hp: the hidden product, `[..., gates * H]`.
-      biases: what is added after the products, by name: "b_hn" for a separate last gate, "bias" after a norm.
-      states: the states before the step, `[..., H]`.
+      biases: what is added after the products, by name: "b_hn" `[H]`, the bias of the hidden product of a last gate
+        that is separate, as the GRU's; "bias" `[gates * H]`, which is added after a norm.
+      states: the states before the step, `[..., H]`; the first one is h.
       statistics: for a norm, what `norm.input_statistics` returns for the inputs.
-      norm_width: for a norm, the number of elements of `[x, h]`.
+      norm_width: for a norm, D + H, the number of elements of `[x, h]`.
     """
+    # x_last is the input projection of a separate last gate, else None
     gates, x_last = base.add_gates(cell, xp, hp, biases.get("b_hn"))
     if not cell.norm:
         after, activations = cell.step(gates, x_last, states)
         return after, base.residuals_of(cell, activations, states)
     scale, mean = norm.scale_and_mean(states[0], statistics, norm_width)
+    # no mean: the weights of a LayerNorm are centered before the products
     normalised, gates = norm.normalise(gates, scale, biases["bias"])
     after, activations = cell.step(gates, x_last, states)
     return after, norm.residuals_of(cell, activations, states[0], normalised, scale, mean)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-def read_arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = ...) -> dict[str, Array]:
+def read_arrays(source: str, given: Mapping[str, Any], names: Collection[str], whole: Any = ...) -> dict[str, Array]:
     """Returns the arrays called `names`; raises ValueError if one is missing.
 
-    Messages describe `whole`, what the user passed, by default `given`.
+    The message describes `whole`, which is what the user passed; by default that is `given`.
     """
     missing = [name for name in names if name not in given]
     if missing:
@@ -29,7 +29,10 @@ def read_arrays(source: str, given: Mapping[str, Any], names: Any, whole: Any = 
 
 
 def read_array(source: str, name: str, x: Any) -> Array:
-    """Returns `x` as a JAX array of the same dtype that shares no memory with a writable array."""
+    """Returns `x` as a JAX array of the same dtype that shares no memory with a writable array.
+
+    Raises ValueError if `x` is no array of floating-point numbers, or if JAX would change its dtype.
+    """
     if not isinstance(x, jax.Array) and hasattr(x, "__jax_array__"):  # x is a variable of NNX, or of Keras on JAX
         x = x.__jax_array__()
     elif getattr(x, "is_meta", False):
@@ -42,7 +45,7 @@ def read_array(source: str, name: str, x: Any) -> Array:
     try:
         array = x if isinstance(x, jax.Array) else np.array(x)
     except ValueError:
-        array = np.array(None)  # rows of different lengths
+        array = np.array(None)  # rows have different lengths; an array of objects is refused below
     if array.dtype.kind in "OUS":
         raise ValueError(f"{source}: {name} must be floating point, got {describe_value(x)}; pass an array of numbers")
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -61,7 +64,9 @@ def read_array(source: str, name: str, x: Any) -> Array:
 def to_numpy(source: str, x: Array) -> np.ndarray[Any, Any]:
     """Returns a contiguous, writable copy; raises ValueError if the values are not known."""
     if isinstance(x, jax.core.Tracer):
-        raise ValueError(f"{source}: params must have known values, got traced arrays; call it outside of jax.jit")
+        raise ValueError(
+            f"{source}: params must have known values, got traced arrays; call {source} outside of jax.jit"
+        )
     return np.array(x, order="C")
 
 
@@ -74,30 +79,34 @@ def describe(tree: Any) -> str:
     """Returns a description for messages: the keys of a mapping, and the type or the shape of anything else."""
     if not isinstance(tree, Mapping):
         named = describe_value(tree)
-        return f"a {named}" if named == type(tree).__name__ else named
+        return f"a {named}" if named == type(tree).__name__ else named  # a type has an article, a shape has none
     names = [str(name) for name in tree]
-    return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "") if names else "nothing"
+    if not names:
+        return "nothing"
+    return ", ".join(names[:16]) + (f" and {len(names) - 16} more" if len(names) > 16 else "")
 
 
 def remedy_for(source: str, x: Any, otherwise: str = "") -> str:
-    """Returns which function converts `x` instead, after a semicolon, or `otherwise` if `source` or none does.
+    """Returns the end of a message: "; use ..." with the function that converts `x`.
+
+    If no function does, or if that is `source` itself, returns `otherwise`.
 
     Args:
       source: the name of the public function.
       x: what was given to it: a module, parameters of jaxrnn, or weights in a mapping.
       otherwise: what to pass instead, after a semicolon.
     """
-    package = package_of(x)
+    if isinstance(x, type):
+        return "; pass an instance"
     if hasattr(x, "_fields"):
         return "; parameters of jaxrnn are converted already"
+    package = package_of(x)
     if package is None and isinstance(x, Mapping):
         if any("weight_ih" in str(name) for name in x):
             package = "torch"
         elif "params" in x or any(isinstance(one, Mapping) and "kernel" in one for one in x.values()):
-            package = "flax.nnx" if "dense_i" in x else "flax.linen"
+            package = "flax.nnx" if "dense_i" in x or "if_" in x else "flax.linen"  # names of NNX alone
     converter = None if package is None else CONVERTERS[package]
-    if isinstance(x, type):
-        return "; pass an instance"
     if converter in (None, source):
         return otherwise
     parameters = " with the parameters of its cell" if converter == "from_linen" and not isinstance(x, Mapping) else ""

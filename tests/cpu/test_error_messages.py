@@ -90,6 +90,11 @@ def object_array(*shape):
     return np.full(shape, None)
 
 
+def nnx_params(cell):
+    """Returns the parameters of a cell of NNX as a mapping."""
+    return nnx.to_pure_dict(nnx.state(cell(D, H, rngs=nnx.Rngs(0)), nnx.Param))
+
+
 def linen_params(cell):
     return cell.init(KEY, cell.initialize_carry(KEY, (B, D)), XS[0])["params"]
 
@@ -728,6 +733,7 @@ TABLE = {
             "pass its part ['layers_0'] or ['layers_1']",
         ),
         (lambda: convert.from_linen(nnx.GRUCell(D, H, rngs=rngs())), "got a GRUCell; use from_nnx"),
+        (lambda: convert.from_linen(nnx_params(nnx.GRUCell)), "got dense_h, dense_i; use from_nnx"),
         (lambda: convert.from_linen(GRU), "got a GRUParams; parameters of jaxrnn are converted already"),
         (lambda: convert.from_linen(None), "got None; pass the parameters of one cell"),
         (
@@ -770,6 +776,8 @@ TABLE = {
         ),
         (lambda: convert.from_torch(nnx.GRUCell(D, H, rngs=rngs())), "got a GRUCell; use from_nnx"),
         (lambda: convert.from_torch({"params": linen_params(nn.GRUCell(H))}), "got params; use from_linen"),
+        (lambda: convert.from_torch(nnx_params(nnx.LSTMCell)), "if_, ig, ii, io; use from_nnx"),
+        (lambda: convert.from_torch(jaxrnn.LSTMParams), "got the class LSTMParams; pass an instance"),
         (lambda: convert.from_torch(GRU), "got a GRUParams; parameters of jaxrnn are converted already"),
         (
             lambda: convert.from_torch("model.pt"),

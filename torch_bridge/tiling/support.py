@@ -9,7 +9,7 @@ import sys
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 
-# Largest hidden size at which a kernel of every cell may multiply in full float32 where TF32 is allowed.
+# Up to this hidden size, kernels of every cell may multiply in full float32 although TF32 is allowed.
 FLOAT32_WIDTH = 64
 # Fewest steps for which it is profitable to load all weights on chip.
 MIN_STEPS_ON_CHIP = 8
@@ -18,14 +18,14 @@ MIN_STEPS_ON_CHIP = 8
 def has_16_bit_kernels(problem: Problem) -> bool:
     """Returns whether the kernels that keep 16-bit weights on chip support a problem.
 
-    The operands of these kernels are bfloat16 or, for TF32, scaled float16.
+    The operands of these kernels are bfloat16 or, for TF32, scaled float16. Arrays in float16 are not supported.
     """
     covered = product_kind(problem) != "tf32x3" and problem.operand_dtype != "float16"
     return covered and problem.steps > 1  # loading the weights on chip takes longer than a step
 
 
 def has_wgmma_kernels(problem: Problem, device: Device) -> bool:
-    """Returns whether the "split" and "rows" kernels support a problem; forward, they support no reset state."""
+    """Returns whether the loops "split" and "rows" support a problem; forward, they reset states to zeros only."""
     covered = device.has_wgmma and has_16_bit_kernels(problem)
     return covered and (problem.direction == "bwd" or problem.reset_state == "zeros")
 
