@@ -25,6 +25,7 @@ class Interrupts:
         self.stopped = self.dropped = 0
         self._reported = []
         sys.unraisablehook = self._report
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores SIGINT
 
     def _report(self, raised):
         self._reported.append(raised.exc_type)

@@ -34,7 +34,7 @@ def has_wgmma_kernels(problem: Problem, device: Device) -> bool:
 def triton_version() -> tuple[int, ...]:
     """Returns Triton's major and minor version, as later versions' ptxas may need more registers.
 
-    An unknown version counts as later than any other.
+    An unknown version counts as later than any other. If a release is installed, a nightly build is not looked for.
     """
     try:
         version = importlib.metadata.version("triton")
