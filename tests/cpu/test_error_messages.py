@@ -837,7 +837,7 @@ TABLE = {
         (lambda: convert.to_torch(GRU, layer=-1), "layer must be at least 0, got -1"),
         (
             lambda: jax.jit(convert.to_torch)(GRU),
-            "params must have known values, got traced arrays; call it outside of jax.jit",
+            "params must have known values, got traced arrays; call to_torch outside of jax.jit",
         ),
     ],
     **{
