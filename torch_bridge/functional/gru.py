@@ -40,8 +40,8 @@ def gru(
       h0: hidden state before the first step, `[*batch, H]`, in the dtype of `xs` or in float32; None for zeros.
       w_ih: `[3H, D]`, in float32, float64, bfloat16 or float16.
       w_hh: `[3H, H]`, or `[N, 3H / N, H / N]`: the N blocks (heads) of a block-diagonal matrix. A block has H / N
-        consecutive units, which multiply the states of their own block alone. The rows of a block are r
-        of all its units, then z, then n. Other arguments and the results are the same. All blocks run in one launch.
+        consecutive units, which multiply the states of their own block alone. The rows of a block are r of all
+        its units, then z, then n. Other arguments and the results are the same. All blocks run in one launch.
       b_ih: `[3H]` or None.
       b_hh: `[3H]` or None.
       resets: `[T, *batch]` (`[*batch, T]`), any dtype; nonzero at the first step of an episode, that is, the *previous*
