@@ -86,6 +86,31 @@ def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
 
 
 @gluon.jit
+def without_empty_columns(x, BLOCK_B: gl.constexpr):
+    """Returns `x`, `[units, columns]` or `[columns]`, with zeros in columns that never have a sequence.
+
+    The compiler knows these zeros, and removes what a thread would compute for such a column.
+    """
+    COLS: gl.constexpr = x.shape[len(x.shape) - 1]
+    if 2 * BLOCK_B <= COLS:
+        if len(x.shape) == 2:
+            column = gl.arange(0, COLS, gl.SliceLayout(0, x.type.layout))[None, :]
+        else:
+            column = gl.arange(0, COLS, x.type.layout)
+        x = gl.where(column % 2 == 0, x, 0.0)
+    return x
+
+
+@gluon.jit
+def states_without_empty_columns(states, BLOCK_B: gl.constexpr):
+    """Returns a tuple of states, or of gradients of states, as `without_empty_columns` does."""
+    after = ()
+    for k in gl.static_range(len(states)):
+        after += (without_empty_columns(states[k], BLOCK_B),)
+    return after
+
+
+@gluon.jit
 def locate_tile(
     model, tile, T, B, Q,
     H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, COLS: gl.constexpr, REVERSE: gl.constexpr,
@@ -145,7 +170,13 @@ def state_scale(h):
 
     No later state exceeds the larger of 1 and the largest of `h`. NaNs are ignored.
     """
-    return scale_to_float16(gl.maximum(gl.max(h, axis=0), 1.0), 14)
+    return scale_of_states(gl.max(h, axis=0))
+
+
+@gluon.jit
+def scale_of_states(largest):
+    """Returns the scale of each sequence's hidden states, given the largest magnitude of its first hidden state."""
+    return scale_to_float16(gl.maximum(largest, 1.0), 14)
 
 
 @gluon.jit
@@ -191,20 +222,21 @@ def reset_states(
 
 @gluon.jit
 def scaled_reset_states(
-    states, scale, reset, new, fixed_scale, RESET_STATE: gl.constexpr, SCALED: gl.constexpr
+    states, scale, reset, new, new_scale, RESET_STATE: gl.constexpr, EARLY: gl.constexpr, SCALED: gl.constexpr
 ):  # fmt: skip
     """Returns the states from which a step starts, and the scale of each sequence's hidden states from then on.
 
     Where `reset`, by sequence, is true, a new episode starts from the states `new`, or from zeros if RESET_STATE says
-    so. `fixed_scale` is the scale after a reset to reset states that are the same at every step.
+    so. `new_scale` is the scale after a reset to `new`. For reset states of each step it is used if EARLY; otherwise it
+    is computed here.
     """
     if RESET_STATE == RESET_ZEROS:
         if SCALED:
             scale = new_state_scale(scale, reset)
         return start_afresh(states, reset[None, :]), scale
-    elif RESET_STATE == RESET_FIXED:
+    elif RESET_STATE == RESET_FIXED or EARLY:
         if SCALED:
-            scale = gl.where(reset[None, :], fixed_scale, scale)
+            scale = gl.where(reset[None, :], new_scale, scale)
         return select_states(reset[None, :], new, states), scale
     else:
         # a branch, because the scale of new states is a maximum over the units of all warps

@@ -12,6 +12,10 @@ while a product runs: in the backward pass the product of the same step, in the 
 - The backward kernel for four gates (not ROOMY) stores the gradients of the gates before the product, one gate at a
   time, and loads the next step's inputs after the product.
 
+Tiles of one, two and four sequences leave every other column of a product empty. States and their gradients are zeros
+there, by a select whose condition is constant, so that the compiler leaves out what a thread would compute for such a
+column. In the forward pass of four gates it does so only where that was measured to be faster (ZEROS).
+
 With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Its sums over units are computed in two parts:
 each warp stores the sum over its 16 units in shared memory, and after the barrier that a step's products need anyway,
 every thread adds the warps' sums. The kernels then have tiles of at most eight sequences.
@@ -58,10 +62,12 @@ from torch_bridge.kernels.gluon_common import (
     product_order,
     reset_gradients,
     scale_of_norm,
+    scale_of_states,
     scale_to_float16,
     scaled_reset_states,
     slot_layout,
     state_scale,
+    states_without_empty_columns,
     store_residuals,
     store_states,
     to_operand,
@@ -69,6 +75,7 @@ from torch_bridge.kernels.gluon_common import (
     units_layout,
     unpack_residuals,
     weights_scale,
+    without_empty_columns,
 )
 
 
@@ -124,9 +131,9 @@ def _store_operand(buffer, x, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_sums(COUNT: gl.constexpr, COLS: gl.constexpr):
-    """Allocates COUNT arrays of one value per warp and sequence."""
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+def _allocate_sums(COUNT: gl.constexpr, COLS: gl.constexpr, ORDER: gl.constexpr):
+    """Allocates COUNT arrays of one value per warp and sequence; with the order [0, 1], warps' values are adjacent."""
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, ORDER)
     sums = ()
     for _ in gl.static_range(COUNT):
         sums += (gl.allocate_shared_memory(gl.float32, [gl.num_warps(), COLS], PLAIN),)
@@ -147,19 +154,25 @@ def _load_sum(slot, UNITS: gl.constexpr):
 
 
 @gluon.jit
-def _load_step(
-    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, rows, unit, mask, mask_q, new,
-    EARLY: gl.constexpr, H: gl.constexpr, GATES: gl.constexpr,
-):  # fmt: skip
-    """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs.
+def _store_bound(slot, largest):
+    """Stores, for each warp and sequence, the largest element over the warp's units."""
+    slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
 
-    Also returns the states of new episodes: with EARLY those of this step, which are loaded without waiting to know
-    whether an episode starts; otherwise `new`.
-    """
+
+@gluon.jit
+def _load_bound(slot, UNITS: gl.constexpr):
+    """Returns the largest element over all units by sequence, from the warps' ones; a barrier must come before."""
+    SLOT: gl.constexpr = slot_layout(gl.num_warps())
+    return gl.convert_layout(gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
+
+
+@gluon.jit
+def _load_step(
+    xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, rows, unit, mask, mask_q, H: gl.constexpr, GATES: gl.constexpr
+):  # fmt: skip
+    """Loads the inputs of a forward step: projections by gate, resets, and the statistics that a norm needs."""
     x = load_inputs(xp_ptr + rows[None, :] * (GATES * H) + unit[:, None], mask, H, GATES)
-    if EARLY:
-        new = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
-    return x, load_resets(reset_ptr, rows, mask_q), new, load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
+    return x, load_resets(reset_ptr, rows, mask_q), load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q)
 
 
 @gluon.jit
@@ -184,27 +197,38 @@ def _store_results(
 
 @gluon.jit
 def _forward_step(
-    i, states, saved, of_norm, x, reset, new, statistics, buffer, sums, w, b_hn, bias, scale, fixed_scale, w_unscale,
-    zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
+    i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, buffer, sums, slot, w, b_hn, bias, scale,
+    w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
+    c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
+    mask_q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     COUNT: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
-    UNITS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr,
+    UNITS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr, ZEROS: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the inputs of step i + 1.
 
+    `new` are the reset states of this step, and `new_scale` is the scale after a reset to them. If EARLY, `after` are
+    those of step i + 1; the step loads those of step i + 2, and computes the scale for step i + 1 through `slot`.
+
     If LATE, stores the results of step i - 1, which are the arguments `states`, `saved` and `of_norm`; otherwise stores
-    those of step i. `buffer` and `sums` are the shared memory of this step.
+    those of step i. `buffer`, `sums` and `slot` are the shared memory of this step.
     """
     next_rows = forward_rows(row, i + 1, T, stride, REVERSE)
     # The next inputs are loaded before the product if registers can hold the inputs of two steps: always, except in
     # float32 if the tile has sixteen sequences.
     PREFETCH_INPUTS: gl.constexpr = zeros.shape[1] <= 8 or xp_ptr.dtype.element_ty != gl.float32
     if PREFETCH_INPUTS:
-        next_x, next_reset, next_new, next_statistics = _load_step(
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, next_rows, unit, mask, mask_q, new,
-            EARLY, H, GATES,
+        next_x, next_reset, next_statistics = _load_step(
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
         )  # fmt: skip
+    next_new = new
+    next_scale = new_scale
+    if EARLY:
+        next_new = after
+        rows = forward_rows(row, i + 2, T, stride, REVERSE)
+        after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
+        if SCALED:
+            _store_bound(slot, gl.abs(next_new[0].to(gl.float32)))
     before = states
     if reset_ptr is not None:
         if RESET_STATE == RESET_STEPPED and not EARLY:
@@ -213,7 +237,7 @@ def _forward_step(
             of_episode = load_states(reset_h_ptr, reset_c_ptr, at, mask & reset[None, :])
         else:
             of_episode = new
-        before, scale = scaled_reset_states(states, scale, reset, of_episode, fixed_scale, RESET_STATE, SCALED)
+        before, scale = scaled_reset_states(states, scale, reset, of_episode, new_scale, RESET_STATE, EARLY, SCALED)
     _store_operand(buffer, before[0], scale, SCALED)
     if NORM_WIDTH > 0:
         _store_sum(sums[0], before[0] * before[0])
@@ -244,14 +268,17 @@ def _forward_step(
             product = product * unscale
         products += (product,)
     if not PREFETCH_INPUTS:
-        next_x, next_reset, next_new, next_statistics = _load_step(
-            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, next_rows, unit, mask, mask_q, new,
-            EARLY, H, GATES,
+        next_x, next_reset, next_statistics = _load_step(
+            xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
         )  # fmt: skip
+    if EARLY and SCALED:
+        next_scale = scale_of_states(_load_bound(slot, UNITS))[None, :]
     gates = add_inputs(products, x, b_hn, SEPARATE)
     if NORM_WIDTH > 0:
         normalised, gates = normalise(gates, norm_scale[None, :], bias)
     states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
+    if ZEROS:
+        states = states_without_empty_columns(states, BLOCK_B)
     if local_grads_ptr is not None:
         local_grads, factors = RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
@@ -264,7 +291,7 @@ def _forward_step(
             i, states, saved, of_norm, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
             carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q, H, COUNT, REVERSE,
         )  # fmt: skip
-    return states, saved, of_norm, scale, next_x, next_reset, next_new, next_statistics
+    return states, saved, of_norm, scale, next_x, next_reset, next_new, next_scale, after, next_statistics
 
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
@@ -282,9 +309,11 @@ def forward_kernel(
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES
     # whether a step's results are stored during the next step's product; see the top of this file
     LATE: gl.constexpr = (GATES < 4 and NORM_WIDTH == 0) or BLOCK_H < 128 or BLOCK_B < 8
-    # whether registers can hold the reset states of the next step
+    # whether registers can hold the reset states of the next two steps
     EARLY: gl.constexpr = RESET_STATE == RESET_STEPPED and (c0_ptr is None or BLOCK_H < 128 or BLOCK_B < 8)
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
+    # measured, see the top of this file
+    ZEROS: gl.constexpr = BLOCK_B == 1 or GATES < 4 or (SCALED and BLOCK_H == 128)
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
@@ -302,21 +331,31 @@ def forward_kernel(
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     new = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)
-    fixed_scale = scale
+    after = new
+    if EARLY:
+        rows = forward_rows(row, 0, T, stride, REVERSE)
+        new = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
+        rows = forward_rows(row, 1, T, stride, REVERSE)
+        after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
+    new_scale = scale
     if SCALED:
         scale = state_scale(gl.abs(states[0]))[None, :]
-        if RESET_STATE == RESET_FIXED:
-            fixed_scale = state_scale(gl.abs(new[0]))[None, :]
+        if RESET_STATE == RESET_FIXED or EARLY:
+            new_scale = state_scale(gl.abs(new[0].to(gl.float32)))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
-    even_sums = _allocate_sums(SUMS, COLS)
-    odd_sums = _allocate_sums(SUMS, COLS)
+    ORDER: gl.constexpr = [0, 1] if BLOCK_H < 128 and BLOCK_B < 8 else [1, 0]  # measured on an H100
+    even_sums = _allocate_sums(SUMS, COLS, ORDER)
+    odd_sums = _allocate_sums(SUMS, COLS, ORDER)
+    SLOTS: gl.constexpr = 1 if EARLY and SCALED else 0
+    even_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)
+    odd_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)
 
-    x, reset, new, statistics = _load_step(
-        xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, row + step_time(0, T, REVERSE) * stride,
-        unit, mask, mask_q, new, EARLY, H, GATES,
+    x, reset, statistics = _load_step(
+        xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H,
+        GATES,
     )  # fmt: skip
     saved = ()
     of_norm = ()
@@ -328,19 +367,21 @@ def forward_kernel(
             saved = no_residuals(states[0], dc_dh_ptr, COUNT, FACTORS)
     barrier()
     for i in range(0, T, 2):
-        states, saved, of_norm, scale, x, reset, new, statistics = _forward_step(
-            i, states, saved, of_norm, x, reset, new, statistics, even[0], even_sums, w, b_hn, bias, scale,
-            fixed_scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr,
-            cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq,
-            row, T, stride, unit, mask, mask_q,
+        states, saved, of_norm, scale, x, reset, new, new_scale, after, statistics = _forward_step(
+            i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, even[0], even_sums, even_slot[0],
+            w, b_hn, bias, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+            scale_ptr, seq, row, T, stride, unit, mask, mask_q,
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
+            ZEROS, BLOCK_B,
         )  # fmt: skip
-        states, saved, of_norm, scale, x, reset, new, statistics = _forward_step(
-            i + 1, states, saved, of_norm, x, reset, new, statistics, odd[0], odd_sums, w, b_hn, bias, scale,
-            fixed_scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr,
-            cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq,
-            row, T, stride, unit, mask, mask_q,
+        states, saved, of_norm, scale, x, reset, new, new_scale, after, statistics = _forward_step(
+            i + 1, states, saved, of_norm, x, reset, new, new_scale, after, statistics, odd[0], odd_sums, odd_slot[0],
+            w, b_hn, bias, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
+            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+            scale_ptr, seq, row, T, stride, unit, mask, mask_q,
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
+            ZEROS, BLOCK_B,
         )  # fmt: skip
     if LATE:
         steps = (T + 1) // 2 * 2  # number of steps that the loop ran: T, rounded up to a multiple of two
@@ -376,12 +417,6 @@ def _sum_of_magnitudes(values):
 
 
 @gluon.jit
-def _store_bound(slot, largest):
-    """Stores, for each warp and sequence, the largest element over the warp's units."""
-    slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
-
-
-@gluon.jit
 def _multiply(w, operands, zeros, GATES: gl.constexpr):
     """Returns the sum over gates of weights times operands.
 
@@ -411,7 +446,7 @@ def _backward_step(
     dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     IN_PLACE: gl.constexpr, COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
-    UNITS: gl.constexpr, SLOT: gl.constexpr, STATES: gl.constexpr,
+    UNITS: gl.constexpr, SLOT: gl.constexpr, STATES: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
 
@@ -519,6 +554,7 @@ def _backward_step(
         TERMS: gl.constexpr = 2.0 + STATES + (1 if NORM_WIDTH > 0 else 0)
         bound = TERMS * gl.max(slot.load(SLOT), axis=0)
         bound = gl.convert_layout(bound, gl.SliceLayout(0, UNITS), assert_trivial=True)
+        bound = without_empty_columns(bound, BLOCK_B)
 
     product = by_unit(product, UNITS)
     if SCALED:
@@ -530,6 +566,7 @@ def _backward_step(
     dstates = (product,)
     if STATES > 1:
         dstates += carried
+    dstates = states_without_empty_columns(dstates, BLOCK_B)
     if reset_ptr is not None:
         dstates = reset_gradients(dstates, this_reset[None, :], dreset_h_ptr, dreset_c_ptr, at, live)
     if ROOMY:
@@ -572,8 +609,8 @@ def backward_kernel(
     even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
     odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
     SUMS: gl.constexpr = 1 if NORM_WIDTH > 0 else 0
-    even_sums = _allocate_sums(SUMS, COLS)
-    odd_sums = _allocate_sums(SUMS, COLS)
+    even_sums = _allocate_sums(SUMS, COLS, [1, 0])
+    odd_sums = _allocate_sums(SUMS, COLS, [1, 0])
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
     saved, reset, of_norm = _load_saved(
@@ -594,12 +631,12 @@ def backward_kernel(
             w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
             unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
-            SLOT, STATES,
+            SLOT, STATES, BLOCK_B,
         )  # fmt: skip
         dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
             i + 1, dstates, dys, next_dys, saved, reset, of_norm, bound, odd, odd_slot, odd_sums, w, w_bound,
             w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
             unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
-            SLOT, STATES,
+            SLOT, STATES, BLOCK_B,
         )  # fmt: skip

@@ -213,7 +213,7 @@ def _start_step(
                 states = select_states(reset[None, :], fresh, states)
         else:
             states, scale = scaled_reset_states(
-                states, scale, reset, fixed, fixed_scale, RESET_STATE, SCALED
+                states, scale, reset, fixed, fixed_scale, RESET_STATE, False, SCALED
             )  # fmt: skip
     return states, scale
 
