@@ -40,6 +40,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import Array
+from jax.flatten_util import ravel_pytree
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
@@ -339,8 +340,11 @@ class PPO:
         self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
 
     def mean(self, tree: Any) -> Any:
-        """Averages over the shards."""
-        return tree if self.axis is None else jax.lax.pmean(tree, self.axis)
+        """Averages over the shards. All arrays are summed as one vector, because XLA would copy each of several."""
+        if self.axis is None:
+            return tree
+        vector, unravel = ravel_pytree(tree)
+        return unravel(jax.lax.pmean(vector, self.axis))
 
     def total(self, tree: Any) -> Any:
         """Sums over the shards."""

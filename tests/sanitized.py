@@ -28,12 +28,16 @@ WIDTHS = (24, 100, 128, 250, 512, 1000)
 
 
 def launches(device):
-    """Returns a problem and a tiling of each loop of each cell, direction and kind of product that has it."""
+    """Returns a problem and a tiling of each loop of each cell, direction, kind of product and reset states.
+
+    Reset states matter to the forward pass alone. Those of each step have shared memory of their own in some loops.
+    """
     found = {}
-    for cell, direction, kind, hidden in itertools.product(CELLS, ("fwd", "bwd"), ("tf32", "bf16"), WIDTHS):
-        problem = make_problem(cell, direction, kind, hidden, BATCH, steps=STEPS)
+    ways = (("fwd", "zeros"), ("fwd", "stepped"), ("bwd", "zeros"))
+    for cell, (direction, reset_state), kind, hidden in itertools.product(CELLS, ways, ("tf32", "bf16"), WIDTHS):
+        problem = make_problem(cell, direction, kind, hidden, BATCH, steps=STEPS, reset_state=reset_state)
         for config in tiling.candidates(problem, device):
-            key = cell, direction, kind, config.loop, config.splits > 1
+            key = cell, direction, reset_state, kind, config.loop, config.splits > 1
             found.setdefault(key, (problem, config))
     return list(found.values())
 
