@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import multiprocessing
 import os
 from typing import TYPE_CHECKING, Any
@@ -19,13 +20,15 @@ def _run_as(profile: Any) -> None:
 
 
 def _compile(launch: Any, arguments: tuple[Any, ...]) -> None:
-    launch(*arguments).compile()
+    made = launch(*arguments)
+    with contextlib.suppress(Exception):
+        made.compile()
 
 
 def compile_kernels(launch: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
     """Compiles `launch(*each)` for each of `arguments`, in other processes, which choose as this one does.
 
-    Errors are ignored, because a kernel that does not compile fails again when it is loaded.
+    A kernel that does not compile is no error here, because it fails again when it is loaded.
 
     Args:
       launch: a class of launches, such as `torch_bridge.recurrences.Launch`.
@@ -36,4 +39,5 @@ def compile_kernels(launch: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
     spawn = multiprocessing.get_context("spawn")
     workers = max(min(len(os.sched_getaffinity(0)), len(arguments)), 1)
     with concurrent.futures.ProcessPoolExecutor(workers, spawn, _run_as, (gpu.profile(),)) as pool:
-        concurrent.futures.wait([pool.submit(_compile, launch, each) for each in arguments])
+        for each in [pool.submit(_compile, launch, each) for each in arguments]:
+            each.result()

@@ -93,7 +93,7 @@ def tilings(settings: Settings, progress: Callable[[str], None]) -> Iterator[Row
     progress("compiling")
     kernels: dict[Any, Any] = {}
     for problem, config in ((p, c) for p in wanted for c in candidates(p, device)):
-        kernels.setdefault((dataclasses.replace(problem, batch=1), config), (problem, config, device))
+        kernels.setdefault((dataclasses.replace(problem, batch=1), config), (problem, device, config))
     precompile.compile_kernels(Launch, list(kernels.values()))
     for problem in wanted:
         progress(label(problem))

@@ -86,7 +86,7 @@ def run_norms_and_products():
 if __name__ == "__main__":
     here = gpu.device(0)
     if sys.argv[1:] == ["compile"]:
-        precompile.compile_kernels(Launch, [(problem, config, here) for problem, config in launches(here)])
+        precompile.compile_kernels(Launch, [(problem, here, config) for problem, config in launches(here)])
     else:
         count = run_time_loops(here)
         run_norms_and_products()

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import cases, harness, machine, plot, providers, report, tilings, timing
+from benchmarks import cases, harness, machine, plot, precompile, providers, report, tilings, timing
 from benchmarks.cases import Case
 from benchmarks.oracle import Oracle, errors, tolerance
 from benchmarks.results import AccuracyRow, Report, Row
@@ -1080,6 +1080,24 @@ def test_kernels_of_the_norm_suite_compile():
         problems = norms.problems(norms.NormCase(kind, "bwd", "bf16", 8192, 512))
         assert [problem.direction for problem in problems] == ["fwd", "bwd"]
         assert all(Launch(problem, Device()).compile() for problem in problems)
+
+
+class FailingLaunch:
+    """A launch whose kernel does not compile, or which cannot be made."""
+
+    def __init__(self, problem):
+        if problem == "wrong arguments":
+            raise TypeError(problem)
+
+    def compile(self):
+        raise RuntimeError("the kernel does not compile")
+
+
+@pytest.mark.torch
+def test_kernels_that_do_not_compile_beforehand_are_no_error_and_wrong_arguments_are():
+    precompile.compile_kernels(FailingLaunch, [("right",), ("arguments",)])
+    with pytest.raises(TypeError, match="wrong arguments"):
+        precompile.compile_kernels(FailingLaunch, [("right",), ("wrong arguments",)])
 
 
 @pytest.mark.parametrize("profile", tiling.PROFILES)

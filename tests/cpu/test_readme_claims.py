@@ -232,6 +232,24 @@ def test_times_of_other_cells_are_those_of_the_results():
         assert_range(ratios, text)
 
 
+def test_times_of_other_cells_on_an_h100_are_those_of_the_results():
+    report = results("cells", "nvidia-h100-80gb-hbm3")
+    found, (commit,) = values(report), report.commits()
+    prose = " ".join(TEXTS["docs/performance.md"].split())
+    ratios, times = re.search(
+        rf"at commit {commit}, .*? at 64,128,128 take (.*?) times the GRU's time, in the order of the table\. "
+        r"The GRU takes ([\d.]+ / [\d.]+) ms\.",
+        prose,
+    ).groups()
+    cells = [f"{cell} 64,128,128" for cell in CELLS.values()]
+    pairs = re.findall(r"([\d.]+) / ([\d.]+)", ratios)
+    assert len(pairs) == len(cells) - 1  # all but the GRU
+    for case, pair in zip(cells[1:], pairs, strict=True):
+        assert [rounded(x, y) for x, y in zip(times_of_the_gru(found, case), pair, strict=True)] == list(pair), case
+    expected = [rounded(found[cells[0], name], y) for name, y in zip(OURS, times.split(" / "), strict=True)]
+    assert expected == times.split(" / ")
+
+
 def test_errors_of_a_relu_are_those_of_the_results():
     prose = " ".join(TEXTS["docs/performance.md"].split())
     error, allowed = re.search(
