@@ -77,7 +77,7 @@ def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
     """Returns the sequence of a tile that a column of a product belongs to, and whether it belongs to any.
 
     If a tile has few sequences, every other column belongs to none: a thread has two adjacent columns, and the compiler
-    sees that one of them is never live.
+    sees that it loads and stores nothing for one of them. `without_empty_columns` removes the computation, too.
     """
     if 2 * BLOCK_B <= COLS:
         return column // 2, (column % 2 == 0) & (column < 2 * BLOCK_B)
@@ -87,9 +87,9 @@ def sequence_of_column(column, BLOCK_B: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def without_empty_columns(x, BLOCK_B: gl.constexpr):
-    """Returns `x`, `[units, columns]` or `[columns]`, with zeros in columns that never have a sequence.
+    """Returns `x`, `[units, columns]` or `[columns]`, with zeros in odd columns if these are always empty.
 
-    The compiler knows these zeros, and removes what a thread would compute for such a column.
+    The compiler sees the zeros, and removes what a thread would compute for such a column.
     """
     COLS: gl.constexpr = x.shape[len(x.shape) - 1]
     if 2 * BLOCK_B <= COLS:
@@ -227,8 +227,8 @@ def scaled_reset_states(
     """Returns the states from which a step starts, and the scale of each sequence's hidden states from then on.
 
     Where `reset`, by sequence, is true, a new episode starts from the states `new`, or from zeros if RESET_STATE says
-    so. `new_scale` is the scale after a reset to `new`. For reset states of each step it is used if EARLY; otherwise it
-    is computed here.
+    so. `new_scale` is the scale after a reset to `new`. If reset states differ by step and EARLY is false, the
+    function ignores `new_scale` and computes the scale itself.
     """
     if RESET_STATE == RESET_ZEROS:
         if SCALED:

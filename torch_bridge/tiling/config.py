@@ -96,9 +96,9 @@ class KernelConfig:
             sums = 4 * self.num_warps if problem.norm_width else 0
             return 8 * self.block_h * operands + self.shared_gates * 4 * self.block_h**2 + sums
         if self.loop == "resident":
-            # weights on their way to registers, operands of two steps, upper bounds on the operands' magnitude
+            # weights on their way to registers; operands of two steps, and by warp their bounds and the sums of a norm
             operands = 1 if problem.direction == "fwd" else gates
-            return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 1024
+            return 2 * self.block_h**2 + 4 * operands * self.block_h * max(self.block_b, 8) + 192 * self.num_warps + 512
         if self.splits == 1:
             copies = 2 if problem.precision == "tf32x3" else 1
             return copies * gates * self.block_h * self.block_h * size + 16 * self.block_h * self.block_b

@@ -12,9 +12,14 @@ while a product runs: in the backward pass the product of the same step, in the 
 - The backward kernel for four gates (not ROOMY) stores the gradients of the gates before the product, one gate at a
   time, and loads the next step's inputs after the product.
 
-Tiles of one, two and four sequences leave every other column of a product empty. States and their gradients are zeros
-there, by a select whose condition is constant, so that the compiler leaves out what a thread would compute for such a
-column. In the forward pass of four gates it does so only where that was measured to be faster (ZEROS).
+Tiles of one, two and four sequences leave every other column of a product empty. There, a select with a constant
+condition makes states and their gradients zeros, so that the compiler leaves out what a thread would compute for such a
+column. In the forward pass of four gates, zeros are used only where that was measured to be faster (ZEROS): see
+`benchmarks/NOTES.md`.
+
+The reset states of each step are loaded two steps early, where registers can hold them (EARLY). In TF32, the scale
+after a reset needs their maximum over the units of all warps. The warps exchange it through shared memory, at the
+barrier of the step before.
 
 With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Its sums over units are computed in two parts:
 each warp stores the sum over its 16 units in shared memory, and after the barrier that a step's products need anyway,
@@ -161,7 +166,7 @@ def _store_bound(slot, largest):
 
 @gluon.jit
 def _load_bound(slot, UNITS: gl.constexpr):
-    """Returns the largest element over all units by sequence, from the warps' ones; a barrier must come before."""
+    """Returns the largest element over all units by sequence, from what `_store_bound` stored before a barrier."""
     SLOT: gl.constexpr = slot_layout(gl.num_warps())
     return gl.convert_layout(gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
@@ -228,7 +233,7 @@ def _forward_step(
         rows = forward_rows(row, i + 2, T, stride, REVERSE)
         after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
         if SCALED:
-            _store_bound(slot, gl.abs(next_new[0].to(gl.float32)))
+            _store_bound(slot, gl.abs(next_new[0]))
     before = states
     if reset_ptr is not None:
         if RESET_STATE == RESET_STEPPED and not EARLY:
@@ -312,7 +317,7 @@ def forward_kernel(
     # whether registers can hold the reset states of the next two steps
     EARLY: gl.constexpr = RESET_STATE == RESET_STEPPED and (c0_ptr is None or BLOCK_H < 128 or BLOCK_B < 8)
     SCALED: gl.constexpr = w_hh_t_ptr.dtype.element_ty == gl.float32
-    # measured, see the top of this file
+    # whether zeros in empty columns are faster
     ZEROS: gl.constexpr = BLOCK_B == 1 or GATES < 4 or (SCALED and BLOCK_H == 128)
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_t_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
@@ -341,16 +346,18 @@ def forward_kernel(
     if SCALED:
         scale = state_scale(gl.abs(states[0]))[None, :]
         if RESET_STATE == RESET_FIXED or EARLY:
-            new_scale = state_scale(gl.abs(new[0].to(gl.float32)))[None, :]
+            new_scale = state_scale(gl.abs(new[0]))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
-    ORDER: gl.constexpr = [0, 1] if BLOCK_H < 128 and BLOCK_B < 8 else [1, 0]  # measured on an H100
+    # with four warps and few sequences, sums that are adjacent in shared memory are faster
+    ORDER: gl.constexpr = [0, 1] if BLOCK_H < 128 and BLOCK_B < 8 else [1, 0]
     even_sums = _allocate_sums(SUMS, COLS, ORDER)
     odd_sums = _allocate_sums(SUMS, COLS, ORDER)
     SLOTS: gl.constexpr = 1 if EARLY and SCALED else 0
-    even_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)
+    gl.static_assert(COLS == 8 or SLOTS == 0, "the layout of a slot has eight columns")
+    even_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)  # 0 is a placeholder if there is no slot
     odd_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)
 
     x, reset, statistics = _load_step(
