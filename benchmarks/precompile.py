@@ -28,7 +28,8 @@ def _compile(launch: Any, arguments: tuple[Any, ...]) -> None:
 def compile_kernels(launch: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
     """Compiles `launch(*each)` for each of `arguments`, in other processes, which choose as this one does.
 
-    A kernel that does not compile is no error here, because it fails again when it is loaded.
+    A kernel that does not compile is no error here, because it fails again when it is loaded. A launch that cannot be
+    made is an error.
 
     Args:
       launch: a class of launches, such as `torch_bridge.recurrences.Launch`.
@@ -39,5 +40,10 @@ def compile_kernels(launch: Any, arguments: Sequence[tuple[Any, ...]]) -> None:
     spawn = multiprocessing.get_context("spawn")
     workers = max(min(len(os.sched_getaffinity(0)), len(arguments)), 1)
     with concurrent.futures.ProcessPoolExecutor(workers, spawn, _run_as, (gpu.profile(),)) as pool:
-        for each in [pool.submit(_compile, launch, each) for each in arguments]:
-            each.result()
+        futures = [pool.submit(_compile, launch, each) for each in arguments]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -340,7 +340,7 @@ class PPO:
         self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
 
     def mean(self, tree: Any) -> Any:
-        """Averages over the shards. All arrays are summed as one vector, because XLA would copy each of several."""
+        """Averages over the shards, as one vector. XLA would copy each of several arrays before it sums them."""
         if self.axis is None:
             return tree
         vector, unravel = ravel_pytree(tree)

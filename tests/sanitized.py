@@ -24,26 +24,28 @@ from torch_bridge.recurrences import Launch
 # times as long.
 KERNELS = ("_fwd_", "_bwd_", "_norm_", "norm_sum", "sum_kernel", "weight_grads", "projection_kernel")
 BATCH, STEPS = 9, 9  # enough steps to keep weights on chip
-WIDTHS = (24, 100, 128, 250, 512, 1000)
+WIDTHS = (24, 64, 100, 128, 250, 512, 1000)
 
 
 def launches(device):
-    """Returns a problem and a tiling of each loop of each cell, direction, kind of product and reset states.
+    """Returns the arguments of `Launch` for each loop of each cell, direction, kind of product and reset states.
 
-    Reset states matter to the forward pass alone. Those of each step have shared memory of their own in some loops.
+    With reset states of each step, forward kernels of some loops have further shared memory, and backward kernels store
+    further gradients. Loops that hold all weights of a state have small and large tiles, of 64 and 128 units.
     """
     found = {}
-    ways = (("fwd", "zeros"), ("fwd", "stepped"), ("bwd", "zeros"))
-    for cell, (direction, reset_state), kind, hidden in itertools.product(CELLS, ways, ("tf32", "bf16"), WIDTHS):
+    ways = itertools.product(CELLS, ("fwd", "bwd"), ("zeros", "stepped"), ("tf32", "bf16"), WIDTHS)
+    for cell, direction, reset_state, kind, hidden in ways:
         problem = make_problem(cell, direction, kind, hidden, BATCH, steps=STEPS, reset_state=reset_state)
         for config in tiling.candidates(problem, device):
-            key = cell, direction, reset_state, kind, config.loop, config.splits > 1
-            found.setdefault(key, (problem, config))
+            tile = (config.block_h, config.block_b >= 8) if config.loop == "resident" else ()
+            key = cell, direction, reset_state, kind, config.loop, config.splits > 1, tile
+            found.setdefault(key, (problem, device, config))
     return list(found.values())
 
 
 def run_time_loops(device):
-    for problem, config in (wanted := launches(device)):
+    for problem, _, config in (wanted := launches(device)):
         arrays = make_arrays(problem, "cuda:0")  # outputs are NaN before
         Run(problem, device, config, arrays)()
         torch.cuda.synchronize()
@@ -86,7 +88,7 @@ def run_norms_and_products():
 if __name__ == "__main__":
     here = gpu.device(0)
     if sys.argv[1:] == ["compile"]:
-        precompile.compile_kernels(Launch, [(problem, here, config) for problem, config in launches(here)])
+        precompile.compile_kernels(Launch, launches(here))
     else:
         count = run_time_loops(here)
         run_norms_and_products()

@@ -195,6 +195,30 @@ def test_loops_match_float64_without_races(case, cell, direction):
     assert errors and all(e <= TOLERANCE[case.kind] for e in errors.values()), errors
 
 
+@pytest.mark.parametrize(
+    ("cell", "hidden", "steps", "block_b", "reverse"),
+    [
+        ("gru", 64, 1, 1, False), ("gru", 64, 2, 4, True), ("gru", 128, 5, 1, False), ("gru", 128, 4, 8, True),
+        ("lstm", 128, 3, 1, "bidirectional"), ("lstm", 128, 3, 8, False), ("mgu", 100, 4, 2, False),
+    ],
+)  # fmt: skip
+def test_each_reset_state_has_the_scale_of_its_own_magnitude(cell, hidden, steps, block_b, reverse):
+    """With the scale of a smaller state, float16 operands would be clamped."""
+    case = Case("resident", "tf32", hidden, 11, steps, block_b, reset_state="stepped", reverse=reverse)
+    launch = launch_of(case, cell, "fwd")
+    arrays = arrays_of(launch.problem)
+    generator = torch.Generator().manual_seed(2)
+    arrays["reset"] = torch.rand(arrays["reset"].shape, generator=generator) < 0.5
+    large = torch.rand(arrays["reset"].shape, generator=generator) < 0.5
+    assert (arrays["reset"] & large).any() and (arrays["reset"] & ~large).any()
+    arrays["reset_h"] *= torch.where(large, 300.0, 1.0)[..., None]
+    arrays["w_hh_t"] *= 0.01  # so that rounding does not decide whether a gate saturates
+    want = emulated.expected(launch.problem, arrays)
+    emulated.run(launch, arrays, emulated.kernels_of(launch))
+    errors = {name: oracle.error(arrays[name].double(), x) for name, x in want.items()}
+    assert errors and all(e <= TOLERANCE["tf32"] for e in errors.values()), errors
+
+
 @pytest.mark.parametrize("reset_state", tiling.RESET_STATES)
 @pytest.mark.parametrize(
     ("loop", "hidden"), [("resident", 64), ("fma", 48), ("split_registers", 192), ("streamed", 16)]

@@ -78,7 +78,7 @@ def test_the_sanitizer_checks_every_kernel():
     from torch_bridge.kernels import input_projection, names, norm, norm_staged, sums, weight_grads
     from torch_bridge.recurrences import Launch
 
-    launched = [Launch(problem, H100, config) for problem, config in sanitized.launches(H100)]
+    launched = [Launch(*each) for each in sanitized.launches(H100)]
     found = {call.name for launch in launched for call in launch.kernels}
     assert {name.split("_")[-1] for name in found} >= {"streamed", "fma", "resident", "split", "registers", "rows"}
     modules = input_projection, norm, norm_staged, sums, weight_grads

@@ -196,7 +196,7 @@ def sanitizer():
     """Returns the path of compute-sanitizer, after all kernels are in Triton's cache."""
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     assert found, "this test needs compute-sanitizer, of the CUDA toolkit, in PATH; -k 'not sanitizer' leaves it out"
-    subprocess.run([sys.executable, SANITIZED, "compile"], env=child.environment(), check=True, timeout=300)
+    subprocess.run([sys.executable, SANITIZED, "compile"], env=child.environment(), check=True, timeout=900)
     return found
 
 
