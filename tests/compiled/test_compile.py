@@ -6,13 +6,11 @@ The tests need no GPU.
 import dataclasses
 import functools
 import itertools
-import pathlib
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import cubins
 import pytest
 
 from benchmarks.problems import KINDS, make_problem
@@ -544,11 +542,5 @@ def most_local_bytes(p: Problem, c: KernelConfig, device: Device) -> int:
 
 def local_bytes(cubin: bytes) -> int:
     """Returns the bytes of local memory per thread of the kernel, for values that do not fit into registers."""
-    import triton
-
-    cuobjdump = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        usage = subprocess.run([cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    usage = cubins.text_of(cubin, "cuobjdump", "-res-usage")
     return int(re.search(r"STACK:(\d+)", usage)[1]) + int(re.search(r"LOCAL:(\d+)", usage)[1])

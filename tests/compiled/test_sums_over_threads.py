@@ -5,10 +5,9 @@ term is a product, a fused multiply-add would not round it, while the other thre
 depends on which thread stores it.
 """
 
-import pathlib
 import re
-import subprocess
 
+import cubins
 import pytest
 
 from benchmarks.problems import make_problem
@@ -24,16 +23,11 @@ INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\d+ )?([A-Z0-9_.]+) (.*
 WIDE = ("LD", "HMMA")  # instructions that write up to four registers
 
 
-def machine_code(launch, folder):
+def machine_code(launch):
     """Returns the instructions of each kernel of a launch: of each, its name and its operands."""
-    import triton
-
-    disassembler = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
     kernels = []
     for kernel in launch.kernels:
-        file = folder / "kernel.cubin"
-        file.write_bytes(kernel.compile(DEVICE.capability).asm["cubin"])
-        text = subprocess.run([disassembler, file], capture_output=True, text=True, check=True).stdout
+        text = cubins.text_of(kernel.compile(DEVICE.capability).asm["cubin"], "nvdisasm")
         kernels.append([(name, operands.split(", ")) for name, operands in INSTRUCTION.findall(text)])
     return kernels
 
@@ -70,10 +64,10 @@ def test_fused_multiply_adds_to_received_numbers_are_found():
 @pytest.mark.parametrize("columns", [17, 33, 100, 255])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_rows_of_norms(kind, direction, columns, tmp_path):
+def test_rows_of_norms(kind, direction, columns):
     arrays = {"fwd": ("x", "weight", "bias", "y"), "bwd": ("dy", "x", "weight", "dx", "dweight", "dbias")}[direction]
     dtypes = tuple((name, "float32") for name in (*arrays, "mean", "rstd"))
-    found = machine_code(norms.Launch(norms.Problem(kind, direction, 1, 4096, columns, 1e-6, dtypes), DEVICE), tmp_path)
+    found = machine_code(norms.Launch(norms.Problem(kind, direction, 1, 4096, columns, 1e-6, dtypes), DEVICE))
     counts = [shuffles_and_fused(instructions) for instructions in found]
     assert counts[0][0] > 0 and not any(fused for _, fused in counts), counts
 
@@ -81,13 +75,13 @@ def test_rows_of_norms(kind, direction, columns, tmp_path):
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("loop", ["streamed", "fma", "resident", "split_registers"])
 @pytest.mark.parametrize("cell", ["rms_norm_gru", "layer_norm_gru"])
-def test_states_of_time_loops(cell, loop, direction, tmp_path):
+def test_states_of_time_loops(cell, loop, direction):
     hidden = {"fma": 24, "split_registers": 300}.get(loop, 100)
     problem = make_problem(cell, direction, "bf16", hidden, 9, steps=9)
     wanted = [config for config in tiling.candidates(problem, DEVICE) if config.loop == loop]
     wanted.sort(key=lambda config: config.block_h * config.block_b / config.num_warps)  # terms of a thread
     counts = []
     for config in (wanted[0], wanted[-1]):
-        for instructions in machine_code(Launch(problem, DEVICE, config), tmp_path):
+        for instructions in machine_code(Launch(problem, DEVICE, config)):
             counts.append(shuffles_and_fused(instructions))
     assert any(shuffles for shuffles, _ in counts) and not any(fused for _, fused in counts), counts

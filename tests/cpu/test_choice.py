@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cubins
 import jax.numpy as jnp
 import pytest
 
@@ -158,21 +159,15 @@ def test_running_as_another_gpu_assembles_its_ptx_for_the_actual_gpu(monkeypatch
     assert device.name == "NVIDIA GeForce RTX 3090 on NVIDIA H200"
     (compiled,) = recurrences.Launch(problem, device).compile()
     assert ".target sm_86" in compiled.asm["ptx"]
-    assert machine_of(compiled.asm["cubin"], tmp_path) == 90
+    assert machine_of(compiled.asm["cubin"]) == 90
     assert Path(triton.knobs.cache.dir).parent == tmp_path
     gpu.run_as(tiling.PROFILES["rtx3090"])  # as a process does that inherited the folder
     assert Path(triton.knobs.cache.dir).parent == tmp_path
 
 
-def machine_of(cubin, folder):
+def machine_of(cubin):
     """Returns the compute capability that a cubin is for."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    path = folder / "kernel.cubin"
-    path.write_bytes(cubin)
-    text = subprocess.run([tool, "-sass", path], capture_output=True, text=True, check=True).stdout
-    return int(re.search(r"code for sm_(\d+)", text)[1])
+    return int(re.search(r"code for sm_(\d+)", cubins.text_of(cubin, "cuobjdump", "-sass"))[1])
 
 
 def test_running_as_another_gpu_without_a_gpu_exits_with_a_message():
