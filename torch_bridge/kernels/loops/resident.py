@@ -136,39 +136,26 @@ def _store_operand(buffer, x, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def _allocate_sums(COUNT: gl.constexpr, COLS: gl.constexpr, ORDER: gl.constexpr):
+def _allocate_slots(COUNT: gl.constexpr, COLS: gl.constexpr, ORDER: gl.constexpr):
     """Allocates COUNT arrays of one value per warp and sequence; with the order [0, 1], warps' values are adjacent."""
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, ORDER)
-    sums = ()
+    slots = ()
     for _ in gl.static_range(COUNT):
-        sums += (gl.allocate_shared_memory(gl.float32, [gl.num_warps(), COLS], PLAIN),)
-    return sums
+        slots += (gl.allocate_shared_memory(gl.float32, [gl.num_warps(), COLS], PLAIN),)
+    return slots
 
 
 @gluon.jit
-def _store_sum(slot, x):
-    """Stores, for each warp and sequence, the sum of `x` over the warp's units."""
-    slot.store(gl.sum(x.reshape([gl.num_warps(), 16, x.shape[1]]), axis=1))
+def _store_by_warp(slot, x, REDUCE: gl.constexpr):
+    """Stores, for each warp and sequence, `x` reduced over the warp's units by REDUCE, `gl.sum` or `gl.max`."""
+    slot.store(REDUCE(x.reshape([gl.num_warps(), 16, x.shape[1]]), axis=1))
 
 
 @gluon.jit
-def _load_sum(slot, UNITS: gl.constexpr):
-    """Returns the sum over all units by sequence, from the warps' sums; a barrier must come between store and load."""
+def _load_over_warps(slot, UNITS: gl.constexpr, REDUCE: gl.constexpr):
+    """Returns by sequence what `_store_by_warp` stored, reduced over all warps; a barrier must come in between."""
     SLOT: gl.constexpr = slot_layout(gl.num_warps())
-    return gl.convert_layout(gl.sum(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
-
-
-@gluon.jit
-def _store_bound(slot, largest):
-    """Stores, for each warp and sequence, the largest element over the warp's units."""
-    slot.store(gl.max(largest.reshape([gl.num_warps(), 16, largest.shape[1]]), axis=1))
-
-
-@gluon.jit
-def _load_bound(slot, UNITS: gl.constexpr):
-    """Returns the largest element over all units by sequence, from what `_store_bound` stored before a barrier."""
-    SLOT: gl.constexpr = slot_layout(gl.num_warps())
-    return gl.convert_layout(gl.max(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
+    return gl.convert_layout(REDUCE(slot.load(SLOT), axis=0), gl.SliceLayout(0, UNITS), assert_trivial=True)
 
 
 @gluon.jit
@@ -233,7 +220,7 @@ def _forward_step(
         rows = forward_rows(row, i + 2, T, stride, REVERSE)
         after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
         if SCALED:
-            _store_bound(slot, gl.abs(next_new[0]))
+            _store_by_warp(slot, gl.abs(next_new[0]), gl.max)
     before = states
     if reset_ptr is not None:
         if RESET_STATE == RESET_STEPPED and not EARLY:
@@ -245,9 +232,9 @@ def _forward_step(
         before, scale = scaled_reset_states(states, scale, reset, of_episode, new_scale, RESET_STATE, EARLY, SCALED)
     _store_operand(buffer, before[0], scale, SCALED)
     if NORM_WIDTH > 0:
-        _store_sum(sums[0], before[0] * before[0])
+        _store_by_warp(sums[0], before[0] * before[0], gl.sum)
         if x_mean_ptr is not None:
-            _store_sum(sums[1], before[0])
+            _store_by_warp(sums[1], before[0], gl.sum)
     barrier()
     if LATE:
         _store_results(
@@ -259,9 +246,10 @@ def _forward_step(
     for k in gl.static_range(GATES):
         started += (by_unit(mma_v2(w[product_order(k, GATES)], operand, zeros), UNITS),)
     if NORM_WIDTH > 0:
-        of_state = (_load_sum(sums[0], UNITS),)  # the sum of squares of the state and, for LayerNorm, its sum
+        # the sum of squares of the state and, for LayerNorm, its sum
+        of_state = (_load_over_warps(sums[0], UNITS, gl.sum),)
         if x_mean_ptr is not None:
-            of_state += (_load_sum(sums[1], UNITS),)
+            of_state += (_load_over_warps(sums[1], UNITS, gl.sum),)
         norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
     products = ()
     unscale = scale
@@ -277,7 +265,7 @@ def _forward_step(
             xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
         )  # fmt: skip
     if EARLY and SCALED:
-        next_scale = scale_of_states(_load_bound(slot, UNITS))[None, :]
+        next_scale = scale_of_states(_load_over_warps(slot, UNITS, gl.max))[None, :]
     gates = add_inputs(products, x, b_hn, SEPARATE)
     if NORM_WIDTH > 0:
         normalised, gates = normalise(gates, norm_scale[None, :], bias)
@@ -353,12 +341,12 @@ def forward_kernel(
     SUMS: gl.constexpr = 0 if NORM_WIDTH == 0 else 1 if x_mean_ptr is None else 2
     # with four warps and few sequences, sums that are adjacent in shared memory are faster
     ORDER: gl.constexpr = [0, 1] if BLOCK_H < 128 and BLOCK_B < 8 else [1, 0]
-    even_sums = _allocate_sums(SUMS, COLS, ORDER)
-    odd_sums = _allocate_sums(SUMS, COLS, ORDER)
+    even_sums = _allocate_slots(SUMS, COLS, ORDER)
+    odd_sums = _allocate_slots(SUMS, COLS, ORDER)
     SLOTS: gl.constexpr = 1 if EARLY and SCALED else 0
     gl.static_assert(COLS == 8 or SLOTS == 0, "the layout of a slot has eight columns")
-    even_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)  # 0 is a placeholder if there is no slot
-    odd_slot = _allocate_sums(SLOTS, COLS, [0, 1]) + (0,)
+    even_slot = _allocate_slots(SLOTS, COLS, [0, 1]) + (0,)  # 0 is a placeholder if there is no slot
+    odd_slot = _allocate_slots(SLOTS, COLS, [0, 1]) + (0,)
 
     x, reset, statistics = _load_step(
         xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row + step_time(0, T, REVERSE) * stride, unit, mask, mask_q, H,
@@ -453,7 +441,7 @@ def _backward_step(
     dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     IN_PLACE: gl.constexpr, COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
-    UNITS: gl.constexpr, SLOT: gl.constexpr, STATES: gl.constexpr, BLOCK_B: gl.constexpr,
+    UNITS: gl.constexpr, STATES: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
 
@@ -489,7 +477,7 @@ def _backward_step(
 
     dh = dstates[0] + this_dys[0].to(gl.float32)
     if NORM_WIDTH > 0:
-        _store_sum(sums[0], dh * local_grads[GATES])
+        _store_by_warp(sums[0], dh * local_grads[GATES], gl.sum)
         norm_scale = this_norm[1][None, :]
         unscaled, carried = GRAD_STEP((dh,), local_grads[:GATES], factors)
         grads = scaled(unscaled, norm_scale)
@@ -526,7 +514,7 @@ def _backward_step(
         product = _multiply(w, operands, zeros, GATES)
 
     if NORM_WIDTH > 0:
-        dnorm = _load_sum(sums[0], UNITS)  # D in `streamed.py`; `of_state` is y D s / n
+        dnorm = _load_over_warps(sums[0], UNITS, gl.sum)  # D in `streamed.py`; `of_state` is y D s / n
         gl.store(dnorm_ptr + rows, dnorm, mask=mask_q & (i < T))
         of_state = this_norm[0].to(gl.float32) * (this_norm[1] * dnorm * (1.0 / NORM_WIDTH))[None, :]
     # if ROOMY, this overlaps with the product
@@ -539,7 +527,7 @@ def _backward_step(
             largest += gl.abs(of_state)
         if reset_ptr is not None:
             largest = gl.where(this_reset[None, :], 0.0, largest)
-        _store_bound(slot, largest + _sum_of_magnitudes(dys))
+        _store_by_warp(slot, largest + _sum_of_magnitudes(dys), gl.max)
         if ROOMY:
             barrier()
     if ROOMY:
@@ -559,9 +547,7 @@ def _backward_step(
         gl.store(dhn_ptr + at, grads[GATES].to(dhn_ptr.dtype.element_ty), mask=live)
     if SCALED:
         TERMS: gl.constexpr = 2.0 + STATES + (1 if NORM_WIDTH > 0 else 0)
-        bound = TERMS * gl.max(slot.load(SLOT), axis=0)
-        bound = gl.convert_layout(bound, gl.SliceLayout(0, UNITS), assert_trivial=True)
-        bound = without_empty_columns(bound, BLOCK_B)
+        bound = without_empty_columns(TERMS * _load_over_warps(slot, UNITS, gl.max), BLOCK_B)
 
     product = by_unit(product, UNITS)
     if SCALED:
@@ -600,8 +586,6 @@ def backward_kernel(
     DTYPE: gl.constexpr = gl.float16 if SCALED else w_hh_ptr.dtype.element_ty
     ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     UNITS: gl.constexpr = units_layout(WARPS, COLS)
-    SLOT: gl.constexpr = slot_layout(WARPS)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     model = (gl.program_id(0) // tiles).to(gl.int64)
     tile = gl.program_id(0) % tiles
     w, w_unscale, w_bound = _load_weights(
@@ -613,11 +597,11 @@ def backward_kernel(
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(GATES, COLS, BLOCK_H, DTYPE)
-    even_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
-    odd_slot = gl.allocate_shared_memory(gl.float32, [WARPS, COLS], PLAIN)
+    even_slot = _allocate_slots(1, COLS, [1, 0])[0]
+    odd_slot = _allocate_slots(1, COLS, [1, 0])[0]
     SUMS: gl.constexpr = 1 if NORM_WIDTH > 0 else 0
-    even_sums = _allocate_sums(SUMS, COLS, [1, 0])
-    odd_sums = _allocate_sums(SUMS, COLS, [1, 0])
+    even_sums = _allocate_slots(SUMS, COLS, [1, 0])
+    odd_sums = _allocate_slots(SUMS, COLS, [1, 0])
 
     rows = row + step_time(T - 1, T, REVERSE) * stride
     saved, reset, of_norm = _load_saved(
@@ -638,12 +622,12 @@ def backward_kernel(
             w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
             unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
-            SLOT, STATES, BLOCK_B,
+            STATES, BLOCK_B,
         )  # fmt: skip
         dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
             i + 1, dstates, dys, next_dys, saved, reset, of_norm, bound, odd, odd_slot, odd_sums, w, w_bound,
             w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
             unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
-            SLOT, STATES, BLOCK_B,
+            STATES, BLOCK_B,
         )  # fmt: skip
