@@ -1,8 +1,8 @@
 """Runs every kind of kernel once, on small arrays: a program for NVIDIA's compute-sanitizer.
 
-`python sanitized.py compile` compiles the kernels of the time loops, in parallel, into Triton's cache, and runs
-nothing. `python sanitized.py` runs all kernels, checks that they write every element of their outputs, and prints how
-many launches of time loops there were.
+`python sanitized.py` runs all kernels, checks that they write every element of their outputs, and prints how many
+launches of time loops there were. `python sanitized.py compile` fills the caches of Triton and, if the environment
+names one, of JAX: it compiles the kernels of the time loops, in parallel, and runs the other ones.
 """
 
 import functools
@@ -89,6 +89,7 @@ if __name__ == "__main__":
     here = gpu.device(0)
     if sys.argv[1:] == ["compile"]:
         precompile.compile_kernels(Launch, launches(here))
+        run_norms_and_products()
     else:
         count = run_time_loops(here)
         run_norms_and_products()

@@ -192,24 +192,29 @@ def test_four_processes_share_a_gpu(method):
 
 
 @pytest.fixture(scope="module")
-def sanitizer():
-    """Returns the path of compute-sanitizer, after all kernels are in Triton's cache."""
+def sanitized_run(tmp_path_factory):
+    """Returns the path of compute-sanitizer, and the environment of `sanitized.py`, whose programs are all compiled.
+
+    Under the sanitizer, a compilation by XLA can take minutes.
+    """
     found = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     assert found, "this test needs compute-sanitizer, of the CUDA toolkit, in PATH; -k 'not sanitizer' leaves it out"
-    subprocess.run([sys.executable, SANITIZED, "compile"], env=child.environment(), check=True, timeout=900)
-    return found
+    environment = child.environment(
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1", XLA_PYTHON_CLIENT_ALLOCATOR="platform",
+        XLA_FLAGS="--xla_gpu_autotune_level=0", JAX_COMPILATION_CACHE_DIR=str(tmp_path_factory.mktemp("jax")),
+        JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS="0", JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES="-1",
+    )  # fmt: skip
+    subprocess.run([sys.executable, SANITIZED, "compile"], env=environment, check=True, timeout=900)
+    return found, environment
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck", "racecheck"])
-def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitizer):
+def test_the_sanitizer_finds_no_fault_in_any_kind_of_kernel(tool, sanitized_run):
     """Every array has memory of its own, so that an access out of bounds is found."""
+    sanitizer, environment = sanitized_run
     checked = [option for part in sanitized.KERNELS for option in ("--kernel-name", f"kernel_substring={part}")]
     done = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", *checked, sys.executable, SANITIZED],
-        env=child.environment(
-            PYTORCH_NO_CUDA_MEMORY_CACHING="1", XLA_PYTHON_CLIENT_ALLOCATOR="platform",
-            XLA_FLAGS="--xla_gpu_autotune_level=0",
-        ),
-        capture_output=True, text=True, timeout=1200,
+        env=environment, capture_output=True, text=True, timeout=1200,
     )  # fmt: skip
     assert done.returncode == 0 and "launches of time loops" in done.stdout, done.stdout[-5000:] + done.stderr[-2000:]
