@@ -8,6 +8,8 @@
     python examples/recurrent_ppo.py --compare
     # the environments sharded over four GPUs
     python examples/recurrent_ppo.py --num-devices 4
+    # the same, in two processes of two GPUs each (the other one has --process-id 1)
+    python examples/recurrent_ppo.py --num-devices 4 --num-processes 2 --process-id 0 --coordinator-address host:1234
 
 Results are written after every run. Ctrl-C ends a run early and keeps what it
 has learned until then.
@@ -578,13 +580,15 @@ def without_nan(values: np.ndarray) -> list[Any]:
 
 
 def train(config: Config) -> Result:
-    """Trains `num_seeds` agents at once and shows a progress bar. Ctrl-C ends the training early.
+    """Trains `num_seeds` agents at once, and the first process shows a progress bar. Ctrl-C ends the training early.
 
     Raises:
       KeyboardInterrupt: Ctrl-C was pressed before there was anything to report.
     """
     name = "control" if config.implementation == "none" else config.implementation
-    print(f"{name:>7}: compiling ...", end="\r", file=sys.stderr, flush=True)  # the progress bar replaces it
+    shows = jax.process_index() == 0
+    if shows:
+        print(f"{name:>7}: compiling ...", end="\r", file=sys.stderr, flush=True)  # the progress bar replaces it
     init, run = make_train(config)
     began = time.perf_counter()
     state = init(config.seed + jnp.arange(config.num_seeds))
@@ -595,7 +599,8 @@ def train(config: Config) -> Result:
     warm_up = min(config.calls - 1, 1)  # the number of calls that are not timed
     metrics: list[Metrics] = []
     shown, finished, started, ended = 0, False, time.perf_counter(), 0.0
-    with tqdm(total=config.calls * steps_per_call, desc=f"{name:>7}", unit=" steps", unit_scale=True) as bar:
+    total = config.calls * steps_per_call
+    with tqdm(total=total, desc=f"{name:>7}", unit=" steps", unit_scale=True, disable=not shows) as bar:
         try:
             while shown < config.calls:
                 if len(metrics) < config.calls:
@@ -738,7 +743,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     anneal = "lower the learning rate to zero over the run (default: only for cartpole)"
     add("--anneal-lr", action=argparse.BooleanOptionalAction, default=Config.anneal_lr, help=anneal)
     add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
+    processes = parser.add_argument_group(
+        "several processes", "Each runs this command; the first one writes. See jax.distributed.initialize."
+    )
+    processes.add_argument("--num-processes", type=whole_number, help="default: this one alone")
+    processes.add_argument("--process-id", type=whole_number, help="0 is the first process")
+    processes.add_argument("--coordinator-address", help="host:port, on the host of the first process")
     namespace = parser.parse_args(arguments)
+    if namespace.num_processes is not None:
+        jax.distributed.initialize(namespace.coordinator_address, namespace.num_processes, namespace.process_id)
+    elif namespace.process_id is not None or namespace.coordinator_address is not None:
+        parser.error("--process-id and --coordinator-address need --num-processes")
     if namespace.compare:
         namespace.implementations = ["flax", "xla", *(["triton"] if jax.default_backend() == "gpu" else [])]
     elif namespace.implementation == "none":
@@ -755,7 +770,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if "triton" in namespace.implementations:
             ppo = PPO(dataclasses.replace(namespace.config, implementation="triton"))
             jax.eval_shape(ppo.init, 0)  # raises if the kernels cannot run
-        namespace.out.mkdir(parents=True, exist_ok=True)
+        if jax.process_index() == 0:
+            namespace.out.mkdir(parents=True, exist_ok=True)
     except (NotImplementedError, OSError, ValueError) as error:
         parser.error(str(error))
     return namespace
@@ -777,14 +793,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     try:
         for name in options.implementations:
             results.append(train(dataclasses.replace(config, implementation=name)))
-            write(results, stem)
+            if jax.process_index() == 0:
+                write(results, stem)
             if not results[-1].finished:
                 break
         finished = results[-1].finished
     except KeyboardInterrupt:
         pass
     console = Console()
-    if results:
+    if results and jax.process_index() == 0:
         console.print(table_of(results))
         pictures, figures = stem.with_suffix(".png"), stem.with_suffix(".json")
         console.print(f"learning curves: {pictures}, figures: {figures}", soft_wrap=True)
