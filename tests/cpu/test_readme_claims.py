@@ -14,6 +14,7 @@ import shlex
 import tomllib
 from pathlib import Path
 
+import jax
 import pytest
 from example_modules import load
 
