@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jaxrnn
 from benchmarks import oracle
@@ -113,6 +114,29 @@ def dispatch() -> dict[str, Program]:
         TWO_STEPS: functools.partial(bare_launch, 2),
     }
     return {name: (functools.partial(scan, body), (fixed, h)) for name, body in bodies.items()}
+
+
+SUM, SUM_OURS = "a sum over two GPUs", "our launch and a sum over two GPUs"
+
+
+def dispatch_on_two_devices() -> dict[str, Program]:
+    """Returns scans in which two devices add up an array each iteration, after one op or after one of our launches.
+
+    XLA does not capture loops with sums over devices in a CUDA graph, so that the host launches every kernel.
+    """
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    h = 0.5 * jax.random.normal(jax.random.key(0), (2, DISPATCH_BATCH, DISPATCH_HIDDEN))
+    h = jax.device_put(h, NamedSharding(mesh, PartitionSpec("devices")))
+
+    def scan(body: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
+        def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+            return jax.lax.pmean(body(h), "devices"), None
+
+        part = PartitionSpec("devices")
+        loop = functools.partial(jax.lax.scan, step, length=DISPATCH_ITERATIONS)
+        return jax.shard_map(lambda h: loop(h)[0], mesh=mesh, in_specs=part, out_specs=part, check_vma=False)(h)
+
+    return {name: (functools.partial(scan, body), (h,)) for name, body in {SUM: trivial, SUM_OURS: our_call}.items()}
 
 
 def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from benchmarks.results import AccuracyRow, Row
 from jaxrnn import _bridge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from benchmarks.cases import Case
     from benchmarks.providers import Provider
@@ -125,12 +125,18 @@ def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
 # Inside a scan.
 
 
-def compiled_scans(programs: dict[str, scans.Program], rows: dict[str, Row]) -> dict[str, Callable[[], Any]]:
+# XLA captures nothing in CUDA graphs.
+NOT_CAPTURED: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
+
+
+def compiled_scans(
+    programs: dict[str, scans.Program], rows: dict[str, Row], options: dict[str, str | bool] | None = None
+) -> dict[str, Callable[[], Any]]:
     """Compiles the programs, and puts a failed row into `rows` for each program that does not compile."""
     run: dict[str, Callable[[], Any]] = {}
     for name, (program, args) in programs.items():
         try:
-            run[name] = functools.partial(jax.jit(program).lower(*args).compile(), *args)
+            run[name] = functools.partial(jax.jit(program).lower(*args).compile(options), *args)
         except Exception as error:
             rows[name] = harness.failed(rows[name], error)
     return run
@@ -174,25 +180,59 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times a launch in a jitted scan against no launch and against a native call."""
+    """Times a launch in a jitted scan against no launch and against a native call; on two GPUs, a sum and a launch."""
     case = f"an iteration, B={scans.DISPATCH_BATCH}, H={scans.DISPATCH_HIDDEN}"
-    if not settings.wants_case(case):
-        return
-    progress(case)
-    programs = scans.dispatch()
-    rows = {name: Row(case, name, unit="us", ours="") for name in programs}
-    run = compiled_scans(programs, rows)
-    timed_scans(run, rows, scans.DISPATCH_ITERATIONS, settings, progress)
+    rows = _dispatch_rows(case, scans.dispatch, settings, progress)
     yield from rows.values()
+    if rows:
+        yield _over_native(case, rows)
+    targets = {scans.OURS: cases.NOT_CAPTURED_TARGET_US}
+    label = f"{case}, not captured"
+    yield from _dispatch_rows(label, scans.dispatch, settings, progress, targets, NOT_CAPTURED).values()
+    if jax.device_count() > 1:
+        targets = {scans.SUM_OURS: cases.TWO_GPUS_TARGET_US}
+        yield from _dispatch_rows(
+            f"{case}, on 2 GPUs", scans.dispatch_on_two_devices, settings, progress, targets
+        ).values()
+
+
+def _dispatch_rows(
+    case: str,
+    make_programs: Callable[[], dict[str, scans.Program]],
+    settings: Settings,
+    progress: Progress,
+    targets: Mapping[str, float] | None = None,
+    options: dict[str, str | bool] | None = None,
+) -> dict[str, Row]:
+    """Returns the rows of a case by provider, or none if the case is not wanted.
+
+    Args:
+      case: the label of the case.
+      make_programs: returns the programs by provider.
+      settings: what to measure, and for how long.
+      progress: is told the case.
+      targets: microseconds by provider.
+      options: options of XLA's compiler.
+    """
+    if not settings.wants_case(case):
+        return {}
+    progress(case)
+    programs = make_programs()
+    rows = {name: Row(case, name, unit="us", ours="", target=(targets or {}).get(name)) for name in programs}
+    timed_scans(compiled_scans(programs, rows, options), rows, scans.DISPATCH_ITERATIONS, settings, progress)
+    return rows
+
+
+def _over_native(case: str, rows: dict[str, Row]) -> Row:
+    """Returns the time by which an iteration with our launch exceeds one with a native call."""
     launch = Row(
         case, "our launch over a native call", unit="us", ours="", target=cases.DISPATCH_TARGET_US,
         note="of the same kernel",
     )  # fmt: skip
     ours, native = (rows[name].value for name in (scans.OURS, scans.NATIVE))
     if ours is None or native is None:
-        yield dataclasses.replace(launch, status="failed", reason="one of the two rows that it compares has no figure")
-    else:
-        yield dataclasses.replace(launch, value=ours - native, method="from the medians above")
+        return dataclasses.replace(launch, status="failed", reason="one of the two rows that it compares has no figure")
+    return dataclasses.replace(launch, value=ours - native, method="from the medians above")
 
 
 # Memory and compilation.

@@ -960,11 +960,26 @@ def test_measuring_without_a_gpu_exits_with_a_message(what):
 def test_launch_in_a_scan_is_timed_on_the_gpu():
     from benchmarks import scans, suites
 
-    *rows, launch = suites.dispatch(Settings(seconds=0.1, rounds=20), lambda _: None)
+    rows = list(suites.dispatch(Settings(seconds=0.1, rounds=20), lambda _: None))
     assert [row for row in rows if row.status != "measured"] == []
-    us = {row.provider: row.value for row in rows}
+    *captured, launch = [row for row in rows if row.case == rows[0].case]
+    us = {row.provider: row.value for row in captured}
     assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.OURS] < us[scans.TWO_STEPS]
-    assert launch.status == "measured" and launch.value == us[scans.OURS] - us[scans.NATIVE]
+    assert launch.value == us[scans.OURS] - us[scans.NATIVE]
+    outside = {row.provider: row.value for row in rows if row.case.endswith("not captured")}
+    assert outside.keys() == us.keys() and us[scans.OURS] < outside[scans.OURS]
+    on_two = {row.provider for row in rows if row.case.endswith("on 2 GPUs")}
+    assert on_two == ({scans.SUM, scans.SUM_OURS} if jax.device_count() > 1 else set())
+
+
+@pytest.mark.interpret
+def test_two_devices_add_up_what_each_launch_wrote(monkeypatch):
+    from benchmarks import scans
+
+    monkeypatch.setattr(scans, "DISPATCH_ITERATIONS", 2)
+    program, (h,) = scans.dispatch_on_two_devices()[scans.SUM_OURS]
+    want = np.broadcast_to(0.99**2 * np.asarray(h).mean(0), h.shape)
+    np.testing.assert_allclose(jax.jit(program)(h), want, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.interpret
