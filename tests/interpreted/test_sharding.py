@@ -28,11 +28,20 @@ assert_close = functools.partial(trees.assert_close, tol=1e-5, atol=2e-5)
 
 @pytest.fixture(
     autouse=True,
-    params=[pytest.param("cpu", marks=pytest.mark.interpret), pytest.param("gpu", marks=pytest.mark.several_gpus)],
+    params=[
+        pytest.param(("cpu", ""), marks=pytest.mark.interpret, id="cpu"),
+        pytest.param(("gpu", "native"), marks=pytest.mark.several_gpus, id="gpu"),
+        pytest.param(("gpu", "callback"), marks=pytest.mark.several_gpus, id="gpu-callback"),
+    ],
 )
-def platform(request):
-    assert jax.default_backend() == request.param
-    return request.param
+def platform(request, monkeypatch):
+    """Returns the platform. On GPUs, kernels are launched by each method in turn."""
+    platform, method = request.param
+    assert jax.default_backend() == platform
+    if method:
+        monkeypatch.setenv("JAXRNN_LAUNCH", method)
+        jax.clear_caches()  # programs that the other method launches
+    return platform
 
 
 T, B, D, H = 5, 8, 3, 6
