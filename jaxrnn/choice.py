@@ -177,4 +177,6 @@ def _warn_if_unusable() -> None:
 
 @functools.cache
 def _warn_once() -> None:
-    warn_of_unusable_gpu("jaxrnn runs lax.scan and jax.numpy", _bridge.unusable(), "jaxrnn", "jax")
+    reason = _bridge.unusable()
+    assert reason is not None
+    warn_of_unusable_gpu("jaxrnn runs lax.scan and jax.numpy", reason, "jaxrnn", "jax")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Iterable
@@ -30,15 +31,15 @@ class ImplementationWarning(RuntimeWarning):
     """
 
 
-def warn_of_unusable_gpu(instead: str, reason: str | None, *packages: str) -> None:
-    """Warns that the kernels cannot run on an NVIDIA GPU, and names the line outside of these packages.
+def warn_of_unusable_gpu(instead: str, reason: str, *packages: str) -> None:
+    """Warns that the kernels cannot run on an NVIDIA GPU, and names the innermost line outside of these packages.
 
     Args:
       instead: what runs, such as "jaxrnn runs lax.scan".
-      reason: why the kernels cannot run, and a remedy; the subject is "the Triton implementation".
-      *packages: names of imported packages.
+      reason: why the kernels cannot run, and a remedy; it goes on after "the Triton implementation".
+      *packages: names of imported packages, beside `torch_bridge`.
     """
-    folders = [str(Path(sys.modules[name].__file__ or "").parent) for name in ("torch_bridge", *packages)]
+    folders = [f"{Path(sys.modules[name].__file__ or '').parent}{os.sep}" for name in ("torch_bridge", *packages)]
     frame, level = sys._getframe(), 1
     while frame.f_back is not None and any(frame.f_code.co_filename.startswith(folder) for folder in folders):
         frame, level = frame.f_back, level + 1

@@ -171,14 +171,13 @@ class Launch(launch.Launch):
         constants = {
             "D": problem.inputs, "H": problem.hidden, "W": problem.gates, "ROWS": rows, "STAGES": self.tiling.stages,
             "RESET_STATE": RESET_STATES.index(problem.reset_state), "REVERSE": problem.reverse,
+            "WGMMA": device.has_wgmma,
         }  # fmt: skip
         scalars = {
             "rows": problem.rows, "share": share, "programs": programs, "T": problem.steps, "B": problem.batch,
         }  # fmt: skip
         self.workspaces.append(("partial", models * programs * end, "float32", False))
-        self.add(
-            weight_grads.weight_grads_kernel if device.has_wgmma else weight_grads.weight_grads_mma_kernel,
-            models * programs * problem.tiles, _WARPS, dtypes, constants, scalars,
-        )  # fmt: skip
+        grid = models * programs * problem.tiles
+        self.add(weight_grads.weight_grads_kernel, grid, _WARPS, dtypes, constants, scalars)
         blocks = {"N": end, "BLOCK_P": 16, "BLOCK_C": 128}
         self.add(sums.sum_kernel, models * -(-end // 128), 4, dtypes, blocks, scalars, early=True)

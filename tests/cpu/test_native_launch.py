@@ -87,7 +87,7 @@ def test_without_a_compiler_an_earlier_library_is_used_or_the_error_says_what_to
     with pytest.raises(NativeLaunchError, match=r"there is no cc or gcc or clang: install one .*set CC to its path"):
         build.build()
     monkeypatch.setenv("CC", "icc -O3")
-    with pytest.raises(NativeLaunchError, match="CC, 'icc -O3', is not there: install one"):
+    with pytest.raises(NativeLaunchError, match="CC, 'icc -O3', cannot be found: install one"):
         build.build()
     monkeypatch.delenv("CC")
     monkeypatch.setenv("PATH", path_of_programs)
@@ -123,6 +123,20 @@ def test_the_error_of_a_failing_compiler_has_its_command_and_its_output(cache, m
     assert not list(cache.iterdir())
 
 
+def test_an_empty_cc_counts_as_unset_and_one_that_is_no_command_raises(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("CC", " ")
+    assert build.build().exists()
+    monkeypatch.setenv("CC", "gcc 'O3")
+    with pytest.raises(NativeLaunchError, match=r"CC, \"gcc 'O3\", is not a command .*correct it or unset it"):
+        build.build()
+    compiler = tmp_path / "data"
+    compiler.write_bytes(bytes(8))
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(NativeLaunchError, match=r"does not start \(.*Exec format error.*set CC to the path"):
+        build.build()
+
+
 def test_a_cache_that_is_not_writable_or_not_private_raises(cache, monkeypatch, tmp_path):
     cache.mkdir(parents=True)
     cache.chmod(0o777)
@@ -146,7 +160,7 @@ def raise_read_only(**_):
 def test_a_library_that_cannot_be_loaded_raises(monkeypatch, tmp_path):
     (tmp_path / "launch.so").write_text("no library")
     monkeypatch.setattr(build, "build", lambda: tmp_path / "launch.so")
-    with pytest.raises(NativeLaunchError, match=r"cannot be loaded \(.*\): set XDG_CACHE_HOME"):
+    with pytest.raises(NativeLaunchError, match=r"launch.so, cannot be loaded \(.*\): delete it,.* set XDG_CACHE_HOME"):
         build.load.__wrapped__()
 
 

@@ -67,11 +67,13 @@ def _of_biases(g, factors, k: gl.constexpr):
 
 @gluon.jit
 def _copy(
-    buffers, slot, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit, first_gate, T,
-    B, cols, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
+    buffers, slot, arrays, dhn_ptr, row, goes_on, tile, T, B, cols, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
+    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of a block of rows to `slot`: inputs, states before the steps, and gate gradients."""
     xs, ps, gs, ns = buffers
+    x_ptr, hs_ptr, h0_ptr, _, reset_h_ptr, _, dxp_ptr = arrays
+    first_unit, first_gate, _, end = tile
     live = (row < end)[:, None]
     wide_row = row.to(gl.int64)[:, None]
     unit = (first_unit + cols)[None, :]
@@ -105,21 +107,19 @@ def _copy(
 
 @gluon.jit
 def _prefetch(
-    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
-    first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
+    buffers, arrays, dhn_ptr, tile, T, B, rows, cols, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Starts the copies of the first STAGES - 1 blocks of rows.
 
     Returns whether episodes continue at the rows of the block after them.
     """
+    reset_ptr = arrays[3]
+    _, _, start, end = tile
     for stage in gl.static_range(STAGES - 1):
         row = start + stage * ROWS + rows
         goes_on = _load_goes_on(reset_ptr, row, end)
-        _copy(
-            buffers, stage, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
-            first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
-        )  # fmt: skip
+        _copy(buffers, stage, arrays, dhn_ptr, row, goes_on, tile, T, B, cols, D, H, W, RESET_STATE, REVERSE)
     return _load_goes_on(reset_ptr, start + (STAGES - 1) * ROWS + rows, end)
 
 
@@ -155,28 +155,68 @@ def _store(
 
 
 @gluon.jit
+def _multiply(
+    buffers, slot, k, product_x, product_h, SEPARATE: gl.constexpr, DEPTH: gl.constexpr, ACC: gl.constexpr
+):  # fmt: skip
+    """Adds the products of DEPTH rows of a slot, from row k on, by mma.sync: operands go through registers."""
+    xs, ps, gs, ns = buffers
+    WIDE: gl.constexpr = xs.dtype == gl.float32
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 1 if WIDE else 2)
+    x = xs.index(slot).slice(k, DEPTH, 0).permute([1, 0]).load(LEFT)
+    h = ps.index(slot).slice(k, DEPTH, 0).permute([1, 0]).load(LEFT)
+    g = gs.index(slot).slice(k, DEPTH, 0).load(RIGHT)
+    n = g
+    if SEPARATE:
+        n = ns.index(slot).slice(k, DEPTH, 0).load(RIGHT)
+    if WIDE:
+        x, h, g, n = _round(x), _round(h), _round(g), _round(n)
+    product_x = mma_v2(x, g, product_x, input_precision="tf32" if WIDE else None)
+    product_h = mma_v2(h, n, product_h, input_precision="tf32" if WIDE else None)
+    return product_x, product_h
+
+
+@gluon.jit
 def _add_up(
-    buffers, transposed, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr, start,
-    end, first_unit, first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
+    buffers, transposed, arrays, dhn_ptr, partial_ptr, tile, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr,
+    ROWS: gl.constexpr, STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
     """Computes the sums over a program's shard of the rows.
 
-    `dhn_ptr` is given only for columns where the hidden products have gradients of their own.
+    Args:
+      buffers: shared memory for STAGES blocks of rows of inputs, states, gate gradients, and gradients of the last
+        gate's hidden product.
+      transposed: for wgmma with TF32, shared memory for a block of both kinds of gradients, contiguous along the rows.
+      arrays: the pointers from `x_ptr` to `dxp_ptr` of the kernel.
+      dhn_ptr: gradients of the last gate's hidden product if the columns of the program belong to that gate, else None.
+      partial_ptr: where the program's sums go.
+      tile: the program's first unit, first gate, first row, and the row after its last one.
+      T: number of steps.
+      B: number of sequences of a group.
+      D, H, W, ROWS, STAGES, RESET_STATE, REVERSE: the constants of the kernel.
+      WGMMA: whether the products use wgmma; otherwise they use mma.sync.
     """
     xs, ps, gs, ns = buffers
     gt, nt = transposed
+    reset_ptr, scale_ptr = arrays[3], arrays[5]
+    first_unit, first_gate, start, end = tile
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = xs.dtype == gl.float32
+    TRANSPOSES: gl.constexpr = WIDE and WGMMA
     SEPARATE: gl.constexpr = dhn_ptr is not None
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 8 if WIDE else 16])
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
+    DEPTH: gl.constexpr = 16  # rows of one product by mma.sync, the fewest that Triton allows
+    ACC: gl.constexpr = (
+        gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, 128, 8 if WIDE else 16])
+        if WGMMA
+        else gl.NVMMADistributedLayout([2, 0], [WARPS // 2, 2], [16, 8])
+    )
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
     LOAD: gl.constexpr = gl.BlockedLayout(
         [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
     )  # fmt: skip
-    # layout of the sums: for TF32 that of the transposed data, without bank conflicts
-    SUM: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if WIDE else LOAD
-    SUMMED: gl.constexpr = ROWS if WIDE else 2 * WARPS
+    # layout of the sums: where data is transposed, that of the transposed data, without bank conflicts
+    SUM: gl.constexpr = gl.BlockedLayout([4, 1], [8, 4], [1, WARPS], [0, 1]) if TRANSPOSES else LOAD
+    SUMMED: gl.constexpr = ROWS if TRANSPOSES else WARPS if WIDE else 2 * WARPS
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
     cols = gl.arange(0, 128, gl.SliceLayout(0, LOAD))
     product_x = gl.zeros([128, 128], gl.float32, ACC)
@@ -184,48 +224,45 @@ def _add_up(
     sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
     sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
     goes_on = _prefetch(
-        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
-        first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
+        buffers, arrays, dhn_ptr, tile, T, B, rows, cols, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE
     )  # fmt: skip
     factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, SUM)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
-        if not WIDE:
+        if WGMMA and not WIDE:
             fence_async_shared()
         barrier()  # the copies of all threads are visible, and all threads have read the slot that is copied to next
         row = at + (STAGES - 1) * ROWS + rows
         into = slot + STAGES - 1
         into = gl.where(into >= STAGES, into - STAGES, into)
-        if WIDE:
+        if TRANSPOSES:
             sum_x += _of_biases(_transpose(gs, slot, gt, SUM), factors, 0)
             if SEPARATE:
                 sum_h += _transpose(ns, slot, nt, SUM)
-            _copy(
-                buffers, into, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
-                first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
-            )  # fmt: skip
-            goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
-            fence_async_shared()
-            barrier()
-            x = _round(xs.index(slot).permute([1, 0]).load(OPERAND))
-            product_x = warpgroup_mma(x, gt.permute([1, 0]), product_x, is_async=True)
-            h = _round(ps.index(slot).permute([1, 0]).load(OPERAND))
-            product_h = warpgroup_mma(h, nt.permute([1, 0]), product_h, is_async=True)
-        else:
+        elif WGMMA:
             product_x = warpgroup_mma(xs.index(slot).permute([1, 0]), gs.index(slot), product_x, is_async=True)
             product_h = warpgroup_mma(ps.index(slot).permute([1, 0]), ns.index(slot), product_h, is_async=True)
-            _copy(
-                buffers, into, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
-                first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
-            )  # fmt: skip
-            goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
+        _copy(buffers, into, arrays, dhn_ptr, row, goes_on, tile, T, B, cols, D, H, W, RESET_STATE, REVERSE)
+        goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
+        if TRANSPOSES:
+            fence_async_shared()
+            barrier()
+            x = _round(xs.index(slot).permute([1, 0]).load(LEFT))
+            product_x = warpgroup_mma(x, gt.permute([1, 0]), product_x, is_async=True)
+            h = _round(ps.index(slot).permute([1, 0]).load(LEFT))
+            product_h = warpgroup_mma(h, nt.permute([1, 0]), product_h, is_async=True)
+        else:
+            if not WGMMA:
+                for k in gl.static_range(0, ROWS, DEPTH):
+                    product_x, product_h = _multiply(buffers, slot, k, product_x, product_h, SEPARATE, DEPTH, ACC)
             for k in gl.static_range(ROWS // SUMMED):
                 sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32), factors, k)
                 if SEPARATE:
                     sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
         factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
-        product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
+        if WGMMA:
+            product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
     _store(
@@ -237,7 +274,7 @@ def _add_up(
 def _locate(
     partial_ptr, rows, share, programs, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, SEPARATE: gl.constexpr
 ):  # fmt: skip
-    """Locates the tile of this program: its first unit and gate, the range of its rows, and where its sums go."""
+    """Locates the tile of this program (see `_add_up`), and where its sums go."""
     unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
     tiles: gl.constexpr = unit_tiles * ((W + 127) // 128)
     tile = gl.program_id(0) % tiles
@@ -245,10 +282,8 @@ def _locate(
     model = program // programs
     start = model * rows + program % programs * share
     TOTAL: gl.constexpr = (D + H + 1) * W + (H if SEPARATE else 0)
-    return (
-        tile % unit_tiles * 128, tile // unit_tiles * 128, start, gl.minimum(start + share, (model + 1) * rows),
-        partial_ptr + program.to(gl.int64) * TOTAL,
-    )  # fmt: skip
+    end = gl.minimum(start + share, (model + 1) * rows)
+    return (tile % unit_tiles * 128, tile // unit_tiles * 128, start, end), partial_ptr + program.to(gl.int64) * TOTAL
 
 
 @gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
@@ -267,152 +302,47 @@ def weight_grads_kernel(
     programs,     # programs per tile of gates and units, per model
     T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
+    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr, WGMMA: gl.constexpr,
 ):  # fmt: skip
     TYPE: gl.constexpr = x_ptr.dtype.element_ty
     WIDE: gl.constexpr = TYPE == gl.float32
+    TRANSPOSES: gl.constexpr = WIDE and WGMMA
     SEPARATE: gl.constexpr = dhn_ptr is not None
-    # no bank conflicts: float32 is read transposed into registers, in pairs of adjacent rows (inputs and states) or in
-    # fours (gate gradients); 16-bit operands are read by wgmma
+    # No bank conflicts: float32 is read into registers in pairs of adjacent rows or, where gate gradients are
+    # transposed, in fours. 16-bit operands are read by wgmma, or by ldmatrix.
     UNITS: gl.constexpr = (
         gl.SwizzledSharedLayout(8, 1, 4, [1, 0]) if WIDE else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     )
-    FOURS: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if WIDE else UNITS
-    first_unit, first_gate, start, end, partial_ptr = _locate(partial_ptr, rows, share, programs, D, H, W, SEPARATE)
+    GATES: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if TRANSPOSES else UNITS
+    tile, partial_ptr = _locate(partial_ptr, rows, share, programs, D, H, W, SEPARATE)
     T = T.to(gl.int32)
     B = B.to(gl.int32)
+    arrays = (x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr)
     xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
     ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
-    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], FOURS)
+    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GATES)
     ns = gs
     gt = gs
     nt = gs
-    if WIDE:
+    if TRANSPOSES:
         gt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
         nt = gt
     if SEPARATE:
-        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], FOURS)
-        if WIDE:
+        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GATES)
+        if TRANSPOSES:
             nt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
-        if first_gate >= W - H:
+        if tile[1] >= W - H:
             _add_up(
-                (xs, ps, gs, ns), (gt, nt), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr,
-                partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
+                (xs, ps, gs, ns), (gt, nt), arrays, dhn_ptr, partial_ptr, tile, T, B, D, H, W, ROWS, STAGES,
+                RESET_STATE, REVERSE, WGMMA,
             )  # fmt: skip
         else:
             _add_up(
-                (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None,
-                partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
+                (xs, ps, gs, gs), (gt, gt), arrays, None, partial_ptr, tile, T, B, D, H, W, ROWS, STAGES, RESET_STATE,
+                REVERSE, WGMMA,
             )  # fmt: skip
     else:
         _add_up(
-            (xs, ps, gs, gs), (gt, gt), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None,
-            partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
-        )  # fmt: skip
-
-
-@gluon.jit
-def _add_up_by_mma(
-    buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr, start, end,
-    first_unit, first_gate, T, B, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
-    """Does what `_add_up` does, with mma.sync: operands are loaded into registers a few rows at a time."""
-    xs, ps, gs, ns = buffers
-    WARPS: gl.constexpr = gl.num_warps()
-    WIDE: gl.constexpr = xs.dtype == gl.float32
-    SEPARATE: gl.constexpr = dhn_ptr is not None
-    DEPTH: gl.constexpr = 16  # rows of one product, the fewest that Triton allows
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS // 2, 2], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
-    RIGHT: gl.constexpr = gl.DotOperandLayout(1, ACC, 1 if WIDE else 2)
-    LOAD: gl.constexpr = gl.BlockedLayout(
-        [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
-    )  # fmt: skip
-    SUMMED: gl.constexpr = WARPS if WIDE else 2 * WARPS
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, LOAD))
-    cols = gl.arange(0, 128, gl.SliceLayout(0, LOAD))
-    product_x = gl.zeros([128, 128], gl.float32, ACC)
-    product_h = gl.zeros([128, 128], gl.float32, ACC)
-    sum_x = gl.zeros([SUMMED, 128], gl.float32, LOAD)
-    sum_h = gl.zeros([SUMMED, 128], gl.float32, LOAD)
-    goes_on = _prefetch(
-        buffers, x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, start, end, rows, cols, first_unit,
-        first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
-    )  # fmt: skip
-    factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, LOAD)
-    slot = 0
-    for at in range(start, end, ROWS):
-        async_copy.wait_group(STAGES - 2)
-        barrier()  # the copies of all threads are visible, and all threads have read the slot that is copied to next
-        row = at + (STAGES - 1) * ROWS + rows
-        into = slot + STAGES - 1
-        into = gl.where(into >= STAGES, into - STAGES, into)
-        _copy(
-            buffers, into, x_ptr, hs_ptr, h0_ptr, reset_h_ptr, dxp_ptr, dhn_ptr, row, end, goes_on, first_unit,
-            first_gate, T, B, cols, D, H, W, RESET_STATE, REVERSE,
-        )  # fmt: skip
-        goes_on = _load_goes_on(reset_ptr, row + ROWS, end)
-        for k in gl.static_range(0, ROWS, DEPTH):
-            x = xs.index(slot).slice(k, DEPTH, 0).permute([1, 0]).load(LEFT)
-            h = ps.index(slot).slice(k, DEPTH, 0).permute([1, 0]).load(LEFT)
-            g = gs.index(slot).slice(k, DEPTH, 0).load(RIGHT)
-            n = g
-            if SEPARATE:
-                n = ns.index(slot).slice(k, DEPTH, 0).load(RIGHT)
-            if WIDE:
-                x, h, g, n = _round(x), _round(h), _round(g), _round(n)
-            product_x = mma_v2(x, g, product_x, input_precision="tf32" if WIDE else None)
-            product_h = mma_v2(h, n, product_h, input_precision="tf32" if WIDE else None)
-        for k in gl.static_range(ROWS // SUMMED):
-            sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(LOAD).to(gl.float32), factors, k)
-            if SEPARATE:
-                sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(LOAD).to(gl.float32)
-        factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, LOAD)
-        slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
-    async_copy.wait_group(0)
-    _store(
-        partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, LOAD
-    )  # fmt: skip
-
-
-@gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
-def weight_grads_mma_kernel(
-    x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr, partial_ptr,
-    rows, share, programs, T, B,
-    D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
-    RESET_STATE: gl.constexpr, REVERSE: gl.constexpr,
-):  # fmt: skip
-    """Computes what `weight_grads_kernel` does from the same arrays, without wgmma, for capability 8.0 and newer."""
-    TYPE: gl.constexpr = x_ptr.dtype.element_ty
-    # operands of mma.sync are read from this layout without bank conflicts
-    LAYOUT: gl.constexpr = (
-        gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        if TYPE == gl.float32
-        else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
-    )
-    first_unit, first_gate, start, end, partial_ptr = _locate(
-        partial_ptr, rows, share, programs, D, H, W, dhn_ptr is not None
-    )
-    T = T.to(gl.int32)
-    B = B.to(gl.int32)
-    xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
-    ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
-    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
-    if dhn_ptr is not None:
-        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], LAYOUT)
-        if first_gate >= W - H:
-            _add_up_by_mma(
-                (xs, ps, gs, ns), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, dhn_ptr,
-                partial_ptr, start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
-            )  # fmt: skip
-        else:
-            _add_up_by_mma(
-                (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None, partial_ptr,
-                start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
-            )  # fmt: skip
-    else:
-        _add_up_by_mma(
-            (xs, ps, gs, gs), x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr, None, partial_ptr,
-            start, end, first_unit, first_gate, T, B, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE,
+            (xs, ps, gs, gs), (gt, gt), arrays, None, partial_ptr, tile, T, B, D, H, W, ROWS, STAGES, RESET_STATE,
+            REVERSE, WGMMA,
         )  # fmt: skip

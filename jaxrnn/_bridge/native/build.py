@@ -1,4 +1,4 @@
-"""Builds the handler's library from `launch.c` with the system's C compiler, once, into a private cache folder.
+"""Builds the library of XLA's handler that launches kernels from `launch.c`, once, into a private cache folder.
 
 A wheel may have the library prebuilt for several versions of jaxlib, so that no compiler is needed.
 """
@@ -35,15 +35,16 @@ def load() -> ctypes.CDLL:
     """Returns the handler's library, built if no earlier process of this user has built it.
 
     Raises:
-      NativeLaunchError: there is no compiler, it fails, or the cache folder cannot be used.
+      NativeLaunchError: there is no compiler, it fails, the cache folder cannot be used, or the library cannot be
+        loaded.
     """
     path = build()
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeLaunchError(
-            f"the library of the native launch cannot be loaded ({error}): set XDG_CACHE_HOME to a folder on a file "
-            "system that allows programs"
+            f"the library of the native launch, {path}, cannot be loaded ({error}): delete it, so that it is built for "
+            "this machine; if its file system does not allow programs, set XDG_CACHE_HOME to a folder on another one"
         ) from error
 
 
@@ -53,18 +54,21 @@ def build() -> Path:
     The name contains hashes of all that the library is made from: first the source, XLA's headers, the flags and the
     processor, then the compiler. Processes may build it at the same time: each writes a file of its own, and then moves
     it to the name.
+
+    Raises:
+      NativeLaunchError: there is no compiler, it fails, or the cache folder cannot be used.
     """
-    made_from = _made_from(Path(jax.ffi.include_dir()))
+    made_from = _hash_of_inputs(Path(jax.ffi.include_dir()))
     prebuilt = PREBUILT / f"launch-{made_from}.so"
     if prebuilt.exists():
         return prebuilt
     folder = _cache_folder()
     compiler = _find_compiler()
     if compiler is None:
-        # a machine that only runs programs may have the cache folder of one that has a compiler
+        # the cache folder may be shared with a machine that has a compiler, as a home directory is
         if built := sorted(folder.glob(f"launch-{made_from}-*.so")):
             return built[0]
-        sought = f"CC, {os.environ['CC']!r}, is not there" if os.environ.get("CC") else f"there is no {_ANY_COMPILER}"
+        sought = f"CC, {named!r}, cannot be found" if (named := _named_compiler()) else f"there is no {_ANY_COMPILER}"
         raise NativeLaunchError(
             f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), or set CC to its path"
         )
@@ -75,19 +79,19 @@ def build() -> Path:
 
 
 def prebuild(headers: Path) -> Path:
-    """Builds the library for a folder of XLA's headers into the package, and returns its path.
+    """Builds the library for a folder of XLA's headers into `PREBUILT`, which must exist, and returns its path.
 
     Raises:
-      NativeLaunchError: there is no compiler, or it fails.
+      NativeLaunchError: there is no compiler, it fails, or the folder cannot be written to.
     """
-    compiler, path = _find_compiler(), PREBUILT / f"launch-{_made_from(headers)}.so"
+    compiler, path = _find_compiler(), PREBUILT / f"launch-{_hash_of_inputs(headers)}.so"
     if compiler is None:
         raise NativeLaunchError("a C compiler is needed to build the native launch: install one (apt install gcc)")
     _compile(compiler, path, headers)
     return path
 
 
-def _made_from(headers: Path) -> str:
+def _hash_of_inputs(headers: Path) -> str:
     """Returns the hash of all that the library is made from, except for the compiler."""
     header = headers / "xla" / "ffi" / "api" / "c_api.h"
     return _hash(SOURCE.read_bytes(), header.read_bytes(), *_FLAGS, *_LIBRARIES, platform.machine())
@@ -103,28 +107,45 @@ def _hash(*parts: str | bytes) -> str:
 
 def _find_compiler() -> tuple[str, ...] | None:
     """Returns the command of the C compiler: that of the environment variable CC if set, else the first there is."""
-    for command in [os.environ["CC"]] if os.environ.get("CC") else COMPILERS:
-        name, *options = shlex.split(command)
+    for command in [named] if (named := _named_compiler()) else COMPILERS:
+        try:
+            name, *options = shlex.split(command)
+        except ValueError as error:
+            raise NativeLaunchError(f"CC, {command!r}, is not a command ({error}): correct it or unset it") from error
         if path := shutil.which(name):
             return path, *options
     return None
 
 
+def _named_compiler() -> str:
+    """Returns the environment variable CC, or "" if it is not set."""
+    return os.environ.get("CC", "").strip()
+
+
 def _version(compiler: tuple[str, ...]) -> str:
-    done = subprocess.run((*compiler, "--version"), capture_output=True, text=True)
-    return done.stdout
+    return _run(*compiler, "--version").stdout
+
+
+def _run(*command: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True)
+    except OSError as error:
+        raise NativeLaunchError(
+            f"the native launch needs a C compiler, and {command[0]} does not start ({error}): set CC to the path of "
+            "another one"
+        ) from error
 
 
 def _compile(compiler: tuple[str, ...], path: Path, headers: Path) -> None:
     """Compiles the source into a temporary file beside `path`, and moves that to `path`, which is atomic."""
     try:
-        number, temporary = tempfile.mkstemp(suffix=".tmp", prefix=path.stem, dir=path.parent)
+        descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=path.stem, dir=path.parent)
     except OSError as error:
         raise NativeLaunchError(_not_writable(path.parent, error)) from error
-    os.close(number)
+    os.close(descriptor)
     try:
         command = (*compiler, *_FLAGS, f"-I{headers}", str(SOURCE), "-o", temporary, *_LIBRARIES)
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = _run(*command)
         if done.returncode:
             raise NativeLaunchError(
                 "the C compiler cannot build the native launch: repair it, or set CC to another one. "
