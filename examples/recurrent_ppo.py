@@ -751,7 +751,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     processes.add_argument("--coordinator-address", help="host:port, on the host of the first process")
     namespace = parser.parse_args(arguments)
     if namespace.num_processes is not None:
-        jax.distributed.initialize(namespace.coordinator_address, namespace.num_processes, namespace.process_id)
+        try:
+            jax.distributed.initialize(namespace.coordinator_address, namespace.num_processes, namespace.process_id)
+        except ValueError as error:
+            parser.error(str(error))
+        if namespace.num_devices != jax.device_count():
+            parser.error(
+                f"--num-devices must be that of all processes, which have {jax.device_count()}, got "
+                f"{namespace.num_devices}"
+            )
     elif namespace.process_id is not None or namespace.coordinator_address is not None:
         parser.error("--process-id and --coordinator-address need --num-processes")
     if namespace.compare:

@@ -32,8 +32,8 @@ def explain(
       *args: its arguments; arrays may be replaced by `jax.ShapeDtypeStruct`. What is not an array, such as a flag or a
         string, is passed as it is.
       device: None for this process as it is, or the name of a GPU, for which the kernels are then chosen although it is
-        not here: "a100", "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It takes PyTorch and
-        Triton, whose builds for the CPU are sufficient, and no GPU.
+        not here: "a100", "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It needs Triton
+        and no GPU.
       gradients: whether to trace the gradient of the function to its floating-point arguments, with the launches of a
         training step. With None it is traced unless the function itself computes gradients with kernels.
       **kwargs: its keyword arguments.
@@ -46,8 +46,8 @@ def explain(
 
     Raises:
       ValueError: `function` is not callable, or there is no GPU with the name `device`.
-      NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but PyTorch or
-        Triton is missing.
+      NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but Triton is
+        missing.
 
     Examples:
       The forward and the backward pass of a module, on an H100 that need not be here:

@@ -1,4 +1,7 @@
-"""What `jaxrnn.explain` and `torch_bridge.explain` return, and the warning of both. Imports no torch, triton or jax."""
+"""What `jaxrnn.explain` and `torch_bridge.explain` return, and the warning that both packages give.
+
+Nothing here imports torch, triton or jax.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +55,7 @@ def warn_of_unusable_gpu(instead: str, reason: str, *packages: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LaunchRecord:
-    """One launch of a program: one or more kernels that run one after the other.
+    """One launch: one or more kernels that run one after the other.
 
     Attributes:
       computes: what it computes: a cell or a norm by its name, "input projection" or "weight gradients".
@@ -65,8 +68,7 @@ class LaunchRecord:
       tiling: how the first kernel divides the problem among its programs, an object of `torch_bridge`; None for
         `lax.scan`.
       problem: sizes, dtypes and options, by which tiling and family were chosen, an object of `torch_bridge`.
-      times: how often one run of the program launches it, if that can be told from the program; None inside a
-        `while_loop`.
+      times: how often one run of the compiled function launches it; None inside a `while_loop`, where that is unknown.
     """
 
     computes: str
@@ -95,7 +97,7 @@ class LaunchRecord:
             return None
         if self.problem.operand_dtype != "float32":
             return str(self.problem.operand_dtype)
-        return "float32" if self.loop == "fma" else str(self.problem.precision)
+        return "float32" if self.loop == "fma" else str(self.problem.precision)  # "fma" multiplies in full float32
 
     def __str__(self) -> str:
         what = (
@@ -110,10 +112,10 @@ class LaunchRecord:
         )
         times = "" if self.times == 1 else ", in a while_loop" if self.times is None else f", {self.times} times"
         products = "" if self.precision is None else f"{self.precision} products, "
-        return f"{what}: {loop}{kernels}{times}; {products}{_of_fields(self.tiling)}"
+        return f"{what}: {loop}{kernels}{times}; {products}{_describe_tiling(self.tiling)}"
 
 
-def _of_fields(tiling: Any) -> str:
+def _describe_tiling(tiling: Any) -> str:
     fields = tiling._asdict() if hasattr(tiling, "_asdict") else dataclasses.asdict(tiling)
     return ", ".join(f"{name} {value}" for name, value in fields.items() if name != "loop")
 

@@ -1,4 +1,7 @@
-"""The launch of a time loop: a cell's forward or backward kernel."""
+"""The launch of a time loop: a cell's forward or backward kernel.
+
+Sequences are `[G, T, B, width]`: G groups of B sequences, each group time first. Weights are `[S, ...]`, of S models.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ WEIGHTS = ("w_hh", "w_hh_t", "b_hn", "bias")
 class Output(NamedTuple):
     """An array that a launch writes: `[G, T, B, width]`, or `[G, B, width]` if not `stepped`.
 
-    With `over`, the array is written into the buffer of the input of that name, which has the same shape and dtype. XLA
-    copies that input first if it is needed later.
+    If `over` is given, the array is written into the buffer of the input of that name, which has the same shape and
+    dtype. XLA copies that input first if it is needed later.
     """
 
     name: str
@@ -50,9 +53,9 @@ def launch(
 ) -> dict[str, Array]:
     """Launches one kernel: takes its arrays by name (without those that are None) and returns its outputs by name.
 
-    With `reverse` "bidirectional", the innermost `jax.vmap` must map over two directions, forward and reverse, and must
-    map the weights too. With `may_use_xla`, `scan_launch` computes the outputs instead where that is faster, and on a
-    CPU.
+    `reverse` says whether to run from the last step to the first. With "bidirectional", models of odd index do so: the
+    innermost `jax.vmap` must map over two directions, forward and reverse, and must map the weights too. If
+    `may_use_xla`, `scan_launch` computes the outputs instead where that is estimated to be faster, and on a CPU.
 
     `cell` is a key of `jaxrnn.cells.CELLS`, and `direction` is "fwd" or "bwd". `reset_state` is "zeros", "fixed"
     (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of elements that the cell's norm sees,
@@ -67,9 +70,9 @@ def launch(
 def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
     """Returns whether the forward kernel may save its residuals in float32 where TF32 is allowed.
 
-    A kernel that multiplies in full float32 does so. The kernel is chosen when the launch is lowered, because `vmap`
-    adds sequences. If another kernel is chosen, the launch stores all but `carry_gate` in float16, although they are
-    declared float32. The answer is no for a symbolic number of sequences.
+    Kernels that multiply in full float32 do so. The kernel is chosen when the launch is lowered, because `vmap` adds
+    sequences. If it multiplies in TF32, the launch stores all residuals but `carry_gate` in float16, although they are
+    declared float32. Returns False for a symbolic number of sequences.
     """
     from torch_bridge import tiling
 
@@ -81,11 +84,12 @@ def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
 def round_to_tf32(w: Array) -> Array:
     """Rounds float32 to TF32's 10 bits of mantissa: tensor cores would truncate, which biases the result."""
     rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    return jnp.where(jnp.isnan(w), w + w, rounded)  # truncation would turn a NaN with only low bits set into infinity
+    # a NaN of which only low bits are set would become infinity; w + w is a NaN of which a high bit is set
+    return jnp.where(jnp.isnan(w), w + w, rounded)
 
 
 def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
-    """Returns the sizes of a launch. A launch with the input "xp" is a forward launch."""
+    """Returns the sizes of a launch, from the shapes of weights, a sequence and a state. Forward launches have "xp"."""
     from torch_bridge import tiling
 
     by_name = dict(zip(inputs, shapes, strict=True))
@@ -114,7 +118,7 @@ def _problem(arrays: Sequence[Any], sizes: Sizes, params: dict[str, Any]) -> Any
 
 
 class RecurrenceKind(LaunchKind):
-    """The kind of `launch`.
+    """The kind of the launches of time loops; `LaunchKind` describes the methods.
 
     The G groups belong to S models, G / S consecutive groups to each. `split_model_axis` gives the models an axis of
     their own, `[S, G / S, ...]`.
@@ -159,7 +163,7 @@ class RecurrenceKind(LaunchKind):
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         if launch.config.loop != "streamed" or params["precision"] != "tf32":
-            return arrays  # the kernels in Gluon round what they load
+            return arrays  # the other loops round what they load, or multiply in full float32
         return [
             round_to_tf32(x) if name in ("w_hh", "w_hh_t") and x.dtype == jnp.float32 else x
             for name, x in zip(params["inputs"], arrays, strict=True)
@@ -201,9 +205,9 @@ RECURRENCE = RecurrenceKind()
 def _batch(
     arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
 ) -> tuple[list[Array], list[int]]:
-    """Batches a launch, which stays one launch: with batched weights the new axis joins the models, else the groups.
+    """Batches a launch, which stays one launch: if weights are batched, the new axis joins the models, else the groups.
 
-    The existing models stay adjacent either way, so that the models of two directions keep the parity of their indices.
+    The models of a launch stay adjacent, so that those of two directions keep the parity of their indices.
     """
     inputs = params["inputs"]
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)

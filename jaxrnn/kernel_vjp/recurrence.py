@@ -20,7 +20,7 @@ from jaxrnn.cells import norm
 from jaxrnn.kernel_vjp.chunks import chunk_steps, in_chunks
 from jaxrnn.kernel_vjp.history import state_before, states_before
 from jaxrnn.kernel_vjp.input_projection import input_projection, possible_first_steps
-from jaxrnn.kernel_vjp.recompute import follow_from_states, recomputed_residuals, residuals_from_states
+from jaxrnn.kernel_vjp.recompute import can_compute_from_states, recomputed_residuals, residuals_from_states
 from jaxrnn.kernel_vjp.spec import (
     RecurrenceSpec,
     has_residuals_in_place,
@@ -156,7 +156,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
         in_place = not dict(cell.residuals).keys() <= saved.keys()
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
     launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
-    from_states = static.remat and follow_from_states(static, [saved[f"{s}s"] for s in cell.states])
+    from_states = static.remat and can_compute_from_states(static, [saved[f"{s}s"] for s in cell.states])
     needs_previous = not launches_weight_grads or cell.norm == "layer" or from_states
     forward_weights = _forward_weights(static, params) if static.remat else {}
     # where the residuals overwrite `xp`, the gradients of the gates overwrite the residuals

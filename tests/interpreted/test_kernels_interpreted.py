@@ -106,7 +106,7 @@ SEGMENTED += [in_chunks(T=8, cell=cell, **changes) for cell in ("gru", "lstm") f
 def test_remat_recomputes_segments_side_by_side(case, monkeypatch):
     inputs, counts = cases.make_inputs(case), []
     count_segments = recompute._count_segments
-    monkeypatch.setattr(recompute, "_FEWEST_STEPS", 2)
+    monkeypatch.setattr(recompute, "_MIN_STEPS", 2)
     monkeypatch.setattr(recompute, "_count_segments", lambda *args: counts.append(count_segments(*args)) or counts[-1])
     got = cases.run(case, inputs, "triton")
     assert counts == ([] if cells.CELLS[case.cell].activations_from_states else [4])

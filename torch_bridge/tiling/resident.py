@@ -10,18 +10,19 @@ from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import has_16_bit_kernels, triton_version
 
-# Ratio of the time per step of a tile of 16 sequences to that of a tile of 8. On an H200, GRU 2048,256,128 in bfloat16
-# takes 1.67 ms with tiles of 16 instead of 1.89 ms with tiles of 8, which do not all run at once. In TF32, with tiles
-# of 16 in the forward pass only, it takes 2.63 ms instead of 2.72 ms.
+# Ratio of the time per step of a tile of 16 sequences to that of a tile of 8. On an H200, a GRU of 2048 sequences, 256
+# steps and 128 units in bfloat16 takes 1.67 ms with tiles of 16 instead of 1.89 ms with tiles of 8, which do not all
+# run at once. In TF32, with tiles of 16 in the forward pass only, it takes 2.63 ms instead of 2.72 ms.
 TILE16_COST_RATIO = 1.75
 
 
 def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
-    """Returns the tilings of the "resident" kernels, the fastest first, if they support a problem.
+    """Returns the tilings of the "resident" kernels if they support a problem: the fastest first, the others by size.
 
-    MMA's N dimension is at least 8, but loads and stores are the bottleneck. On an H100 with H=128 in TF32, a forward
-    step of the GRU takes 0.47 us with one sequence per tile and 1.66 us with eight. Tiles are therefore as small as
-    possible while all of them run at once. If tiles of eight do not all run at once, tiles of sixteen may be faster.
+    Products have at least 8 columns, so smaller tiles waste a part of each, but loads and stores are the bottleneck. On
+    an H100 with H=128 in TF32, a forward step of the GRU takes 0.47 us with one sequence per tile and 1.66 us with
+    eight. Tiles are therefore as small as possible with at most one tile per SM. If there are more tiles of eight than
+    SMs, tiles of sixteen may be faster.
     """
     if not 32 < problem.hidden <= 128 or not (device.runs_gluon and has_16_bit_kernels(problem)):
         return []
@@ -32,13 +33,13 @@ def resident_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     ]
     if _spills_at_batch_tile_8(problem, device):
         tilings.pop()
-    fast = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
-    best = next(fast, tilings[-1])
+    one_round = (c for c in tilings if problem.models * c.tiles(problem) <= device.multiprocessors)
+    best = next(one_round, tilings[-1])
     if _fits_batch_tile_16(problem):
         sixteens = dataclasses.replace(tilings[-1], block_b=16)
         tilings.append(sixteens)
-        turns, wider = (cdiv(problem.models * c.tiles(problem), device.multiprocessors) for c in (best, sixteens))
-        best = best if turns <= TILE16_COST_RATIO * wider else sixteens
+        rounds, of_16 = (cdiv(problem.models * c.tiles(problem), device.multiprocessors) for c in (best, sixteens))
+        best = best if rounds <= TILE16_COST_RATIO * of_16 else sixteens
     return [best, *(c for c in tilings if c != best)]
 
 
@@ -50,24 +51,26 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
         return problem.direction == "bwd" and problem.is_unaligned and device.capability == 120
     if problem.tilings != "lstm":
         return False
-    old, new, halves = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
-    forward, full = problem.direction == "fwd", problem.hidden == 128
-    if forward:  # with 127 units, 8 bytes spill in 16 bits and 16 bytes in TF32
-        # with a reset state per step, 8 bytes spill on compute capability 10.0 and newer
-        reset_state = problem.reset_state == "stepped" and device.capability >= 100 and not halves
-        return problem.is_unaligned or reset_state
+    old, new, in_16_bits = triton_version() < (3, 7), triton_version() > (3, 7), product_kind(problem) == "16-bit"
+    forward, is_full = problem.direction == "fwd", problem.hidden == 128
+    if forward:  # with 127 units, 8 bytes spill with 16-bit operands and 16 bytes in TF32
+        # with a reset state per step, 8 bytes spill in TF32 on compute capability 10.0 and newer
+        resets_spill = problem.reset_state == "stepped" and device.capability >= 100 and not in_16_bits
+        return problem.is_unaligned or resets_spill
     if problem.is_common:
         return False
-    # Triton 3.7 spills 8 to 80 bytes for unaligned widths, and 24 bytes for 128 units on compute capability 12.0
-    if not device.has_wgmma and (problem.is_unaligned or (full and device.capability == 120 and not halves)):
+    # without wgmma, 8 to 80 bytes spill for unaligned widths, and 24 bytes in TF32 for 128 units on compute capability
+    # 12.0 (the figures are of Triton 3.7)
+    if not device.has_wgmma and (problem.is_unaligned or (is_full and device.capability == 120 and not in_16_bits)):
         return True
-    return not full and (problem.is_unaligned and (old or new) if halves else new)
+    # below 128 units, Triton 3.7 alone does not spill; others do in TF32 if newer, else for unaligned widths
+    return not is_full and (problem.is_unaligned and (old or new) if in_16_bits else new)
 
 
 def _fits_batch_tile_16(problem: Problem) -> bool:
     """Whether the "resident" kernel has enough registers for tiles of 16 sequences, or spills only a few.
 
-    With a norm, its sums by sequence have the layout of tiles of eight.
+    There is none with a norm, whose sums by sequence have the layout of tiles of eight.
     """
     gru = problem.tilings == "gru" and problem.hidden == 128 and problem.is_common and not problem.norm_width
     return gru and (problem.direction == "fwd" or product_kind(problem) == "16-bit")

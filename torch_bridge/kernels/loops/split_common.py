@@ -1,10 +1,16 @@
-"""Exchange of data between programs of one launch that share a tile's units, without a barrier: the data is the signal.
+"""Exchange of data between programs of one launch that share a tile's units, and products by wgmma of what they get.
 
-A word and its number are stored together in 64 bits, and a program that waits for number n polls the word until it
-comes with n. The word takes one trip through L2, instead of the three of a barrier (write, count, read). In a float32
-word the last bit is enough: the bit alternates, and so tells whether the word is new. Words are double-buffered: a
-program sends number n + 2 after it has received n + 1 from all the others, who sent it after they had received n.
-Memory starts at zero, numbers start at one. All programs must run at once, so the kernels require a cooperative launch.
+There is no barrier, because each word says itself whether it has arrived. Every message has a number, counted from one,
+and memory starts at zero. A word of 32 bits and its number are stored together in 64 bits, and a program that waits for
+message n polls the word until its number is n. The word takes one trip through L2, instead of the three of a barrier
+(write, count, read). In a float32 word the last bit is enough, which changes each time the buffer is used (`new_bit`).
+Words are double-buffered: a program sends message n + 2 after it has received n + 1 from all the others, who sent it
+after they had received n, so none of them still reads the buffer. All programs must run at once, so the kernels require
+a cooperative launch.
+
+A worker is the SPLITS programs that run one tile at a time, and `split` is the index of a program in its worker. An
+item is a tile of one model. `split.py` uses most functions, and its programs have 64 units. `split_registers.py` uses
+those that send and receive words.
 """
 
 import triton.experimental.gluon.language as gl
@@ -27,22 +33,22 @@ def _receive_assembly(count, stride, pack, numbered, together):
 
     The words of an address are `stride` bytes apart. If `together`, the lanes of a warp leave the loop together.
     """
-    n, read, split, test = count * pack, [], [], []
+    n, read, unpack, test = count * pack, [], [], []
     for element in range(pack):
         address, number = n + element, n + pack + element
         for word in range(count):
-            k = word * pack + element  # outputs lie word by word
+            k = word * pack + element  # the order of outputs: by word, then by address
             if numbered:
                 read.append(f"ld.relaxed.gpu.global.b64 w{k}, [${address} + {word * stride}];")
-                split.append(f"mov.b64 {{${k}, n{k}}}, w{k};")
+                unpack.append(f"mov.b64 {{${k}, n{k}}}, w{k};")
             else:
                 read.append(f"ld.relaxed.gpu.global.b32 ${k}, [${address} + {word * stride}];")
-                split.append(f"and.b32 n{k}, ${k}, 1;")
+                unpack.append(f"and.b32 n{k}, ${k}, 1;")
             test.append(f"setp.ne.or.b32 p, n{k}, ${number}, p;")
     declared = [f".reg .b64 w<{n}>;", f".reg .b32 n<{n}>;", ".reg .pred p;"]
     vote = ["vote.sync.any.pred p, p, 0xffffffff;"] if together else []
     test = ["setp.ne.b32 p, 0, 0;", *test, *vote]
-    return "\n".join(["{", *declared, "again:", *read, *split, *test, "@p bra again;", "}"])
+    return "\n".join(["{", *declared, "again:", *read, *unpack, *test, "@p bra again;", "}"])
 
 
 @gluon.constexpr_function
@@ -56,10 +62,10 @@ def repeat(x, count):
 
 
 @gluon.constexpr_function
-def _at_once(count, elements, numbered):
-    """Returns how many of a thread's `elements` addresses to poll at once, given the registers that there are.
+def _addresses_at_once(count, elements, numbered):
+    """Returns how many of a thread's `elements` addresses to poll at once, so that their words fit in registers.
 
-    Each address has `count` words.
+    Each address has `count` words. A word with a number takes two registers.
     """
     limit = (16 if count * elements <= 16 else 8) if numbered else 32
     pack = 1
@@ -76,11 +82,11 @@ def receive(
     """Waits for COUNT words, STRIDE bytes apart, at each address, and returns them as a tuple of tensors.
 
     A thread has ELEMENTS addresses. `number`, in the shape of `address`, is the number to wait for or, if not NUMBERED,
-    the last bit of new words. If TOGETHER, the lanes of a warp return together; otherwise one by one, and they then run
-    what needs all of them, such as a shuffle, in parts. A kernel that has no such code has no need for TOGETHER, which
-    takes registers.
+    the last bit of new words. If TOGETHER, the lanes of a warp return together. Otherwise each returns by itself, and
+    the lanes then run in parts what needs all of them, such as a shuffle. TOGETHER takes registers; code without such
+    an operation does not need it.
     """
-    PACK: gl.constexpr = _at_once(COUNT, ELEMENTS, NUMBERED)
+    PACK: gl.constexpr = _addresses_at_once(COUNT, ELEMENTS, NUMBERED)
     return gl.inline_asm_elementwise(
         _receive_assembly(COUNT, STRIDE, PACK, NUMBERED, TOGETHER), _receive_constraints(COUNT, PACK),
         [address, number], dtype=repeat(gl.int32, COUNT), is_pure=False, pack=PACK,
@@ -130,7 +136,7 @@ def send_where(address, word, live):
 def opaque_zero(x):
     """Returns a zero that the compiler does not know to be zero.
 
-    What is computed from this zero is not hoisted out of the loop, so its registers are free in between.
+    A value that is computed from it is not hoisted out of a loop, so it takes no registers in between.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -146,18 +152,18 @@ def load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.const
 
 @gluon.jit
 def load_weight_shard(
-    share, ptr, split, stride, gate_stride,
+    shard, ptr, split, stride, gate_stride,
     H: gl.constexpr, GATES: gl.constexpr, SPLITS: gl.constexpr, OWN_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """Loads a program's weights into `share`, `[SPLITS * GATES, 64, 64]`; returns the factor that undoes their scale.
+    """Loads a program's weights into `shard`, `[SPLITS * GATES, 64, 64]`; returns the factor that undoes their scale.
 
     The weights are the rows of the program's own units (OWN_ROWS), or else the columns.
     """
-    DTYPE: gl.constexpr = share.dtype
+    DTYPE: gl.constexpr = shard.dtype
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
     LOAD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
     scale = 1.0
-    count = SPLITS * GATES + opaque_zero(split)  # opaque, or unrolled loops would take all registers
+    count = SPLITS * GATES + opaque_zero(split)  # opaque: the loops would be unrolled and take all registers
     if SCALED:
         largest = gl.zeros([32, 64], gl.float32, LOAD)
         for k in range(2 * count):
@@ -172,13 +178,13 @@ def load_weight_shard(
             w = load_rows(ptr + (k % GATES) * gate_stride, row * 64 + half * 32, col * 64, stride, H, 64, LOAD)
             if SCALED:
                 w = w * scale
-            share.index(k).slice(half * 32, 32).store(w.to(DTYPE))
+            shard.index(k).slice(half * 32, 32).store(w.to(DTYPE))
     return inverse(scale)
 
 
 @gluon.jit
 def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
-    """Returns what `state_scale` does, over the units of all programs."""
+    """Returns the scale of each sequence's first state (`state_scale`), over the units of all programs."""
     largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
         unit = part * own.shape[0] + own
@@ -190,7 +196,7 @@ def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: 
 
 @gluon.jit
 def mailbox(exchange_ptr, number, workers, worker, box, BOXES: gl.constexpr, BYTES: gl.constexpr):
-    """Returns the address of one of a worker's BOXES of BYTES each, in the buffer for `number`."""
+    """Returns the address of a worker's box `box`, of BOXES of BYTES each, in the buffer that message `number` uses."""
     return exchange_ptr.to(gl.int64) + (((number % 2) * workers + worker) * BOXES + box).to(gl.int64) * BYTES
 
 
@@ -214,7 +220,7 @@ def send_state(
     exchange_ptr, h, scale, reset_ptr, reset, number, live, workers, worker, split,
     SCALED: gl.constexpr, DTYPE: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Sends the hidden state that a step starts from and returns its scale; `reset` belongs to that step."""
+    """Sends the hidden state before a step, with the resets of that step applied, and returns its scale."""
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
         if SCALED:
@@ -244,22 +250,22 @@ def receive_tile(operands, exchange_ptr, number, workers, worker, DTYPE: gl.cons
 
 @gluon.jit
 def new_bit(number):
-    """Returns the last bit of words with this number.
+    """Returns the last bit of the words of message `number`.
 
-    The bit differs from that of number - 2, whose words were in the same buffer before.
+    It differs from that of message number - 2, whose words were in the same buffer before.
     """
     return (number + 1) // 2 % 2
 
 
 @gluon.jit
 def to_word(x, number):
-    """Returns float32 numbers as words, whose last bit is replaced by `new_bit`."""
+    """Returns float32 elements as words of 32 bits, whose last bit is replaced by `new_bit`."""
     return (x.to(gl.int32, bitcast=True) & -2) | new_bit(number)
 
 
 @gluon.jit
 def add_words(words):
-    """Returns the sum of float32 numbers, a tuple of words, without their last bit, so that zero stays zero."""
+    """Returns the sum of float32 elements, given as a tuple of words. Their last bits are cleared: zero stays zero."""
     total = (words[0] & -2).to(gl.float32, bitcast=True)
     for k in gl.static_range(1, len(words)):
         total += (words[k] & -2).to(gl.float32, bitcast=True)
@@ -303,7 +309,12 @@ def receive_sum(exchange_ptr, zeros, number, workers, worker, split, SPLITS: gl.
 
 @gluon.jit
 def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, ACC: gl.constexpr):
-    """Locates a tile: masks of sequences and states, sequences, their rows of step 0, and offsets of their states."""
+    """Locates the tile of an item.
+
+    Returns:
+      The masks of its sequences and of its states, its sequences, their rows of step 0 in `[G, T, B]`, and the offsets
+      of its states in `[G, B, H]`.
+    """
     q = (item % tiles) * BLOCK_B + gl.arange(0, BLOCK_B, gl.SliceLayout(0, ACC))
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
@@ -322,7 +333,7 @@ def allocate_weight_shard(GATES: gl.constexpr, SPLITS: gl.constexpr, DTYPE: gl.c
 def allocate_operands(COUNT: gl.constexpr, BATCH: gl.constexpr, DTYPE: gl.constexpr):
     """Allocates COUNT buffers `[1, BATCH, 64]`, each as an allocation of its own.
 
-    With one indexed allocation the compiler could not tell that no barrier is missing.
+    In one allocation with an index, the compiler could not tell the buffers apart, and would add barriers.
     """
     SHARED: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BATCH, 64], DTYPE)
     operands = ()
@@ -340,18 +351,18 @@ def store_operand(operand, x, scale, SCALED: gl.constexpr):
 
 
 @gluon.jit
-def multiply_gates(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
+def multiply_gates(shard, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
     """Multiplies a program's weights by the operands of all programs; returns a tuple with a product per gate."""
-    first = opaque_zero(step)
+    zero = opaque_zero(step)
     fence_async_shared()
     barrier()
     products = ()
     for _ in gl.static_range(GATES):
         products += (zeros,)
     for part in gl.static_range(SPLITS):
-        operand, sums = operands[part].index(first).permute([1, 0]), ()
+        operand, sums = operands[part].index(zero).permute([1, 0]), ()
         for gate in gl.static_range(GATES):
-            weights = share.index(first + part * GATES + gate)
+            weights = shard.index(zero + part * GATES + gate)
             product = warpgroup_mma(weights, operand, products[gate], use_acc=part > 0, is_async=True)
             sums += (product,)
         products = sums
@@ -359,20 +370,20 @@ def multiply_gates(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl
 
 
 @gluon.jit
-def multiply_parts(share, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
+def multiply_parts(shard, operands, zeros, step, GATES: gl.constexpr, SPLITS: gl.constexpr):
     """Multiplies a program's weights by the operands of all gates.
 
     Returns a tuple with one partial sum per program, for the units of that program.
     """
-    first = opaque_zero(step)
+    zero = opaque_zero(step)
     fence_async_shared()
     barrier()
     parts = ()
     for part in gl.static_range(SPLITS):
         product = zeros
         for gate in gl.static_range(GATES):
-            operand = operands[gate].index(first).permute([1, 0])
-            weights = share.index(first + part * GATES + gate)
+            operand = operands[gate].index(zero).permute([1, 0])
+            weights = shard.index(zero + part * GATES + gate)
             product = warpgroup_mma(weights, operand, product, use_acc=gate > 0, is_async=True)
         parts += (product,)
     return warpgroup_mma_wait(num_outstanding=0, deps=parts)
