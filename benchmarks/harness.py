@@ -374,7 +374,7 @@ def time_steps(
     inputs = Inputs(cases.make_inputs(case))
     ready, rows = prepare(providers, case, inputs, first_calls, step=True)
     if not ready:
-        return [rows[provider.name] for provider in providers]
+        return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
     import torch
 
     truth = Oracle(case, inputs.jax)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -67,23 +68,28 @@ def _has_time_axis(new: Array | None, old: Array) -> bool:
 
 
 def first_reset_carry(carry: Carry, reset_carry: Carry, caller: Caller) -> Carry:
-    """Returns the reset carry of the first step, time first, broadcast to the shapes of `carry`.
+    """Returns the carry that the first step starts from: `reset_carry`, or its first step if it has a time axis.
+
+    Its arrays are broadcast to the shapes of `carry`; a time axis is the first one. None in place of an array means
+    zeros.
 
     Raises:
       ValueError: it has another structure, or shapes that cannot be broadcast to those of `carry`.
     """
 
-    def first(old: Array, new: Array) -> Array:
+    def first(new: Array | None, old: Array) -> Array:
+        if new is None:
+            return jnp.zeros_like(old)
         return jnp.broadcast_to(new if jnp.ndim(new) <= old.ndim else new[0], old.shape)
 
-    try:
-        return jax.tree.map(first, carry, reset_carry)
-    except ValueError:
-        expected, got = (jax.tree.map(jnp.shape, one) for one in (carry, reset_carry))
-        raise ValueError(
-            f"{caller('reset_state')} must have the structure of the carry and shapes that can be broadcast to "
-            f"{expected}, got {got}; pass what initialize_carry of the module returns"
-        ) from None
+    if _has_same_structure(reset_carry, carry):
+        with contextlib.suppress(ValueError):  # shapes that cannot be broadcast
+            return jax.tree.map(first, reset_carry, carry, is_leaf=_is_none)
+    expected, got = (jax.tree.map(jnp.shape, one) for one in (carry, reset_carry))
+    raise ValueError(
+        f"{caller('reset_state')} must have the structure of the carry and shapes that can be broadcast to "
+        f"{expected}, got {got}; pass what initialize_carry of the module returns"
+    )
 
 
 def flip_reset_carry(flip: Callable[[Array], Array], reset_carry: Carry | None, carry: Carry) -> Carry | None:
@@ -108,15 +114,15 @@ def with_resets(
     Args:
       carry: the carry before the first step, a pytree of arrays.
       resets: an array with all batch axes and the time axis, or None.
-      reset_carry: a pytree like `carry`, or None for zeros. Its arrays may lack the batch axes, or have a time axis in
-        addition.
+      reset_carry: a pytree like `carry`, or None for zeros, also in place of an array. Its arrays may lack the batch
+        axes, or have a time axis as well.
       shape: the shape that `resets` must have.
       time_axis: the index of the time axis in `shape`.
       caller: what the user called, for error messages.
 
     Returns:
-      `(stepped, reset)`. `stepped` are the arrays of `reset_carry` that have a time axis, time first; the loop scans
-      over them. `reset(carry, resets, stepped)`, with `resets` and `stepped` of one step, returns the carry from which
+      `(stepped, start)`. `stepped` are the arrays of `reset_carry` that have a time axis, time first; the loop scans
+      over them. `start(carry, reset, stepped)`, with `reset` and `stepped` of one step, returns the carry from which
       the step starts.
     """
     check_resets(resets, shape, time_axis == 0, caller.bare("xs"), caller)
@@ -130,9 +136,10 @@ def with_resets(
             f"{caller('reset_state')} must have the structure of the carry, {describe(carry)}, got "
             f"{describe(reset_carry)}; pass what initialize_carry of the module returns"
         ) from None
+    new_leaves = [0.0 if new is None else new for new in new_leaves]
     is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
 
-    def apply(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:
+    def start(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:
         if reset is None:
             return carry
         rest = iter(stepped)
@@ -145,7 +152,7 @@ def with_resets(
 
     return [
         jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one
-    ], apply
+    ], start
 
 
 def join_reset_carries(

@@ -601,6 +601,10 @@ TABLE = {
         ),
         (apply(linen.ResetRNN(linen.GRUCell), (XS, RESETS)), "got the class GRUCell; make an instance"),
         (
+            apply(linen.ResetRNN(linen.GRUCell(H)), (XS, RESETS), reset_carry=(H0, H0)),
+            "reset_carry must have the structure of the carry",
+        ),
+        (
             apply(linen.ResetRNN(linen.GRUCell(H)), (XS, RESETS), reset_carry=Z(H + 1)),
             "reset_carry must have the structure of the carry and shapes that can be broadcast to (3, 6), got (7,)",
         ),

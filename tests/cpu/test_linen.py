@@ -583,11 +583,12 @@ def test_an_activation_may_need_an_axis():
         assert_close(linen.RNN(cell).apply(variables, xs), nn.RNN(cell).apply(variables, xs))
 
 
+@pytest.mark.parametrize("options", [{}, {"activation_fn": nn.relu}], ids=["fused", "scanned"])
 @pytest.mark.parametrize("stepped", [False, True])
-def test_one_array_of_the_reset_carry_may_be_none_in_reverse_with_lengths(stepped):
+def test_one_array_of_the_reset_carry_may_be_none_in_reverse_with_lengths(stepped, options):
     """None in place of an array means zeros."""
     xs, resets, lengths = rnn_inputs(False), jnp.zeros((B, T), bool).at[:, 2].set(True), np.array([T, 1, 3, 5])
-    rnn, given = linen.RNN(nn.LSTMCell(H), reverse=True), normal(4, (B, T, H) if stepped else (B, H))
+    rnn, given = linen.RNN(nn.LSTMCell(H, **options), reverse=True), normal(4, (B, T, H) if stepped else (B, H))
     variables = random_variables(rnn, xs)
     call = {"resets": resets, "seq_lengths": lengths}
     want = rnn.apply(variables, xs, reset_carry=(jnp.zeros_like(given), given), **call)
@@ -595,6 +596,23 @@ def test_one_array_of_the_reset_carry_may_be_none_in_reverse_with_lengths(steppe
     if stepped:
         with pytest.raises(ValueError, match="reset_carry must be"):
             rnn.apply(variables, xs, reset_carry=(None, given[:1]), **call)
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_fn": nn.relu}], ids=["fused", "scanned"])
+def test_one_array_of_the_reset_carry_of_a_reset_rnn_may_be_none(options):
+    xs, resets, given = rnn_inputs(True), jnp.zeros((T, B), bool).at[2].set(True), normal(4, (B, H))
+    rnn = linen.ResetRNN(nn.OptimizedLSTMCell(H, **options))
+    variables = rnn.init(jax.random.key(0), (xs, resets))
+    want = rnn.apply(variables, (xs, resets), reset_carry=(jnp.zeros_like(given), given))
+    assert_close(rnn.apply(variables, (xs, resets), reset_carry=(None, given)), want, tol=0)
+
+
+@pytest.mark.parametrize("cell", [nn.GRUCell(H), nn.LSTMCell(H)], ids=["gru", "lstm"])
+def test_a_scalar_carry_raises(cell):
+    rnn, xs = linen.RNN(cell), normal(0, (T, D))
+    carry = jax.tree.map(lambda _: jnp.zeros(()), cell.initialize_carry(jax.random.key(0), (D,)))
+    with pytest.raises(ValueError, match=r"initial_carry.* must be \[\*batch, H\], got a scalar"):
+        rnn.apply(random_variables(rnn, xs), xs, initial_carry=carry)
 
 
 def test_the_length_of_one_sequence_may_be_an_int():
