@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A JAX pass shorter than half of this is timed in a loop inside one program, which takes about this long. Otherwise the
-# host would be timed, which takes some 0.2 ms to dispatch a program. PyTorch's passes replay CUDA graphs.
+# A JAX pass shorter than half of this is timed in a loop inside one program, which takes about this long, or this many
+# passes. Single passes would measure the host, which takes some 0.2 ms to dispatch a program. PyTorch's passes replay
+# CUDA graphs.
 _LOOPED_SECONDS = 5e-3
 _MOST_PASSES = 64
 # The number of cases whose programs are compiled side by side.
@@ -78,7 +79,7 @@ class Ready:
 
 
 class FirstCalls:
-    """A record of which providers with slow first calls finish them in time.
+    """Records which providers finish a slow first call within the time limit.
 
     Such a call is first tried in a separate process, because it cannot be interrupted.
     """
@@ -420,7 +421,7 @@ def time_rows(
     rows: dict[str, Row], clocks: Mapping[str, timing.Clock], settings: Settings, progress: Callable[[str], None], *,
     scale: float, method: str = "",
 ) -> None:  # fmt: skip
-    """Times in turn, and puts the figures of each clock into the row of its name.
+    """Times the clocks in turn, and puts the figures of each one into the row of its name.
 
     `scale` converts seconds to the unit of the rows. `method` says how they were measured; the default is the clock's.
     """
@@ -456,7 +457,7 @@ def peak_bytes(ready: Ready) -> tuple[int, str]:
 
 
 def release() -> None:
-    """Returns the memory of the previous case to the device, so that either framework can use it."""
+    """Frees what is no longer referenced, and returns PyTorch's cached memory to the device, so that JAX can use it."""
     import gc
     import sys
 

@@ -32,12 +32,12 @@ class Arguments:
         arguments = self._values.copy()
         for i, name in self._pointers:
             arguments[i] = addresses[name]
-        # None: no launch metadata, no hook before and none after the launch
+        # the three None are the metadata of the launch, and the hooks before and after it
         compiled.run(grid, 1, 1, stream, compiled.function, compiled.packed_metadata, None, None, None, *arguments)
 
 
 class _Function:
-    """A kernel's function in a key, compared by identity: Triton's own hash of a function parses its source."""
+    """A Triton function in a key, which is compared by identity: Triton's own hash of a function parses its source."""
 
     def __init__(self, function: Any):
         self.function = function
@@ -57,10 +57,10 @@ class KernelCall(NamedTuple):
 
     Attributes:
       function: the Triton or Gluon function.
-      constants: values of its compile-time arguments, None for absent arrays, by name.
+      constants: by name, the values of its compile-time arguments, and None for arrays that are absent.
       dtypes: dtypes of its arrays by name.
       scalars: values of its other arguments by name.
-      options: of the compiler, by name.
+      options: options of the compiler by name, such as num_warps.
       grid: number of programs.
     """
 
@@ -73,7 +73,7 @@ class KernelCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Everything but the compute capability that the compiled kernel depends on."""
+        """What the compiled kernel depends on, except for the compute capability."""
         constants = tuple((name, _Function(x) if callable(x) else x) for name, x in self.constants)
         return _Function(self.function), constants, self.dtypes, self.options
 
@@ -97,13 +97,13 @@ class Binary(NamedTuple):
     Attributes:
       cubin: the binary.
       name: the kernel's symbol in it.
-      capability: the compute capability that the binary is for, times ten.
+      capability: the compute capability that the binary is for, times ten, such as 90.
       grid: number of thread blocks.
       threads: threads per block.
       shared_memory: bytes of dynamic shared memory per block.
       cluster: blocks per cluster.
-      cooperative: whether all blocks must run at once.
-      early: whether the kernel may start before the previous one has ended.
+      cooperative: whether all blocks must run at once (cooperative launch).
+      early: whether the kernel may start before the previous one has ended (programmatic dependent launch).
       parameters: `(type, value)` of each parameter of the kernel: "array" and the array's name, "null" and None, or a
         type of `compiler.SCALARS` and a number.
     """
@@ -121,7 +121,7 @@ class Binary(NamedTuple):
 
     @classmethod
     def of(cls, call: KernelCall, compiled: CompiledKernel | kernel_cache.StoredKernel, capability: int) -> Binary:
-        """Returns the launch of a compiled kernel as Triton's own launcher does it.
+        """Describes the launch of a compiled kernel, with the sizes and parameters of Triton's own launcher.
 
         Raises:
           NotImplementedError: the kernel needs memory that Triton's launcher allocates.
@@ -156,7 +156,7 @@ def compile_call(key: tuple[Any, ...], capability: int) -> CompiledKernel:
 def find_call(key: tuple[Any, ...], capability: int) -> CompiledKernel | kernel_cache.StoredKernel:
     """Returns the compiled kernel of a `KernelCall` with this key, without needing a GPU.
 
-    If an earlier process stored it, it is a `StoredKernel` with what the native launch needs.
+    If an earlier process stored it on disk, it is a `StoredKernel`, which has what `Binary.of` reads.
     """
     made_from = (*key, capability, gpu.binary_capability(capability))
     return kernel_cache.load_or_compile(functools.partial(compile_call, key, capability), made_from)
@@ -186,10 +186,10 @@ class Launch:
         self, function: Any, grid: int, num_warps: int, dtypes: Mapping[str, str], constants: Mapping[str, Any],
         scalars: Mapping[str, Any], side_by_side: int = 1, *, early: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        """Appends a kernel with those of `dtypes`, `constants` and `scalars` that it has as arguments.
+        """Appends a kernel. Names in `dtypes`, `constants` and `scalars` that are not its arguments are ignored.
 
         Its arrays that `dtypes` does not name are None. With `early`, the kernel may start before the previous one has
-        ended, and must itself wait for that end before it reads its results (`kernels.sums.wait_for_dependencies`).
+        ended, and must call `kernels.sums.wait_for_dependencies` before it reads what that one wrote.
         `side_by_side` is the number of programs per SM for which there must be enough registers; it limits the
         registers per thread. Without a limit, ptxas aims at several programs per SM and spills. `options` are further
         options of the compiler.
@@ -228,7 +228,7 @@ class Launch:
         ]
 
     def is_loaded(self, ordinal: int) -> bool:
-        """Whether `load` would neither compile nor load, because the kernels are loaded onto a device already."""
+        """Whether the kernels are loaded onto a device already, so that `load`, which must still be called, is fast."""
         return all(compiler.is_loaded(ordinal, compile_call, k.key, self._device.capability) for k in self.kernels)
 
     def binaries(self) -> list[Binary]:

@@ -25,7 +25,7 @@ from torch_bridge import choice
 
 
 class _TensorState(NamedTuple):
-    """The state of a real tensor that traced code may change, apart from its values, which never change."""
+    """The state of a real tensor, except for its values, which traced code cannot change."""
 
     tensor: Tensor
     requires_grad: bool
@@ -279,7 +279,8 @@ def modules_of(arguments: Any) -> list[torch.nn.Module]:
 def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Makes operators return fake tensors, and sends choices and launches to a listener, inside a `with` statement.
 
-    On exit, tensors, random number generators, `modules`, and other modules that were called are restored.
+    On exit, tensors, random number generators and `modules` are restored, and of other modules that were called those
+    items that are fake tensors.
     """
 
     def reject_optimizer(*_: Any) -> None:
@@ -298,7 +299,7 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
     generators = torch.random.fork_rng(range(torch.cuda.device_count()) if has_gpu_generators else [])
     choice.count_listener(1)
     hooks = register_optimizer_step_pre_hook(reject_optimizer), register_module_forward_pre_hook(record_module)
-    # compiled code can neither be traced nor run on fake tensors; without the compiler imported, there is none
+    # compiled code can neither be traced nor run on fake tensors; there is none yet if the compiler is not imported
     may_be_compiled = "torch._dynamo" in sys.modules
     try:
         with (

@@ -1,8 +1,8 @@
 """Computes the outputs of a forward or backward kernel with `lax.scan` in XLA, from the same arrays.
 
-`implementation=None` runs this instead of a kernel where it is faster: for wide states with many sequences, on GPUs
-whose kernels read the weights at every step. `torch_bridge.tiling.prefers_scan` chooses, separately for the forward and
-the backward launch. The choice is made when a launch is lowered, so it takes into account the sizes that `vmap` adds.
+`implementation=None` runs this on a CPU, and on a GPU where it is estimated to be faster than the kernel: for wide
+states with many sequences. `torch_bridge.tiling.prefers_scan` decides, separately for the forward and the backward
+launch. It decides when a launch is lowered, so it takes into account the sizes that `vmap` adds.
 Gradients of the weights are not computed here, because the backward kernel does not compute them either.
 """
 
@@ -38,7 +38,7 @@ def run(
       arrays: the arrays of the launch by name: weights `[S, ...]`, sequences `[G, T, B, W]` and states `[G, B, H]`.
         G is a multiple of the number of models S, and each model has G / S consecutive groups.
       dtypes: the dtypes of the outputs by name.
-      reset_state: as in the launch: "zeros", "fixed" or "stepped".
+      reset_state: as in the launch: "zeros", "fixed" (`[G, B, H]`) or "stepped" (`[G, T, B, H]`).
       reverse: as in the launch; "bidirectional" runs models of odd index in reverse.
       precision: the precision of float32 products: "tf32", or "tf32x3" for float32's accuracy.
       norm_width: as in the launch.
@@ -68,8 +68,8 @@ def run(
 class _Steps:
     """Converts one model's arrays between the form of a launch, with groups, and that of `lax.scan`, with steps first.
 
-    If `in_reverse` is an array, a bool that is known at run time only, sequences are flipped where it is true. If it is
-    a Python bool, `lax.scan` runs in reverse instead, which needs no copies.
+    If `in_reverse` is an array, it is one bool that is known at run time only, and sequences are flipped if it is true.
+    If it is a Python bool, `lax.scan` runs in reverse instead, which needs no copies.
     """
 
     def __init__(self, sequence: Array, in_reverse: bool | Array):
@@ -152,9 +152,10 @@ def _forward(
 
 
 def _is_packed(cell: Cell, names: Collection[str]) -> bool:
-    """Returns whether the residuals of a launch are words that `pack_words` packed.
+    """Returns whether `local_grads` and `carry_gate` of a launch are packed together, by `pack_words`.
 
-    Such a launch has `local_grads` and no `carry_gate`. `torch_bridge.cells.CellSpec.in_place_residuals` describes it.
+    `names` are the outputs of a forward launch or the inputs of a backward one: `carry_gate` is not among them then.
+    `torch_bridge.cells.CellSpec.in_place_residuals` describes it.
     """
     return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
 
@@ -165,8 +166,8 @@ def _backward(
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the outputs of the backward launch of one model.
 
-    At a reset, the gradient of the state belongs to the reset state, whatever `reset_state` is: it is the output
-    `dreset_*`, if there is one. The state before the reset gets zero.
+    At a reset, the gradient of the state is that of the reset state, whatever `reset_state` is: the output `dreset_*`,
+    if there is one. The state before the reset has a gradient of zero.
     """
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T

@@ -159,7 +159,10 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
 
     @nn.nowrap
     def check_given(self, name: str, input_features: int, hidden: int) -> None:
-        """Raises ValueError unless the parameters of a gate, if they are given, have the widths of inputs and carry."""
+        """Raises ValueError if parameters of a gate are missing and not created, or have wrong widths.
+
+        Only the widths of kernels of inputs ("i*") are checked here; Flax checks the others.
+        """
         kind, path = type(self).__name__, "/".join(self.path) or "the top level"
         if not self.has_variable("params", name):
             if self.is_mutable_collection("params"):
