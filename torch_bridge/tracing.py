@@ -91,7 +91,8 @@ class _Mode(FakeTensorMode):
                 if x.is_floating_point() or x.is_complex():
                     self._check_can_be_undone(x)
         real = [x for x in tensors if not isinstance(x, FakeTensor)]
-        if real and len(real) == len(tensors) and all(map(self._keeps_values, tensors)):
+        on_cpu = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        if on_cpu and real and len(real) == len(tensors) and all(map(self._keeps_values, tensors)):
             return self._run_with_values(func, args, kwargs, written)
         if torch.Tag.inplace_view not in func.tags:
             self._mark_valueless(written)

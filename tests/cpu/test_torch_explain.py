@@ -313,6 +313,20 @@ def test_lengths_on_the_cpu_keep_their_values():
     assert explanation.calls[0].arguments == "xs float32[7,4,8], 16 units"
 
 
+def test_integers_that_move_to_another_device_are_fake_there():
+    """On a GPU, `explain` allocates no memory."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    moved = []
+
+    def run(xs, resets):
+        moved.append(resets.to("meta"))
+        return nn().GRU(D, H)(xs, resets=resets)
+
+    explain(run, torch.ones(T, B, D), torch.zeros(T, B, dtype=torch.bool))
+    assert len(moved) == 1 and moved[0].device.type == "meta" and isinstance(moved[0], FakeTensor)
+
+
 def test_modules_without_memory_are_explained():
     with torch.device("meta"):
         rnn, xs = nn().GRU(D, 4096), torch.empty(256, 512, D)
