@@ -369,6 +369,20 @@ def test_two_devices_learn(device, tmp_path, capsys):
     assert run["steps_per_second"] == pytest.approx(32 * 52 * 60 / run["seconds"], rel=0.06)
 
 
+ONE_HOST = """
+import importlib.util, json, sys
+import jax
+
+path, devices_per_host, *arguments = sys.argv[1:]
+spec = importlib.util.spec_from_file_location("recurrent_ppo", path)
+recurrent_ppo = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(recurrent_ppo)
+(result,) = recurrent_ppo.main(arguments)
+assert (jax.device_count(), jax.local_device_count()) == (2 * int(devices_per_host), int(devices_per_host))
+print(json.dumps({"episodes": result.episodes.tolist(), "total_return": result.total_return.tolist()}))
+"""
+
+
 @pytest.mark.parametrize(
     ("device", "num_devices"),
     [pytest.param("gpu", 2, marks=pytest.mark.several_gpus), pytest.param("cpu", 4, marks=pytest.mark.interpret)],
@@ -390,10 +404,13 @@ def test_two_hosts_train_like_one(device, num_devices, tmp_path):
     else:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")
         places = [{**here, "CUDA_VISIBLE_DEVICES": visible[process]} for process in range(2)]
+    path = tmp_path / "host.py"
+    path.write_text(ONE_HOST)
     hosts = []
     for process, environment in enumerate(places):
         joined = ["--num-processes", "2", "--process-id", str(process), "--coordinator-address", address]
-        command = [sys.executable, recurrent_ppo.__file__, *options, *joined, "--out", str(tmp_path / str(process))]
+        arguments = [*options, *joined, "--out", str(tmp_path / str(process))]
+        command = [sys.executable, str(path), recurrent_ppo.__file__, str(num_devices // 2), *arguments]
         hosts.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
@@ -402,6 +419,9 @@ def test_two_hosts_train_like_one(device, num_devices, tmp_path):
             printed, errors = host.communicate(timeout=300)
             assert host.returncode == 0, errors
             assert ("1 seed" in printed) == (process == 0)
+            got = json.loads(printed.splitlines()[-1])
+            np.testing.assert_array_equal(got["episodes"], want.episodes)
+            np.testing.assert_allclose(got["total_return"], want.total_return, rtol=1e-5)
     finally:
         for host in hosts:
             host.kill()
@@ -415,3 +435,41 @@ def test_options_of_several_processes_need_their_number(capsys):
     with pytest.raises(SystemExit):
         recurrent_ppo.main(["--process-id", "1"])
     assert "need --num-processes" in capsys.readouterr().err
+
+
+def test_parts_draw_different_random_numbers():
+    ppo = recurrent_ppo.PPO(TINY, "parts")
+    keys = jax.vmap(lambda _: jax.random.key_data(ppo.own(jax.random.key(0))), axis_name="parts")(jnp.arange(3))
+    assert len({tuple(key) for key in keys.tolist()}) == 3
+
+
+@pytest.mark.gpu
+def test_triton_learns_like_flax():
+    config = recurrent_ppo.Config(
+        env="repeat", k=1, num_envs=32, rollout_steps=52, hidden=32, total_steps=32 * 52 * 60, lr=3e-3, num_seeds=3
+    )
+    results = {
+        name: recurrent_ppo.train(dataclasses.replace(config, implementation=name)) for name in ("flax", "triton")
+    }
+    np.testing.assert_allclose(results["triton"].curve[:, :2], results["flax"].curve[:, :2], atol=0.02)
+    assert all(result.final_return.min() > 0.5 for result in results.values())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--num-envs", "6"], "num_envs must be a multiple of 4 minibatches, got 6"),
+        (["--num-devices", "3"], "num_envs must be a multiple of 3 devices x 4 minibatches, got 64"),
+        (["--num-devices", "64", "--num-envs", "256"], "num_devices is 64, but JAX has"),
+        (["--env", "repeat", "--k", "0"], "k must be at least 1, got 0"),
+        (["--implementation", "cudnn"], "invalid choice: 'cudnn'"),
+        (["--implementation", "none", "--no-control"], "--implementation none trains the control alone"),
+        (["--lr", "nan"], "lr must be above 0 and finite, got nan"),
+        (["--lr", "-1"], "lr must be above 0 and finite, got -1.0"),
+    ],
+)
+def test_bad_arguments_end_with_a_message_and_a_nonzero_status(arguments, message, capsys):
+    with pytest.raises(SystemExit) as error:
+        recurrent_ppo.main(arguments)
+    assert error.value.code != 0
+    assert message in capsys.readouterr().err
