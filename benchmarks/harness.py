@@ -374,14 +374,25 @@ def time_steps(
     """
     inputs = Inputs(cases.make_inputs(case))
     ready, rows = prepare(providers, case, inputs, first_calls, step=True)
-    if not ready:
-        return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
+    if ready:
+        rows |= _time_ready_steps(
+            ready, [one for one in providers if one.name in ready], case, inputs, settings, progress
+        )
+    return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
+
+
+def _time_ready_steps(
+    ready: Mapping[str, Ready], providers: Sequence[Provider], case: Case, inputs: Inputs, settings: Settings,
+    progress: Callable[[str], None],
+) -> dict[str, Row]:  # fmt: skip
+    """Times the providers that are ready, and returns their rows by name."""
     import torch
 
     truth = Oracle(case, inputs.jax)
+    rows: dict[str, Row] = {}
     host, device, errors = {}, {}, {}
     with torch.no_grad():
-        for provider in (provider for provider in providers if provider.name in ready):
+        for provider in providers:
             name, one = provider.name, ready[provider.name]
             checked = check(provider, one, truth, names=("ys",))
             if isinstance(checked, Row):
@@ -402,11 +413,11 @@ def time_steps(
             seconds = spreads[f"{name}, device"][0].median
             notes.append(f"device {1e6 * seconds:.3g} us" + (", the bottleneck" if seconds > returned.median else ""))
         row = Row(
-            str(case), name, ours=provider.ours, unit="us", error=errors[name][1], error_of=errors[name][0],
+            str(case), name, ours=provider.ours, error=errors[name][1], error_of=errors[name][0],
             note="; ".join(filter(None, notes)),
         )  # fmt: skip
         rows[name] = timed(row, returned, wall, scale=1e6, method=host[name].method)
-    return [dataclasses.replace(rows[provider.name], unit="us") for provider in providers]
+    return rows
 
 
 def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:

@@ -125,7 +125,7 @@ def torch_step(settings: Settings, progress: Progress) -> Iterator[Row]:
 # Inside a scan.
 
 
-# XLA captures nothing in CUDA graphs.
+# Compiler options with which XLA captures no operation in CUDA graphs.
 NOT_CAPTURED: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ""}
 
 

@@ -73,7 +73,7 @@ class KernelCall(NamedTuple):
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What the compiled kernel depends on, except for the compute capability."""
+        """The key of the compiled kernel, which depends on these values and on the compute capability."""
         constants = tuple((name, _Function(x) if callable(x) else x) for name, x in self.constants)
         return _Function(self.function), constants, self.dtypes, self.options
 
@@ -228,7 +228,7 @@ class Launch:
         ]
 
     def is_loaded(self, ordinal: int) -> bool:
-        """Whether the kernels are loaded onto a device already, so that `load`, which must still be called, is fast."""
+        """Returns whether the kernels are loaded onto a device. If so, `load`, which a launch needs, is fast."""
         return all(compiler.is_loaded(ordinal, compile_call, k.key, self._device.capability) for k in self.kernels)
 
     def binaries(self) -> list[Binary]:

@@ -1,6 +1,7 @@
-"""What `jaxrnn.explain` and `torch_bridge.explain` return, and the warning that both packages give.
+"""Dataclasses of choices and launches, which `jaxrnn.explain` and `torch_bridge.explain` return.
 
-Nothing here imports torch, triton or jax.
+The module also defines the warning that both packages give if the kernels cannot run on a GPU. It imports neither torch
+nor triton nor jax.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from jax import Array
 
 
-# The largest number of sequences times segments, at the traced shapes, which `vmap` over seeds multiplies further; and
-# the smallest number of steps of a segment, because each tile of sequences first loads the weights, which takes as long
-# as a few steps. On an H100, a pass of a GRU of 64 sequences, 512 steps and 128 units takes 1.09 ms without segments,
-# 0.89 ms with four and 0.84 ms with sixteen; with 128 steps, it takes 0.307 ms, 0.262 ms with four and 0.251 ms with
-# eight. These limits allow eight and four.
+# The first limit is the largest product of sequences and segments, at the traced shapes; `vmap` over seeds multiplies
+# it further. The second limit is the smallest number of steps of a segment, because each tile of sequences first loads
+# the weights, which takes as long as a few steps. On an H100, a pass of a GRU of 64 sequences, 512 steps and 128 units
+# takes 1.09 ms without segments, 0.89 ms with four and 0.84 ms with sixteen; with 128 steps, it takes 0.307 ms, 0.262
+# ms with four and 0.251 ms with eight. These limits allow eight and four.
 _MAX_SEQUENCES = 512
 _MIN_STEPS = 32
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax.numpy as jnp
-
-from jaxrnn import recurrent
+from jaxrnn import checks, recurrent
 from jaxrnn.cells import CELLS, Cell
-from jaxrnn.checks import Caller, check_array, join_carry, split_carry
+from jaxrnn.checks import Caller, join_carry, split_carry
 from jaxrnn.numerics import accumulation_dtype
 
 if TYPE_CHECKING:
@@ -34,11 +32,9 @@ def state_names(cell: Recurrence) -> tuple[str, ...]:
 
 
 def check_carry(cell: Recurrence, carry: Carry, caller: Caller) -> None:
-    """Raises ValueError unless `carry` is the cell's: one array, or a pair of arrays, with at least one axis each."""
+    """Raises ValueError unless `carry` has the structure of the cell's carry, and its arrays are `[*batch, H]`."""
     for state in split_carry(_cell(cell), caller("carry"), carry):
-        check_array(caller("carry"), state)
-        if jnp.ndim(state) < 1:
-            raise ValueError(f"{caller('carry')} must be [*batch, H], got a scalar; add the axes that are missing")
+        checks.check_carry(caller("carry"), state)
 
 
 def run(

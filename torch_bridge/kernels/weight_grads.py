@@ -210,7 +210,7 @@ def _add_up(
         if WGMMA
         else gl.NVMMADistributedLayout([2, 0], [WARPS // 2, 2], [16, 8])
     )
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, ACC, 1 if WIDE else 2)
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, ACC, 1)
     LOAD: gl.constexpr = gl.BlockedLayout(
         [1, 4] if WIDE else [1, 8], [1, 32] if WIDE else [2, 16], [WARPS, 1], [1, 0]
     )  # fmt: skip
@@ -248,9 +248,9 @@ def _add_up(
         if TRANSPOSES:
             fence_async_shared()
             barrier()
-            x = _round(xs.index(slot).permute([1, 0]).load(LEFT))
+            x = _round(xs.index(slot).permute([1, 0]).load(OPERAND))
             product_x = warpgroup_mma(x, gt.permute([1, 0]), product_x, is_async=True)
-            h = _round(ps.index(slot).permute([1, 0]).load(LEFT))
+            h = _round(ps.index(slot).permute([1, 0]).load(OPERAND))
             product_h = warpgroup_mma(h, nt.permute([1, 0]), product_h, is_async=True)
         else:
             if not WGMMA:
