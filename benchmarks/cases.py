@@ -134,7 +134,7 @@ TORCH_STEP = Case("gru", 64, 1, 128, reset_rate=0.1)
 ACTING = Case("gru", 64, 1000, 128)  # T is the number of iterations of a scan over single steps
 ACTING_TARGET_US = 8.0
 DISPATCH_TARGET_US = 1.0
-# An iteration that XLA does not capture in a CUDA graph; and one with a sum over two GPUs.
+# An iteration that XLA does not capture in a CUDA graph, on one GPU and on two.
 NOT_CAPTURED_TARGET_US, TWO_GPUS_TARGET_US = 11.0, 15.0
 
 MEMORY = Case("gru", 2048, 256, 128)

@@ -19,7 +19,7 @@ from jaxrnn._bridge.launch_kind import LaunchKind, NamedOutput
 from jaxrnn._bridge.primitive import bind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from benchmarks.cases import Case
 
@@ -76,17 +76,36 @@ def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
 # A launch in a scan.
 
 DISPATCH_ITERATIONS, DISPATCH_BATCH, DISPATCH_HIDDEN = 1000, 16, 64
-NONE, MORE, NATIVE, OURS, NORM, ONE_STEP, TWO_STEPS = (
-    "five trivial ops", "and a sixth", "and a native Triton call", "and our launch of the same", "and rms_norm",
-    "and our GRU loop, T=1", "and our GRU loop, T=2",
+FIVE, SIXTH = "five trivial ops", "and a sixth"
+ONE, NATIVE, OURS, NORM, ONE_STEP, TWO_STEPS = (
+    "one trivial op", "a native Triton call", "our launch of the same", "rms_norm", "our GRU loop, T=1",
+    "our GRU loop, T=2",
 )  # fmt: skip
 
 
 def dispatch() -> dict[str, Program]:
-    """Returns scans over the same five ops: alone, or with a sixth op, a native Triton call or one of our launches.
+    """Returns scans over five trivial ops: alone, or with one more op, a native Triton call or one of our launches.
 
-    One of our launches runs the same kernel as the native call; the difference of the two is the overhead of a launch.
+    XLA captures the body of a loop in a CUDA graph if it has five ops or more. One of our launches runs the same kernel
+    as the native call; the difference of the two is the overhead of a launch.
     """
+
+    def after_five(body: Callable[[Arrays, jax.Array], jax.Array], fixed: Arrays, h: jax.Array) -> jax.Array:
+        for _unused in range(5):
+            h = trivial(h)
+        return body(fixed, h)
+
+    names = {name: SIXTH if name == ONE else f"and {name}" for name in BODIES}
+    bodies = {names[name]: functools.partial(after_five, body) for name, body in BODIES.items()}
+    return _dispatched({FIVE: functools.partial(after_five, lambda fixed, h: h), **bodies})
+
+
+def dispatch_alone() -> dict[str, Program]:
+    """Returns scans over one trivial op, one native Triton call or one of our launches, which XLA does not capture."""
+    return _dispatched(BODIES)
+
+
+def _dispatched(bodies: Mapping[str, Callable[[Arrays, jax.Array], jax.Array]]) -> dict[str, Program]:
     B, H = DISPATCH_BATCH, DISPATCH_HIDDEN
     keys = jax.random.split(jax.random.key(0), 4)
     h = 0.5 * jax.random.normal(keys[0], (B, H))
@@ -97,22 +116,8 @@ def dispatch() -> dict[str, Program]:
     }
 
     def scan(body: Callable[[Arrays, jax.Array], jax.Array], fixed: Arrays, h: jax.Array) -> jax.Array:
-        def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            for _unused in range(5):
-                h = trivial(h)
-            return body(fixed, h), None
+        return jax.lax.scan(lambda h, _: (body(fixed, h), None), h, length=DISPATCH_ITERATIONS)[0]
 
-        return jax.lax.scan(step, h, length=DISPATCH_ITERATIONS)[0]
-
-    bodies: dict[str, Callable[[Arrays, jax.Array], jax.Array]] = {
-        NONE: lambda fixed, h: h,
-        MORE: lambda fixed, h: trivial(h),
-        NATIVE: lambda fixed, h: native_call(h),
-        OURS: lambda fixed, h: our_call(h),
-        NORM: lambda fixed, h: jaxrnn.rms_norm(h, implementation="triton"),
-        ONE_STEP: functools.partial(bare_launch, 1),
-        TWO_STEPS: functools.partial(bare_launch, 2),
-    }
     return {name: (functools.partial(scan, body), (fixed, h)) for name, body in bodies.items()}
 
 
@@ -120,9 +125,9 @@ SUM, SUM_OURS = "a sum over two GPUs", "our launch and a sum over two GPUs"
 
 
 def dispatch_on_two_devices() -> dict[str, Program]:
-    """Returns scans in which two devices add up an array each iteration, after one op or after one of our launches.
+    """Returns scans on two devices, over one op or launch on each: alone, or with a sum over the devices after it.
 
-    XLA does not capture loops with sums over devices in a CUDA graph, so that the host launches every kernel.
+    The devices wait for each other only in the sum.
     """
     mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     h = 0.5 * jax.random.normal(jax.random.key(0), (2, DISPATCH_BATCH, DISPATCH_HIDDEN))
@@ -130,13 +135,20 @@ def dispatch_on_two_devices() -> dict[str, Program]:
 
     def scan(body: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
         def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return jax.lax.pmean(body(h), "devices"), None
+            return body(h), None
 
         part = PartitionSpec("devices")
         loop = functools.partial(jax.lax.scan, step, length=DISPATCH_ITERATIONS)
         return jax.shard_map(lambda h: loop(h)[0], mesh=mesh, in_specs=part, out_specs=part, check_vma=False)(h)
 
-    return {name: (functools.partial(scan, body), (h,)) for name, body in {SUM: trivial, SUM_OURS: our_call}.items()}
+    bodies: dict[str, Callable[[jax.Array], jax.Array]] = {
+        ONE: trivial,
+        NATIVE: native_call,
+        OURS: our_call,
+        SUM: lambda h: jax.lax.pmean(trivial(h), "devices"),
+        SUM_OURS: lambda h: jax.lax.pmean(our_call(h), "devices"),
+    }
+    return {name: (functools.partial(scan, body), (h,)) for name, body in bodies.items()}
 
 
 def bare_launch(steps: int, fixed: Arrays, h: jax.Array) -> jax.Array:
@@ -201,3 +213,14 @@ SCALE = ScaleKind()
 def our_call(h: jax.Array) -> jax.Array:
     """Launches the kernel of `ScaleKind` like every launch of ours, on a GPU or in Triton's interpreter."""
     return bind(SCALE, {"x": h}, [NamedOutput("y", h.dtype)])["y"]
+
+
+# What an iteration runs, by its name: functions of the fixed arrays and of the carry `[B, H]`.
+BODIES: dict[str, Callable[[Arrays, jax.Array], jax.Array]] = {
+    ONE: lambda fixed, h: trivial(h),
+    NATIVE: lambda fixed, h: native_call(h),
+    OURS: lambda fixed, h: our_call(h),
+    NORM: lambda fixed, h: jaxrnn.rms_norm(h, implementation="triton"),
+    ONE_STEP: functools.partial(bare_launch, 1),
+    TWO_STEPS: functools.partial(bare_launch, 2),
+}

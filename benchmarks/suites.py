@@ -180,20 +180,19 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times a launch in a jitted scan against no launch and against a native call; on two GPUs, a sum and a launch."""
+    """Times a launch in a jitted scan against no launch and against a native call; captured or not; on two GPUs."""
     case = f"an iteration, B={scans.DISPATCH_BATCH}, H={scans.DISPATCH_HIDDEN}"
     rows = _dispatch_rows(case, scans.dispatch, settings, progress)
     yield from rows.values()
     if rows:
         yield _over_native(case, rows)
+    case = f"{case}, not captured"
+    not_captured = functools.partial(_dispatch_rows, settings=settings, progress=progress, options=NOT_CAPTURED)
     targets = {scans.OURS: cases.NOT_CAPTURED_TARGET_US}
-    label = f"{case}, not captured"
-    yield from _dispatch_rows(label, scans.dispatch, settings, progress, targets, NOT_CAPTURED).values()
+    yield from not_captured(case, scans.dispatch_alone, targets=targets).values()
     if jax.device_count() > 1:
-        targets = {scans.SUM_OURS: cases.TWO_GPUS_TARGET_US}
-        yield from _dispatch_rows(
-            f"{case}, on 2 GPUs", scans.dispatch_on_two_devices, settings, progress, targets
-        ).values()
+        targets = dict.fromkeys((scans.OURS, scans.SUM_OURS), cases.TWO_GPUS_TARGET_US)
+        yield from not_captured(f"{case}, on 2 GPUs", scans.dispatch_on_two_devices, targets=targets).values()
 
 
 def _dispatch_rows(
@@ -229,7 +228,7 @@ def _over_native(case: str, rows: dict[str, Row]) -> Row:
         case, "our launch over a native call", unit="us", ours="", target=cases.DISPATCH_TARGET_US,
         note="of the same kernel",
     )  # fmt: skip
-    ours, native = (rows[name].value for name in (scans.OURS, scans.NATIVE))
+    ours, native = (rows[f"and {name}"].value for name in (scans.OURS, scans.NATIVE))
     if ours is None or native is None:
         return dataclasses.replace(launch, status="failed", reason="one of the two rows that it compares has no figure")
     return dataclasses.replace(launch, value=ours - native, method="from the medians above")

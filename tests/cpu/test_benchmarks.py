@@ -964,22 +964,30 @@ def test_launch_in_a_scan_is_timed_on_the_gpu():
     assert [row for row in rows if row.status != "measured"] == []
     *captured, launch = [row for row in rows if row.case == rows[0].case]
     us = {row.provider: row.value for row in captured}
-    assert us.keys() == scans.dispatch().keys() and us[scans.NONE] < us[scans.OURS] < us[scans.TWO_STEPS]
-    assert launch.value == us[scans.OURS] - us[scans.NATIVE]
-    outside = {row.provider: row.value for row in rows if row.case.endswith("not captured")}
-    assert outside.keys() == us.keys() and us[scans.OURS] < outside[scans.OURS]
-    on_two = {row.provider for row in rows if row.case.endswith("on 2 GPUs")}
-    assert on_two == ({scans.SUM, scans.SUM_OURS} if jax.device_count() > 1 else set())
+    ours, native, longer = (f"and {name}" for name in (scans.OURS, scans.NATIVE, scans.TWO_STEPS))
+    assert us.keys() == scans.dispatch().keys() and us[scans.FIVE] < us[ours] < us[longer]
+    assert launch.value == us[ours] - us[native]
+    alone = {row.provider for row in rows if row.case.endswith("not captured")}
+    assert alone == scans.dispatch_alone().keys()
+    on_two = {row.provider: row.value for row in rows if row.case.endswith("on 2 GPUs")}
+    if jax.device_count() > 1:
+        assert on_two.keys() == scans.dispatch_on_two_devices().keys()
+        assert on_two[scans.OURS] < on_two[scans.SUM_OURS]
+    else:
+        assert on_two == {}
 
 
 @pytest.mark.interpret
-def test_two_devices_add_up_what_each_launch_wrote(monkeypatch):
+def test_two_devices_run_launches_and_add_up_what_they_wrote(monkeypatch):
     from benchmarks import scans
 
     monkeypatch.setattr(scans, "DISPATCH_ITERATIONS", 2)
-    program, (h,) = scans.dispatch_on_two_devices()[scans.SUM_OURS]
-    want = np.broadcast_to(0.99**2 * np.asarray(h).mean(0), h.shape)
+    programs = scans.dispatch_on_two_devices()
+    program, (h,) = programs[scans.SUM_OURS]
+    start = np.asarray(h)
+    want = np.broadcast_to(0.99**2 * start.mean(0), h.shape)
     np.testing.assert_allclose(jax.jit(program)(h), want, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(jax.jit(programs[scans.OURS][0])(h), 0.99**2 * start, rtol=1e-6)
 
 
 @pytest.mark.interpret

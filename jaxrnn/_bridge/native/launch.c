@@ -222,12 +222,24 @@ typedef struct {
   int num_parameters;
 } Call;
 
+// Whether an attribute's name is `name`, or for k >= 0 `name` with "_k" after it. This runs in every launch that is not
+// captured, and formatting the name would take longer than the rest of the search.
+static bool is_named(const XLA_FFI_ByteSpan* span, const char* name, int k) {
+  size_t i = strlen(name);
+  if (span->len < i || memcmp(span->ptr, name, i)) return false;
+  if (k < 0) return span->len == i;
+  if (span->len < i + 2 || span->ptr[i] != '_') return false;
+  int number = 0;
+  while (++i < span->len && number <= k) {
+    if (span->ptr[i] < '0' || span->ptr[i] > '9') return false;
+    number = number * 10 + span->ptr[i] - '0';
+  }
+  return number == k && i == span->len;
+}
+
 static void* attribute(const XLA_FFI_Attrs* attrs, const char* name, int k, XLA_FFI_AttrType type) {
-  char numbered[32];
-  size_t length = (size_t)snprintf(numbered, sizeof numbered, k < 0 ? "%s" : "%s_%d", name, k);
   for (int64_t i = 0; i < attrs->size; ++i)
-    if (attrs->names[i]->len == length && !memcmp(attrs->names[i]->ptr, numbered, length))
-      return attrs->types[i] == type ? attrs->attrs[i] : NULL;
+    if (is_named(attrs->names[i], name, k)) return attrs->types[i] == type ? attrs->attrs[i] : NULL;
   return NULL;
 }
 
