@@ -17,6 +17,7 @@ def install() -> None:
     _find_dtypes_once()
     _make_types_once()
     _leave_equal_shapes()
+    _find_types_of_results_once()
     _leave_out_unread_checks()
 
 
@@ -80,6 +81,40 @@ def _leave_equal_shapes() -> None:
         return broadcast(self, lhs, rhs)
 
     TritonSemantic.broadcast_impl_value = broadcast_others
+
+
+def _find_types_of_results_once() -> None:
+    """Finds once to which types two operands of given types are converted, and lets NumPy broadcast their values.
+
+    An operand then has the type of the result, and values of its own shape. That is enough for all operations of two
+    operands, which NumPy computes. Operands that change their scalar type are converted by Triton each time.
+    """
+    convert, found = TritonSemantic.binary_op_type_checking_impl, {}
+
+    def kind(operand: Any) -> Any:
+        return operand.type.name if type(operand) is core.tensor else (type(operand), operand)
+
+    def plan(before: Any, after: Any) -> Any:
+        """Returns the converted constant, the type for a tensor that is only broadcast, or None."""
+        if type(before) is not core.tensor:
+            return after
+        return after.type if before.type.scalar == after.type.scalar else None
+
+    def apply(plan: Any, operand: Any) -> Any:
+        return plan if type(plan) is core.tensor else core.tensor(operand.handle, plan)
+
+    def convert_once(self: TritonSemantic, lhs: Any, rhs: Any, *args: Any, **kwargs: Any) -> Any:
+        key = kind(lhs), kind(rhs), args, *kwargs.items()
+        plans = found.get(key)
+        if plans is None:
+            operands = convert(self, lhs, rhs, *args, **kwargs)
+            found[key] = plan(lhs, operands[0]), plan(rhs, operands[1])
+            return operands
+        if plans[0] is None or plans[1] is None:
+            return convert(self, lhs, rhs, *args, **kwargs)
+        return apply(plans[0], lhs), apply(plans[1], rhs)
+
+    TritonSemantic.binary_op_type_checking_impl = convert_once
 
 
 def _leave_out_unread_checks() -> None:
