@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreted = os.environ.setdefault("TRITON_INTERPRET", str(int(interpreted_by_default))) == "1"
     if interpreted or not gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        # Much of the time is spent on compiling small programs. That takes a third less without LLVM's optimisations, and
+        # Much of the time is spent on compiling small programs. It takes a third less without LLVM's optimisations, and
         # a sixth less again if LLVM gets a program in one part.
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         quick += " --xla_cpu_parallel_codegen_split_count=1"
