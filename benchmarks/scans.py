@@ -116,9 +116,14 @@ def _dispatched(bodies: Mapping[str, Callable[[Arrays, jax.Array], jax.Array]]) 
     }
 
     def scan(body: Callable[[Arrays, jax.Array], jax.Array], fixed: Arrays, h: jax.Array) -> jax.Array:
-        return jax.lax.scan(lambda h, _: (body(fixed, h), None), h, length=DISPATCH_ITERATIONS)[0]
+        return _repeated(functools.partial(body, fixed), h)
 
     return {name: (functools.partial(scan, body), (fixed, h)) for name, body in bodies.items()}
+
+
+def _repeated(body: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
+    """Runs a body, which maps a carry to the next, once per iteration of a scan; returns the last carry."""
+    return jax.lax.scan(lambda h, _: (body(h), None), h, length=DISPATCH_ITERATIONS)[0]
 
 
 SUM, SUM_OURS = "a sum over two GPUs", "our launch and a sum over two GPUs"
@@ -134,12 +139,9 @@ def dispatch_on_two_devices() -> dict[str, Program]:
     h = jax.device_put(h, NamedSharding(mesh, PartitionSpec("devices")))
 
     def scan(body: Callable[[jax.Array], jax.Array], h: jax.Array) -> jax.Array:
-        def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
-            return body(h), None
-
         part = PartitionSpec("devices")
-        loop = functools.partial(jax.lax.scan, step, length=DISPATCH_ITERATIONS)
-        return jax.shard_map(lambda h: loop(h)[0], mesh=mesh, in_specs=part, out_specs=part, check_vma=False)(h)
+        loop = functools.partial(_repeated, body)
+        return jax.shard_map(loop, mesh=mesh, in_specs=part, out_specs=part, check_vma=False)(h)
 
     bodies: dict[str, Callable[[jax.Array], jax.Array]] = {
         ONE: trivial,
@@ -215,7 +217,8 @@ def our_call(h: jax.Array) -> jax.Array:
     return bind(SCALE, {"x": h}, [NamedOutput("y", h.dtype)])["y"]
 
 
-# What an iteration runs, by its name: functions of the fixed arrays and of the carry `[B, H]`.
+# The bodies of the loops on one device, by the name of the row. A body takes the fixed arrays and the carry `[B, H]`,
+# and returns the next carry.
 BODIES: dict[str, Callable[[Arrays, jax.Array], jax.Array]] = {
     ONE: lambda fixed, h: trivial(h),
     NATIVE: lambda fixed, h: native_call(h),

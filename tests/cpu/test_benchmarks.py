@@ -967,8 +967,8 @@ def test_launch_in_a_scan_is_timed_on_the_gpu():
     ours, native, longer = (f"and {name}" for name in (scans.OURS, scans.NATIVE, scans.TWO_STEPS))
     assert us.keys() == scans.dispatch().keys() and us[scans.FIVE] < us[ours] < us[longer]
     assert launch.value == us[ours] - us[native]
-    alone = {row.provider for row in rows if row.case.endswith("not captured")}
-    assert alone == scans.dispatch_alone().keys()
+    alone = {row.provider: row.value for row in rows if row.case.endswith("not captured")}
+    assert alone.keys() == scans.dispatch_alone().keys() and us[ours] < alone[scans.OURS]
     on_two = {row.provider: row.value for row in rows if row.case.endswith("on 2 GPUs")}
     if jax.device_count() > 1:
         assert on_two.keys() == scans.dispatch_on_two_devices().keys()
