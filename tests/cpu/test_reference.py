@@ -417,9 +417,11 @@ def test_float32_recurrent_weights_are_multiplied_in_float32(cell):
 
 
 @pytest.mark.parametrize(("dtype", "products"), [("float32", 1), ("bfloat16", 1), ("mixed", 2)])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, dtype, products):
-    params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=24)
+@pytest.mark.parametrize("hidden", [calls.D, 24])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
+def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, hidden, dtype, products):
+    """The weights of inputs and state have equal widths if there are `calls.D` units, and zeros pad neither then."""
+    params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=hidden)
     if dtype != "float32":
         params, xs = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, xs))
     if dtype == "mixed":
@@ -431,16 +433,18 @@ def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, dtype, produc
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     calls.assert_close(call(*arguments), want, 1e-6 if dtype == "float32" else 2.0**-6)
     forward = calls.runner(cell, "xla")
-    assert str(jax.make_jaxpr(forward)(*arguments)).count("dot_general") == products
+    program = str(jax.make_jaxpr(forward)(*arguments))
+    assert program.count("dot_general[") == products
+    assert ("pad[" in program) == (products == 1 and hidden != calls.D and cell != "lstm")
     jax.clear_caches()
     monkeypatch.setattr(scan, "_JOINT_BYTES", 0)
-    assert str(jax.make_jaxpr(forward)(*arguments)).count("dot_general") == 2
+    assert str(jax.make_jaxpr(forward)(*arguments)).count("dot_general[") == 2
     jax.clear_caches()
 
 
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("cell", ["gru", "lstm"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
 def test_one_step_saturates_like_the_formula(monkeypatch, cell, dtype, bad):
     """Sets one input to infinity, or close to the largest float32."""
     params, carry, xs, resets, _ = jax.tree.map(
