@@ -339,7 +339,8 @@ class PPO:
         self.network = ActorCritic(self.env.num_actions, config.implementation)
         gradient_steps = config.updates * config.epochs * config.minibatches
         lr = optax.linear_schedule(config.lr, 0.0, gradient_steps) if config.anneals_lr else config.lr
-        self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
+        clip, adam = optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5)
+        self.optimizer = optax.flatten(optax.chain(clip, adam))  # one vector takes fewer kernels than many small arrays
 
     def mean(self, tree: Any) -> Any:
         """Averages over the shards, as one vector. XLA would copy each of several arrays before it sums them."""
@@ -389,7 +390,8 @@ class PPO:
             state = state._replace(env_state=env_state, obs=obs, done=done, carry=carry, episode_return=episode_return)
             return state, seen
 
-        return jax.lax.scan(step, state._replace(key=key), (fresh, noise))
+        # XLA copies the state of the environments once an iteration; a step takes not much longer than these copies
+        return jax.lax.scan(step, state._replace(key=key), (fresh, noise), unroll=8)
 
     def loss(self, params: Any, carry: Array, seen: Trajectory, advantage: Array, target: Array) -> Array:
         config = self.config
