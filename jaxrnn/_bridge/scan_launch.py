@@ -65,6 +65,12 @@ def run(
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
+# Steps per iteration of the loop. XLA copies the states once an iteration. As an A100 on an H100, GRU 512,32,1024 takes
+# 0.97 of the time that it takes with one step (bfloat16 0.94), with four steps 0.96 (0.95); LSTM 1024,32,512 takes 0.98
+# with two and with four steps.
+_UNROLL = 2
+
+
 class _Steps:
     """Converts one model's arrays between the form of a launch, with groups, and that of `lax.scan`, with steps first.
 
@@ -102,7 +108,7 @@ class _Steps:
 
     def scan(self, step: Callable[..., Any], carry: Any, xs: Any, *, last_first: bool = False) -> tuple[Any, Any]:
         """Runs `step` over the model's steps in their order or, if `last_first`, in the opposite order."""
-        return jax.lax.scan(step, carry, xs, reverse=(self._in_reverse is True) != last_first)
+        return jax.lax.scan(step, carry, xs, reverse=(self._in_reverse is True) != last_first, unroll=_UNROLL)
 
 
 def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
