@@ -63,16 +63,17 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     """
     if device.interpreted or problem.gates < 128:
         return False
+    rows = problem.models * problem.rows
     dtype = dict(problem.dtypes)["x"]
     if dtype == "float32":
         if not device.has_wgmma:
             return False
         # narrower inputs were not measured; a load has 16 bytes if the width is a multiple of four, else one element
         kept = problem.inputs * 4 <= _KEPT_BYTES
-        return kept and problem.inputs > 32 and problem.inputs % 4 == 0 and problem.rows >= 4096
+        return kept and problem.inputs > 32 and problem.inputs % 4 == 0 and rows >= 4096
     # on GPUs other than Hopper, the kernel for wider inputs spills
     kept = device.has_wgmma or _keeps_weights(problem, device)
-    return dtype == "bfloat16" and kept and problem.inputs >= 32 and problem.rows >= 8192
+    return dtype == "bfloat16" and kept and problem.inputs >= 32 and rows >= 8192
 
 
 def _keeps_weights(problem: Problem, device: Device) -> bool:
@@ -103,10 +104,24 @@ def choose(problem: Problem, device: Device) -> Tiling:
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
     columns = 64 if wide else 128
     blocks = -(-problem.gates // columns) * problem.models
-    at_once = max(1, (2 if problem.inputs <= 128 else 1) * device.multiprocessors // blocks)
+    at_once = (2 if problem.inputs <= 128 else 1) * device.multiprocessors
     inputs = max(16, 1 << (problem.inputs - 1).bit_length())
     stages = 3 if _has_three_stages(problem.inputs * (4 if wide else 2), device) else 2
-    return Tiling(64, columns, inputs, 4, stages, min(at_once, -(-problem.rows // 64)))
+    return Tiling(64, columns, inputs, 4, stages, _programs(blocks, -(-problem.rows // 64), at_once))
+
+
+def _programs(blocks: int, tiles: int, at_once: int) -> int:
+    """Returns the number of programs among which the `tiles` of rows of a block of columns are divided.
+
+    The GPU runs `at_once` programs at once. Few programs may leave much of it idle in the last round, so up to four
+    rounds are compared, by an estimate: a program takes as long for its weights as for a tile.
+    """
+
+    def time(programs: int) -> int:
+        return -(-blocks * programs // at_once) * (-(-tiles // programs) + 1)
+
+    options = [min(tiles, max(1, rounds * at_once // blocks)) for rounds in range(1, 5)]
+    return min(options, key=time)
 
 
 class Launch(launch.Launch):

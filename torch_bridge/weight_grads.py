@@ -128,6 +128,11 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     1024,128,256. Compiled for an RTX 3090, whose shared memory has room for three pipeline stages, it gives 3.42 ms
     instead of 3.33 ms for GRU 2048,256,128, 0.233 ms instead of 0.248 ms for 256,128,64 and 0.231 ms instead of 0.233
     ms for 64,128,128.
+
+    Up to 128 inputs and units, the kernel is not slower from 2048 rows of a model on. On an H100, GRU 16,128,128 takes
+    0.95 of the time with the modules for Flax, 1.00 with `gru` in float32 and 0.96 in bfloat16, and 16 such models 0.94
+    in float32. With 1024 rows, 16 models take 1.01 of the time and 64 models 1.05. Compiled for an A100, the kernel
+    takes 1.00 of the time in float32, 0.95 in bfloat16 and, with 16 models, 0.95.
     """
     if not device.has_wgmma and not (
         problem.separate
@@ -140,9 +145,12 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     # a library needs two products of the hidden states for a GRU, with dxp and with dhn, and with a norm one more pass
     # over dxp for the biases
     more = problem.separate or problem.scaled
-    fewest, widest = (4096, 256 if wide else 128) if more else (32768 if wide else 65536, 128)
-    fits = not narrow and max(problem.inputs, problem.hidden) <= widest and problem.rows >= fewest
-    return fits and supports(problem, device)
+    widest = max(problem.inputs, problem.hidden)
+    if more:
+        fits = problem.rows >= (2048 if widest <= 128 else 4096) and widest <= (256 if wide else 128)
+    else:
+        fits = problem.rows >= (32768 if wide else 65536) and widest <= 128
+    return fits and not narrow and supports(problem, device)
 
 
 def choose(problem: Problem, device: Device) -> Tiling:

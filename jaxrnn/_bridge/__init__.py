@@ -27,7 +27,7 @@ from jaxrnn._bridge.launch_record import find_launches
 from jaxrnn._bridge.method import LaunchMethod, launch_method
 from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
-from jaxrnn._bridge.projection import is_projection_profitable, launch_projection
+from jaxrnn._bridge.projection import launch_projection, may_launch_projection
 from jaxrnn._bridge.recurrence import Output, launch, may_have_float32_residuals, round_to_tf32
 from jaxrnn._bridge.reverse_mode import reverse_mode_only
 from jaxrnn._bridge.weight_grads import (
@@ -45,7 +45,6 @@ __all__ = [
     "has_nvidia_gpu",
     "is_features_first_profitable",
     "is_preferred",
-    "is_projection_profitable",
     "is_weight_grads_launch_profitable",
     "launch",
     "launch_method",
@@ -53,6 +52,7 @@ __all__ = [
     "launch_projection",
     "launch_weight_grads",
     "may_have_float32_residuals",
+    "may_launch_projection",
     "on_gpu",
     "profile",
     "register_native_launch",

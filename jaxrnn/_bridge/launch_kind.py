@@ -54,17 +54,17 @@ class LaunchKind:
         """Implements `vmap` by one larger launch; returns its results and their batch axes."""
         return batch_rows(arrays, axes, params)
 
-    def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
+    def prefers_xla(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
         """Returns whether `in_xla` should replace a launch, which must be permitted and estimated to be faster."""
         return False
 
     def choose(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
         """Returns the `torch_bridge` launch of a shard, without compiling it; None if `in_xla` should replace it."""
-        return None if self.should_scan(arrays, params, device) else self.launch(arrays, params, device)
+        return None if self.prefers_xla(arrays, params, device) else self.launch(arrays, params, device)
 
     def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Returns the problem of a launch that `in_xla` may replace."""
-        raise NotImplementedError
+        """Returns the problem that a scan in `in_xla` solves in place of a launch; None if `in_xla` has no scan."""
+        return None
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         """Returns what a launch computes, such as "gru" or "rms_norm", and "fwd" or "bwd"."""

@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.launch_kind import LaunchKind
 
 
-def record_of(kind: LaunchKind, launch: Any, arrays: Sequence[Any], params: dict[str, Any]) -> LaunchRecord:
-    """Describes a launch that `kind.choose` returned for these arrays; None is one that is computed by a scan."""
+def record_of(kind: LaunchKind, launch: Any, arrays: Sequence[Any], params: dict[str, Any]) -> LaunchRecord | None:
+    """Describes what `kind.choose` returned for these arrays: a launch or, if it is None, the scan that replaces it.
+
+    Returns None if a product of XLA replaces the launch.
+    """
     computes, direction = kind.describe(params)
-    if launch is None:
-        return LaunchRecord(computes, DIRECTIONS[direction], "scan", (), (), None, kind.problem(arrays, params))
-    return record_launch(computes, direction, launch)
+    if launch is not None:
+        return record_launch(computes, direction, launch)
+    problem = kind.problem(arrays, params)
+    return None if problem is None else LaunchRecord(computes, DIRECTIONS[direction], "scan", (), (), None, problem)
 
 
 def find_launches(
@@ -57,7 +61,8 @@ def _record(eqn: Any, params: dict[str, Any], device: Any, times: int | None) ->
         return []  # nothing is launched
     arrays = types_of_shard(kind, avals, params)
     launch = kind.choose(arrays, params, device)
-    return [dataclasses.replace(record_of(kind, launch, arrays, params), times=times)]
+    record = record_of(kind, launch, arrays, params)
+    return [] if record is None else [dataclasses.replace(record, times=times)]
 
 
 def _bodies(values: Any) -> Iterator[Jaxpr]:

@@ -53,6 +53,8 @@ def shard_function(
         properties, ordinals = device()
         launch = kind.choose(arrays, params, properties)
         record = record_of(kind, launch, arrays, params)
+        if record is None:
+            return kind.in_xla(arrays, params)
         logger.debug("%s", record)
         with jax.named_scope(record.scope):
             if launch is None:

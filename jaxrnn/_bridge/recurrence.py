@@ -146,7 +146,7 @@ class RecurrenceKind(LaunchKind):
     ) -> tuple[list[Array], list[int]]:
         return _batch(arrays, axes, params)
 
-    def should_scan(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
+    def prefers_xla(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
         from torch_bridge.tiling import prefers_scan
 
         if not params["may_use_xla"]:

@@ -38,13 +38,12 @@ def input_projection(
     cell, dtype = static.cell, static.operand_dtype
     inputs, gates = params.w_ih.shape
     by_kernel = (static.uses_tf32 or dtype == jnp.bfloat16) and first is None and not cell.norm
-    if by_kernel and _bridge.is_projection_profitable(math.prod(xs.shape[:-1]), inputs, gates, dtype):
-        w_ih = params.w_ih.astype(dtype)
-        if static.uses_tf32:
-            w_ih = _bridge.round_to_tf32(w_ih)
+    if by_kernel and _bridge.may_launch_projection(math.prod(xs.shape[:-1]), inputs, gates, dtype):
         bias = getattr(params, cell.bias).astype(jnp.float32)
-        out = jnp.float32 if static.uses_tf32 else jnp.float16
-        return _bridge.launch_projection(xs.astype(dtype), w_ih, bias, out, may_use_xla=static.may_use_xla)
+        return _bridge.launch_projection(
+            xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float32 if static.uses_tf32 else jnp.float16,
+            precision=static.precision, or_product=True, may_use_xla=static.may_use_xla,
+        )  # fmt: skip
     xp = base.project(cell, params, xs, static.precision)
     if first is not None:
         for at, is_first in first_steps:  # XLA updates xp in place

@@ -100,18 +100,16 @@ def test_float16_results_are_clamped_and_nans_propagate(dtype):
 
 @float32_interpreted_or_not
 def test_inputs_are_rounded_to_tf32(dtype):
-    """Inputs are rounded to nearest, as the caller rounds weights.
-
-    Truncated inputs would be too small by 2^-11 on average.
-    """
+    """Inputs and weights are rounded to nearest. Truncated, they would be too small by 2^-11 on average."""
     x, w, bias = make(dtype)
-    x += 2.0**-13 * jnp.abs(x)
-    bits = np.asarray(x).view(np.int32)
-    nearest = ((bits + 0x1000) & -0x2000).view(np.float32)
-    cut = (bits & -0x2000).view(np.float32)
+    x, w = (a + 2.0**-13 * jnp.abs(a) for a in (x, w))
+    bits = [np.asarray(a).view(np.int32) for a in (x, w)]
+    nearest = [((a + 0x1000) & -0x2000).view(np.float32) for a in bits]
+    cut = [(a & -0x2000).view(np.float32) for a in bits]
     got = np.asarray(_bridge.launch_projection(x, w, bias, jnp.float32))
-    check(got, float64(nearest, w, bias), "float32")
-    assert np.abs(got - float64(cut, w, bias)).max() > 1e-4
+    check(got, float64(*nearest, bias), "float32")
+    for wrong in ((cut[0], nearest[1]), (nearest[0], cut[1])):
+        assert np.abs(got - float64(*wrong, bias)).max() > 1e-4
 
 
 NANS = 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0xFFFFFFFF
@@ -138,7 +136,7 @@ def test_every_nan_propagates(dtype, bits):
 
     @jax.jit
     def run(x, w, bias):
-        return _bridge.launch_projection(x, _bridge.round_to_tf32(w), bias, jnp.float32)
+        return _bridge.launch_projection(x, w, bias, jnp.float32)
 
     got = np.asarray(run(put(x, (2, 7)), w, bias))
     assert np.isnan(got[2]).all() and np.isfinite(np.delete(got, 2, axis=0)).all()
@@ -241,8 +239,45 @@ def test_symbolic_number_of_rows_is_projected_by_xla(monkeypatch):
 
     monkeypatch.setattr(availability, "chosen_device", lambda: Device())
     (rows,) = jax.export.symbolic_shape("b")
-    assert _bridge.is_projection_profitable(4096, 64, 384, "float32")
-    assert not _bridge.is_projection_profitable(64 * rows, 64, 384, "float32")
+    assert _bridge.may_launch_projection(4096, 64, 384, "float32")
+    assert not _bridge.may_launch_projection(64 * rows, 64, 384, "float32")
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("out", ["float16", "float32"])
+@pytest.mark.parametrize("axes", [(None, None, None), (0, 0, 0), (0, None, None), (None, 0, 0)], ids=str)
+def test_product_of_xla_replaces_the_kernel(out, axes):
+    """No kernel is profitable in the interpreter."""
+    run = functools.partial(_bridge.launch_projection, dtype=out, precision="highest", or_product=True)
+    drawn = [make("float32", rows=(2, 5), seed=seed) for seed in range(3)]
+    models = [[drawn[0 if axis is None else k][i] for i, axis in enumerate(axes)] for k in range(3)]
+    if any(axis is not None for axis in axes):
+        given = [
+            drawn[0][i] if axis is None else jnp.stack([model[i] for model in models]) for i, axis in enumerate(axes)
+        ]
+        run, want = jax.vmap(run, in_axes=axes), np.stack([float64(*model) for model in models])
+    else:
+        given, want = models[0], float64(*models[0])
+    program = jax.jit(run).lower(*given).as_text()
+    assert "dot_general" in program and "custom_call" not in program
+    check(jax.jit(run)(*given), want, out)
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize(("dtype", "rows"), [("bfloat16", 8192), ("float32", 4096)])
+def test_kernel_is_chosen_for_the_rows_of_all_models(monkeypatch, dtype, rows):
+    from torch_bridge.tiling import Device
+
+    monkeypatch.setattr(availability, "chosen_device", lambda: Device())
+
+    def launches(models, rows):
+        shapes = (models, rows, 64), (models, 64, 384), (models, 384)
+        given = [jnp.zeros(shape, dtype if k < 2 else "float32") for k, shape in enumerate(shapes)]
+        run = jax.vmap(functools.partial(_bridge.launch_projection, dtype="float32", or_product=True))
+        return [record.computes for _, record in _bridge.find_launches(jax.make_jaxpr(run)(*given).jaxpr, Device())]
+
+    for models in (1, 16):
+        assert launches(models, rows // models) == ["input projection"] and not launches(models, rows // models - 1)
 
 
 @pytest.mark.gpu
@@ -255,14 +290,17 @@ def test_projection_kernel_runs_only_where_it_is_profitable():
 
     fast = gpu.device(0).has_wgmma
 
-    def used(steps, dtype="bfloat16", inputs=64, **options):
+    def used(steps, dtype="bfloat16", inputs=64, models=1, **options):
         shapes = (inputs, 384), (128, 384), (384,), (128,)
-        params = jaxrnn.GRUParams(*(jnp.zeros(shape, dtype) for shape in shapes))
+        params = jaxrnn.GRUParams(*(jnp.zeros((models, *shape), dtype) for shape in shapes))
         run = functools.partial(jaxrnn.gru, implementation="triton", **options)
         xs, carry = jnp.zeros((steps, 64, inputs), dtype), jnp.zeros((64, 128), dtype)
-        return "kind=projection" in str(jax.make_jaxpr(run)(params, carry, xs))
+        program = jax.make_jaxpr(jax.vmap(run, in_axes=(0, None, None)))(params, carry, xs)
+        records = [record for _, record in _bridge.find_launches(program.jaxpr, gpu.device(0))]
+        return "input projection" in [record.computes for record in records if record is not None]
 
     assert used(128) and not used(64) and used(128, remat=True) and used(128, inputs=512) == fast
+    assert used(64, models=2)
     assert used(64, "float32") == fast and not used(63, "float32") and used(128, "float32", remat=True) == fast
     assert used(64, "float32", 36) == fast and not any(used(128, "float32", inputs) for inputs in (32, 38, 132))
     assert not used(128, "float32", precision="highest") and not used(128, "float16")
