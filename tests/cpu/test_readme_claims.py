@@ -171,10 +171,10 @@ def test_steps_per_second_are_those_of_the_results():
                 checked += 1
     assert checked == 11
     commits = report.commits()
-    pattern = r"row of 1024 environments was measured at commit (\w+), the others at (\w+)\."
-    one, older = re.search(pattern, PROSE).groups()
-    assert list(commits[one]) == ["PPO, 1024 envs"]
-    assert {"PPO, 64 envs", "PPO, 16 seeds of 64 envs"} == set(commits[older])
+    pattern = r"row of 16 seeds was measured at commit (\w+), the others at (\w+), when"
+    older, others = re.search(pattern, PROSE).groups()
+    assert list(commits[older]) == ["PPO, 16 seeds of 64 envs"]
+    assert {"PPO, 64 envs", "PPO, 1024 envs"} == set(commits[others])
 
 
 def test_steps_per_second_on_several_gpus_are_those_of_the_results():
