@@ -168,6 +168,7 @@ def test_projection_under_vmap(dtype, axes):
         check(got[k], np.stack([scale * float64(*model) for model in models]), "float32")
 
 
+@pytest.mark.parametrize("or_product", [False, True])
 @pytest.mark.parametrize(
     "dtype",
     [
@@ -175,17 +176,21 @@ def test_projection_under_vmap(dtype, axes):
         pytest.param("bfloat16", marks=pytest.mark.several_gpus),
     ],
 )
-def test_rows_stay_sharded(dtype):
-    """On a mesh that JAX manages (`AxisType.Auto`), every device projects its rows, and nothing is gathered."""
+def test_rows_stay_sharded(dtype, or_product):
+    """On a mesh that JAX manages (`AxisType.Auto`), every device projects its rows, and nothing is gathered.
+
+    With `or_product`, XLA projects these few rows.
+    """
     x, w, bias = make(dtype, rows=(5, 16))
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     sharded = NamedSharding(mesh, PartitionSpec(None, "data"))
     with jax.set_mesh(mesh):
-        run = jax.jit(functools.partial(_bridge.launch_projection, dtype=jnp.float32))
+        run = jax.jit(functools.partial(_bridge.launch_projection, dtype=jnp.float32, or_product=or_product))
         whole = NamedSharding(mesh, PartitionSpec())
         arguments = jax.device_put(x, sharded), *(jax.device_put(a, whole) for a in (w, bias))
         text = run.lower(*arguments).compile().as_text()
         got = run(*arguments)
+    assert any(name in text for name in ("dot(", "gemm")) == or_product  # as XLA writes products on a CPU, on a GPU
     assert "all-gather" not in text and got.sharding.is_equivalent_to(sharded, got.ndim)
     check(got, float64(x, w, bias), "float32")
 
