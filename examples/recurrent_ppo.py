@@ -339,8 +339,7 @@ class PPO:
         self.network = ActorCritic(self.env.num_actions, config.implementation)
         gradient_steps = config.updates * config.epochs * config.minibatches
         lr = optax.linear_schedule(config.lr, 0.0, gradient_steps) if config.anneals_lr else config.lr
-        clip, adam = optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5)
-        self.optimizer = optax.flatten(optax.chain(clip, adam))  # one vector takes fewer kernels than many small arrays
+        self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
 
     def mean(self, tree: Any) -> Any:
         """Averages over the shards, as one vector. XLA would copy each of several arrays before it sums them."""

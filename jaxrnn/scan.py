@@ -100,11 +100,12 @@ def _make_loop(
         return combine(projected, split(recur(h, w_hh)))
 
     if jax.default_backend() != "cpu":
-        rows = 2 * max(len(w_ih), len(w_hh)) if separate else len(w_ih) + len(w_hh)
-        size = rows * w_hh.shape[1] * jnp.dtype(operand_dtype).itemsize
-        alone = isinstance(steps, int) and steps == 1  # symbolic dimensions of `jax.export` are not ints
+        # symbolic dimensions of `jax.export` are not ints
+        alone = all(isinstance(n, int) for n in (steps, *w_ih.shape, *w_hh.shape)) and steps == 1
         alike = jnp.result_type(xs, w_ih) == operand_dtype  # else the input projection would round differently
-        if alone and isinstance(size, int) and size <= _JOINT_BYTES and alike:
+        widths = w_ih.shape[0], w_hh.shape[0]
+        row = w_hh.shape[1] * jnp.dtype(operand_dtype).itemsize
+        if alone and alike and row * (2 * max(widths) if separate else sum(widths)) <= _JOINT_BYTES:
             weights = w_ih.astype(operand_dtype), w_hh.astype(operand_dtype)
             w = _stack_padded(weights, axis=0) if separate else jnp.concatenate(weights)
 

@@ -13,6 +13,8 @@ from torch_bridge.tiling import Device, UnsupportedError
 # suffice for three pipeline stages of rows longer than half of that. 16-bit inputs take 139 KB. Float32 inputs take 106
 # KB with three stages and 74 KB with two.
 _KEPT_BYTES, _KEPT_SHARED_MEMORY = 512, 140_000
+# Fewest rows per model for which several models were measured; a program has tiles of 64 rows.
+_FEWEST_ROWS = 512
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ class Tiling(NamedTuple):
 def is_profitable(problem: Problem, device: Device) -> bool:
     """Whether the kernel is faster than a library's product followed by a pass for the bias.
 
-    Every threshold was measured on an H200. In float32, a library fuses the bias with the product if the bias is an
-    array of its own, so the kernel has to be as fast as that product. On Hopper, the kernel is as fast. Compiled for
-    other GPUs, without wgmma, it makes a pass slower. Compiled for an A100, it gives 3.58 ms instead of 3.40 ms for GRU
-    2048,256,128 and 3.99 ms instead of 3.70 ms for the LSTM. Compiled for an RTX 3090, it gives 3.71 ms instead of 3.32
-    ms and 4.25 ms instead of 3.71 ms.
+    The thresholds were measured on an H200, and with several models on an H100. In float32, a library fuses the bias
+    with the product if the bias is an array of its own, so the kernel has to be as fast as that product. On Hopper, the
+    kernel is as fast. Compiled for other GPUs, without wgmma, it makes a pass slower. Compiled for an A100, it gives
+    3.58 ms instead of 3.40 ms for GRU 2048,256,128 and 3.99 ms instead of 3.70 ms for the LSTM. Compiled for an RTX
+    3090, it gives 3.71 ms instead of 3.32 ms and 4.25 ms instead of 3.71 ms.
     """
-    if device.interpreted or problem.gates < 128:
+    if device.interpreted or problem.gates < 128 or problem.rows < _FEWEST_ROWS:
         return False
     rows = problem.models * problem.rows
     dtype = dict(problem.dtypes)["x"]
@@ -104,24 +106,10 @@ def choose(problem: Problem, device: Device) -> Tiling:
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
     columns = 64 if wide else 128
     blocks = -(-problem.gates // columns) * problem.models
-    at_once = (2 if problem.inputs <= 128 else 1) * device.multiprocessors
+    at_once = max(1, (2 if problem.inputs <= 128 else 1) * device.multiprocessors // blocks)
     inputs = max(16, 1 << (problem.inputs - 1).bit_length())
     stages = 3 if _has_three_stages(problem.inputs * (4 if wide else 2), device) else 2
-    return Tiling(64, columns, inputs, 4, stages, _programs(blocks, -(-problem.rows // 64), at_once))
-
-
-def _programs(blocks: int, tiles: int, at_once: int) -> int:
-    """Returns the number of programs among which the `tiles` of rows of a block of columns are divided.
-
-    The GPU runs `at_once` programs at once. Few programs may leave much of it idle in the last round, so up to four
-    rounds are compared, by an estimate: a program takes as long for its weights as for a tile.
-    """
-
-    def time(programs: int) -> int:
-        return -(-blocks * programs // at_once) * (-(-tiles // programs) + 1)
-
-    options = [min(tiles, max(1, rounds * at_once // blocks)) for rounds in range(1, 5)]
-    return min(options, key=time)
+    return Tiling(64, columns, inputs, 4, stages, min(at_once, -(-problem.rows // 64)))
 
 
 class Launch(launch.Launch):

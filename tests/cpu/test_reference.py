@@ -440,6 +440,20 @@ def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, hidden, dtype
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
+def test_one_step_has_symbolic_widths_on_a_gpu(monkeypatch, cell):
+    params, carry, xs, resets, _ = calls.arguments(cell, steps=1, hidden=24)
+    (d,) = jax.export.symbolic_shape("d")
+    params = params._replace(w_ih=jax.ShapeDtypeStruct((d, params.w_ih.shape[1]), "float32"))
+    xs = jax.ShapeDtypeStruct((*xs.shape[:-1], d), "float32")
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    call = functools.partial(calls.runner(cell, "xla"), reset_state=None)
+    _, ys = jax.eval_shape(call, params, carry, xs, resets)
+    jax.clear_caches()
+    assert ys.shape == (*xs.shape[:-1], 24)
+
+
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, 3e38])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
