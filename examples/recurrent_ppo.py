@@ -389,7 +389,7 @@ class PPO:
             state = state._replace(env_state=env_state, obs=obs, done=done, carry=carry, episode_return=episode_return)
             return state, seen
 
-        # XLA copies the state of the environments once an iteration; a step takes not much longer than these copies
+        # XLA copies the carried arrays once an iteration, so several steps an iteration take fewer copies
         return jax.lax.scan(step, state._replace(key=key), (fresh, noise), unroll=8)
 
     def loss(self, params: Any, carry: Array, seen: Trajectory, advantage: Array, target: Array) -> Array:

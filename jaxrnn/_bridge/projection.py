@@ -11,11 +11,15 @@ import jax.numpy as jnp
 from jaxrnn._bridge import availability
 from jaxrnn._bridge.launch_kind import NamedOutput, RowLaunchKind, dtypes_of
 from jaxrnn._bridge.primitive import bind
-from jaxrnn._bridge.recurrence import round_to_tf32
+from jaxrnn._bridge.recurrence import round_weights_to_tf32
 from jaxrnn.numerics import cast_clamped
 
 if TYPE_CHECKING:
     from jax import Array
+
+
+# A number of rows that is far above every threshold of `input_projections.is_profitable`.
+_MANY_ROWS = 2**30
 
 
 def launch_projection(
@@ -37,18 +41,15 @@ def launch_projection(
 
 
 def may_launch_projection(rows: Any, inputs: int, gates: int, dtype: Any) -> bool:
-    """Whether `launch_projection` supports this problem here, and may be faster than XLA's product and sum.
+    """Returns whether a kernel for this input projection exists and is faster than XLA from some number of rows on.
 
-    It is faster from some number of rows on, which `vmap` may add. It is never used for a symbolic number of rows.
+    `vmap` may add rows or models, so `launch_projection` compares the number of rows when the launch is lowered. The
+    result is False for a symbolic number of rows.
     """
     from torch_bridge import input_projections
 
     problem = input_projections.Problem(1, _MANY_ROWS, inputs, gates, (("x", str(jnp.dtype(dtype))),))
     return isinstance(rows, int) and input_projections.is_profitable(problem, availability.chosen_device())
-
-
-# A number of rows that is far above every threshold of `input_projections.is_profitable`.
-_MANY_ROWS = 2**30
 
 
 def _problem(arrays: Sequence[Any], params: dict[str, Any]) -> Any:
@@ -90,10 +91,7 @@ class ProjectionKind(RowLaunchKind):
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Rounds weights in float32 to TF32; the kernel rounds the inputs."""
-        return [
-            round_to_tf32(x) if name == "w_ih_t" and x.dtype == jnp.float32 else x
-            for name, x in zip(params["inputs"], arrays, strict=True)
-        ]
+        return round_weights_to_tf32(arrays, params, ("w_ih_t",))
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         return "input projection", "fwd"

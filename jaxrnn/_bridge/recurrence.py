@@ -88,6 +88,14 @@ def round_to_tf32(w: Array) -> Array:
     return jnp.where(jnp.isnan(w), w + w, rounded)
 
 
+def round_weights_to_tf32(arrays: Sequence[Array], params: dict[str, Any], weights: tuple[str, ...]) -> list[Array]:
+    """Returns the arrays of a launch, those in float32 that are named in `weights` rounded to TF32."""
+    return [
+        round_to_tf32(x) if name in weights and x.dtype == jnp.float32 else x
+        for name, x in zip(params["inputs"], arrays, strict=True)
+    ]
+
+
 def _sizes(inputs: Sequence[str], shapes: Sequence[tuple[int, ...]]) -> Sizes:
     """Returns the sizes of a launch, from the shapes of weights, a sequence and a state. Forward launches have "xp"."""
     from torch_bridge import tiling
@@ -164,10 +172,7 @@ class RecurrenceKind(LaunchKind):
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         if launch.config.loop != "streamed" or params["precision"] != "tf32":
             return arrays  # the other loops round what they load, or multiply in full float32
-        return [
-            round_to_tf32(x) if name in ("w_hh", "w_hh_t") and x.dtype == jnp.float32 else x
-            for name, x in zip(params["inputs"], arrays, strict=True)
-        ]
+        return round_weights_to_tf32(arrays, params, ("w_hh", "w_hh_t"))
 
     def array_dtypes(self, launch: Any) -> dict[str, str]:
         return dict(launch.problem.dtypes)
