@@ -170,11 +170,11 @@ def test_steps_per_second_are_those_of_the_results():
                 assert rounded(steps, number) == number, (label, provider)
                 checked += 1
     assert checked == 11
-    commits = report.commits()
-    pattern = r"row of 16 seeds was measured at commit (\w+), the others at (\w+), when"
-    older, others = re.search(pattern, PROSE).groups()
-    assert list(commits[older]) == ["PPO, 16 seeds of 64 envs"]
-    assert {"PPO, 64 envs", "PPO, 1024 envs"} == set(commits[others])
+    pattern = r"are of commit (\w+), except the one of 16 seeds without a recurrence, which is of (\w+),"
+    commit, older = re.search(pattern, PROSE).groups()
+    assert commit == report.machine["commit"]
+    noted = [(row.case, row.provider) for row in report.rows if row.note.endswith(f"at {older}")]
+    assert noted == [("PPO, 16 seeds of 64 envs", "no recurrence")] and set(report.commits()) == {commit, older}
 
 
 def test_steps_per_second_on_several_gpus_are_those_of_the_results():
@@ -346,13 +346,19 @@ def test_the_default_is_at_most_3_percent_behind_the_faster_implementation():
         cases = {case for case, _ in found}
         assert len(cases) == len(choice.PROBLEMS) and {row.status for row in report.rows} == {"measured"}
         ratios += [found[case, "default"] / min(found[case, "triton"], found[case, "xla"]) for case in cases]
-    (commit,) = {commit for report in reports for commit in report.commits()}
-    assert re.search(rf"commits \w+ and, for `choice`, {commit}\.", PROSE)
-    problems, most = re.search(
+    problems, most, fewest, count, commit, older = re.search(
         r'`choice` compares `implementation=None` with "triton" and "xla" in (\d+) problems.*? '
-        r"The default takes at most ([\d.]+) times the time of the faster one\.", PROSE,
+        r"The default takes at most ([\d.]+) times the time of the faster one\. "
+        r"The first (\d+) to (\d+) problems are of commit (\w+), the others, and all as an RTX 3090, of (\w+)\.", PROSE,
     ).groups()  # fmt: skip
     assert int(problems) == len(choice.PROBLEMS) and max(ratios) <= float(most) == 1 + choice.TOLERANCE
+    (of_3090,) = (report for report in reports if report.machine.get("as") == "rtx3090")
+    assert list(of_3090.commits()) == [older]
+    names, newer = list(map(str, choice.PROBLEMS)), [one.commits() for one in reports if one is not of_3090]
+    assert {len(cases[commit]) for cases in newer} == {int(fewest), int(count)}
+    for cases in newer:
+        assert set(cases) == {commit, older} and [*cases[commit], *cases[older]] == names
+    assert f"for `choice`, {commit} (as an RTX 3090, {older})." in PROSE
 
 
 def test_errors_are_at_most_twice_those_of_xla():
