@@ -28,7 +28,7 @@ from jaxrnn._bridge.method import LaunchMethod, launch_method
 from jaxrnn._bridge.native import register as register_native_launch
 from jaxrnn._bridge.norm import launch_norm
 from jaxrnn._bridge.projection import launch_projection, may_launch_projection
-from jaxrnn._bridge.recurrence import Output, launch, may_have_float32_residuals, round_to_tf32
+from jaxrnn._bridge.recurrence import Output, launch, may_have_float32_residuals
 from jaxrnn._bridge.reverse_mode import reverse_mode_only
 from jaxrnn._bridge.weight_grads import (
     is_features_first_profitable,
@@ -57,7 +57,6 @@ __all__ = [
     "profile",
     "register_native_launch",
     "reverse_mode_only",
-    "round_to_tf32",
     "symbolic_size",
     "unsupported",
     "unsupported_norm",

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jaxrnn
 from jaxrnn import _bridge
 from jaxrnn._bridge import availability
+from jaxrnn._bridge.recurrence import round_to_tf32
 
 interpreted_or_not = pytest.mark.parametrize(
     "dtype",
@@ -118,7 +119,7 @@ NANS = 0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFC00000, 0xFF800001, 0xFFFFF000, 0
 def test_rounding_to_tf32_keeps_nan_weights_nan():
     """Tensor cores ignore the low bits; the others must still be those of a NaN."""
     w = np.array(NANS, np.uint32).view(np.float32)
-    for run in (_bridge.round_to_tf32, jax.jit(_bridge.round_to_tf32)):
+    for run in (round_to_tf32, jax.jit(round_to_tf32)):
         got = np.asarray(run(jnp.asarray(w))).view(np.uint32) & 0xFFFFE000
         assert np.isnan(got.view(np.float32)).all()
 
