@@ -251,7 +251,6 @@ class Provider:
     name: str
     build: Callable[[NormCase, Tensors], Callable[[], Any]] | None = None
     function: Callable[[NormCase], Callable[..., Any]] | None = None
-    unavailable: Callable[[], str] = lambda: ""
 
 
 def torch_pass(norm: Callable[..., Any], case: NormCase, arrays: Tensors) -> Callable[[], Any]:
@@ -344,10 +343,7 @@ def through_jaxrnn(case: NormCase) -> Callable[..., jax.Array]:
 OURS, COPY = "torch_bridge", "copy"
 ALL = (
     Provider(OURS, build=build_ours),
-    Provider(
-        "jaxrnn", function=through_jaxrnn,
-        unavailable=lambda: "" if hasattr(jaxrnn, "rms_norm") else "jaxrnn has no rms_norm",
-    ),
+    Provider("jaxrnn", function=through_jaxrnn),
     Provider("torch-compile", build=build_compiled),
     Provider("torch", build=build_eager),
     Provider("xla", function=lambda case: formula(case.kind)),
@@ -439,9 +435,6 @@ def time_case(
     for provider in providers:
         target = case.target if provider.name in (OURS, "jaxrnn") else None
         row = Row(str(case), provider.name, ours=OURS, unit="of copy", target=target)
-        if reason := provider.unavailable():
-            rows[provider.name] = dataclasses.replace(row, status="unavailable", reason=reason)
-            continue
         try:
             call = _call(case, provider, arrays, programs, clock)
             error, of = (0.0, "") if provider.name == COPY else truth.error(case, _tensors(call()))
@@ -536,7 +529,7 @@ def norm(settings: Settings, progress: Progress, chosen: Sequence[NormCase] | No
             (provider.name, case): pool.submit(compile_program, case, provider, clock)
             for provider in providers
             for case in chosen
-            if provider.function is not None and not provider.unavailable()
+            if provider.function is not None
         }
     for key, future in futures.items():
         programs[key] = future.exception() or future.result()

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 # Colour, marker and legend of the providers in figures, all of which use TF32. The palette is that of Okabe and Ito,
-# which colour-blind readers can tell apart.
+# which color-blind readers can tell apart.
 STYLES = {
     "jaxrnn": ("#0072b2", "o", "jaxrnn"),
     "flax": ("#d55e00", "s", "Flax ScannedRNN"),

@@ -335,7 +335,7 @@ def hoisted_scan(cell: cells.Cell, weights: Arrays, xs: jax.Array, rest: Arrays)
         gates, x_last = base.add_gates(cell, xp, states[0] @ weights["w_hh"], weights.get("b_hn"))
         if cell.norm:
             scale, _ = norm.scale_and_mean(states[0], statistics, xs.shape[-1] + hidden)
-            _, gates = norm.normalise(gates, scale, weights[cell.bias])
+            _, gates = norm.normalize(gates, scale, weights[cell.bias])
         states, _ = cell.step(gates, x_last, states)
         return states, states[0]
 

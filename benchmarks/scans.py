@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def trivial(x: jax.Array) -> jax.Array:
-    """Computes one small fused op that XLA cannot merge with its neighbours."""
+    """Computes one small fused op that XLA cannot merge with its neighbors."""
     return jax.lax.optimization_barrier(jnp.tanh(1.01 * x))
 
 

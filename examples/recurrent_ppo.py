@@ -306,7 +306,7 @@ def log_prob_of(logits: Array, action: Array) -> Array:
 
 
 def advantages(config: Config, trajectory: Trajectory, last_value: Array) -> Array:
-    """Returns generalised advantage estimates, which are cut at dones.
+    """Returns generalized advantage estimates, which are cut at dones.
 
     They are A_t = d_t + gamma lambda A_t+1 with d_t = r_t + gamma V_t+1 - V_t, without the terms of t+1 where t is
     done.
@@ -389,7 +389,7 @@ class PPO:
             state = state._replace(env_state=env_state, obs=obs, done=done, carry=carry, episode_return=episode_return)
             return state, seen
 
-        # XLA copies the carried arrays once an iteration, so several steps an iteration take fewer copies
+        # XLA copies the carried arrays once per iteration, so several steps per iteration take fewer copies
         return jax.lax.scan(step, state._replace(key=key), (fresh, noise), unroll=8)
 
     def loss(self, params: Any, carry: Array, seen: Trajectory, advantage: Array, target: Array) -> Array:
@@ -403,10 +403,10 @@ class PPO:
         entropy = -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits), axis=-1).mean()
         return policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
 
-    def normalise(self, advantage: Array) -> Array:
-        """Normalises `[minibatches, T, B]` over each minibatch, whose sequences may be on several devices."""
-        centred = advantage - self.mean(advantage.mean(axis=(1, 2), keepdims=True))
-        return centred / (jnp.sqrt(self.mean((centred**2).mean(axis=(1, 2), keepdims=True))) + 1e-8)
+    def normalize(self, advantage: Array) -> Array:
+        """Normalizes `[minibatches, T, B]` over each minibatch, whose sequences may be on several devices."""
+        centered = advantage - self.mean(advantage.mean(axis=(1, 2), keepdims=True))
+        return centered / (jnp.sqrt(self.mean((centered**2).mean(axis=(1, 2), keepdims=True))) + 1e-8)
 
     def update(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """Makes one rollout, then `epochs` passes over it in `minibatches` minibatches of whole sequences."""
@@ -429,9 +429,9 @@ class PPO:
         permute = functools.partial(jax.random.permutation, x=len(state.done))
         envs = jax.vmap(permute)(jax.random.split(self.own(shuffle_key), config.epochs))  # [epochs, B]
         envs = envs.reshape(config.epochs * config.minibatches, -1)
-        # normalised for all minibatches at once, because every sum over devices waits for all of them
-        normalised = self.normalise(jnp.moveaxis(advantage[:, envs], 0, 1))
-        (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), (envs, normalised))
+        # normalized for all minibatches at once, because every sum over devices waits for all of them
+        normalized = self.normalize(jnp.moveaxis(advantage[:, envs], 0, 1))
+        (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), (envs, normalized))
         metrics = self.total(Metrics(seen.done.sum(), jnp.sum(seen.done * seen.episode_return)))
         return state._replace(params=params, opt_state=opt_state, key=key), metrics
 

@@ -25,21 +25,19 @@ def explain(
     """Says which implementation every recurrence and norm of a function would run, and why.
 
     The function is traced, and neither compiled nor run. The choices are those that the call itself makes: for the
-    implementation when it is traced, for the tiling when it is compiled.
+    implementation when it is traced, for the tiling when it is compiled. On a mesh that JAX manages (`AxisType.Auto`),
+    the launches are those on the whole arrays: JAX shards them later. With `remat=True`, the backward pass has a second
+    forward launch, which recomputes the residuals.
 
     Args:
       function: any function that JAX can trace: `jaxrnn.gru`, `apply` of a Flax module, a loss or a training step.
-      *args: its arguments; arrays may be replaced by `jax.ShapeDtypeStruct`. What is not an array, such as a flag or a
-        string, is passed as it is.
-      device: None for this process as it is, or the name of a GPU, for which the kernels are then chosen although it is
-        not here: "a100", "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It needs Triton
-        and no GPU.
+      *args: its arguments; arrays may be replaced by `jax.ShapeDtypeStruct`. Arguments that are no arrays, such as
+        flags and strings, are passed unchanged.
+      device: None explains this process. The name of a GPU explains that GPU, which need not be present: "a100",
+        "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It needs Triton and no GPU.
       gradients: whether to trace the gradient of the function to its floating-point arguments, with the launches of a
         training step. With None it is traced unless the function itself computes gradients with kernels.
       **kwargs: its keyword arguments.
-
-    On a mesh that JAX manages (`AxisType.Auto`), the launches are those on the whole arrays: JAX shards them later.
-    With `remat=True`, a second forward launch belongs to the backward pass: it recomputes what that needs.
 
     Returns:
       The choice and the launches of every recurrence and norm.
@@ -123,6 +121,7 @@ def _explain_call(choice: Choice, records: list[LaunchRecord]) -> CallExplanatio
 
 
 def _is_array(x: Any) -> bool:
+    # a scalar of NumPy is an argument like a number of Python: it may have to be static
     return hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, np.generic)
 
 

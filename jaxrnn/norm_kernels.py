@@ -22,7 +22,7 @@ Kind = Literal["rms", "layer"]
 
 @dataclasses.dataclass(frozen=True)
 class NormSpec:
-    """The static arguments of a norm, on which it is specialised besides shapes and dtypes.
+    """The static arguments of a norm, on which it is specialized besides shapes and dtypes.
 
     Attributes:
       kind: "rms" or "layer".

@@ -97,7 +97,7 @@ def rms_norm(
 
     The norm is computed in float32. Only "xla" supports float64 and computes it in float64.
 
-    On an explicit mesh `x` may be sharded over all axes but the last: every device normalises its shard, and the other
+    On an explicit mesh `x` may be sharded over all axes but the last: every device normalizes its shard, and the other
     arguments are resharded to match `x`. The same holds if JAX manages the mesh (`AxisType.Auto`). Gradients of
     `weight` and `bias` are summed over devices.
 
@@ -170,7 +170,7 @@ def layer_norm(
     epsilon: float = 1e-6,
     implementation: Implementation = None,
 ) -> Any:
-    """Normalises the last axis to zero mean and unit variance (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
+    """Normalizes the last axis to zero mean and unit variance (Ba, Kiros and Hinton 2016, arXiv:1607.06450).
 
         y = (x - mean(x)) / sqrt(mean((x - mean(x))^2) + epsilon) * weight + bias
 

@@ -88,7 +88,7 @@ def _make_loop(
             x, statistics = inputs
             scale, _ = norm.scale_and_mean(h, statistics, width)
             sums = [one + other for one, other in zip(split(x), split(recur(h, w_hh)), strict=True)]
-            return norm.normalise(sums, scale, b_ih)[1]
+            return norm.normalize(sums, scale, b_ih)[1]
 
         statistics = norm.input_statistics(cell, xs, w_hh.shape[0], dtype)
         return _Loop((matmul(xs, w_ih, precision, dtype), statistics), normed, step)

@@ -61,7 +61,7 @@ def pytest_configure(config: pytest.Config) -> None:
     interpreted = os.environ.setdefault("TRITON_INTERPRET", str(int(interpreted_by_default))) == "1"
     if interpreted or not gpu:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
-        # Much of the time is spent on compiling small programs. It takes a third less without LLVM's optimisations, and
+        # Much of the time is spent on compiling small programs. It takes a third less without LLVM's optimizations, and
         # a sixth less again if LLVM gets a program in one part.
         quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
         quick += " --xla_cpu_parallel_codegen_split_count=1"
@@ -124,7 +124,7 @@ def triton_is_interpreted_faster() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Assigns neighbouring tests to the same worker by default, because many of them share a compilation."""
+    """Assigns neighboring tests to the same worker by default, because many of them share a compilation."""
     if config.option.dist != "load":
         return None
     from xdist.scheduler import WorkStealingScheduling

@@ -246,7 +246,7 @@ def norm(kind: str, inputs: Arrays, total: NDArray, epsilon: float) -> Results:
       kind: "rms" (RMSNorm) or "layer" (LayerNorm).
       inputs: `x [..., N]`, optionally `weight` and `bias [N]` and `residual`, and the cotangents `ct_y` and, with a
         residual, `ct_total`.
-      total: the array to normalise: x, or the sum of x and the residual, rounded to their dtype.
+      total: the array to normalize: x, or the sum of x and the residual, rounded to their dtype.
       epsilon: the number that is added to the mean of squares.
 
     Returns:

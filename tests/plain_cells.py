@@ -19,8 +19,8 @@ class Package:
         return self.cells[name] if name in self.cells else getattr(self.package, name)
 
 
-def normalise(norm, epsilon, x, h):
-    """Returns the parts of the normalised `[x, h]`, without scales and shifts; batch axes are broadcast."""
+def normalize(norm, epsilon, x, h):
+    """Returns the parts of the normalized `[x, h]`, without scales and shifts; batch axes are broadcast."""
     width = x.shape[-1] + h.shape[-1]
     mean = (x.sum(-1, keepdims=True) + h.sum(-1, keepdims=True)) / width if norm == "layer" else 0.0
     x, h = x - mean, h - mean
@@ -64,7 +64,7 @@ class LinenNormGRUCell(nn.RNNCellBase):
 
     @nn.compact
     def __call__(self, carry, inputs):
-        y_i, y_h = normalise(self.norm, self.epsilon, inputs, carry)
+        y_i, y_h = normalize(self.norm, self.epsilon, inputs, carry)
         y_i = LinenScale(self.norm, self.param_dtype, name="norm_i")(y_i)
         y_h = LinenScale(self.norm, self.param_dtype, name="norm_h")(y_h)
         dense = functools.partial(nn.Dense, carry.shape[-1], dtype=self.dtype, param_dtype=self.param_dtype)
@@ -125,7 +125,7 @@ class NNXNormGRUCell(nnx.RNNCellBase):
         )
 
     def __call__(self, carry, inputs):
-        y_i, y_h = normalise(self.norm, self.epsilon, inputs, carry)
+        y_i, y_h = normalize(self.norm, self.epsilon, inputs, carry)
         gates = jnp.split(self.dense_i(self.norm_i(y_i)) + self.dense_h(self.norm_h(y_h)), 3, -1)
         h = step(*gates, self.update_bias, carry)
         return h, h

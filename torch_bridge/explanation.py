@@ -46,7 +46,7 @@ def explain(
         result requires a gradient.
       NotImplementedError: "triton" was requested for a call that it cannot run, `device` was given, but Triton is
         missing, or the function makes a change that cannot be undone: it calls an optimizer, which would keep tensors
-        without values, sets `data` of a tensor, initialises a lazy module, or changes in place, with gradients, a view
+        without values, sets `data` of a tensor, initializes a lazy module, or changes in place, with gradients, a view
         or a result of the caller.
 
     Examples:

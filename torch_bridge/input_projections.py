@@ -9,10 +9,10 @@ from torch_bridge import launch
 from torch_bridge.kernels import input_projection
 from torch_bridge.tiling import Device, UnsupportedError
 
-# Largest row of inputs, in bytes, for which a program keeps its weights on chip; and the bytes of shared memory that
-# suffice for three pipeline stages of rows longer than half of that. 16-bit inputs take 139 KB. Float32 inputs take 106
+# Largest row of inputs, in bytes, for which a program keeps its weights on chip. Rows longer than half of that need
+# `_THREE_STAGES_BYTES` of shared memory for three pipeline stages: 16-bit inputs take 139 KB. Float32 inputs take 106
 # KB with three stages and 74 KB with two.
-_KEPT_BYTES, _KEPT_SHARED_MEMORY = 512, 140_000
+_KEPT_ROW_BYTES, _THREE_STAGES_BYTES = 512, 140_000
 # Fewest rows per model for which several models were measured; a program has tiles of 64 rows.
 _FEWEST_ROWS = 512
 
@@ -42,8 +42,8 @@ class Problem:
 class Tiling(NamedTuple):
     """A tile's rows and columns, the inputs per iteration, the warps of a program, and the pipeline stages.
 
-    `programs` is the number of programs per model and block of columns, which keep the weights of the block on chip; 0
-    means that each program computes one tile.
+    `programs` is the number of programs per model and block of columns. Each keeps the weights of that block on chip,
+    and processes tiles of rows in turn. 0 means one program per tile.
     """
 
     rows: int
@@ -71,7 +71,7 @@ def is_profitable(problem: Problem, device: Device) -> bool:
         if not device.has_wgmma:
             return False
         # narrower inputs were not measured; a load has 16 bytes if the width is a multiple of four, else one element
-        kept = problem.inputs * 4 <= _KEPT_BYTES
+        kept = problem.inputs * 4 <= _KEPT_ROW_BYTES
         return kept and problem.inputs > 32 and problem.inputs % 4 == 0 and rows >= 4096
     # on GPUs other than Hopper, the kernel for wider inputs spills
     kept = device.has_wgmma or _keeps_weights(problem, device)
@@ -82,12 +82,12 @@ def _keeps_weights(problem: Problem, device: Device) -> bool:
     """Whether a program keeps its weights on chip, beside three tiles of inputs, or two for long rows of float32."""
     wide = dict(problem.dtypes)["x"] == "float32"
     row = problem.inputs * (4 if wide else 2)
-    return row <= _KEPT_BYTES and (wide or _has_three_stages(row, device))
+    return row <= _KEPT_ROW_BYTES and (wide or _has_three_stages(row, device))
 
 
 def _has_three_stages(row: int, device: Device) -> bool:
     """Whether shared memory holds three tiles of rows of `row` bytes."""
-    return row <= _KEPT_BYTES // 2 or device.shared_memory >= _KEPT_SHARED_MEMORY
+    return row <= _KEPT_ROW_BYTES // 2 or device.shared_memory >= _THREE_STAGES_BYTES
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
@@ -100,7 +100,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
     if not _keeps_weights(problem, device):
         if wide:
             raise UnsupportedError(
-                f"a projection of {problem.inputs} float32 inputs has no kernel (the limit is {_KEPT_BYTES // 4}): "
+                f"a projection of {problem.inputs} float32 inputs has no kernel (the limit is {_KEPT_ROW_BYTES // 4}): "
                 "use a library's matrix product instead"
             )
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)

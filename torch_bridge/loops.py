@@ -200,8 +200,8 @@ def forward(
     if save:
         local_grads, factors = arithmetic.residuals([time.join(each) for each in zip(*saved, strict=True)])
         if norm is not None:
-            normalised, norm_state, scale = (time.join(each) for each in zip(*normed, strict=True))
-            each_gate = zip(local_grads, normalised.chunk(cell.gates, -1), strict=True)
+            normalized, norm_state, scale = (time.join(each) for each in zip(*normed, strict=True))
+            each_gate = zip(local_grads, normalized.chunk(cell.gates, -1), strict=True)
             local_grads = *local_grads, torch.stack([f * y for f, y in each_gate]).sum(0)
             factors = norm_state, *factors
             results["scale"] = scale.squeeze(-1)

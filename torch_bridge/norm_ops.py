@@ -105,9 +105,9 @@ def normalize(
     total = x if residual is None else x + residual
     wide = total.to(op_common.accumulation_dtype(total.dtype))
     mean = wide.mean(-1) if kind == "layer" else None
-    centred = wide if mean is None else wide - mean.unsqueeze(-1)
-    rstd = (centred.square().mean(-1) + epsilon).rsqrt()
-    y = centred * rstd.unsqueeze(-1)
+    centered = wide if mean is None else wide - mean.unsqueeze(-1)
+    rstd = (centered.square().mean(-1) + epsilon).rsqrt()
+    y = centered * rstd.unsqueeze(-1)
     if weight is not None:
         y = y * _over_rows(weight, y)
     if bias is not None:

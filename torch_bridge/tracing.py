@@ -188,7 +188,7 @@ class _Functions(TorchFunctionMode):
         x = args[0] if args and isinstance(args[0], Tensor) else None
         if x is not None and _has_values(x):
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-                raise _cannot_undo("sets `data` of a tensor, or initialises a lazy module")
+                raise _cannot_undo("sets `data` of a tensor, or initializes a lazy module")
             if not torch.nn.parameter.is_lazy(x):
                 self.mode.record(x)
             if func in (Tensor.detach_, torch.detach_) and x.grad_fn is not None:

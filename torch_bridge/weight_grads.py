@@ -17,11 +17,11 @@ from torch_bridge.tiling import RESET_STATES, Device, ResetState
 _TILE = 128
 _WARPS = 8
 # Bytes of shared memory that four pipeline stages of the kernel without wgmma take.
-_FOUR_STAGES = 132_000
+_FOUR_STAGES_BYTES = 132_000
 # Largest number of rows for which three pipeline stages are enough to be faster than a library.
 _THREE_STAGES_ROWS = 2**16
 # Fewest rows per program: with fewer, adding up the programs' partial sums would take as long as computing them.
-_SHARE = 128
+_MIN_ROWS_PER_PROGRAM = 128
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def scaled(self) -> bool:
-        """True if the cell has a norm: the gate gradients then contain its factors, the array "scale"."""
+        """Whether the cell has a norm, whose factors, the array "scale", the gate gradients then contain."""
         return "scale" in dict(self.dtypes)
 
     @property
@@ -122,8 +122,8 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     The thresholds were measured on an H200. A cell with a norm has those of a GRU: with RMSNorm, 1024,128,256 takes
     2.87 ms instead of 3.03 ms, and 2048,256,128 takes 3.01 ms instead of 3.45 ms.
 
-    Without wgmma, it is faster for a GRU with up to 128 inputs and units. Compiled for an A100, it gives 3.22 ms
-    instead of 3.44 ms for GRU 2048,256,128 (in bfloat16 2.11 ms instead of 2.22 ms) and 0.229 ms instead of 0.233 ms
+    Without wgmma, the kernel is faster for a GRU with up to 128 inputs and units. Compiled for an A100, it gives 3.22
+    ms instead of 3.44 ms for GRU 2048,256,128 (in bfloat16 2.11 ms instead of 2.22 ms) and 0.229 ms instead of 0.233 ms
     for GRU 64,128,128, but 3.81 ms instead of 3.74 ms for LSTM 2048,256,128 and 7.58 ms instead of 7.54 ms for GRU
     1024,128,256. Compiled for an RTX 3090, whose shared memory has room for three pipeline stages, it gives 3.42 ms
     instead of 3.33 ms for GRU 2048,256,128, 0.233 ms instead of 0.248 ms for 256,128,64 and 0.231 ms instead of 0.233
@@ -137,7 +137,7 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     if not device.has_wgmma and not (
         problem.separate
         and max(problem.inputs, problem.hidden) <= 128
-        and (problem.rows <= _THREE_STAGES_ROWS or device.shared_memory >= _FOUR_STAGES)
+        and (problem.rows <= _THREE_STAGES_ROWS or device.shared_memory >= _FOUR_STAGES_BYTES)
     ):
         return False
     narrow = min(problem.inputs, problem.hidden) < 64
@@ -156,13 +156,13 @@ def is_profitable(problem: Problem, device: Device) -> bool:
 def choose(problem: Problem, device: Device) -> Tiling:
     """Returns the tiling for a problem: as many rows in flight as shared memory holds, and one program per SM."""
     if not device.has_wgmma:
-        rows, stages = 16 if problem.dtype == "float32" else 32, 4 if device.shared_memory >= _FOUR_STAGES else 3
+        rows, stages = 16 if problem.dtype == "float32" else 32, 4 if device.shared_memory >= _FOUR_STAGES_BYTES else 3
     elif problem.dtype == "float32":
         rows, stages = 32, 3 if problem.separate else 4
     else:
         rows, stages = (64, 3) if problem.separate else (128, 2)
     at_once = max(1, device.multiprocessors // (problem.tiles * problem.models))
-    return Tiling(rows, stages, max(1, min(at_once, problem.rows // _SHARE)))
+    return Tiling(rows, stages, max(1, min(at_once, problem.rows // _MIN_ROWS_PER_PROGRAM)))
 
 
 class Launch(launch.Launch):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # Arrays of row-wise launches: those that all rows share, and those that have one element per row.
 ROW_WEIGHTS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("mean", "rstd")
 # Outputs that are sums over rows, or over steps and sequences: their only leading axis is that of the models.
-WEIGHT_GRADS = ("dweight", "dbias", "sums")
+SUMMED_OUTPUTS = ("dweight", "dbias", "sums")
 # Axes that may be sharded; time and feature axes are never sharded.
 SHARDABLE = ("models", "groups", "batch")
 
@@ -29,11 +29,11 @@ class NamedOutput(NamedTuple):
 
     name: str
     dtype: Any
-    over: None = None
+    over: None = None  # always; `recurrence.Output` has this field too
 
 
 class LaunchKind:
-    """The base class of the kinds of launches: it declares all that differs between them in this module."""
+    """The base class of the kinds of launches. A kind implements its shapes, its `vmap`, its launch, and it in XLA."""
 
     name: str
 
@@ -55,7 +55,7 @@ class LaunchKind:
         return batch_rows(arrays, axes, params)
 
     def prefers_xla(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> bool:
-        """Returns whether `in_xla` should replace a launch, which must be permitted and estimated to be faster."""
+        """Returns whether `in_xla` replaces the launch: `params` permit it, and it is estimated to be faster."""
         return False
 
     def choose(self, arrays: Sequence[Any], params: dict[str, Any], device: Any) -> Any:
@@ -63,7 +63,7 @@ class LaunchKind:
         return None if self.prefers_xla(arrays, params, device) else self.launch(arrays, params, device)
 
     def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Returns the problem that a scan in `in_xla` solves in place of a launch; None if `in_xla` has no scan."""
+        """Returns the problem, for the log, if `in_xla` runs a scan; None if it does not."""
         return None
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
@@ -161,7 +161,7 @@ def batch_rows(
     """
     names = (*params["inputs"], *(output.name for output in params["outputs"]))
     batched = {name for name, axis in zip(params["inputs"], axes, strict=True) if axis is not None}
-    new_models = bool(batched & {*ROW_WEIGHTS} or {*names} & {*WEIGHT_GRADS})
+    new_models = bool(batched & {*ROW_WEIGHTS} or {*names} & {*SUMMED_OUTPUTS})
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
 
     def merge(name: str, x: Array, axis: int | None) -> Array:

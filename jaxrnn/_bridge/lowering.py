@@ -42,26 +42,26 @@ def _prevent_slice_fusion(arrays: Sequence[Any]) -> list[Any]:
 
 
 def shard_function(
-    device: Callable[[], tuple[Any, Sequence[int]]], choose_method: Callable[[], Method]
+    find_device: Callable[[], tuple[Any, Sequence[int]]], choose_method: Callable[[], Method]
 ) -> Callable[..., list[Array]]:
     """Returns the function that computes a shard. Tracing it compiles the kernel for all local devices.
 
     The compiled function launches the kernel by the method that `choose_method` returns when it is traced.
     """
 
-    def call(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
-        properties, ordinals = device()
-        launch = kind.choose(arrays, params, properties)
+    def compute_shard(*arrays: Array, kind: LaunchKind, **params: Any) -> list[Array]:
+        device, ordinals = find_device()
+        launch = kind.choose(arrays, params, device)
         record = record_of(kind, launch, arrays, params)
-        if record is None:
+        if record is None:  # XLA computes a product in place of the launch, which neither `explain` nor the log names
             return kind.in_xla(arrays, params)
         logger.debug("%s", record)
         with jax.named_scope(record.scope):
             if launch is None:
                 return kind.in_xla(arrays, params)
-            return run(launch, ordinals, arrays, kind, params)
+            return add_launch(launch, ordinals, arrays, kind, params)
 
-    def run(
+    def add_launch(
         launch: Any, ordinals: Sequence[int], arrays: tuple[Array, ...], kind: LaunchKind, params: dict[str, Any]
     ) -> list[Array]:
         results, method = kind.types([x.shape for x in arrays], params), choose_method()
@@ -91,17 +91,18 @@ def shard_function(
         written = _prevent_slice_fusion(written) if method.captured else written
         return [x.astype(output.dtype) for output, x in zip(params["outputs"], written, strict=True)]
 
-    return call
+    return compute_shard
 
 
 def _lower_shard(
-    call: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: PartitionedCallback | None, **params: Any
+    compute_shard: Callable[..., list[Array]], ctx: Any, *operands: Any, slot: PartitionedCallback | None, **params: Any
 ) -> Any:
     """Lowers the launch of a shard; registers its callback in `slot` if the surrounding program is already lowered."""
-    lower = mlir.lower_fun(call, multiple_results=True)
+    lower = mlir.lower_fun(compute_shard, multiple_results=True)
     if slot is None:
         return lower(ctx, *operands, **params)
-    callbacks = ctx.module_context.host_callbacks  # of the shard's module; `slot.index` is for the program's
+    # `slot.index` is an index into the callbacks of the whole program, and these are those of the shard's module
+    callbacks = ctx.module_context.host_callbacks
     while len(callbacks) < slot.index:
         ctx.module_context.add_host_callback(None)
     results = lower(ctx, *operands, **params)
@@ -112,7 +113,7 @@ def _lower_shard(
 
 def _lower(ctx: Any, *operands: Any, kind: LaunchKind, mesh_marker: Any, **params: Any) -> Any:
     """Lowers a launch: on a mesh of `Auto` axes to a `custom_partitioning` that XLA may shard, else for one device."""
-    del mesh_marker
+    del mesh_marker  # an argument only so that JAX passes the mesh: see `primitive`
     mesh = getattr(ctx.module_context.axis_context, "abstract_mesh", None)  # none inside `shard_map` and `pmap`
     managed = mesh is not None and mesh.size > 1 and all(axis == AxisType.Auto for axis in mesh.axis_types)
     if any(0 in aval.shape for aval in ctx.avals_out):  # `vmap` over an axis of length zero: all results are empty
@@ -136,14 +137,14 @@ def _on_one_device(kind: LaunchKind, params: dict[str, Any], *arrays: Array) -> 
     return kind.merge_model_axis(kind.bind_shard(None, kind.split_model_axis(arrays, params), params), params)
 
 
-def _lower_cpu_shard(call: Callable[..., list[Array]], ctx: Any, *operands: Any, **params: Any) -> Any:
+def _lower_cpu_shard(compute_shard: Callable[..., list[Array]], ctx: Any, *operands: Any, **params: Any) -> Any:
     """Lowers the launch of a shard for the CPU.
 
     Triton's interpreter launches the kernel. Otherwise XLA computes the results if the caller permits it, or if the
     program is for several platforms. Otherwise `_lower_shard` raises, because the call names "triton".
     """
     if runs_interpreter() or not (params["may_use_xla"] or len(ctx.module_context.platforms) > 1):
-        return _lower_shard(call, ctx, *operands, **params)
+        return _lower_shard(compute_shard, ctx, *operands, **params)
 
     def in_xla(*arrays: Array, kind: LaunchKind, slot: Any, **params: Any) -> list[Array]:
         return kind.in_xla(arrays, params)

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from jaxrnn._bridge.launch_kind import ROW_STATISTICS, ROW_WEIGHTS, WEIGHT_GRADS, NamedOutput, RowLaunchKind, dtypes_of
+from jaxrnn._bridge.launch_kind import (
+    ROW_STATISTICS,
+    ROW_WEIGHTS,
+    SUMMED_OUTPUTS,
+    NamedOutput,
+    RowLaunchKind,
+    dtypes_of,
+)
 from jaxrnn._bridge.primitive import bind
 from jaxrnn.numerics import rounded_sum
 
@@ -66,7 +73,7 @@ class NormKind(RowLaunchKind):
         like = dict(zip(params["inputs"], shapes, strict=True))["x"]  # [S, *rows, N]
         return [
             jax.ShapeDtypeStruct(
-                (like[0], like[-1]) if output.name in WEIGHT_GRADS
+                (like[0], like[-1]) if output.name in SUMMED_OUTPUTS
                 else like[:-1] if output.name in ROW_STATISTICS
                 else like,
                 output.dtype,
@@ -96,7 +103,7 @@ class NormKind(RowLaunchKind):
         return f"{params['norm']}_norm", params["direction"]
 
     def axes_of(self, name: str, rank: int) -> tuple[str, ...]:
-        if name in ROW_WEIGHTS + WEIGHT_GRADS:
+        if name in ROW_WEIGHTS + SUMMED_OUTPUTS:
             return ("models", "columns")
         last = () if name in ROW_STATISTICS else ("columns",)
         return ("models", *(f"rows_{k}" for k in range(1, rank - len(last))), *last)

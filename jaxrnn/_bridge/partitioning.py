@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxrnn._bridge.launch_kind import WEIGHT_GRADS, LaunchKind
+from jaxrnn._bridge.launch_kind import SUMMED_OUTPUTS, LaunchKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ def partitioned(kind: LaunchKind, slot: PartitionedCallback | None, params: dict
     names = (*inputs, *(output.name for output in params["outputs"]))
     # devices add up their sums in float32
     float32_outputs = tuple(
-        output._replace(dtype=jnp.dtype(jnp.float32)) if output.name in WEIGHT_GRADS else output
+        output._replace(dtype=jnp.dtype(jnp.float32)) if output.name in SUMMED_OUTPUTS else output
         for output in params["outputs"]
     )
 

@@ -65,9 +65,9 @@ def run(
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
-# Steps per iteration of the loop. XLA copies the states once an iteration. As an A100 on an H100, GRU 512,32,1024 takes
-# 0.97 of the time that it takes with one step (bfloat16 0.94), with four steps 0.96 (0.95); LSTM 1024,32,512 takes 0.98
-# with two and with four steps.
+# Steps per iteration of the loop. XLA copies the states once per iteration. As an A100 on an H100, GRU 512,32,1024
+# takes 0.97 of the time that it takes with one step (bfloat16 0.94), with four steps 0.96 (0.95); LSTM 1024,32,512
+# takes 0.98 with two and with four steps.
 _UNROLL = 2
 
 

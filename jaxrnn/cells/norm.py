@@ -49,15 +49,15 @@ def scale_and_mean(h: Array, statistics: Mapping[str, Array], width: int) -> tup
     return jax.lax.rsqrt(variance), statistics["x_mean"] + apart * (hidden / width)
 
 
-def normalise(sums: Sequence[Array], scale: Array, bias: Array) -> tuple[list[Array], list[Array]]:
+def normalize(sums: Sequence[Array], scale: Array, bias: Array) -> tuple[list[Array], list[Array]]:
     """Returns `s (xp + hp)` by gate, and the gates, which add `bias [gates * H]`, given the sums `xp + hp`."""
-    normalised = [one * scale for one in sums]
+    normalized = [one * scale for one in sums]
     biases = jnp.split(bias.astype(scale.dtype), len(sums), axis=-1)
-    return normalised, [x + broadcast_to_rank(b, x) for x, b in zip(normalised, biases, strict=True)]
+    return normalized, [x + broadcast_to_rank(b, x) for x, b in zip(normalized, biases, strict=True)]
 
 
 def residuals_of(
-    cell: Cell, activations: tuple[Array, ...], h: Array, normalised: Sequence[Array], scale: Array, mean: Array | float
+    cell: Cell, activations: tuple[Array, ...], h: Array, normalized: Sequence[Array], scale: Array, mean: Array | float
 ) -> dict[str, Array]:
     """Returns the residuals of a step by name, in float32, with "scale".
 
@@ -65,12 +65,12 @@ def residuals_of(
       cell: the cell.
       activations: as `Cell.step` returns them.
       h: the state before the step.
-      normalised: as `normalise` returns them.
+      normalized: as `normalize` returns them.
       scale: s.
       mean: the mean of `[x, h]`.
     """
     local_grads, (carry_gate,) = cell.compute_residuals(activations, (h,))
-    of_norm = sum(f * x for f, x in zip(local_grads, normalised, strict=True))
+    of_norm = sum(f * x for f, x in zip(local_grads, normalized, strict=True))
     return {
         "local_grads": interleave(cell, (*local_grads, jnp.asarray(of_norm))), "norm_state": (h - mean) * scale,
         "carry_gate": carry_gate, "scale": scale,

@@ -36,6 +36,6 @@ def run_step(
         return after, base.residuals_of(cell, activations, states)
     scale, mean = norm.scale_and_mean(states[0], statistics, norm_width)
     # no mean: the weights of a LayerNorm are centered before the products
-    normalised, gates = norm.normalise(gates, scale, biases["bias"])
+    normalized, gates = norm.normalize(gates, scale, biases["bias"])
     after, activations = cell.step(gates, x_last, states)
-    return after, norm.residuals_of(cell, activations, states[0], normalised, scale, mean)
+    return after, norm.residuals_of(cell, activations, states[0], normalized, scale, mean)

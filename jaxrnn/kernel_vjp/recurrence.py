@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +119,23 @@ def _forward_on_device(
     return last, {s: results[f"{s}s"] for s in static.returned}, results
 
 
+class _Kept(NamedTuple):
+    """What the backward pass gets from the forward pass: the arguments of `recurrence`, and what that computed.
+
+    Attributes:
+      saved: by name the residuals or, with `remat`, all states of every step.
+    """
+
+    params: Any
+    states: tuple[Array, ...]
+    xs: Array
+    resets: Array | None
+    reset_states: tuple[Array, ...] | None
+    first: Array | None
+    in_reverse: Array | None
+    saved: dict[str, Array]
+
+
 def _recurrence_fwd(
     static: RecurrenceSpec, params: Any, states: tuple[Array, ...], xs: Array, resets: Array | None,
     reset_states: tuple[Array, ...] | None, first: Array | None, in_reverse: Array | None,
@@ -128,22 +145,18 @@ def _recurrence_fwd(
     )
     needed = [f"{s}s" for s in static.cell.states] if static.remat else [*dict(static.cell.residuals), "scale", "hs"]
     saved = {name: results[name] for name in needed if name in results}
-    return (last, sequences), (params, states, xs, resets, reset_states, first, in_reverse, saved)
+    return (last, sequences), _Kept(params, states, xs, resets, reset_states, first, in_reverse, saved)
 
 
-def _recurrence_bwd(static: RecurrenceSpec, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+def _recurrence_bwd(static: RecurrenceSpec, kept: _Kept, cotangents: Any) -> tuple[Any, ...]:
     run = functools.partial(_backward_on_device, static)
     dparams, dstates, dxs, dreset_states, dfirst = sharding.shard_over_vmapped_axes(run, kept, cotangents)
-    _, _, _, resets, _, _, in_reverse, _ = kept
-    return dparams, dstates, dxs, _zero_cotangent(resets), dreset_states, dfirst, _zero_cotangent(in_reverse)
+    dresets, din_reverse = _zero_cotangent(kept.resets), _zero_cotangent(kept.in_reverse)
+    return dparams, dstates, dxs, dresets, dreset_states, dfirst, din_reverse
 
 
-def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> tuple[Any, ...]:
-    """Returns the gradients of the differentiable arguments of `recurrence`, for the arrays of `_forward_on_device`.
-
-    `kept` is what `_recurrence_fwd` keeps: the arguments and `saved`, which has by name the residuals or, with `remat`,
-    all states of every step.
-    """
+def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) -> tuple[Any, ...]:
+    """Returns the gradients of the differentiable arguments of `recurrence`, for the arrays of `_forward_on_device`."""
     params, states, xs, resets, reset_states, first, in_reverse, saved = kept
     d_last, d_sequences = cotangents
     cell, hidden, steps, operand_dtype = static.cell, states[0].shape[-1], xs.shape[1], static.operand_dtype
@@ -258,7 +271,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: Any, cotangents: Any) -> t
 
 
 def _chunk_size(static: RecurrenceSpec, xs: Array, hidden: int, in_reverse: Array | None) -> int:
-    """Returns the steps of a chunk: all steps without `remat`."""
+    """Returns the number of steps per chunk; without `remat`, all."""
     steps = xs.shape[1]
     size = chunk_steps(static.cell, xs, hidden) if static.remat else steps
     assert size == steps or in_reverse is None, "chunks run in one order, so both directions need calls of their own"

@@ -33,7 +33,7 @@ def kernel_precision(precision: Any, hidden: int) -> rules.Precision | None:
 
 @dataclasses.dataclass(frozen=True)
 class RecurrenceSpec:
-    """The static arguments of a recurrence, on which it is specialised besides shapes and dtypes."""
+    """The static arguments of a recurrence, on which it is specialized besides shapes and dtypes."""
 
     cell: Cell
     operand_dtype: Any

@@ -20,7 +20,7 @@ from jaxrnn.checks import Implementation
 class RMSNorm(nn.RMSNorm):
     """`flax.linen.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
-    `jaxrnn.rms_norm` normalises the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
+    `jaxrnn.rms_norm` normalizes the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
     `mask`, `axis_name`, `axis_index_groups` or `force_float32_reductions=False`, Flax's own norm runs.
 
     Attributes:
@@ -65,13 +65,13 @@ class RMSNorm(nn.RMSNorm):
 
     @nn.compact
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
-        """Normalises the last axis, or `reduction_axes`.
+        """Normalizes the last axis, or `reduction_axes`.
 
         Args:
           x: `[*rows, N]`.
           residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass.
           mask: booleans of a shape that broadcasts to that of `x`, or None. Mean and variance are those of the elements
-            where it is true; every element is normalised.
+            where it is true; every element is normalized.
 
         Returns:
           `y`, which has the shape of `x`. With a residual, `(y, x + residual)`; the sum has the dtype of `x`.
@@ -128,7 +128,7 @@ class LayerNorm(nn.LayerNorm):
 
     @nn.compact
     def __call__(self, x: ArrayLike, *, residual: ArrayLike | None = None, mask: ArrayLike | None = None) -> Any:
-        """Normalises the last axis, or `reduction_axes`.
+        """Normalizes the last axis, or `reduction_axes`.
 
         Args:
           x: `[*rows, N]`.
@@ -146,7 +146,7 @@ class LayerNorm(nn.LayerNorm):
 
 
 def run_norm(norm: Any, kind: str, x: Any, residual: Any, mask: Any, flax_norm: Callable[..., Any]) -> Any:
-    """Normalises `x` with the parameters of a bound module, creating missing ones."""
+    """Normalizes `x` with the parameters of a bound module, creating missing ones."""
     name = type(norm).__name__
     x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:

@@ -52,7 +52,7 @@ def run_flax(module: Any, option: str, x: Array, residual: Array | None, run: Ca
     check_implementation(module.implementation, caller)
     if (module.implementation or context.default()) == "triton":
         raise NotImplementedError(
-            f"{caller.name}: the Triton implementation normalises the last axis, every element of it, in float32, on "
+            f"{caller.name}: the Triton implementation normalizes the last axis, every element of it, in float32, on "
             f'one device, and this norm has {option}; use implementation=None or "xla", which run Flax\'s own norm'
         )
     tell(Choice("norm", option, "xla", "Flax's own norm runs it", f"cannot run a norm with {option}", marked=False))

@@ -47,7 +47,7 @@ class LayerNormOptions(RMSNormOptions, total=False):
 class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
-    `jaxrnn.rms_norm` normalises the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
+    `jaxrnn.rms_norm` normalizes the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
     `mask`, `axis_name` or `axis_index_groups`, Flax's own norm runs.
 
     Args:
@@ -101,12 +101,12 @@ class RMSNorm(nnx.RMSNorm):
     ) -> Array | tuple[Array, Array]: ...
 
     def __call__(self, x: ArrayLike, mask: ArrayLike | None = None, *, residual: ArrayLike | None = None) -> Any:
-        """Normalises the last axis, or `reduction_axes`.
+        """Normalizes the last axis, or `reduction_axes`.
 
         Args:
           x: `[*rows, N]`.
           mask: booleans of a shape that broadcasts to that of `x`, or None. Mean and variance are those of the elements
-            where it is true; every element is normalised.
+            where it is true; every element is normalized.
           residual: an array with the shape and dtype of `x`, added to `x` first, in the same pass. With a residual,
             neither array is rounded to `dtype`; Flax's own norm rounds their sum to it.
 
@@ -175,7 +175,7 @@ class LayerNorm(nnx.LayerNorm):
     ) -> Array | tuple[Array, Array]: ...
 
     def __call__(self, x: ArrayLike, *, mask: ArrayLike | None = None, residual: ArrayLike | None = None) -> Any:
-        """Normalises the last axis, or `reduction_axes`.
+        """Normalizes the last axis, or `reduction_axes`.
 
         Args:
           x: `[*rows, N]`.
@@ -201,7 +201,7 @@ def run_norm(
     flax_norm: Callable[..., Any],
     names: tuple[str, ...],
 ) -> Any:
-    """Normalises `x` with those parameters among `names` that the module has."""
+    """Normalizes `x` with those parameters among `names` that the module has."""
     name = type(norm).__name__
     x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:

@@ -109,7 +109,7 @@ def make_train(networks, initialize_carry, init_batch, batch, average: Callable[
     Args:
       networks: `network.apply(variables, carry, (obs, resets)) -> (carry, logits, value)`, each with its own carry.
       initialize_carry: a function from batch axes to a carry.
-      init_batch: the batch axes that the networks are initialised with.
+      init_batch: the batch axes that the networks are initialized with.
       batch: the batch axes that the networks run with.
       average: a function that averages gradients over parallel axes.
 

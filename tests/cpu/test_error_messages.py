@@ -47,7 +47,7 @@ def wrong(name, /, **arguments):
 
 
 def apply(module, *args, **options):
-    """Initialises and runs a module of linen."""
+    """Initializes and runs a module of linen."""
     return lambda: jax.eval_shape(lambda: module.init_with_output(KEY, *args, **options))
 
 

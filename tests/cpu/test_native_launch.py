@@ -281,7 +281,7 @@ def test_a_driver_that_cannot_capture_early_launches_gets_none():
     assert field(done.named("cuLaunchKernelEx")[0], "attributes") == ""
 
 
-def test_initialisation_loads_and_does_not_launch():
+def test_initialization_loads_and_does_not_launch():
     done = run("""
 x = jnp.arange(4.)
 launch(x, ADD, name="initialize_only").block_until_ready()

@@ -284,7 +284,7 @@ def in_parts(tree, parts):
     ],
 )
 def test_losses_and_gradients_of_parts_average_to_those_of_the_whole(mapped, parts):
-    """Normalises the advantages, whose scales differ, by the mean and deviation of all environments."""
+    """Normalizes the advantages, whose scales differ, by the mean and deviation of all environments."""
     axis = recurrent_ppo.AXIS
     ppo, (state, _), (seen, _) = two_rollouts("xla")
     rng = np.random.default_rng(0)

@@ -366,7 +366,7 @@ def cannot_undo():
     plain = torch.ones(B, H)
     return {
         "data": (plain, lambda: setattr(plain, "data", plain * 2), "sets `data`"),
-        "lazy": (leaf, lambda: lazy(torch.ones(2, 3)), "initialises a lazy module"),
+        "lazy": (leaf, lambda: lazy(torch.ones(2, 3)), "initializes a lazy module"),
         "result": (result, lambda: result.mul_(2), "changes a view or a result"),
         "slice of a result": (result, lambda: result[0].mul_(2), "changes a view or a result"),
         "view": (view, lambda: view.copy_(leaf * 2), "changes a view or a result"),

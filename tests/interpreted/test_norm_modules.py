@@ -274,7 +274,7 @@ def test_norms_may_be_put_in_the_place_of_those_of_flax(monkeypatch):
 def test_the_kernels_do_not_have_these_options(kind, options):
     options = of_kind(kind, options)
     x, mask = normal(0, 2, 3, N), options.pop("mask", None)
-    text = r"the Triton implementation normalises .*this norm has (a mask|\w+=).*implementation=None or \"xla\""
+    text = r"the Triton implementation normalizes .*this norm has (a mask|\w+=).*implementation=None or \"xla\""
     with pytest.raises(NotImplementedError, match=text):
         OURS[kind][0](**options, implementation="triton").init(jax.random.key(0), x, mask=mask)
     if "force_float32_reductions" not in options:
@@ -306,14 +306,14 @@ def test_the_last_axis_may_be_given_by_its_index(kind):
 # --- stacks ----------------------------------------------------------------------------------------------------------
 
 
-def normalise(kind, params, xs):
+def normalize(kind, params, xs):
     return getattr(jaxrnn, f"{kind}_norm")(xs, params["scale"], params.get("bias"))
 
 
 @pytest.mark.parametrize("bidirectional", [False, True], ids=["forward", "bidirectional"])
 @pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 @every_kind
-def test_a_linen_stack_normalises_between_its_layers(kind, cell, bidirectional):
+def test_a_linen_stack_normalizes_between_its_layers(kind, cell, bidirectional):
     """The stack equals three stacks of one layer, with norms between them."""
     make = functools.partial(getattr(linen, cell), H, bidirectional=bidirectional)
     stack, xs = make(num_layers=3, norm=kind), normal(0, B, T, D)
@@ -326,7 +326,7 @@ def test_a_linen_stack_normalises_between_its_layers(kind, cell, bidirectional):
 
     def by_hand(params, xs):
         for k in range(3):
-            xs = normalise(kind, params[f"norm_{k - 1}"], xs) if k else xs
+            xs = normalize(kind, params[f"norm_{k - 1}"], xs) if k else xs
             layer = {name.replace(f"layers_{k}", "layers_0"): x for name, x in params.items() if f"layers_{k}" in name}
             xs = make(num_layers=1, norm=kind).apply({"params": layer}, xs, resets=resets)
         return xs
@@ -341,7 +341,7 @@ def test_a_linen_stack_normalises_between_its_layers(kind, cell, bidirectional):
 
 @pytest.mark.parametrize("cell", ["GRU", "LSTM"])
 @every_kind
-def test_an_nnx_stack_normalises_between_its_layers(kind, cell):
+def test_an_nnx_stack_normalizes_between_its_layers(kind, cell):
     make = functools.partial(getattr(fused_nnx, cell), rngs=nnx.Rngs(0))
     stack, xs = make(D, H, num_layers=2, norm=kind, bidirectional=True), normal(0, B, T, D)
     assert len(stack.norms) == 1 and type(stack.norms[0]) is OURS[kind][1]

@@ -435,8 +435,8 @@ def test_eager_scan_and_remat(kind, implementation):
     args, _ = mapped((None,) * 4)
     want = plain(kind)(*args)
     assert_close(with_gradients(kind, implementation)(*args), want)
-    rematerialised = jax.checkpoint(loss_of(kind, implementation))
-    assert_close(jax.jit(jax.value_and_grad(rematerialised, range(4), has_aux=True))(*args), want)
+    rematerialized = jax.checkpoint(loss_of(kind, implementation))
+    assert_close(jax.jit(jax.value_and_grad(rematerialized, range(4), has_aux=True))(*args), want)
 
     def many(implementation):
         def step(x, _):

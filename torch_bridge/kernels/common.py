@@ -19,7 +19,7 @@ BIDIRECTIONAL = tl.constexpr("bidirectional")
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Converts `x` to a matmul operand; rounds float32 for TF32, since the tensor core would truncate it (a bias).
+    """Converts `x` to a matmul operand; rounds float32 for TF32. The tensor core would truncate it, which is biased.
 
     Truncation would also turn a NaN into infinity if only low bits of its mantissa are set. For a NaN, `x + x` has the
     highest bit of the mantissa set.
@@ -53,10 +53,10 @@ def first_row(seq, T, B):
 
 @triton.jit
 def time_order(row0, model, T, B, REVERSE: tl.constexpr):
-    """Returns the rows of step time 0 of a model's sequences, and the number of rows from one step time to the next.
+    """Returns the row of time index 0 of each sequence, and the number of rows from one time index to the next.
 
-    `row0` are the rows of step 0. If REVERSE is BIDIRECTIONAL, step times of a model of odd index count back from the
-    last step.
+    `row0` are the rows of step 0. A time index is a step, except if REVERSE is BIDIRECTIONAL and the index of the model
+    is odd: index 0 is then the last step.
     """
     if REVERSE == BIDIRECTIONAL:
         odd = model % 2
@@ -67,7 +67,7 @@ def time_order(row0, model, T, B, REVERSE: tl.constexpr):
 
 @triton.jit
 def step_time(i, T, REVERSE: tl.constexpr):
-    """Returns the step time of the i-th step that is run, counted as in `time_order`."""
+    """Returns the time index, as in `time_order`, of the i-th step that runs."""
     if REVERSE == BIDIRECTIONAL:
         return i
     elif REVERSE:
@@ -112,7 +112,7 @@ def float16_bits(x, BOUNDED: tl.constexpr):
 
 @triton.jit
 def pack_float16x4(a, b, c, d):
-    """Packs four numbers as float16 into 64 bits, `a` in the lowest; `c` and `d` must be at most 1 in magnitude."""
+    """Packs four values as float16 into 64 bits, `a` in the lowest; `c` and `d` must be at most 1 in magnitude."""
     low = float16_bits(a, False) | (float16_bits(b, False) << 16)
     high = float16_bits(c, True) | (float16_bits(d, True) << 16)
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
@@ -120,13 +120,13 @@ def pack_float16x4(a, b, c, d):
 
 @triton.jit
 def unpack_float16(bits):
-    """Returns, as float32, the float16 number in the low 16 of 32 bits."""
+    """Returns, as float32, the float16 value in the low 16 of 32 bits."""
     return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def unpack_float16x4(bits):
-    """Returns the four numbers that `pack_float16x4` packed, as float32."""
+    """Returns the four values that `pack_float16x4` packed, as float32."""
     low, high = bits.to(tl.int32), (bits >> 32).to(tl.int32)
     return unpack_float16(low), unpack_float16(low >> 16), unpack_float16(high), unpack_float16(high >> 16)
 
@@ -186,10 +186,11 @@ def load_local_grads(ptr, rows, cols, mask, H: tl.constexpr, COUNT: tl.constexpr
 
 @triton.jit
 def split_words(local_grads, carry_gate):
-    """Packs the result of `pack_float16x4` and a float32 number, `carry_gate`, into three 32-bit words.
+    """Packs the result of `pack_float16x4` and a float32 value, `carry_gate`, into three 32-bit words.
 
-    The high and low halves of the words are: `a` and `d`; `b` and the low half of `carry_gate`; `c` and the high half
-    of `carry_gate`. A word is a float32 NaN only if `a`, `b` or `c` is a NaN.
+    `a` to `d` are the arguments of `pack_float16x4`. The high and low halves of the words are: `a` and `d`; `b` and the
+    low half of `carry_gate`; `c` and the high half of `carry_gate`. A word is a float32 NaN only if `a`, `b` or `c` is
+    a NaN.
     """
     low, high, bits = local_grads.to(tl.int32), (local_grads >> 32).to(tl.int32), carry_gate.to(tl.int32, bitcast=True)
     return (
@@ -238,7 +239,7 @@ def scaled(values, factor):
 
 @triton.jit
 def operands_of(grads, GATES: tl.constexpr):
-    """Returns what is multiplied by each gate's weights in the backward pass, given the gradients from `grad_step`."""
+    """Returns, by gate, the gradients that are multiplied by the recurrent weights, given those from `grad_step`."""
     if len(grads) > GATES:  # the last gate is separate
         return grads[: GATES - 1] + grads[GATES:]
     else:
@@ -246,24 +247,24 @@ def operands_of(grads, GATES: tl.constexpr):
 
 
 @triton.jit
-def normalise(gates, scale, bias):
-    """Returns `s (xp + hp)` and the gates before their activations, given the sums `xp + hp`."""
+def normalize(gates, scale, bias):
+    """Returns `(xp + hp) * scale` by gate, and the same plus `bias`; `gates` are the sums `xp + hp`."""
     GATES: tl.constexpr = len(gates)
-    normalised = ()
+    normalized = ()
     biased = ()
     for gate in tl.static_range(GATES):
         one = gates[gate] * scale
-        normalised += (one,)
+        normalized += (one,)
         biased += (one + bias[gate],)
-    return normalised, biased
+    return normalized, biased
 
 
 @triton.jit
-def with_norm_grad(local_grads, normalised):
+def with_norm_grad(local_grads, normalized):
     """Appends the local gradient of the norm to those of the gates."""
-    total = local_grads[0] * normalised[0]
-    for gate in tl.static_range(1, len(normalised)):
-        total += local_grads[gate] * normalised[gate]
+    total = local_grads[0] * normalized[0]
+    for gate in tl.static_range(1, len(normalized)):
+        total += local_grads[gate] * normalized[gate]
     return local_grads + (total,)
 
 

@@ -118,8 +118,8 @@ def locate_tile(
 ):  # fmt: skip
     """Locates a tile of a model.
 
-    Returns the units, the masks of sequences and of states, the sequences, their rows of step time 0, and the number of
-    rows from one step time to the next.
+    Returns the units, the masks of sequences and of states, the sequences, their rows of time index 0, and the number
+    of rows from one time index to the next.
     """
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, UNITS))
     nth, taken = sequence_of_column(gl.arange(0, COLS, gl.SliceLayout(0, UNITS)), BLOCK_B, COLS)
@@ -135,7 +135,7 @@ def locate_tile(
 def forward_rows(row, i, T, stride, REVERSE: gl.constexpr):
     """Returns the rows of sequences at step min(i, T - 1) of the forward pass.
 
-    `row` contains the rows of step time 0, and `stride` is the number of rows from one step time to the next.
+    `row` contains the rows of time index 0, and `stride` is the number of rows from one time index to the next.
     """
     return row + step_time(gl.minimum(i, T - 1), T, REVERSE) * stride
 
@@ -616,8 +616,8 @@ def mean_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def normalised_state(h, sums, statistics, scale, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
-    """Returns the normalised state `(h - mean) * scale`, where the mean is 0 for RMSNorm.
+def normalized_state(h, sums, statistics, scale, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
+    """Returns the normalized state `(h - mean) * scale`, where the mean is 0 for RMSNorm.
 
     `h` is `[units, batch]`, or `[units]` of one sequence. The other arguments are those of `scale_of_norm`, and what it
     returned.

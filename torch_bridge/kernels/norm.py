@@ -147,7 +147,7 @@ def _moments_of_chunk(
 @triton.jit
 def _normalize_chunk(
     read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Stores the results y of a chunk, reading the rows, with their residual added, from `read_ptr`."""
     col = first + cols
@@ -162,7 +162,7 @@ def _normalize_chunk(
 @triton.jit
 def _terms_of_chunk(
     x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Returns dy * weight and, for LayerNorm, x - mean (for RMSNorm: x) of a chunk."""
     col = first + cols
@@ -241,14 +241,12 @@ def norm_fwd_kernel(
             tl.debug_barrier()  # other threads may have written what this one reads
         for first in range(0, LAST, BLOCK_N):
             _normalize_chunk(
-                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols, N, BLOCK_N, CENTERED,
-                True,
-            )  # fmt: skip
+                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, first, cols, N, CENTERED, True
+            )
         if LAST < N:
             _normalize_chunk(
-                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, LAST, cols, N, BLOCK_N, CENTERED,
-                False,
-            )  # fmt: skip
+                read_ptr, weight_ptr, bias_ptr, y_ptr, start, mask_r, mean, rstd, LAST, cols, N, CENTERED, False
+            )
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, mask=mask_r)
     if rstd_ptr is not None:
@@ -284,24 +282,20 @@ def _store_dx(
 @triton.jit
 def _add_chunk(
     x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, sum_a, sum_ax, first, cols,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Adds a further chunk to each row's sums of a and of a * (x - mean), without the factor rstd."""
-    a, centered = _terms_of_chunk(
-        x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, WHOLE
-    )
+    a, centered = _terms_of_chunk(x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, CENTERED, WHOLE)
     return sum_a + tl.sum(a, 1), sum_ax + tl.sum(a * centered, 1)
 
 
 @triton.jit
 def _differentiate_chunk(
     x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first, cols,
-    N: tl.constexpr, BLOCK_N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
+    N: tl.constexpr, CENTERED: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Stores dx of a chunk, given the means over whole rows."""
-    a, centered = _terms_of_chunk(
-        x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, BLOCK_N, CENTERED, WHOLE
-    )
+    a, centered = _terms_of_chunk(x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, first, cols, N, CENTERED, WHOLE)
     col = first + cols
     _store_dx(
         dx_ptr, dtotal_ptr, start + col[None, :], _mask(mask_r, col, N, WHOLE), a, centered * rstd[:, None], mean_a,
@@ -394,12 +388,12 @@ def norm_bwd_kernel(
             mean_ax = tl.zeros([BLOCK_R], tl.float32)
             for first in range(0, LAST, BLOCK_N):
                 mean_a, mean_ax = _add_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, first, cols, N, BLOCK_N, CENTERED,
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, first, cols, N, CENTERED,
                     True,
                 )  # fmt: skip
             if LAST < N:
                 mean_a, mean_ax = _add_chunk(
-                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, LAST, cols, N, BLOCK_N, CENTERED,
+                    x_ptr, dy_ptr, weight_ptr, start, mask_r, mean, mean_a, mean_ax, LAST, cols, N, CENTERED,
                     False,
                 )  # fmt: skip
             mean_a /= N
@@ -407,12 +401,12 @@ def norm_bwd_kernel(
             for first in range(0, LAST, BLOCK_N):
                 _differentiate_chunk(
                     x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, first,
-                    cols, N, BLOCK_N, CENTERED, True,
+                    cols, N, CENTERED, True,
                 )  # fmt: skip
             if LAST < N:
                 _differentiate_chunk(
                     x_ptr, dy_ptr, dtotal_ptr, weight_ptr, dx_ptr, start, mask_r, mean, rstd, mean_a, mean_ax, LAST,
-                    cols, N, BLOCK_N, CENTERED, False,
+                    cols, N, CENTERED, False,
                 )  # fmt: skip
             nth += programs.to(tl.int64) * BLOCK_R
 

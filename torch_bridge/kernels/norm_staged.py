@@ -107,12 +107,11 @@ def _store_dx(dx_ptr, dtotals, row, a, normalized, rstd, mean_a, mean_ax, chunk:
 @gluon.jit(do_not_specialize=["R", "tiles", "programs"], repr=names.of_norm("bwd_staged"))
 def norm_bwd_kernel(
     dy_ptr, x_ptr, dtotal_ptr, weight_ptr, mean_ptr, rstd_ptr, dx_ptr, partial_weight_ptr, partial_bias_ptr,
-    R, tiles, programs, N: gl.constexpr, BLOCK_R: gl.constexpr, BLOCK_N: gl.constexpr, CENTERED: gl.constexpr,
-    OPAQUE: gl.constexpr, SLOTS: gl.constexpr,
+    R, tiles, programs, N: gl.constexpr, BLOCK_N: gl.constexpr, CENTERED: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Computes dx and the partial sums; its arrays are those of `torch_bridge.kernels.norm.norm_bwd_kernel`.
 
-    BLOCK_R is 1, and BLOCK_N is the width of a chunk. Shared memory holds SLOTS chunks of x and of dy: those of the
+    BLOCK_N is the width of a chunk. Shared memory holds SLOTS chunks of x and of dy: those of the
     current row and those that follow. An iteration computes dx of one chunk, starts the copy of a later chunk into its
     place, and adds the same chunk of the next row to the sums.
     """

@@ -85,7 +85,6 @@ def weight_gradient(cell: CellSpec, x: ForwardArguments, hs: Tensor, gradients: 
 
 
 def norm_gradients(
-    cell: CellSpec,
     wanted: Sequence[str],
     x: ForwardArguments,
     hs: Tensor,
@@ -95,7 +94,6 @@ def norm_gradients(
     """Returns the gradients of those arguments of a norm that are in `wanted`.
 
     Args:
-      cell: the cell.
       wanted: names of arguments.
       x: the arguments of the forward operator.
       hs: the hidden states of all steps.

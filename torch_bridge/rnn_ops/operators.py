@@ -73,7 +73,7 @@ def _first_order_gradients(
     if "b_hn" in wanted:
         returned["b_hn"] = found["dhn"].reshape(x.w_hh.shape[0], -1, x.w_hh.shape[-1]).sum(1)
     if x.norm is not None:
-        returned |= norm_gradients(cell, wanted, x, hs, residuals[-1], found)
+        returned |= norm_gradients(wanted, x, hs, residuals[-1], found)
     for s, state, reset_state in zip(cell.states, x.states, x.reset_states, strict=True):
         returned[f"{s}0"] = found[f"d{s}0"].to(state.dtype)
         if reset_state is not None and f"reset_{s}" in wanted:

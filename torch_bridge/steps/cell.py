@@ -43,7 +43,7 @@ class Cell(Protocol):
           dstates: the gradients of the states after the step, each `[S, N, H]`.
           local_grads: `[S, N, count, H]`, in the order of the gates' hidden products. If the last gate is separate, the
             local gradient of its input projection comes before all of these.
-          factors: the residuals after `local_grads`, each `[S, N, H]`.
+          factors: the residuals after `local_grads`, except for "norm_state", each `[S, N, H]`.
         """
 
 

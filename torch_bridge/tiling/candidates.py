@@ -31,7 +31,7 @@ def heuristic(problem: Problem, device: Device) -> KernelConfig:
 
 
 def candidates(problem: Problem, device: Device) -> list[KernelConfig]:
-    """Returns the tilings that can run a problem, the fastest first according to the estimates in this module.
+    """Returns the tilings that can run a problem, the fastest first by the estimates of each family's module.
 
     Raises:
       UnsupportedError: see `heuristic`.

@@ -8,9 +8,9 @@ from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_wgmma_kernels, triton_version
 
-# The same figures for the "rows" kernels, whose products have sequences as rows. Their programs have 32 units each, and
-# the number of programs that share the units is a multiple of four. Estimated from 60 timings on an H200 with B from 8
-# to 1024 and H from 256 to 1024.
+# By kernel: sequences per tile, warps, and microseconds per step of a tile, fixed and per program that shares the
+# units. The number of programs that share the units is a multiple of four. Estimated from 60 timings on an H200 with B
+# from 8 to 1024 and H from 256 to 1024.
 COST = {
     ("gru", "fwd"): ((64, 4, 3.7, 0.09), (128, 8, 3.5, 0.23)),
     ("gru", "bwd"): ((64, 4, 4.4, 0.13), (128, 8, 5.0, 0.285)),

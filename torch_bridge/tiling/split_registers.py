@@ -11,7 +11,7 @@ from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, product_kind
 from torch_bridge.tiling.support import MIN_STEPS_ON_CHIP, has_16_bit_kernels
 
-# Most hidden units by the units of a program. Eight warps then have 32 registers a thread for the weights of a gate.
+# Most hidden units by the units of a program. Eight warps then have 32 registers per thread for the weights of a gate.
 WIDEST = {64: 256, 32: 512, 16: 1024}
 
 # Microseconds per step of one tile, by sequences per tile: fixed; per program that shares the units; per megabyte that

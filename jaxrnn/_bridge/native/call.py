@@ -24,7 +24,7 @@ class NativeMethod:
 
     def begin(self, launch: Any, ordinals: Sequence[int]) -> None:
         """Starts to compile the kernels of a launch in the background."""
-        del ordinals  # the handler loads kernels where a program is initialised
+        del ordinals  # the handler loads kernels where a program is initialized
         launch.begin_loading(None)
 
     def call(

@@ -10,7 +10,7 @@
 //   parameters_k  int64[2 n]: pairs of a kind (see the enum of these) and a value, one for each parameter of the kernel
 // `jaxrnn._bridge.native.call` writes them. The version in the handler's name changes if their meaning does.
 //
-// Kernels are loaded when XLA initialises a program, once for each content and context. Looking one up takes no lock, and
+// Kernels are loaded when XLA initializes a program, once for each content and context. Looking one up takes no lock, and
 // devices load independently: a load may wait for its device, whose collective may wait for another device's launch.
 
 #include <dlfcn.h>
@@ -439,7 +439,7 @@ static XLA_FFI_Error* launch(const XLA_FFI_CallFrame* frame, const Device* devic
 static XLA_FFI_Error* run(XLA_FFI_CallFrame* frame, Device* device, const Call* calls, int num_calls) {
   Kernel* kernels[MAX_KERNELS];
   XLA_FFI_Error* failure = NULL;
-  // a CPU backend has no stage of initialisation, so both stages load
+  // a CPU backend has no stage of initialization, so both stages load
   for (int k = 0; k < num_calls; ++k)
     if ((failure = find_kernel(frame->api, device, &calls[k], &kernels[k]))) return failure;
   if (frame->stage != XLA_FFI_ExecutionStage_EXECUTE) return NULL;

@@ -104,9 +104,9 @@ class GRU(FusedStack[ReturnsCarry]):
       precision: the precision of the matmuls, as in `jaxrnn.gru`.
       implementation: as in `jaxrnn.gru`; None chooses one that can run the input.
       remat: as in `jaxrnn.gru`.
-      norm: the norm of the outputs of every layer but the last. It normalises both directions together, before dropout.
+      norm: the norm of the outputs of every layer but the last. It normalizes both directions together, before dropout.
         "rms" and "layer" create an `RMSNorm` or a `LayerNorm` with its parameters at `norm_{k}`, where k is the layer
-        whose outputs it normalises. A class or a function creates another module when called as `norm(name=name)`. None
+        whose outputs it normalizes. A class or a function creates another module when called as `norm(name=name)`. None
         means no norm.
       num_blocks: the number of blocks (heads) of the recurrent weights of every layer and direction, as in `GRUCell`.
 

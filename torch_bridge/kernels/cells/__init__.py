@@ -13,8 +13,8 @@ A cell is a module with three functions for Triton, which run in every time loop
   separate, the gradient of its hidden product follows those of the gates.
 
 All of these are tuples, in the order of the cell's entry in `torch_bridge.cells`. The factors are the residuals after
-`local_grads`: with two states "dc_dh", by which the loop adds the gradient of the hidden state to that of the other
-one, then "carry_gate", by which `grad_step` multiplies the gradient that it passes on. Of the local gradients, which
-may be stored as float16, only the first two may exceed one. The functions are elementwise, so a loop may call them on
-tiles of any layout.
+`local_grads`, except for "norm_state": with two states "dc_dh", by which the loop adds the gradient of the hidden state
+to that of the other one, then "carry_gate", by which `grad_step` multiplies the gradient that it passes on. Of the
+local gradients, which may be stored as float16, only the first two may exceed one. The functions are
+elementwise, so a loop may call them on tiles of any layout.
 """

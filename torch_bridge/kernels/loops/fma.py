@@ -10,7 +10,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import normalise, operands_of, rounded_product, scaled, with_norm_grad
+from torch_bridge.kernels.common import normalize, operands_of, rounded_product, scaled, with_norm_grad
 from torch_bridge.kernels.gluon_common import (
     add_input,
     backward_rows,
@@ -19,7 +19,7 @@ from torch_bridge.kernels.gluon_common import (
     forward_rows,
     load_inputs,
     load_statistics,
-    normalised_state,
+    normalized_state,
     product_order,
     reset_gradients,
     reset_states,
@@ -96,7 +96,7 @@ def _forward_step(
         if x_mean_ptr is not None:
             sums += (gl.sum(before[0], axis=0),)
         scale = scale_of_norm(sums, statistics, H, NORM_WIDTH)
-        normalised, gates = normalise(gates, scale, bias)
+        normalized, gates = normalize(gates, scale, bias)
     x_last = x[GATES - 1].to(gl.float32)
     inputs = _load_step(
         i + DEPTH, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, row, T, stride, unit, mask, H, GATES, REVERSE
@@ -108,8 +108,8 @@ def _forward_step(
     if local_grads_ptr is not None:
         local_grads, factors = RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
-            local_grads = with_norm_grad(local_grads, normalised)
-            norm_state = normalised_state(before[0], sums, statistics, scale, H, NORM_WIDTH)
+            local_grads = with_norm_grad(local_grads, normalized)
+            norm_state = normalized_state(before[0], sums, statistics, scale, H, NORM_WIDTH)
             gl.store(norm_state_ptr + at, norm_state.to(norm_state_ptr.dtype.element_ty), mask=live)
             gl.store(scale_ptr + forward_rows(row, i, T, stride, REVERSE), scale, mask=i < T)
         store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION)

@@ -141,8 +141,8 @@ def sum_rows(parts, w):
 def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr):
     """Locates the sequence of this program in arrays of rows `[G, T, B]`.
 
-    Returns the model, the units and their mask, the sequence, its row at step time 0, and the number of rows from one
-    step time to the next (`common.time_order`).
+    Returns the model, the units and their mask, the sequence, its row at time index 0, and the number of rows from one
+    time index to the next (`common.time_order`).
     """
     LAYOUT: gl.constexpr = weights_layout(BLOCK_H, gl.num_warps())
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))

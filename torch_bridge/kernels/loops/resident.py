@@ -26,7 +26,7 @@ each warp stores the sum over its 16 units in shared memory, and after the barri
 every thread adds the warps' sums. The kernels then have tiles of at most eight sequences.
 
 In both kernels, `saved` are the packed residuals of a step, and COUNT is the number of local gradients. `of_norm` is
-the tuple of a step's normalised state and the scale of its norm; without a norm it is empty.
+the tuple of a step's normalized state and the scale of its norm; without a norm it is empty.
 """
 
 import triton.experimental.gluon.language as gl
@@ -37,7 +37,7 @@ from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
-    normalise,
+    normalize,
     operands_of,
     scaled,
     step_time,
@@ -62,7 +62,7 @@ from torch_bridge.kernels.gluon_common import (
     load_weights,
     locate_tile,
     no_residuals,
-    normalised_state,
+    normalized_state,
     pack_residuals,
     product_order,
     reset_gradients,
@@ -268,15 +268,15 @@ def _forward_step(
         next_scale = scale_of_states(_load_over_warps(slot, UNITS, gl.max))[None, :]
     gates = add_inputs(products, x, b_hn, SEPARATE)
     if NORM_WIDTH > 0:
-        normalised, gates = normalise(gates, norm_scale[None, :], bias)
+        normalized, gates = normalize(gates, norm_scale[None, :], bias)
     states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
     if ZEROS:
         states = states_without_empty_columns(states, BLOCK_B)
     if local_grads_ptr is not None:
         local_grads, factors = RESIDUALS(activations, before)
         if NORM_WIDTH > 0:
-            local_grads = with_norm_grad(local_grads, normalised)
-            norm_state = normalised_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
+            local_grads = with_norm_grad(local_grads, normalized)
+            norm_state = normalized_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
             of_norm = (norm_state.to(norm_state_ptr.dtype.element_ty), norm_scale)
         saved = pack_residuals(local_grads, factors, dc_dh_ptr)
     if not LATE:

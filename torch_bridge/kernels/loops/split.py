@@ -61,7 +61,7 @@ def forward_kernel(
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B / 2, 64, 2]`: two buffers, used in turn.
-    A word holds two sequences of a unit. The number of the send follows it, by which a receiver recognises a new word.
+    A word holds two sequences of a unit. The number of the send follows it, by which a receiver recognizes a new word.
     """
     WARPGROUPS: gl.constexpr = gl.num_warps() // 4  # side by side along the sequences
     COUNT: gl.constexpr = GATES + 1 if SEPARATE else GATES  # of local gradients

@@ -11,7 +11,7 @@ columns, and sends to every program the part of the gradient that belongs to tha
 and the scale of their float16 operands, are not exchanged.
 
 With NORM_WIDTH > 0, the gates see a norm, as `streamed.py` explains. Forward, its sums over units are those of the
-received states, which are rounded as operands of the product; the saved normalised state is that of the unrounded
+received states, which are rounded as operands of the product; the saved normalized state is that of the unrounded
 state. Backward, each program sends the sum over its own units to all programs.
 
 A thread computes two adjacent units of a sequence, and a warp every eighth sequence. With fewer than 64 units, several
@@ -26,7 +26,7 @@ from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
-    normalise,
+    normalize,
     operands_of,
     rounded_product,
     scaled,
@@ -49,7 +49,7 @@ from torch_bridge.kernels.gluon_common import (
     load_saved,
     load_states,
     load_statistics,
-    normalised_state,
+    normalized_state,
     pack_residuals,
     reset_gradients,
     scale_of_norm,
@@ -339,7 +339,7 @@ def forward_kernel(
     """Runs the forward pass; arguments are those of `streamed.forward_kernel`, but for `exchange`.
 
     `exchange` is int32 zeros `[2, workers, SPLITS, BLOCK_B, BLOCK_H / 2, 2]`: two buffers, used in turn. A word holds
-    two adjacent units of a sequence. The number of the send follows it, by which a receiver recognises a new word.
+    two adjacent units of a sequence. The number of the send follows it, by which a receiver recognizes a new word.
     """
     WARPS: gl.constexpr = gl.num_warps()
     COUNT: gl.constexpr = GATES + 1 if SEPARATE or NORM_WIDTH > 0 else GATES  # of local gradients
@@ -417,13 +417,13 @@ def forward_kernel(
                     unscale = gl.sum(inverse(scale), axis=0)  # scale has one element per sequence
                     of_state = _sums_of_state(received, unscale, SCALED, UNITS)
                     norm_scale = scale_of_norm(of_state, statistics, H, NORM_WIDTH)
-                    normalised, gates = normalise(gates, norm_scale[None, :], biases)
+                    normalized, gates = normalize(gates, norm_scale[None, :], biases)
                 states, activations = STEP(gates, x[GATES - 1].to(gl.float32), before, "fast")
                 if local_grads_ptr is not None:
                     local_grads, factors = RESIDUALS(activations, before)
                     if NORM_WIDTH > 0:
-                        local_grads = with_norm_grad(local_grads, normalised)
-                        norm_state = normalised_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
+                        local_grads = with_norm_grad(local_grads, normalized)
+                        norm_state = normalized_state(before[0], of_state, statistics, norm_scale, H, NORM_WIDTH)
                     saved = pack_residuals(local_grads, factors, dc_dh_ptr)
                 before, scale = _start_step(
                     states, scale, fixed, fixed_scale, reset_ptr, resets, reset_h_ptr, reset_c_ptr, next_rows, unit,

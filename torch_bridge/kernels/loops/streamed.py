@@ -17,7 +17,7 @@ where `s = (q / n + x_norm)^-1/2` and q is the sum of squares of h, the state be
 is LayerNorm: the caller centers the weights, and the variance also contains the difference of the means of h and x.
 Programs that share the units exchange their parts of q with the operands. In the backward pass k, the last local
 gradient, is the sum over gates of the local gradient times `s (xp + hp)`. With D the sum over units of dh k, and y the
-normalised state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goes straight to h. The loop stores and
+normalized state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goes straight to h. The loop stores and
 multiplies `s dgates`, the gradients of `xp`.
 """
 
@@ -34,7 +34,7 @@ from torch_bridge.kernels.common import (
     load_reset,
     load_tile,
     load_weight,
-    normalise,
+    normalize,
     operand,
     operands_of,
     pack_float16x4,
@@ -303,7 +303,7 @@ def _forward_tile(
         if SEPARATE:
             gates = gates[: GATES - 1] + (gates[GATES - 1] + b_hn[:, None],)
         if NORM_WIDTH > 0:
-            normalised, gates = normalise(gates, scale[None, :], bias)
+            normalized, gates = normalize(gates, scale[None, :], bias)
         before = states
         states, activations = STEP(gates, x_last, before, ACCURACY)
         if SPLITS > 1:
@@ -320,7 +320,7 @@ def _forward_tile(
         if local_grads_ptr is not None:
             local_grads, factors = RESIDUALS(activations, before)
             if NORM_WIDTH > 0:
-                local_grads = with_norm_grad(local_grads, normalised)
+                local_grads = with_norm_grad(local_grads, normalized)
                 store_tile(norm_state_ptr, this_rows, unit, H, mask, (before[0] - mean[None, :]) * scale[None, :])
                 if split == 0:
                     tl.store(scale_ptr + this_rows, scale, mask=mask_q)
@@ -342,7 +342,7 @@ def _forward_tile(
 def forward_kernel(
     w_hh_t_ptr,  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
     b_hn_ptr,  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate
-    bias_ptr,  # [S, GATES * H] added to the normalised gates, or None without a norm
+    bias_ptr,  # [S, GATES * H] added to the normalized gates, or None without a norm
     xp_ptr,  # [G, T, B, GATES * H] input projections
     x_norm_ptr,  # [G, T, B] the part of the variance that follows from the inputs, float32, or None
     x_mean_ptr,  # [G, T, B] the mean of the inputs, float32, or None if the norm is that of RMSNorm
@@ -358,7 +358,7 @@ def forward_kernel(
     local_grads_ptr,  # [G, T, B, H, 1, 2 or 4] out, or None if no residuals are saved
     dc_dh_ptr,  # [G, T, B, H] out, or None
     carry_gate_ptr,  # [G, T, B, H] out, float32; if None for a cell that has one, local_grads is words, and may be xp
-    norm_state_ptr,  # [G, T, B, H] out: the normalised state before each step, or None
+    norm_state_ptr,  # [G, T, B, H] out: the normalized state before each step, or None
     scale_ptr,  # [G, T, B] out, float32: the factor of each step's norm, or None
     exchange_ptr,  # [2, G, B, H] of the weights' dtype, workspace, or None if SPLITS == 1
     sums_ptr,  # [2, G, B, 1 or 2, SPLITS] float32, workspace, or None without a norm or if SPLITS == 1
