@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -47,16 +48,31 @@ def _current() -> _Context:
     return context
 
 
-@contextlib.contextmanager
-def default_implementation(implementation: Implementation) -> Iterator[None]:
+class _DefaultImplementation(contextlib.ContextDecorator):
+    """What `default_implementation` returns; it can be entered again, also while it is entered."""
+
+    def __init__(self, implementation: Implementation) -> None:
+        self._implementation = implementation
+        self._entered = threading.local()  # a thread leaves the contexts that it entered itself
+
+    def __enter__(self) -> None:
+        context = _contexts(dataclasses.replace(_current(), implementation=self._implementation))
+        context.__enter__()
+        self._entered.contexts = [*getattr(self._entered, "contexts", ()), context]
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.contexts.pop().__exit__(*error)
+
+
+def default_implementation(implementation: Implementation) -> _DefaultImplementation:
     """Returns a context manager inside which `implementation=None` means another implementation.
 
     Inside of `default_implementation("triton")`, training raises instead of running without the kernels.
 
     A name that is passed to a function or a module takes precedence. Contexts nest: the innermost one holds, and
-    `default_implementation(None)` restores the automatic choice. The context manager is also a decorator. It holds for
-    the thread that enters it, while programs are traced: a function that `jax.jit` has compiled outside of the context
-    is traced and compiled again inside.
+    `default_implementation(None)` restores the automatic choice. The context manager is also a decorator, and can be
+    entered several times. It holds for the thread that enters it, while programs are traced: a function that `jax.jit`
+    has compiled outside of the context is traced and compiled again inside.
 
     Args:
       implementation: "triton", "xla" or None, as in `jaxrnn.gru`. With "triton", every call must run the kernels, also
@@ -77,8 +93,7 @@ def default_implementation(implementation: Implementation) -> Iterator[None]:
       ('xla', 'jaxrnn.default_implementation("xla") holds')
     """
     check_implementation(implementation, Caller("default_implementation"))
-    with _contexts(dataclasses.replace(_current(), implementation=implementation)):
-        yield
+    return _DefaultImplementation(implementation)
 
 
 def default() -> Implementation:

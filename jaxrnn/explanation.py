@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from torch_bridge.tiling import Device
 
 
+# What JAX says of a function with a `jax.lax.while_loop`, such as a rollout until all episodes have ended.
+_NO_GRADIENT = "Reverse-mode differentiation does not work for lax.while_loop"
+
+
 def explain(
     function: Callable[..., Any], *args: Any, device: str | None = None, gradients: bool | None = None, **kwargs: Any
 ) -> Explanation:
@@ -36,7 +40,8 @@ def explain(
       device: None explains this process. The name of a GPU explains that GPU, which need not be present: "a100",
         "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It needs Triton and no GPU.
       gradients: whether to trace the gradient of the function to its floating-point arguments, with the launches of a
-        training step. With None it is traced unless the function itself computes gradients with kernels.
+        training step. With None it is traced unless the function itself computes gradients with kernels, or cannot be
+        differentiated because of a `jax.lax.while_loop`.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -95,6 +100,8 @@ def explain(
     try:
         return _trace(differentiate, arrays, profile)
     except Exception as error:
+        if gradients is None and _NO_GRADIENT in str(error):
+            return result
         error.add_note("jaxrnn.explain traced the gradient of the function; gradients=False explains it without.")
         raise
 

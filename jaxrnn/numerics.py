@@ -43,7 +43,7 @@ def cast_clamped(x: Array, dtype: DTypeLike) -> Array:
 
 def is_reset(resets: Array) -> Array:
     """Returns `resets` as booleans. Nonzero, NaN included, means reset."""
-    return resets if resets.dtype == bool else resets != jnp.zeros((), resets.dtype)
+    return resets if resets.dtype == bool else resets != 0
 
 
 def expand_resets(resets: Array, ndim: int) -> Array:

@@ -73,6 +73,7 @@ def run(
     )
     check_options(implementation, precision, caller)
     check_arguments(cell, params, carry, xs, resets, reset_state, time_major, caller)
+    params = sharding.replicate(jax.tree.map(jnp.asarray, params))  # before blocks and `prepare` compute with it
     if has_blocks(params):
 
         def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
@@ -162,6 +163,9 @@ def run_bidirectional(
     for params_, carry_, resets_, state in directions:
         check_arguments(cell, params_, carry_, xs, resets_, state, time_major, caller)
     check_same_types(directions)
+    params = sharding.replicate(jax.tree.map(jnp.asarray, params))  # as in `run`
+    forward, backward = directions
+    directions = (params[0], *forward[1:]), (params[1], *backward[1:])
     if has_blocks(params[0]):
 
         def run_block(params: Any, carry: Any, reset_state: Any) -> Any:

@@ -91,7 +91,7 @@ def _make_loop(
             return norm.normalize(sums, scale, b_ih)[1]
 
         statistics = norm.input_statistics(cell, xs, w_hh.shape[0], dtype)
-        return _Loop((matmul(xs, w_ih, precision, dtype), statistics), normed, step)
+        return _Loop((norm.project(cell, params, xs, precision, dtype), statistics), normed, step)
 
     def combine(projected: list[Array], recurrent: list[Array]) -> list[Array]:
         sums = [x + y for x, y in zip(projected, recurrent, strict=True)]

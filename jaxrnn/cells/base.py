@@ -78,10 +78,8 @@ class Cell(CellSpec):
 
 
 def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike) -> Array:
-    """Returns the input projection `xs @ w_ih + bias`, `[..., gates * H]` in float32; a norm adds its bias later."""
+    """Returns the input projection `xs @ w_ih + bias`, `[..., gates * H]` in float32, of a cell without a norm."""
     product = matmul(xs, params.w_ih, precision, jnp.float32)
-    if cell.norm:
-        return product
     return product + broadcast_to_rank(getattr(params, cell.bias), product)
 
 

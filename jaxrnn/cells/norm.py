@@ -4,6 +4,9 @@ The gates are `s (x @ w_ih + h @ w_hh) + bias` with `s = (variance + epsilon)^-1
 the norm and, for LayerNorm, are centered: their mean over the n inputs is subtracted, which replaces the subtraction of
 the mean from `[x, h]`. The bias contains the shifts. The product with the inputs therefore needs no state, and a step
 needs of the state its sum of squares and, for LayerNorm, its sum.
+
+Each column of centered weights has a sum of zero over all n rows, so any number may be subtracted from all of `[x, h]`.
+The mean of x is subtracted: a large mean, times weights that are rounded to 16 bits or to TF32, would be a large error.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn.cells.base import interleave
-from jaxrnn.numerics import broadcast_to_rank
+from jaxrnn.numerics import broadcast_to_rank, matmul
 
 if TYPE_CHECKING:
     from jax import Array
@@ -33,8 +36,37 @@ def input_statistics(cell: Cell, xs: Array, hidden: int, dtype: Any = jnp.float3
     width = xs.shape[-1] + hidden
     if cell.norm == "rms":
         return {"x_norm": jnp.sum(xs * xs, axis=-1, keepdims=True) / width + cell.epsilon}
-    mean = jnp.mean(xs, axis=-1, keepdims=True)
-    return {"x_norm": jnp.sum((xs - mean) ** 2, axis=-1, keepdims=True) / width + cell.epsilon, "x_mean": mean}
+    centered, mean = _subtract_mean(xs)
+    return {"x_norm": jnp.sum(centered**2, axis=-1, keepdims=True) / width + cell.epsilon, "x_mean": mean}
+
+
+def _subtract_mean(xs: Array) -> tuple[Array, Array]:
+    """Returns inputs without their mean, and the mean, `[..., 1]`, which is 0 of no inputs."""
+    mean = jnp.sum(xs, axis=-1, keepdims=True) if xs.shape[-1] == 0 else jnp.mean(xs, axis=-1, keepdims=True)
+    return xs - mean, mean
+
+
+def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike, dtype: Any = jnp.float32) -> Array:
+    """Returns what the inputs add to the gates before the factor s, `[..., gates * H]`, without the bias.
+
+    For LayerNorm, with m the mean of x, it is `(x - m) @ w_ih - m sum(w_hh)`, which equals `x @ w_ih`.
+    """
+    if cell.norm == "rms":
+        return matmul(xs, params.w_ih, precision, dtype)
+    centered, mean = _subtract_mean(xs.astype(dtype))
+    product = matmul(centered.astype(jnp.result_type(xs, params.w_ih)), params.w_ih, precision, dtype)
+    return product - mean * broadcast_to_rank(params.w_hh.astype(dtype).sum(axis=0), product)
+
+
+def inputs_of_weight_grads(cell: Cell, xs: Array) -> Array:
+    """Returns the inputs by which the gradients of the gates are multiplied for that of `w_ih`: as in `project`."""
+    return xs if cell.norm == "rms" else _subtract_mean(xs.astype(jnp.float32))[0]
+
+
+def mean_in_weight_grad(xs: Array, dxp: Array) -> Array:
+    """Returns what LayerNorm subtracts from each row of `h^T @ dxp` for the gradient of `w_hh`: see `project`."""
+    _, mean = _subtract_mean(xs.astype(jnp.float32))
+    return jnp.sum(mean * dxp.astype(jnp.float32), axis=tuple(range(dxp.ndim - 1)))
 
 
 def scale_and_mean(h: Array, statistics: Mapping[str, Array], width: int) -> tuple[Array, Array | float]:

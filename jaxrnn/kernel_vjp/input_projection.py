@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrnn import _bridge
-from jaxrnn.cells import base
+from jaxrnn.cells import base, norm
 from jaxrnn.kernel_vjp.spec import RecurrenceSpec
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def input_projection(
             xs.astype(dtype), params.w_ih.astype(dtype), bias, jnp.float32 if static.uses_tf32 else jnp.float16,
             precision=static.precision, or_product=True, may_use_xla=static.may_use_xla,
         )  # fmt: skip
-    xp = base.project(cell, params, xs, static.precision)
+    xp = (norm if cell.norm else base).project(cell, params, xs, static.precision)
     if first is not None:
         for at, is_first in first_steps:  # XLA updates xp in place
             step = xp[:, at : at + 1] + jnp.where(is_first, first, jnp.zeros_like(first))[:, None]

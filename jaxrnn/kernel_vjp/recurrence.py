@@ -234,14 +234,16 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
             dx += norm.input_grads_through_statistics(
                 results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden
             )
-        scale = residuals["scale"] if cell.norm else None
+        scale, factors = (residuals["scale"], norm.inputs_of_weight_grads(cell, x)) if cell.norm else (None, x)
         if launches_weight_grads:
             reset_h = starts[0] if starts else None
             sums = launch_weight_grads(
-                static, x, saved_chunk["hs"], before["h"], reset, reset_h, scale, dxp, hidden_grads
+                static, factors, saved_chunk["hs"], before["h"], reset, reset_h, scale, dxp, hidden_grads
             )
         else:
-            sums = weight_grads(static, x, previous["h"], scale, dxp, hidden_grads)
+            sums = weight_grads(static, factors, previous["h"], scale, dxp, hidden_grads)
+        if cell.norm == "layer":
+            sums["w_hh"] -= norm.mean_in_weight_grad(x, dxp)[None]
         if first is not None:
             terms = [jnp.where(is_first, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, is_first in first_steps]
             sums["first"] = functools.reduce(jnp.add, terms)

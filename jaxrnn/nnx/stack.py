@@ -84,7 +84,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
         num_blocks: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
-        caller = self.caller()
+        caller = self._caller()
         check_size(caller("in_features"), in_features)
         check_size(caller("hidden_features"), hidden_features)
         modules.check_stack(caller, num_layers, dropout_rate, bidirectional, reverse, norm)
@@ -109,8 +109,8 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
         directions = 2 if bidirectional else 1
         layers = [
             [
-                self.make_cell(
-                    in_features if k == 0 else directions * self.widths()["h"],
+                self._make_cell(
+                    in_features if k == 0 else directions * self._widths()["h"],
                     hidden_features,
                     dtype=dtype,
                     param_dtype=param_dtype,
@@ -128,7 +128,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
         if bidirectional:
             self.layers_reverse = nnx.List([layer[1] for layer in layers])
         if learned_carry:
-            make = functools.partial(LearnedCarry, self.widths(), carry_init, param_dtype, rngs)
+            make = functools.partial(LearnedCarry, self._widths(), carry_init, param_dtype, rngs)
             self.carries = nnx.List([make() for _ in range(num_layers)])
             if bidirectional:
                 self.carries_reverse = nnx.List([make() for _ in range(num_layers)])
@@ -140,7 +140,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
             options: Any = {"dtype": dtype, "param_dtype": param_dtype, "implementation": implementation}
             norm = functools.partial({"rms": RMSNorm, "layer": LayerNorm}[norm], **options)
         make_norm: Any = norm
-        width = directions * self.widths()["h"]
+        width = directions * self._widths()["h"]
         self.norms: nnx.List[Any] | None = (
             None if norm is None else nnx.List([make_norm(width, rngs=rngs) for _ in range(num_layers - 1)])
         )
@@ -229,7 +229,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
         """
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
-        caller = self.caller()
+        caller = self._caller()
         modules.check_stack(caller, self.num_layers, self.dropout_rate, self.bidirectional, reverse)
         (time_major,) = check_flags(caller, time_major=time_major)
         modules.check_inputs(caller, inputs, time_major)
@@ -250,12 +250,12 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
             if is_random and resets is not None and reset_carry is None:
                 reset_carry = default
         if self.learned_carry and reset_carry is None:
-            reset_carry = self.learned()
-        layers = self.by_layer("layers")
+            reset_carry = self._learned()
+        layers = self._by_layer("layers")
         for reason in (reason_to_scan(cell) for layer in layers for cell in layer):
             if reason is not None:
                 raise NotImplementedError(f"{caller.name}: a stack cannot run {reason}; use one RNN per layer instead")
-        structure = self.widths(), self.num_layers, self.bidirectional
+        structure = self._widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
             [[(entry_of(cell).recurrence(cell), packed_params(cell)) for cell in layer] for layer in layers],
             modules.group_by_direction(caller("carry"), initial_carry, *structure),
@@ -293,45 +293,45 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
         """
         modules.check_input_shape(self, input_shape, "input_shape, rngs")
         if self.learned_carry:
-            return modules.broadcast_carry(self.learned(), input_shape[:-1])
+            return modules.broadcast_carry(self._learned(), input_shape[:-1])
         if self.carry_init is jax.nn.initializers.zeros:
             next_key: Callable[[], Array] = functools.partial(jax.random.key, 0)
         elif rngs is None:
             raise ValueError(
-                f"{self.caller()('rngs')} must be an nnx.Rngs, got None, because a carry_init that is not zeros needs "
+                f"{self._caller()('rngs')} must be an nnx.Rngs, got None, because a carry_init that is not zeros needs "
                 "rngs; pass rngs=nnx.Rngs(carry=seed)"
             )
         else:
             next_key = rngs.carry if isinstance(rngs, nnx.Rngs) else rngs
 
         def make(cell: Any) -> Carry:
-            shapes = [(*input_shape[:-1], width) for width in self.widths().values()]
+            shapes = [(*input_shape[:-1], width) for width in self._widths().values()]
             return modules.one_or_tuple([self.carry_init(next_key(), shape, self.param_dtype) for shape in shapes])
 
-        return self.as_carry("layers", make)
+        return self._as_carry("layers", make)
 
-    def caller(self) -> Caller:
+    def _caller(self) -> Caller:
         """Returns how messages name the stack and its arguments."""
         return modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
 
-    def widths(self) -> dict[str, int]:
+    def _widths(self) -> dict[str, int]:
         """Returns the widths of the arrays of a cell's carry by name; the hidden state is the last."""
         return {"h": self.hidden_features}
 
-    def make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell."""
         return self._cell(*args, **options)
 
-    def learned(self) -> Any:
+    def _learned(self) -> Any:
         """Returns the learned carry, with arrays `[H]`."""
-        return self.as_carry("carries", lambda one: one())
+        return self._as_carry("carries", lambda one: one())
 
-    def by_layer(self, name: str) -> list[tuple[Any, ...]]:
+    def _by_layer(self, name: str) -> list[tuple[Any, ...]]:
         """Returns the modules at `name` by layer and direction."""
         lists = [getattr(self, name), *([getattr(self, f"{name}_reverse")] if self.bidirectional else [])]
         return list(zip(*lists, strict=True))
 
-    def as_carry(self, name: str, make: Callable[[Any], Carry]) -> Any:
+    def _as_carry(self, name: str, make: Callable[[Any], Carry]) -> Any:
         """Returns the carry whose entry for each module at `name` is `make(module)`."""
-        entries = [tuple(map(make, layer)) for layer in self.by_layer(name)]
+        entries = [tuple(map(make, layer)) for layer in self._by_layer(name)]
         return tuple(entry if self.bidirectional else entry[0] for entry in entries)

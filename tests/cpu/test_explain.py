@@ -18,7 +18,7 @@ from pretended import pretend_gpus
 import jaxrnn
 import jaxrnn.linen
 import jaxrnn.nnx
-from jaxrnn import _bridge, choice
+from jaxrnn import _bridge, choice, context
 from jaxrnn._bridge import method
 from jaxrnn._bridge.native import NativeLaunchError
 
@@ -232,8 +232,11 @@ def test_launches_in_a_while_loop_have_no_number_of_times():
         return jax.lax.while_loop(lambda ys: ys.sum() < 3, lambda ys: jaxrnn.gru(params, carry, ys)[1], xs)
 
     arrays = gru_params(H), F32((B, H)), F32((T, B, H))
-    (launch,) = jaxrnn.explain(run, *arrays, device="a100", gradients=False).launches
-    assert launch.times is None and "in a while_loop" in str(launch)
+    for gradients in (None, False):  # with None the forward pass, because the function has no gradient
+        (launch,) = jaxrnn.explain(run, *arrays, device="a100", gradients=gradients).launches
+        assert launch.times is None and "in a while_loop" in str(launch)
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jaxrnn.explain(run, *arrays, device="a100", gradients=True)
 
 
 @pytest.mark.torch
@@ -512,11 +515,35 @@ def launches(function, *arrays):
 
 
 def test_default_implementation_rejects_other_names():
-    with (
-        pytest.raises(ValueError, match='must be "triton", "xla" or None, got \'cuda\''),
-        jaxrnn.default_implementation("cuda"),
-    ):
-        pass
+    with pytest.raises(ValueError, match='must be "triton", "xla" or None, got \'cuda\''):
+        jaxrnn.default_implementation("cuda")
+
+
+def test_default_implementation_can_be_entered_again_and_decorates():
+    in_xla, found = jaxrnn.default_implementation("xla"), []
+    for _ in range(2):
+        with in_xla, jaxrnn.default_implementation(None), in_xla:
+            found.append(context.default())
+    assert found == ["xla", "xla"] and in_xla(context.default)() == "xla" and context.default() is None
+
+
+def test_threads_leave_a_shared_default_implementation_in_any_order():
+    in_xla, entered, left, found = jaxrnn.default_implementation("xla"), threading.Barrier(2), threading.Event(), []
+
+    def first():
+        with in_xla:
+            entered.wait()
+        found.append(context.default())
+        left.set()
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    with in_xla:
+        entered.wait()
+        left.wait()
+        assert context.default() == "xla"
+    thread.join()
+    assert found == [None] and context.default() is None
 
 
 def test_default_triton_raises_where_the_kernels_cannot_run(monkeypatch):

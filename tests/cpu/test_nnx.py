@@ -446,6 +446,13 @@ def test_stacks_equal_those_of_linen(cell, lengths):
     assert_close(outputs_and_gradients(stack, xs, **call), (d_tree, (d_xs,), outputs), tol=1e-5)
 
 
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "SimpleRNN", "NormGRU"])
+def test_a_stack_can_be_tabulated(cell):
+    """`nnx.tabulate` calls every public method of a module under `nnx.jit`, so each must return arrays."""
+    stack = getattr(jaxrnn.nnx, cell)(D, H, num_layers=2, bidirectional=True, learned_carry=True, rngs=nnx.Rngs(0))
+    assert cell in nnx.tabulate(stack, jnp.ones((B, T, D)))
+
+
 def test_layers_have_the_initial_values_of_flax_cells():
     rngs = nnx.Rngs(3)
     want = [nnx.GRUCell(D, H, rngs=rngs), nnx.GRUCell(D, H, rngs=rngs), nnx.GRUCell(2 * H, H, rngs=rngs)]

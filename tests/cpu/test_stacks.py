@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -252,6 +253,19 @@ def test_an_mgu_has_an_initializer_for_each_kind_of_bias():
 RESETS = np.zeros((T, B), bool)
 RESETS[[3, 0, 5, 6], [0, 1, 1, 1]] = True
 LENGTHS = np.array([7, 6, 2])
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+@pytest.mark.parametrize("options", [{}, {"bidirectional": True}, {"reverse": True, "seq_lengths": np.full(B, T - 2)}])
+def test_resets_of_64_bits_do_not_warn(dtype, options):
+    bidirectional = options.get("bidirectional", False)
+    options = {name: x for name, x in options.items() if name != "bidirectional"}
+    stack, variables, carry = make("GRU", bidirectional=bidirectional)
+    xs, resets = normal(2, (T, B, D)), np.arange(T * B).reshape(T, B) % 3 == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        got = stack.apply(variables, xs, initial_carry=carry, resets=resets.astype(dtype), **options)
+    assert_close(got, stack.apply(variables, xs, initial_carry=carry, resets=resets, **options), tol=0)
 
 
 def episodes_apart(stack, variables, xs, carry, reset_carry, lengths):

@@ -210,6 +210,12 @@ def test_explain_rejects_an_unknown_gpu(wrong):
         explain(nn().GRU(D, H), torch.ones(T, B, D), device=wrong)
 
 
+@pytest.mark.parametrize(("name", "same"), [("A40", "rtx3090"), ("rtx-a6000", "rtx3090"), ("l40s", "rtx4090")])
+def test_explain_names_the_gpu_with_the_same_chip(name, same):
+    with pytest.raises(ValueError, match=f"got '{name}'; pass \"{same}\", which has the same chip"):
+        explain(nn().GRU(D, H), torch.ones(T, B, D), device=name)
+
+
 def test_explain_needs_a_function():
     with pytest.raises(ValueError, match="function must be callable, got Tensor: pass a function and its arguments"):
         explain(torch.ones(2))

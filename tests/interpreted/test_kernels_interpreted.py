@@ -28,9 +28,12 @@ def check(case, got, xla, want):
 
 @pytest.mark.parametrize("case", cases.INTERPRETED, ids=str)
 def test_outputs_and_gradients_match_the_oracle(case):
-    inputs = cases.make_inputs(case)
-    want = cases.run_oracle(case, inputs)
-    got, xla = (cases.run(case, inputs, implementation) for implementation in ("triton", "xla"))
+    # of one step of one sequence, the error of one draw is mostly chance
+    inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case) if case.T * case.B == 1 else 1)]
+    want = cases.stack([cases.run_oracle(case, x) for x in inputs])
+    got, xla = (
+        cases.stack([cases.run(case, x, implementation) for x in inputs]) for implementation in ("triton", "xla")
+    )
     assert got.keys() == want.keys()
     check(case, got, xla, want)
 

@@ -205,6 +205,33 @@ def test_explicit_mesh_reshards_arguments_to_match_the_inputs(misplaced, steps, 
     assert_close(got, with_gradients("gru", "xla")(*arguments))
 
 
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("cell", ["layer norm", "blocks"])
+def test_explicit_mesh_replicates_weights_before_they_are_combined(cell, axis, implementation):
+    """A norm's weights are folded, and blocks are split, before the call of the recurrence reshards its arguments."""
+    rng, H = np.random.default_rng(0), 64
+    draw = lambda *shape: jnp.asarray(0.2 * rng.normal(size=shape), jnp.float32)  # noqa: E731
+    if cell == "blocks":
+        params, call = jaxrnn.GRUParams(draw(8, 3 * H), draw(8, 8, 24), draw(3 * H), draw(H)), jaxrnn.gru
+    else:
+        weights = draw(8, 3 * H), draw(H, 3 * H), draw(3 * H), draw(8), draw(H)
+        params, call = jaxrnn.NormGRUParams(*weights), functools.partial(jaxrnn.norm_gru, norm="layer")
+
+    def loss(params, carry, xs):
+        return jnp.sum(jnp.sin(call(params, carry, xs, precision="highest", implementation=implementation)[1]))
+
+    arguments = params, draw(B, H), draw(T, B, 8)
+    mesh = make_mesh(AxisType.Explicit)
+    specs = jax.tree.map(lambda x: P(*[None] * min(axis, x.ndim - 1), "data"), params)
+    sharded = jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, specs)
+    _, carry, xs = place(mesh, (P(), P("data"), P(None, "data")), arguments)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(loss))(sharded, carry, xs)
+    assert_close(got, jax.value_and_grad(loss)(*arguments))
+    assert got[1].w_ih.sharding.is_equivalent_to(sharded.w_ih.sharding, 2)
+
+
 @pytest.mark.parametrize("make", ["RNN", "GRU", "bidirectional GRU", "ScannedRNN"])
 def test_modules_make_a_carry_for_an_explicit_mesh(make):
     """Checks that the carry, which is replicated, is resharded to match the inputs."""

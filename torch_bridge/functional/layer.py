@@ -15,7 +15,7 @@ from torch_bridge.cells import CellSpec
 from torch_bridge.functional.checks import Implementation, check_implementation
 from torch_bridge.functional.direction import Direction, DirectionResult, blocks_of
 from torch_bridge.functional.layout import Layout, stack
-from torch_bridge.functional.norm_weights import input_statistics
+from torch_bridge.functional.norm_weights import center, input_statistics
 from torch_bridge.functional.projection import project, without_projection
 from torch_bridge.rnn_ops import Precision
 
@@ -72,7 +72,11 @@ def _project_inputs(
 
     The weights are split by block, and not the projections, which are many times as large.
     """
-    biases = [None if cell.norm else _bias(cell, one) for one in layer]  # a norm adds its bias in the time loop
+    if cell.norm:  # which adds its bias in the time loop
+        xs, added = center(cell, xs, layer)
+        xp = torch.stack([linear(xs, one.w_ih) for one in layer])
+        return (xp if added is None else (xp + added).to(xp.dtype)), layer
+    biases = [_bias(cell, one) for one in layer]
     if layer[0].w_hr is not None:
         xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
         return without_projection(xps, layer, reverse, layout.time)

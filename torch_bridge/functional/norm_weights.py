@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -60,5 +61,26 @@ def input_statistics(cell: CellSpec, xs: Tensor, hidden: int, epsilon: float) ->
     width = xs.shape[-1] + hidden
     if cell.norm == "rms":
         return (xs * xs).sum(-1) / width + epsilon, None
-    mean = xs.mean(-1, keepdim=True)
-    return ((xs - mean) ** 2).sum(-1) / width + epsilon, mean.squeeze(-1)
+    centered, mean = _subtract_mean(xs)
+    return (centered**2).sum(-1) / width + epsilon, mean.squeeze(-1)
+
+
+def center(cell: CellSpec, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tensor, Tensor | None]:
+    """Returns the inputs that the folded weights multiply, and what is added to the products, by direction.
+
+    Each row of a folded weight has a sum of zero over all D + H columns if the norm is LayerNorm, so any number may be
+    subtracted from inputs and state alike. The mean of the inputs is subtracted: a large mean, times weights that are
+    rounded to 16 bits or to TF32, would be a large error. The second result, `[directions, *xs.shape[:-1], 3H]`, is
+    what that subtraction from the state changes; it is None for RMSNorm, which subtracts nothing.
+    """
+    if cell.norm == "rms":
+        return xs, None
+    dtype = op_common.accumulation_dtype(xs.dtype)
+    centered, mean = _subtract_mean(xs.to(dtype))
+    return centered.to(xs.dtype), torch.stack([-mean * one.w_hh.to(dtype).sum(-1) for one in layer])
+
+
+def _subtract_mean(xs: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns inputs without their mean, and the mean, `[..., 1]`, which is 0 of no inputs."""
+    mean = (xs.mean if xs.shape[-1] else xs.sum)(-1, keepdim=True)
+    return xs - mean, mean

@@ -60,13 +60,17 @@ PROFILES = {
 }
 
 
+_SAME_CHIP = {"a40": "rtx3090", "a6000": "rtx3090", "rtxa6000": "rtx3090", "l40s": "rtx4090"}
+
+
 def profile(name: str) -> Device:
     """Returns the profile of this name. Case, spaces and hyphens do not matter: "RTX 4090" is "rtx4090".
 
     Raises:
       ValueError: there is none.
     """
-    found = PROFILES.get(re.sub("[ _-]", "", name).lower()) if isinstance(name, str) else None
-    if found is None:
-        raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}")
-    return found
+    key = re.sub("[ _-]", "", name).lower() if isinstance(name, str) else ""
+    if key not in PROFILES:
+        remedy = f'; pass "{_SAME_CHIP[key]}", which has the same chip' if key in _SAME_CHIP else ""
+        raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}{remedy}")
+    return PROFILES[key]

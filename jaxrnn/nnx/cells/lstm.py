@@ -192,7 +192,7 @@ class LSTM(FusedStack[ReturnsCarry]):
     ) -> None:
         if proj_size is not None:
             check_size(f"{type(self).__name__}: proj_size", proj_size)
-        modules.check_blocks_without_projection(self.caller(), num_blocks, proj_size)
+        modules.check_blocks_without_projection(self._caller(), num_blocks, proj_size)
         self.proj_size = proj_size
         super().__init__(
             in_features,
@@ -219,11 +219,11 @@ class LSTM(FusedStack[ReturnsCarry]):
             rngs=rngs,
         )
 
-    def widths(self) -> dict[str, int]:
+    def _widths(self) -> dict[str, int]:
         """Returns the widths of c and h by name."""
         return {"c": self.hidden_features, "h": self.hidden_features if self.proj_size is None else self.proj_size}
 
-    def make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell, with a projection if `proj_size` is set."""
         if self.proj_size is None:
             return self._cell(*args, **options)

@@ -231,8 +231,8 @@ class NormGRU(FusedStack[ReturnsCarry]):
         num_blocks: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
-        check_norm(self.caller()("cell_norm"), cell_norm)
-        modules.check_blocks_without_norm(self.caller(), num_blocks)
+        check_norm(self._caller()("cell_norm"), cell_norm)
+        modules.check_blocks_without_norm(self._caller(), num_blocks)
         self.cell_norm = cell_norm
         self.epsilon = epsilon
         self.update_bias = update_bias
@@ -261,7 +261,7 @@ class NormGRU(FusedStack[ReturnsCarry]):
             rngs=rngs,
         )
 
-    def make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell."""
         options |= {"norm": self.cell_norm, "epsilon": self.epsilon, "update_bias": self.update_bias}
         return self._cell(*args, **options)

@@ -156,7 +156,7 @@ class SimpleRNN(FusedStack[ReturnsCarry]):
         num_blocks: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
-        modules.check_function(self.caller(), "activation_fn", activation_fn)
+        modules.check_function(self._caller(), "activation_fn", activation_fn)
         self.activation_fn = activation_fn
         super().__init__(
             in_features,
@@ -183,7 +183,7 @@ class SimpleRNN(FusedStack[ReturnsCarry]):
             rngs=rngs,
         )
 
-    def make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
+    def _make_cell(self, *args: Any, **options: Any) -> FusedCell[Any]:
         """Creates one cell."""
         return self._cell(*args, activation_fn=self.activation_fn, **options)
 
