@@ -342,17 +342,17 @@ class PPO:
         self.optimizer = optax.chain(optax.clip_by_global_norm(config.max_grad_norm), optax.adam(lr, eps=1e-5))
 
     def mean(self, tree: Any) -> Any:
-        """Averages over the shards, as one vector. XLA would copy each of several arrays before it sums them."""
+        """Averages over the shards. All arrays form one vector: XLA would copy each of several before it sums them."""
         if self.axis is None:
             return tree
         vector, unravel = ravel_pytree(tree)
         return unravel(jax.lax.pmean(vector, self.axis))
 
-    def total(self, tree: Any) -> Any:
+    def sum_over_shards(self, tree: Any) -> Any:
         """Sums over the shards."""
         return tree if self.axis is None else jax.lax.psum(tree, self.axis)
 
-    def own(self, key: Array) -> Array:
+    def shard_key(self, key: Array) -> Array:
         """Returns a key for this shard."""
         return key if self.axis is None else jax.random.fold_in(key, jax.lax.axis_index(self.axis))
 
@@ -372,8 +372,8 @@ class PPO:
         config, env = self.config, self.env
         key, env_key, action_key = jax.random.split(state.key, 3)
         shape = (config.rollout_steps, len(state.done))
-        fresh = jax.vmap(jax.vmap(env.reset))(jax.random.split(self.own(env_key), shape))
-        noise = jax.random.gumbel(self.own(action_key), (*shape, env.num_actions))
+        fresh = jax.vmap(jax.vmap(env.reset))(jax.random.split(self.shard_key(env_key), shape))
+        noise = jax.random.gumbel(self.shard_key(action_key), (*shape, env.num_actions))
 
         def step(state: TrainState, inputs: tuple[Any, Array]) -> tuple[TrainState, Trajectory]:
             fresh, noise = inputs
@@ -384,21 +384,21 @@ class PPO:
             )
             episode_return = state.episode_return + reward
             log_prob = log_prob_of(logits[0], action)
-            seen = Trajectory(state.obs, state.done, action, log_prob, value[0], reward, done, episode_return)
+            trajectory = Trajectory(state.obs, state.done, action, log_prob, value[0], reward, done, episode_return)
             episode_return = jnp.where(done, 0.0, episode_return)
             state = state._replace(env_state=env_state, obs=obs, done=done, carry=carry, episode_return=episode_return)
-            return state, seen
+            return state, trajectory
 
         # XLA copies the carried arrays once per iteration, so several steps per iteration take fewer copies
         return jax.lax.scan(step, state._replace(key=key), (fresh, noise), unroll=8)
 
-    def loss(self, params: Any, carry: Array, seen: Trajectory, advantage: Array, target: Array) -> Array:
+    def loss(self, params: Any, carry: Array, trajectory: Trajectory, advantage: Array, target: Array) -> Array:
         config = self.config
-        _, logits, value = self.network.apply(params, carry, seen.obs, seen.reset)
-        ratio = jnp.exp(log_prob_of(logits, seen.action) - seen.log_prob)
+        _, logits, value = self.network.apply(params, carry, trajectory.obs, trajectory.reset)
+        ratio = jnp.exp(log_prob_of(logits, trajectory.action) - trajectory.log_prob)
         clipped_ratio = jnp.clip(ratio, 1 - config.clip, 1 + config.clip)
         policy_loss = -jnp.minimum(ratio * advantage, clipped_ratio * advantage).mean()
-        clipped_value = seen.value + jnp.clip(value - seen.value, -config.clip, config.clip)
+        clipped_value = trajectory.value + jnp.clip(value - trajectory.value, -config.clip, config.clip)
         value_loss = 0.5 * jnp.maximum((value - target) ** 2, (clipped_value - target) ** 2).mean()
         entropy = -jnp.sum(jax.nn.softmax(logits) * jax.nn.log_softmax(logits), axis=-1).mean()
         return policy_loss + config.value_weight * value_loss - config.entropy_weight * entropy
@@ -412,27 +412,29 @@ class PPO:
         """Makes one rollout, then `epochs` passes over it in `minibatches` minibatches of whole sequences."""
         config = self.config
         first_carry = state.carry
-        state, seen = self.rollout(state)
+        state, trajectory = self.rollout(state)
         _, _, last_value = self.network.apply(state.params, state.carry, state.obs[None], state.done[None])
-        advantage = advantages(config, seen, last_value[0])
-        target = advantage + seen.value
+        advantage = advantages(config, trajectory, last_value[0])
+        target = advantage + trajectory.value
         key, shuffle_key = jax.random.split(state.key)
 
         def step(learner: tuple[Any, Any], minibatch: tuple[Array, Array]) -> tuple[tuple[Any, Any], None]:
             params, opt_state = learner
             envs, advantage = minibatch
-            part, target_part = jax.tree.map(lambda x: x[:, envs], (seen, target))
+            part, target_part = jax.tree.map(lambda x: x[:, envs], (trajectory, target))
             grads = self.mean(jax.grad(self.loss)(params, first_carry[envs], part, advantage, target_part))
             updates, opt_state = self.optimizer.update(grads, opt_state)
             return (optax.apply_updates(params, updates), opt_state), None
 
         permute = functools.partial(jax.random.permutation, x=len(state.done))
-        envs = jax.vmap(permute)(jax.random.split(self.own(shuffle_key), config.epochs))  # [epochs, B]
+        envs = jax.vmap(permute)(jax.random.split(self.shard_key(shuffle_key), config.epochs))  # [epochs, B]
         envs = envs.reshape(config.epochs * config.minibatches, -1)
         # normalized for all minibatches at once, because every sum over devices waits for all of them
         normalized = self.normalize(jnp.moveaxis(advantage[:, envs], 0, 1))
         (params, opt_state), _ = jax.lax.scan(step, (state.params, state.opt_state), (envs, normalized))
-        metrics = self.total(Metrics(seen.done.sum(), jnp.sum(seen.done * seen.episode_return)))
+        metrics = self.sum_over_shards(
+            Metrics(trajectory.done.sum(), jnp.sum(trajectory.done * trajectory.episode_return))
+        )
         return state._replace(params=params, opt_state=opt_state, key=key), metrics
 
 
@@ -448,12 +450,12 @@ class Train(NamedTuple):
     run: Callable[[TrainState], tuple[TrainState, Metrics]]  # `updates_per_call` updates; metrics [S, updates]
 
 
-def make_train(config: Config, *, parts_on_one_device: bool = False) -> Train:
+def make_train(config: Config, *, shards_on_one_device: bool = False) -> Train:
     """Returns the jitted functions that train on `num_devices` devices.
 
     Args:
       config: the options of the training.
-      parts_on_one_device: whether to compute on one device what `num_devices` devices compute, with `vmap` instead of
+      shards_on_one_device: whether to compute on one device what `num_devices` devices compute, with `vmap` instead of
         `shard_map`. The results are equal up to rounding.
     """
     ppo = PPO(config, AXIS if config.num_devices > 1 else None)
@@ -467,38 +469,45 @@ def make_train(config: Config, *, parts_on_one_device: bool = False) -> Train:
     agents = jax.vmap(run)
     if config.num_devices == 1:
         return Train(init, jax.jit(agents, donate_argnums=0))
-    if parts_on_one_device:
-        return Train(init, jax.jit(with_parts(agents, config.num_devices), donate_argnums=0))
+    if shards_on_one_device:
+        return Train(init, jax.jit(with_shards(agents, config.num_devices), donate_argnums=0))
     mesh, specs = make_mesh(config.num_devices), on_environments(P(), P(None, AXIS))
     # With `check_vma`, gradients of replicated arrays would arrive summed over the devices, which `vmap` does not do.
-    spread = jax.shard_map(agents, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False)
+    sharded = jax.shard_map(agents, mesh=mesh, in_specs=(specs,), out_specs=(specs, P()), check_vma=False)
     placement = on_environments(*(NamedSharding(mesh, spec) for spec in (P(), P(None, AXIS))))
     place = jax.jit(lambda state: state, out_shardings=placement)  # works on several hosts, unlike device_put of a key
-    return Train(lambda seeds: place(init(seeds)), jax.jit(spread, donate_argnums=0))
+    return Train(lambda seeds: place(init(seeds)), jax.jit(sharded, donate_argnums=0))
 
 
-def on_environments(same: Any, split: Any) -> TrainState:
-    """Returns `split` for the fields with an axis of environments, and `same` for the other fields.
+def on_environments(replicated: Any, sharded: Any) -> TrainState:
+    """Returns `sharded` for the fields with an axis of environments, and `replicated` for the other fields.
 
     The axis of environments is the second one, after that of the agents.
     """
     return TrainState(
-        params=same, opt_state=same, key=same, env_state=split, obs=split, done=split, carry=split, episode_return=split
+        params=replicated,
+        opt_state=replicated,
+        key=replicated,
+        env_state=sharded,
+        obs=sharded,
+        done=sharded,
+        carry=sharded,
+        episode_return=sharded,
     )
 
 
-def with_parts(agents: Callable[..., Any], parts: int) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
+def with_shards(agents: Callable[..., Any], shards: int) -> Callable[[TrainState], tuple[TrainState, Metrics]]:
     """Maps `agents`, which is written for one shard of the environments, over all shards on one device."""
     axes = on_environments(None, 1)
-    mapped = jax.vmap(agents, in_axes=(axes,), out_axes=(axes, None), axis_size=parts, axis_name=AXIS)
+    mapped = jax.vmap(agents, in_axes=(axes,), out_axes=(axes, None), axis_size=shards, axis_name=AXIS)
 
     def environments(change: Callable[[Array], Array], state: TrainState) -> TrainState:
         return TrainState(
-            *(part if axis is None else jax.tree.map(change, part) for part, axis in zip(state, axes, strict=True))
+            *(x if axis is None else jax.tree.map(change, x) for x, axis in zip(state, axes, strict=True))
         )
 
     def run(state: TrainState) -> tuple[TrainState, Metrics]:
-        split = environments(lambda x: x.reshape(x.shape[0], parts, -1, *x.shape[2:]), state)
+        split = environments(lambda x: x.reshape(x.shape[0], shards, -1, *x.shape[2:]), state)
         split, metrics = mapped(split)
         return environments(lambda x: x.reshape(x.shape[0], -1, *x.shape[3:]), split), metrics
 
@@ -524,7 +533,7 @@ def make_mesh(num_devices: int) -> Mesh:
 class Result:
     config: Config
     compile_seconds: float
-    seconds: float  # total of all calls except the first, which warms up
+    seconds: float  # of all calls but the first, which warms up, if there are several
     steps_per_second: float  # env steps of all seeds per second
     episodes: np.ndarray  # [S, updates]
     total_return: np.ndarray  # [S, updates]

@@ -558,7 +558,6 @@ def anchors(text):
 def test_links_lead_to_files_and_headings(page):
     prose = re.sub(r"^```.*?^```", "", TEXTS[page], flags=re.DOTALL | re.MULTILINE)
     links = [link for link in re.findall(r"\]\(([^)\s]+)\)", prose) if not re.match(r"https?:", link)]
-    assert links or "http" in prose
     for link in links:
         name, _, heading = link.partition("#")
         target = (ROOT / page).parent / name if name else ROOT / page

@@ -325,15 +325,17 @@ def test_several_devices_train_like_one_device_with_all_parts(implementation, de
     assert config.updates == 3
     results = {}
     with jax.default_matmul_precision("highest"):
-        for parts_on_one_device in (True, False):
-            init, run = recurrent_ppo.make_train(config, parts_on_one_device=parts_on_one_device)
+        for shards_on_one_device in (True, False):
+            init, run = recurrent_ppo.make_train(config, shards_on_one_device=shards_on_one_device)
             state, metrics = init(jnp.arange(seeds)), []
             start = jax.tree.map(np.array, state.params)
             run = run.lower(state).compile()
             for _ in range(config.calls):
                 state, submitted = run(state)
                 metrics.append(submitted)
-            results[parts_on_one_device] = jax.device_get((state._replace(key=jax.random.key_data(state.key)), metrics))
+            results[shards_on_one_device] = jax.device_get(
+                (state._replace(key=jax.random.key_data(state.key)), metrics)
+            )
     (want, want_metrics), (got, got_metrics) = results[True], results[False]
 
     assert sum(m.episodes.sum() for m in want_metrics) > 0, "the test needs resets"
@@ -439,7 +441,7 @@ def test_options_of_several_processes_need_their_number(capsys):
 
 def test_parts_draw_different_random_numbers():
     ppo = recurrent_ppo.PPO(TINY, "parts")
-    keys = jax.vmap(lambda _: jax.random.key_data(ppo.own(jax.random.key(0))), axis_name="parts")(jnp.arange(3))
+    keys = jax.vmap(lambda _: jax.random.key_data(ppo.shard_key(jax.random.key(0))), axis_name="parts")(jnp.arange(3))
     assert len({tuple(key) for key in keys.tolist()}) == 3
 
 
