@@ -72,25 +72,24 @@ def _project_inputs(
 
     The weights are split by block, and not the projections, which are many times as large.
     """
-    if cell.norm:  # which adds its bias in the time loop
-        xs, added = center(cell, xs, layer)
-        xp = torch.stack([linear(xs, one.w_ih) for one in layer])
-        return (xp if added is None else (xp + added).to(xp.dtype)), layer
-    biases = [_bias(cell, one) for one in layer]
+    xs, added = center(cell, xs, layer) if cell.norm else (xs, None)
+    biases = [None if cell.norm else _bias(cell, one) for one in layer]  # a norm adds its bias in the time loop
     if layer[0].w_hr is not None:
         xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
         return without_projection(xps, layer, reverse, layout.time)
     models = layout.models
     if models == 1:
-        return linear(xs, layer[0].w_ih, biases[0])[None], layer
-    rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
-    # Joined as vectors rather than stacked, so that the gradients of the weights are contiguous, as those of torch.nn.
-    w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
-    w = layout.by_model(w, cell.gates)
-    x = xs.reshape(1, rows, xs.shape[-1]).expand(models, rows, xs.shape[-1])
-    given = [b for b in biases if b is not None]
-    xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
-    return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), layer
+        xp = linear(xs, layer[0].w_ih, biases[0])[None]
+    else:
+        rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
+        # Joined as vectors rather than stacked, so that gradients of weights are contiguous, as those of torch.nn.
+        w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
+        w = layout.by_model(w, cell.gates)
+        x = xs.reshape(1, rows, xs.shape[-1]).expand(models, rows, xs.shape[-1])
+        given = [b for b in biases if b is not None]
+        xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
+        xp = xp.reshape(models, *xs.shape[:-1], xp.shape[-1])
+    return (xp if added is None else (xp + added).to(xp.dtype)), layer
 
 
 def _norm(cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, epsilon: float) -> loops.Norm | None:
