@@ -7,6 +7,7 @@ Triton.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Container
 from dataclasses import dataclass
 
 
@@ -39,6 +40,13 @@ class CellSpec:
     tilings: str
     loops: tuple[str, ...]
     norm: str
+
+    def has_packed_residuals(self, names: Container[str]) -> bool:
+        """Whether a launch stores or reads `in_place_residuals`: `carry_gate` is in the words of `local_grads`.
+
+        `names` are the outputs of a forward launch, or the inputs of a backward one.
+        """
+        return "carry_gate" in dict(self.residuals) and "local_grads" in names and "carry_gate" not in names
 
     @property
     def hidden_grads(self) -> tuple[str, ...]:

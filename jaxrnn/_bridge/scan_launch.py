@@ -19,7 +19,7 @@ from jaxrnn.cells.run_step import run_step
 from jaxrnn.numerics import cast_clamped, is_reset, matmul
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from jax import Array
 
@@ -124,7 +124,7 @@ def _forward(
     steps = _Steps(arrays["xp"], in_reverse)
     w = weights["w_hh_t"].T
     fixed = [steps.merge_groups(arrays[f"reset_{s}"]) if reset_state == "fixed" else None for s in cell.states]
-    residuals_packed = _is_packed(cell, dtypes)
+    residuals_packed = cell.has_packed_residuals(dtypes)
     saved = [name for name in (*dict(cell.residuals), "scale") if name in dtypes] if not residuals_packed else []
 
     def step(states: tuple[Array, ...], inputs: Any) -> Any:
@@ -157,15 +157,6 @@ def _forward(
     }
 
 
-def _is_packed(cell: Cell, names: Collection[str]) -> bool:
-    """Returns whether `local_grads` and `carry_gate` of a launch are packed together, by `pack_words`.
-
-    `names` are the outputs of a forward launch or the inputs of a backward one: `carry_gate` is not among them then.
-    `torch_bridge.cells.CellSpec.in_place_residuals` describes it.
-    """
-    return "carry_gate" in dict(cell.residuals) and "local_grads" in names and "carry_gate" not in names
-
-
 def _backward(
     cell: Cell, dtypes: Mapping[str, Any], reset_state: str, precision: jax.lax.Precision, norm_width: int,
     weights: dict[str, Array], arrays: dict[str, Array], in_reverse: bool | Array,
@@ -177,7 +168,7 @@ def _backward(
     """
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T
-    residuals_packed = _is_packed(cell, arrays)
+    residuals_packed = cell.has_packed_residuals(arrays)
 
     def step(dstates: tuple[Array, ...], inputs: Any) -> Any:
         saved, d_outputs, reset = inputs

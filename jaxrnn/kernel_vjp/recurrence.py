@@ -165,8 +165,8 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
     size = _chunk_size(static, xs, hidden, in_reverse)
     if static.remat:
         in_place = has_residuals_in_place(static, hidden, math.prod(xs.shape[:-1]))
-    else:  # residuals in place are one array, so `saved` then lacks some of `cell.residuals`
-        in_place = not dict(cell.residuals).keys() <= saved.keys()
+    else:
+        in_place = cell.has_packed_residuals(saved)
     residual_arrays = residual_outputs(static, hidden, xs, in_place)
     launches_weight_grads = has_weight_grads_launch(static, xs, hidden)
     from_states = static.remat and can_compute_from_states(static, [saved[f"{s}s"] for s in cell.states])

@@ -74,9 +74,7 @@ class Problem:
     @property
     def in_place(self) -> bool:
         """Whether the residuals are in place of the input projections; see `CellSpec.in_place_residuals`."""
-        names = dict(self.dtypes).keys()
-        has_carry_gate = "carry_gate" in dict(CELLS[self.cell].residuals)
-        return has_carry_gate and "local_grads" in names and "carry_gate" not in names
+        return CELLS[self.cell].has_packed_residuals(dict(self.dtypes))
 
     @property
     def tilings(self) -> str:
