@@ -49,7 +49,7 @@ def _current() -> _Context:
 
 
 class _DefaultImplementation(contextlib.ContextDecorator):
-    """What `default_implementation` returns; it can be entered again, also while it is entered."""
+    """Sets the default implementation, as a context manager or decorator that can be entered several times."""
 
     def __init__(self, implementation: Implementation) -> None:
         self._implementation = implementation

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch_bridge.tiling import Device
 
 
-# What JAX says of a function with a `jax.lax.while_loop`, such as a rollout until all episodes have ended.
+# JAX raises an error with this text for the gradient of a function with a `jax.lax.while_loop`.
 _NO_GRADIENT = "Reverse-mode differentiation does not work for lax.while_loop"
 
 

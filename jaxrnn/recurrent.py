@@ -73,7 +73,6 @@ def run(
     )
     check_options(implementation, precision, caller)
     check_arguments(cell, params, carry, xs, resets, reset_state, time_major, caller)
-    params = sharding.replicate(jax.tree.map(jnp.asarray, params))  # before blocks and `prepare` compute with it
     if has_blocks(params):
 
         def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
@@ -83,12 +82,13 @@ def run(
                 caller=caller,
             )  # fmt: skip
 
-        results: tuple[Any, tuple[Array, ...]] = run_blocks(cell, run_block, params, carry, reset_state)
+        results: tuple[Any, tuple[Array, ...]] = run_blocks(
+            cell, run_block, sharding.replicate(params), carry, reset_state
+        )
         return results
     states, reset_states = split_carry(cell, "carry", carry), _split_reset_state(cell, reset_state)
     params, states, xs, resets, reset_states = jax.tree.map(jnp.asarray, (params, states, xs, resets, reset_states))
-    if cell.prepare is not None:
-        params = cell.prepare(cell, params)
+    params = _prepare(cell, params)
     returned = cell.states if return_states else cell.states[:1]
     choice = _choose(cell, implementation, precision, time_major, states, xs, params, caller)
 
@@ -163,9 +163,6 @@ def run_bidirectional(
     for params_, carry_, resets_, state in directions:
         check_arguments(cell, params_, carry_, xs, resets_, state, time_major, caller)
     check_same_types(directions)
-    params = sharding.replicate(jax.tree.map(jnp.asarray, params))  # as in `run`
-    forward, backward = directions
-    directions = (params[0], *forward[1:]), (params[1], *backward[1:])
     if has_blocks(params[0]):
 
         def run_block(params: Any, carry: Any, reset_state: Any) -> Any:
@@ -175,12 +172,11 @@ def run_bidirectional(
                 caller=caller,
             )  # fmt: skip
 
-        results: tuple[Any, Any] = run_blocks(cell, run_block, params, carry, reset_state)
+        results: tuple[Any, Any] = run_blocks(cell, run_block, sharding.replicate(params), carry, reset_state)
         return results
     directions, xs = jax.tree.map(jnp.asarray, (directions, xs))
     params, carry, resets, reset_state = zip(*directions, strict=True)
-    if cell.prepare is not None:
-        params = tuple(cell.prepare(cell, one) for one in params)
+    params = tuple(_prepare(cell, one) for one in params)
     states = tuple(split_carry(cell, "carry", one) for one in carry)
     reset_states = tuple(_split_reset_state(cell, one) for one in reset_state)
     returned = cell.states if return_states else cell.states[:1]
@@ -204,6 +200,11 @@ def run_bidirectional(
     both = choice.mark(compute)(params, states, xs, resets, reset_states)
     forward, backward = ((join_carry(last), sequences) for last, sequences in both)
     return forward, backward
+
+
+def _prepare(cell: Cell, params: Any) -> Any:
+    """Returns the weights that the loop multiplies; on an explicit mesh, `prepare` needs replicated weights."""
+    return params if cell.prepare is None else cell.prepare(cell, sharding.replicate(params))
 
 
 def _split_reset_state(cell: Cell, reset_state: Any) -> tuple[Any, ...]:

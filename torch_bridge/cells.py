@@ -42,7 +42,7 @@ class CellSpec:
     norm: str
 
     def has_packed_residuals(self, names: Container[str]) -> bool:
-        """Whether a launch stores or reads `in_place_residuals`: `carry_gate` is in the words of `local_grads`.
+        """Returns whether a launch has `in_place_residuals`, which pack `carry_gate` into `local_grads`.
 
         `names` are the outputs of a forward launch, or the inputs of a backward one.
         """

@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def scaled(self) -> bool:
-        """Whether the cell has a norm, whose factors, the array "scale", the gate gradients then contain."""
+        """Returns whether the gate gradients contain the factors of a norm, which the array "scale" holds."""
         return "scale" in dict(self.dtypes)
 
     @property

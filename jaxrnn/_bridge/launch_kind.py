@@ -29,11 +29,11 @@ class NamedOutput(NamedTuple):
 
     name: str
     dtype: Any
-    over: None = None  # always; `recurrence.Output` has this field too
+    over: None = None  # always None; `recurrence.Output` has this field too
 
 
 class LaunchKind:
-    """The base class of the kinds of launches. A kind implements its shapes, its `vmap`, its launch, and it in XLA."""
+    """The base class of the kinds of launches. A kind implements shapes, `vmap`, the launch and its XLA form."""
 
     name: str
 

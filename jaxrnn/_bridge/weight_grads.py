@@ -66,7 +66,7 @@ def is_weight_grads_launch_profitable(
 
 
 def is_features_first_profitable(rows: int, gates: int) -> bool:
-    """Whether a TF32 product that sums over `rows` rows is faster with `memory_layout.features_first` on an operand.
+    """Estimates whether `memory_layout.features_first` speeds up a TF32 product that sums over `rows` rows.
 
     On an H200, a pass whose weight gradients use `features_first` takes 2.31 ms instead of 2.80 ms (GRU 512,32,1024),
     0.762 ms instead of 0.818 ms (GRU 128,64,512), 0.603 ms instead of 0.605 ms (GRU 32,128,256) and 2.57 ms instead of

@@ -59,12 +59,12 @@ def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike
 
 
 def inputs_of_weight_grads(cell: Cell, xs: Array) -> Array:
-    """Returns the inputs by which the gradients of the gates are multiplied for that of `w_ih`: as in `project`."""
+    """Returns the inputs that multiply gate gradients for the gradient of `w_ih`, centered as in `project`."""
     return xs if cell.norm == "rms" else _subtract_mean(xs.astype(jnp.float32))[0]
 
 
 def mean_in_weight_grad(xs: Array, dxp: Array) -> Array:
-    """Returns what LayerNorm subtracts from each row of `h^T @ dxp` for the gradient of `w_hh`: see `project`."""
+    """Returns the row that LayerNorm subtracts from `h^T @ dxp` for the gradient of `w_hh`; see `project`."""
     _, mean = _subtract_mean(xs.astype(jnp.float32))
     return jnp.sum(mean * dxp.astype(jnp.float32), axis=tuple(range(dxp.ndim - 1)))
 

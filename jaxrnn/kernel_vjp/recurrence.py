@@ -120,7 +120,7 @@ def _forward_on_device(
 
 
 class _Kept(NamedTuple):
-    """What the backward pass gets from the forward pass: the arguments of `recurrence`, and what that computed.
+    """Holds the arguments of `recurrence` and the arrays that the forward pass saves for the backward pass.
 
     Attributes:
       saved: by name the residuals or, with `remat`, all states of every step.
