@@ -75,7 +75,8 @@ def make_problem(
 
 def norm_arrays(norm: str) -> tuple[str, ...]:
     """Returns the further arrays of a forward launch of a cell with a norm."""
-    return {"": (), "rms": ("bias", "x_norm", "scale"), "layer": ("bias", "x_norm", "x_mean", "scale")}[norm]
+    rms = ("bias", "x_norm", "scale")
+    return {"": (), "rms": rms, "layer": (*rms, "w_sum", "x_mean")}[norm]
 
 
 def _in_words(problem: Problem, name: str) -> bool:
@@ -86,7 +87,7 @@ def _in_words(problem: Problem, name: str) -> bool:
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     """Returns the shape of an array: weights `[S, ...]`, sequences `[G, T, B, width]`, states `[G, B, H]`."""
     hidden, wide = problem.hidden, CELLS[problem.cell].gates * problem.hidden
-    weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,), "bias": (wide,)}
+    weights = {"w_hh_t": (wide, hidden), "w_hh": (hidden, wide), "b_hn": (hidden,), "bias": (wide,), "w_sum": (wide,)}
     if name in weights:
         return problem.models, *weights[name]
     if name in ("reset", "x_norm", "x_mean", "scale", "dnorm"):

@@ -91,7 +91,10 @@ def _make_loop(
             return norm.normalize(sums, scale, b_ih)[1]
 
         statistics = norm.input_statistics(cell, xs, w_hh.shape[0], dtype)
-        return _Loop((norm.project(cell, params, xs, precision, dtype), statistics), normed, step)
+        xp = norm.project(cell, params, xs, precision, dtype)
+        if "x_mean" in statistics:
+            xp -= statistics["x_mean"] * broadcast_to_rank(norm.sum_of_weights(params, dtype), xp)
+        return _Loop((xp, statistics), normed, step)
 
     def combine(projected: list[Array], recurrent: list[Array]) -> list[Array]:
         sums = [x + y for x, y in zip(projected, recurrent, strict=True)]

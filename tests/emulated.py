@@ -78,7 +78,8 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
     if problem.direction == "fwd":
         norm = None
         if cell.norm:
-            norm = loops.Norm(float64["bias"], float64["x_norm"], float64.get("x_mean"), problem.norm_width)
+            of_norm = {name: float64[name] for name in (*cell.norm_weights, *cell.norm_inputs)}
+            norm = loops.Norm(problem.norm_width, **of_norm)
         results = loops.forward(
             float64["xp"], float64["w_hh_t"], float64.get("b_hn"), [float64[f"{s}0"] for s in cell.states],
             arrays["reset"], [float64.get(f"reset_{s}") for s in cell.states], norm, cell=cell, order=order,

@@ -9,7 +9,9 @@ def step_by_step(arrays, reverse):
     `torch_bridge.weight_grads.Problem` names the arrays.
     """
     x, hs, h, dxp = (np.asarray(arrays[name], np.float64) for name in ("x", "hs", "h0", "dxp"))
-    given = {name: np.asarray(x, np.float64) for name, x in arrays.items() if name in ("dhn", "reset_h", "scale")}
+    given = {
+        name: np.asarray(x, np.float64) for name, x in arrays.items() if name in ("dhn", "reset_h", "scale", "x_mean")
+    }
     new = given.get("reset_h", np.zeros_like(h))
     hidden, steps = h.shape[-1], x.shape[2]
     w_ih, w_hh, bias, b_hn = 0, 0, 0, 0
@@ -23,6 +25,8 @@ def step_by_step(arrays, reverse):
             products = np.concatenate([d[..., :-hidden], dhn], -1)
             b_hn += dhn.sum((1, 2))
         w_ih += np.einsum("sgbx,sgby->sxy", x[:, :, t], d)
+        if "x_mean" in given:
+            before = before - given["x_mean"][:, :, t]
         w_hh += np.einsum("sgbx,sgby->sxy", before, products)
         bias += (d / given["scale"][:, :, t] if "scale" in given else d).sum((1, 2))
         h = hs[:, :, t]

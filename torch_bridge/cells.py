@@ -54,6 +54,11 @@ class CellSpec:
         return ("dhn",) if self.last_gate_separate else ()
 
     @property
+    def norm_weights(self) -> tuple[str, ...]:
+        """The arrays `[S, gates * H]` that the norm needs: the bias, and sums of `w_hh`, `[H, gates * H]`, over H."""
+        return {"": (), "rms": ("bias",), "layer": ("bias", "w_sum")}[self.norm]
+
+    @property
     def norm_inputs(self) -> tuple[str, ...]:
         """The arrays `[G, T, B]` that the norm needs of the inputs, by name: a part of the variance, and the mean."""
         return {"": (), "rms": ("x_norm",), "layer": ("x_norm", "x_mean")}[self.norm]

@@ -27,16 +27,18 @@ class Norm(NamedTuple):
     """What a loop needs of the norm of `[x, h]` that the gates see; `kernels.loops.streamed` explains it.
 
     Attributes:
+      width: the number of elements of `[x, h]`.
       bias: `[S, gates * H]`, added after the norm.
       x_norm: `[G, T, B]`, the part of the variance that follows from the inputs.
+      w_sum: `[S, gates * H]`, the sums of `w_hh` over the state, or None if the norm is RMSNorm.
       x_mean: `[G, T, B]`, the mean of the inputs, or None if the norm is RMSNorm.
-      width: the number of elements of `[x, h]`.
     """
 
+    width: int
     bias: Tensor
     x_norm: Tensor
-    x_mean: Tensor | None
-    width: int
+    w_sum: Tensor | None = None
+    x_mean: Tensor | None = None
 
 
 class _TimeSteps:
@@ -184,6 +186,8 @@ def forward(
             gates, last = product(x, carry[0]), None
             if norm is not None:
                 x_norm, x_mean = of_x
+                if norm.w_sum is not None:
+                    gates = gates - x_mean * norm.w_sum.to(dtype)[:, None]
                 scale, mean = _scale_and_mean(carry[0], x_norm, x_mean, norm.width)
                 normed.append((gates * scale, (carry[0] - mean) * scale, scale))
                 gates = normed[-1][0] + norm.bias.to(dtype)[:, None]

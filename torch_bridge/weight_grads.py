@@ -37,7 +37,8 @@ class Problem:
       hidden: number of hidden units.
       gates: width of the gradients of the gates, a multiple of `hidden`.
       dtypes: `(name, dtype)` of every array: x, hs, h0, dxp, for a GRU dhn and, if they are not zeros, the reset states
-        reset_h, all of one dtype; reset, if there are resets; scale, if the gates see a norm, in float32.
+        reset_h, all of one dtype; reset, if there are resets; scale, if the gates see a norm, in float32; x_mean, if
+        that is LayerNorm, in float32.
       reverse: whether the recurrence ran from the last step to the first.
       reset_state: the kind of the reset states: reset_h is `[models, groups, batch, hidden]` if they are "fixed", or
         `[models, groups, steps, batch, hidden]` if they are "stepped".
@@ -73,6 +74,11 @@ class Problem:
     def scaled(self) -> bool:
         """Returns whether the gate gradients contain the factors of a norm, which the array "scale" holds."""
         return "scale" in dict(self.dtypes)
+
+    @property
+    def centered(self) -> bool:
+        """Returns whether the norm is LayerNorm: the array "x_mean" holds the means that are subtracted from states."""
+        return "x_mean" in dict(self.dtypes)
 
     @property
     def tiles(self) -> int:
@@ -160,7 +166,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
     elif problem.dtype == "float32":
         rows, stages = 32, 3 if problem.separate else 4
     else:
-        rows, stages = (64, 3) if problem.separate else (128, 2)
+        rows, stages = (64, 3) if problem.separate else (64, 4) if problem.centered else (128, 2)
     at_once = max(1, device.multiprocessors // (problem.tiles * problem.models))
     return Tiling(rows, stages, max(1, min(at_once, problem.rows // _MIN_ROWS_PER_PROGRAM)))
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from jaxrnn._bridge.partitioning import PartitionedCallback
     from torch_bridge.tiling import Reverse, Sizes
 
-WEIGHTS = ("w_hh", "w_hh_t", "b_hn", "bias")
+WEIGHTS = ("w_hh", "w_hh_t", "b_hn", "bias", "w_sum")
 
 
 class Output(NamedTuple):

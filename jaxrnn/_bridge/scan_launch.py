@@ -44,7 +44,7 @@ def run(
       norm_width: as in the launch.
     """
     w_name = "w_hh_t" if direction == "fwd" else "w_hh"
-    weights = {name: x for name, x in arrays.items() if name in (w_name, "b_hn", "bias")}
+    weights = {name: x for name, x in arrays.items() if name in (w_name, "b_hn", "bias", "w_sum")}
     models = weights[w_name].shape[0]
     others = {  # [S, G / S, ...]
         name: x.reshape(models, x.shape[0] // models, *x.shape[1:]) for name, x in arrays.items() if name not in weights

@@ -117,6 +117,8 @@ class WeightGradsKind(LaunchKind):
             of_products = jnp.concatenate([dxp[..., : -dhn.shape[-1]], dhn], axis=-1)
         contract = functools.partial(jnp.einsum, "sgtbi,sgtbj->sij", preferred_element_type=jnp.float32)
         grads = [contract(x, dxp), contract(h_prev, of_products)]
+        if "x_mean" in by_name:
+            grads[1] -= jnp.sum(by_name["x_mean"] * dxp.astype(jnp.float32), axis=(1, 2, 3))[:, None]
         of_bias = dxp if "scale" not in by_name else dxp.astype(jnp.float32) / by_name["scale"]
         grads += [jnp.sum(d, axis=(1, 2, 3), dtype=jnp.float32) for d in (of_bias, dhn) if d is not None]
         return [jnp.concatenate([d.reshape(d.shape[0], -1) for d in grads], axis=-1)]

@@ -6,7 +6,8 @@ the mean from `[x, h]`. The bias contains the shifts. The product with the input
 needs of the state its sum of squares and, for LayerNorm, its sum.
 
 Each column of centered weights has a sum of zero over all n rows, so any number may be subtracted from all of `[x, h]`.
-The mean of x is subtracted: a large mean, times weights that are rounded to 16 bits or to TF32, would be a large error.
+The mean m of x is subtracted: a large mean, times weights that are rounded to 16 bits or to TF32, would be a large
+error. The product with the inputs is that of x - m, and m times the sums of `w_hh` is subtracted from the gates.
 """
 
 from __future__ import annotations
@@ -46,27 +47,20 @@ def _subtract_mean(xs: Array) -> tuple[Array, Array]:
     return xs - mean, mean
 
 
+def center(cell: Cell, xs: Array, dtype: Any = jnp.float32) -> Array:
+    """Returns the inputs that weights multiply: for LayerNorm without their mean, in `dtype`."""
+    return xs if cell.norm == "rms" else _subtract_mean(xs.astype(dtype))[0]
+
+
 def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike, dtype: Any = jnp.float32) -> Array:
-    """Returns what the inputs add to the gates before the factor s, `[..., gates * H]`, without the bias.
-
-    For LayerNorm, with m the mean of x, it is `(x - m) @ w_ih - m sum(w_hh)`, which equals `x @ w_ih`.
-    """
-    if cell.norm == "rms":
-        return matmul(xs, params.w_ih, precision, dtype)
-    centered, mean = _subtract_mean(xs.astype(dtype))
-    product = matmul(centered.astype(jnp.result_type(xs, params.w_ih)), params.w_ih, precision, dtype)
-    return product - mean * broadcast_to_rank(params.w_hh.astype(dtype).sum(axis=0), product)
+    """Returns the product of `center`'s inputs and `w_ih`, `[..., gates * H]`."""
+    centered = center(cell, xs, dtype).astype(jnp.result_type(xs, params.w_ih))
+    return matmul(centered, params.w_ih, precision, dtype)
 
 
-def inputs_of_weight_grads(cell: Cell, xs: Array) -> Array:
-    """Returns the inputs that multiply gate gradients for the gradient of `w_ih`, centered as in `project`."""
-    return xs if cell.norm == "rms" else _subtract_mean(xs.astype(jnp.float32))[0]
-
-
-def mean_in_weight_grad(xs: Array, dxp: Array) -> Array:
-    """Returns the row that LayerNorm subtracts from `h^T @ dxp` for the gradient of `w_hh`; see `project`."""
-    _, mean = _subtract_mean(xs.astype(jnp.float32))
-    return jnp.sum(mean * dxp.astype(jnp.float32), axis=tuple(range(dxp.ndim - 1)))
+def sum_of_weights(params: Any, dtype: Any = jnp.float32) -> Array:
+    """Returns the sums of `w_hh` over the state, `[gates * H]`, by which LayerNorm multiplies the inputs' mean."""
+    return params.w_hh.astype(dtype).sum(axis=0)
 
 
 def scale_and_mean(h: Array, statistics: Mapping[str, Array], width: int) -> tuple[Array, Array | float]:

@@ -24,11 +24,14 @@ def run_step(
       xp: the input projection, `[..., gates * H]`.
       hp: the hidden product, `[..., gates * H]`.
       biases: what is added after the products, by name: "b_hn" `[H]`, the bias of the hidden product of a last gate
-        that is separate, as the GRU's; "bias" `[gates * H]`, which is added after a norm.
+        that is separate, as the GRU's; "bias" `[gates * H]`, which is added after a norm. With "w_sum" `[gates * H]`,
+        the sums of `w_hh`, a LayerNorm's mean of the inputs is subtracted from the state too; see `norm`.
       states: the states before the step, `[..., H]`; the first one is h.
       statistics: for a norm, what `norm.input_statistics` returns for the inputs.
       norm_width: for a norm, D + H, the number of elements of `[x, h]`.
     """
+    if "w_sum" in biases:
+        xp = xp - statistics["x_mean"] * biases["w_sum"]
     # x_last is the input projection of a separate last gate, else None
     gates, x_last = base.add_gates(cell, xp, hp, biases.get("b_hn"))
     if not cell.norm:

@@ -234,16 +234,17 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
             dx += norm.input_grads_through_statistics(
                 results["dnorm"], residuals["scale"], before_step, x.astype(f32), hidden
             )
-        scale, factors = (residuals["scale"], norm.inputs_of_weight_grads(cell, x)) if cell.norm else (None, x)
+        factors, scale, x_mean = x, None, None
+        if cell.norm:
+            factors, scale = norm.center(cell, x), residuals["scale"]
+            x_mean = norm.input_statistics(cell, x, hidden).get("x_mean")
         if launches_weight_grads:
             reset_h = starts[0] if starts else None
             sums = launch_weight_grads(
-                static, factors, saved_chunk["hs"], before["h"], reset, reset_h, scale, dxp, hidden_grads
+                static, factors, saved_chunk["hs"], before["h"], reset, reset_h, scale, x_mean, dxp, hidden_grads
             )
         else:
-            sums = weight_grads(static, factors, previous["h"], scale, dxp, hidden_grads)
-        if cell.norm == "layer":
-            sums["w_hh"] -= norm.mean_in_weight_grad(x, dxp)[None]
+            sums = weight_grads(static, factors, previous["h"], scale, x_mean, dxp, hidden_grads)
         if first is not None:
             terms = [jnp.where(is_first, dxp[:, at].astype(f32), jnp.zeros_like(first)) for at, is_first in first_steps]
             sums["first"] = functools.reduce(jnp.add, terms)
@@ -289,11 +290,14 @@ def _forward_weights(static: RecurrenceSpec, params: Any) -> dict[str, Array | N
 def _biases(static: RecurrenceSpec, params: Any) -> dict[str, Array]:
     """Returns the biases that a launch adds, by name, in float32.
 
-    `b_hn` is added to the last gate's product with the state, and `bias` after a norm.
+    `b_hn` is added to the last gate's product with the state, and `bias` after a norm. `w_sum` times the mean of the
+    inputs is subtracted before a LayerNorm.
     """
     biases = {"b_hn": params.b_hn} if static.cell.last_gate_separate else {}
     if static.cell.norm:
         biases["bias"] = getattr(params, static.cell.bias)
+    if static.cell.norm == "layer":
+        biases["w_sum"] = norm.sum_of_weights(params)
     return {name: b.astype(jnp.float32) for name, b in biases.items()}
 
 

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
 
 
 def weight_grads(
-    static: RecurrenceSpec, xs: Array, h_prev: Array, scale: Array | None, dxp: Array, hidden_grads: dict[str, Array]
-) -> dict[str, Array]:
+    static: RecurrenceSpec, xs: Array, h_prev: Array, scale: Array | None, x_mean: Array | None, dxp: Array,
+    hidden_grads: dict[str, Array],
+) -> dict[str, Array]:  # fmt: skip
     """Returns the gradients of weights and biases by params field, from the states before each step, `h_prev`.
 
     `dxp` contains the factors `scale` of a norm, but the biases are added after the norm. Without a norm, `scale` is
-    None.
+    None. For LayerNorm, `xs` are without their mean `x_mean`, which is subtracted from the states too.
     """
     cell, spec = static.cell, "gtbx,gtby->xy"
     xs, h_prev = xs.astype(static.operand_dtype), h_prev.astype(static.operand_dtype)
@@ -38,11 +39,14 @@ def weight_grads(
     if static.uses_tf32 and _bridge.is_features_first_profitable(math.prod(xs.shape[:-1]), dxp.shape[-1]):
         xs, h_prev, spec = memory_layout.features_first(xs), memory_layout.features_first(h_prev), "xgtb,gtby->xy"
     contract_states = functools.partial(contract, h_prev, precision=recurrent)
-    return {
+    grads = {
         "w_ih": contract(xs, dxp),
         cell.bias: base.bias_grad(dxp if scale is None else dxp.astype(jnp.float32) / scale),
         **base.recurrent_grads(cell, contract_states, dxp, hidden_grads),
     }  # fmt: skip
+    if x_mean is not None:
+        grads["w_hh"] -= base.bias_grad(x_mean * dxp.astype(jnp.float32))[None]
+    return grads
 
 
 def has_weight_grads_launch(static: RecurrenceSpec, xs: Array, hidden: int) -> bool:
@@ -66,17 +70,18 @@ def launch_weight_grads(
     resets: Array | None,
     reset_h: Array | None,
     scale: Array | None,
+    x_mean: Array | None,
     dxp: Array,
     hidden_grads: dict[str, Array],
 ) -> dict[str, Array]:
     """Returns the gradients of `weight_grads` by one launch, from the states after each step, `hs`.
 
-    `reset_h` are the reset states, or None for zeros. `scale` is that of `weight_grads`.
+    `reset_h` are the reset states, or None for zeros. `scale` and `x_mean` are those of `weight_grads`.
     """
     cell, dtype = static.cell, static.operand_dtype
     arrays: dict[str, Array | None] = {"x": xs.astype(dtype), "hs": hs.astype(dtype), "h0": h0.astype(dtype)}
     arrays |= {"reset": resets, "reset_h": None if reset_h is None else reset_h.astype(dtype), "scale": scale}
-    arrays |= {"dxp": dxp} | hidden_grads
+    arrays |= {"x_mean": x_mean, "dxp": dxp} | hidden_grads
     models = {name: None if x is None else x[None] for name, x in arrays.items()}
     grads = _bridge.launch_weight_grads(models, reverse=static.reverse is True, may_use_xla=static.may_use_xla)
     return {cell.bias if name == "bias" else name: x[0] for name, x in grads.items()}

@@ -329,7 +329,7 @@ def test_projections_fit_and_do_not_spill(target, whole, dtype, inputs):
 
 @every_target
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("cell", ["gru", "lstm", "norm_gru"])
+@pytest.mark.parametrize("cell", ["gru", "lstm", "rms_norm_gru", "layer_norm_gru"])
 def test_gradients_of_weights_fit_and_do_not_spill(target, whole, cell, dtype):
     from torch_bridge import weight_grads
 
@@ -342,7 +342,8 @@ def test_gradients_of_weights_fit_and_do_not_spill(target, whole, cell, dtype):
     for inputs, hidden, reset, reverse, reset_state in sizes if whole else sizes[:2]:
         dtypes = [(name, dtype) for name in (*names, *(("reset_h",) if reset_state != "zeros" else ()))]
         dtypes += [("reset", reset)] if reset else []
-        dtypes += [("scale", "float32")] if cell == "norm_gru" else []
+        dtypes += [("scale", "float32")] if "norm" in cell else []
+        dtypes += [("x_mean", "float32")] if cell == "layer_norm_gru" else []
         sizes_of_arrays = (1, 1, 64, 64, inputs, hidden, gates * hidden)
         problem = weight_grads.Problem(*sizes_of_arrays, tuple(dtypes), reverse, reset_state)
         assert weight_grads.supports(problem, device)

@@ -20,7 +20,8 @@ def problem_of(cell, dtype, reset_state, reverse, models=1):
     gates, separate = (3, True) if cell == "gru" else (3, False)
     names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()), *(("reset_h",) if reset_state != "zeros" else ()))
     dtypes = [(name, dtype) for name in names] + [("reset", "bool")]
-    dtypes += [("scale", "float32")] if cell == "norm_gru" else []
+    dtypes += [("scale", "float32")] if "norm" in cell else []
+    dtypes += [("x_mean", "float32")] if cell == "layer_norm_gru" else []
     sizes = (models, GROUPS, STEPS, BATCH, INPUTS, HIDDEN, gates * HIDDEN)
     return Problem(*sizes, tuple(dtypes), reverse, reset_state)
 
@@ -38,11 +39,13 @@ def make_arrays(problem):
         arrays["reset_h"][~arrays["reset"]] = float("nan")
     if "scale" in dtypes:
         arrays["scale"] = torch.rand((*lead, 1)) + 0.5
+    if "x_mean" in dtypes:
+        arrays["x_mean"] = torch.randn((*lead, 1))
     layout = Layout.of(INPUTS, HIDDEN, problem.gates, problem.separate)
     return arrays | {"sums": torch.full((problem.models, layout.end), float("nan"))}
 
 
-CELLS = ("gru", "norm_gru")
+CELLS = ("gru", "rms_norm_gru", "layer_norm_gru")
 CASES = [
     *itertools.product(CELLS, ("float32",), RESET_STATES, (False, True)),
     *itertools.product(CELLS, ("bfloat16",), ("stepped",), (False, True)),

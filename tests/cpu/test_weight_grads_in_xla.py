@@ -13,8 +13,9 @@ from jaxrnn._bridge.weight_grads import WEIGHT_GRADS_LAUNCH
 from torch_bridge.weight_grads import Layout
 
 MODELS, GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 3, 5, 4, 6, 8
-CASES = [*itertools.product(("gru", "lstm", "norm_gru"), ("zeros", "fixed", "stepped"), (False, True), ("float32",)),
-         ("gru", "stepped", False, "bfloat16"), ("norm_gru", "fixed", True, "bfloat16")]  # fmt: skip
+CELLS = ("gru", "lstm", "rms_norm_gru", "layer_norm_gru")
+CASES = [*itertools.product(CELLS, ("zeros", "fixed", "stepped"), (False, True), ("float32",)),
+         ("gru", "stepped", False, "bfloat16"), ("layer_norm_gru", "fixed", True, "bfloat16")]  # fmt: skip
 
 
 def make_arrays(cell, reset_state, dtype):
@@ -26,7 +27,11 @@ def make_arrays(cell, reset_state, dtype):
     shapes |= {"reset_h": states if reset_state == "fixed" else (*lead, HIDDEN)} if reset_state != "zeros" else {}
     arrays = {name: jnp.asarray(rng.normal(size=shape), dtype) for name, shape in shapes.items()}
     arrays["reset"] = jnp.asarray(rng.random(lead) < 0.4)
-    return arrays | ({"scale": jnp.asarray(rng.uniform(0.5, 2, (*lead, 1)), "float32")} if cell == "norm_gru" else {})
+    if "norm" in cell:
+        arrays["scale"] = jnp.asarray(rng.uniform(0.5, 2, (*lead, 1)), "float32")
+    if cell == "layer_norm_gru":
+        arrays["x_mean"] = jnp.asarray(rng.normal(size=(*lead, 1)), "float32")
+    return arrays
 
 
 @pytest.mark.parametrize("promotion", ["standard", "strict"])

@@ -40,7 +40,7 @@ class Case:
 
 CASES = [
     Case(cell, dtype, **options)
-    for cell in ("gru", "lstm", "norm_gru")
+    for cell in ("gru", "lstm", "rms_norm_gru", "layer_norm_gru")
     for dtype in ("float32", "bfloat16", "float16")
     for options in (
         {},
@@ -74,8 +74,10 @@ def make_arrays(case):
     if case.reset_state != "zeros":
         shapes["reset_h"] = shapes["h0" if case.reset_state == "fixed" else "hs"]
     arrays = {name: jnp.asarray(rng.normal(size=shape), case.dtype) for name, shape in shapes.items()}
-    if case.cell == "norm_gru":
+    if "norm" in case.cell:
         arrays["scale"] = jnp.asarray(rng.uniform(0.5, 2.0, size=(*lead, 1)), jnp.float32)
+    if case.cell == "layer_norm_gru":
+        arrays["x_mean"] = jnp.asarray(rng.normal(size=(*lead, 1)), jnp.float32)
     if case.resets is not None:
         arrays["reset"] = jnp.asarray(rng.random(lead) < 0.1, case.resets)
     return arrays
@@ -104,6 +106,8 @@ def grads(case, arrays, einsum):
         "w_hh": einsum("sgtbx,sgtby->sxy", h, hidden_grads),
         "bias": einsum("sgtbx,sgtby->sy", ones, dxp / arrays["scale"] if "scale" in arrays else dxp),
     }
+    if "x_mean" in arrays:
+        found["w_hh"] -= einsum("sgtbx,sgtby->sy", ones, arrays["x_mean"] * dxp)[:, None]
     if "dhn" in arrays:
         found["b_hn"] = einsum("sgtbx,sgtby->sy", ones, arrays["dhn"])
     return found

@@ -110,7 +110,7 @@ def arguments(cell, dtype=torch.float32, seed=0, **changes):
         options.pop("cells")
     if not spec.norm:
         options.pop("norm_width")
-    biases = [normal(S, H)] if spec.last_gate_separate else [normal(S, spec.gates * H)] if spec.norm else []
+    biases = [normal(S, H)] if spec.last_gate_separate else [normal(S, spec.gates * H) for _ in spec.norm_weights]
     # a part of a variance is positive
     statistics = [normal(G, T, B).detach().square().add(0.1).requires_grad_() for _ in spec.norm_inputs]
     weights = normal(G, T, B, spec.gates * H), normal(S, spec.gates * H, H), *biases, *statistics
@@ -151,7 +151,7 @@ def test_opcheck(cell, device, order):
 def test_opcheck_of_groups_of_one_sequence(cell):
     """Checks the groups of batch-major input: results of the loop must have the strides of the fake outputs."""
     spec, (xp, w_hh, *others) = cell_of(cell), arguments(cell)
-    biases, sequences = int(spec.last_gate_separate or spec.norm != ""), len(spec.norm_inputs)
+    biases, sequences = int(spec.last_gate_separate) + len(spec.norm_weights), len(spec.norm_inputs)
     count, before = len(spec.states), biases + sequences
     one = [x[:1].detach().requires_grad_() for x in (w_hh, *others[:biases])]
     one += [x[:, :, :1].detach().requires_grad_() for x in others[biases:before]]

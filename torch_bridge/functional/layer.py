@@ -15,7 +15,7 @@ from torch_bridge.cells import CellSpec
 from torch_bridge.functional.checks import Implementation, check_implementation
 from torch_bridge.functional.direction import Direction, DirectionResult, blocks_of
 from torch_bridge.functional.layout import Layout, stack
-from torch_bridge.functional.norm_weights import center, input_statistics
+from torch_bridge.functional.norm_weights import input_statistics
 from torch_bridge.functional.projection import project, without_projection
 from torch_bridge.rnn_ops import Precision
 
@@ -72,7 +72,6 @@ def _project_inputs(
 
     The weights are split by block, and not the projections, which are many times as large.
     """
-    xs, added = center(cell, xs, layer) if cell.norm else (xs, None)
     biases = [None if cell.norm else _bias(cell, one) for one in layer]  # a norm adds its bias in the time loop
     if layer[0].w_hr is not None:
         xps = [linear(xs, one.w_ih, bias) for one, bias in zip(layer, biases, strict=True)]
@@ -89,22 +88,27 @@ def _project_inputs(
         given = [b for b in biases if b is not None]
         xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
         xp = xp.reshape(models, *xs.shape[:-1], xp.shape[-1])
-    return (xp if added is None else (xp + added).to(xp.dtype)), layer
+    return xp, layer
 
 
-def _norm(cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, epsilon: float) -> loops.Norm | None:
-    """Returns what the time loop needs of a norm: statistics of the inputs, and the bias of each model, folded."""
+def _norm(
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, epsilon: float
+) -> tuple[Tensor, loops.Norm | None]:
+    """Returns the inputs to project, and what the time loop needs of a norm, whose weights are folded."""
     if not cell.norm:
-        return None
+        return xs, None
     hidden = layer[0].w_hh.shape[-1]
 
-    def of_models(x: Tensor | None) -> Tensor | None:
-        return None if x is None else layout.sequence(x.expand(layout.models, *x.shape))
+    def of_models(x: Tensor) -> Tensor:
+        return layout.sequence(x.expand(layout.models, *x.shape))
 
-    x_norm, x_mean = map(of_models, input_statistics(cell, xs, hidden, epsilon))
-    assert x_norm is not None
+    statistics = input_statistics(cell, xs, hidden, epsilon)
     biases = [one.b_ih for one in layer if one.b_ih is not None]
-    return loops.Norm(layout.by_model(stack(biases), cell.gates), x_norm, x_mean, xs.shape[-1] + hidden)
+    norm = loops.Norm(xs.shape[-1] + hidden, layout.by_model(stack(biases), cell.gates), of_models(statistics.x_norm))
+    if statistics.x_mean is not None:
+        sums = [one.w_hh.sum(-1, dtype=op_common.accumulation_dtype(one.w_hh.dtype)) for one in layer]
+        norm = norm._replace(w_sum=layout.by_model(stack(sums), cell.gates), x_mean=of_models(statistics.x_mean))
+    return statistics.xs, norm
 
 
 def _can_run_single_step(cell: CellSpec, xs: Tensor, layer: Sequence[Direction]) -> bool:
@@ -221,7 +225,8 @@ def run_layer(
         return [_run_single_step(cell, xs, layer[0], layout)]
     xs, layer, default = _autocast(cell, xs, layer)
     given = layer
-    xp, layer = _project_inputs(cell, xs, layer, reverse, layout)
+    x, norm = _norm(cell, xs, layer, layout, epsilon)
+    xp, layer = _project_inputs(cell, x, layer, reverse, layout)
     width = layer[0].w_hh.shape[-1]
     hidden = width * layout.blocks
 
@@ -229,7 +234,6 @@ def run_layer(
     states = [layout.initial_states(of_state, default, xs, hidden) for of_state in by_state]
     resets, reset_states = layout.resets([one.resets for one in layer], xs), layout.reset_states(layer, states)
     w_hh, b_hn = layout.weights([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs, layout)
-    norm = _norm(cell, xs, layer, layout, epsilon)
     arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states, norm
 
     told = choice.is_told()

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -55,32 +54,29 @@ def fold(cell: CellSpec, one: Direction, norm: NormWeights, update_bias: float) 
     return one._replace(w_ih=w_ih.to(one.w_ih.dtype), w_hh=w_hh.to(one.w_hh.dtype), b_ih=bias, b_hh=None)
 
 
-def input_statistics(cell: CellSpec, xs: Tensor, hidden: int, epsilon: float) -> tuple[Tensor, Tensor | None]:
-    """Returns "x_norm" and "x_mean" of `CellSpec.norm_inputs` for inputs `[..., D]`; the latter is None for RMSNorm."""
-    xs = xs.to(op_common.accumulation_dtype(xs.dtype))
+class Statistics(NamedTuple):
+    """What a norm needs of the inputs `[..., D]`; `x_norm` and `x_mean` are those of `CellSpec.norm_inputs`.
+
+    Attributes:
+      xs: the inputs that the folded weights multiply: without their mean for LayerNorm. Each row of a folded weight
+        then has a sum of zero over all D + H columns, so any number may be subtracted from inputs and state alike. The
+        mean of the inputs is subtracted: a large mean, times weights that are rounded to 16 bits or to TF32, would be a
+        large error. The time loop subtracts it from the state.
+      x_norm: `[...]`, the part of the variance that follows from the inputs, with epsilon.
+      x_mean: `[...]`, the mean of the inputs, which is 0 of no inputs; None for RMSNorm.
+    """
+
+    xs: Tensor
+    x_norm: Tensor
+    x_mean: Tensor | None
+
+
+def input_statistics(cell: CellSpec, xs: Tensor, hidden: int, epsilon: float) -> Statistics:
+    """Returns what the norm of a cell with `hidden` units needs of inputs `[..., D]`."""
+    wide = xs.to(op_common.accumulation_dtype(xs.dtype))
     width = xs.shape[-1] + hidden
     if cell.norm == "rms":
-        return (xs * xs).sum(-1) / width + epsilon, None
-    centered, mean = _subtract_mean(xs)
-    return (centered**2).sum(-1) / width + epsilon, mean.squeeze(-1)
-
-
-def center(cell: CellSpec, xs: Tensor, layer: Sequence[Direction]) -> tuple[Tensor, Tensor | None]:
-    """Returns the inputs that the folded weights multiply, and what is added to the products, by direction.
-
-    Each row of a folded weight has a sum of zero over all D + H columns if the norm is LayerNorm, so any number may be
-    subtracted from inputs and state alike. The mean of the inputs is subtracted: a large mean, times weights that are
-    rounded to 16 bits or to TF32, would be a large error. The second result, `[directions, *xs.shape[:-1], 3H]`, is
-    what that subtraction from the state changes; it is None for RMSNorm, which subtracts nothing.
-    """
-    if cell.norm == "rms":
-        return xs, None
-    dtype = op_common.accumulation_dtype(xs.dtype)
-    centered, mean = _subtract_mean(xs.to(dtype))
-    return centered.to(xs.dtype), torch.stack([-mean * one.w_hh.to(dtype).sum(-1) for one in layer])
-
-
-def _subtract_mean(xs: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns inputs without their mean, and the mean, `[..., 1]`, which is 0 of no inputs."""
-    mean = (xs.mean if xs.shape[-1] else xs.sum)(-1, keepdim=True)
-    return xs - mean, mean
+        return Statistics(xs, (wide * wide).sum(-1) / width + epsilon, None)
+    mean = (wide.mean if wide.shape[-1] else wide.sum)(-1, keepdim=True)
+    centered = wide - mean
+    return Statistics(centered.to(xs.dtype), (centered**2).sum(-1) / width + epsilon, mean.squeeze(-1))

@@ -247,6 +247,15 @@ def operands_of(grads, GATES: tl.constexpr):
 
 
 @triton.jit
+def subtract_mean(xs, mean, sums):
+    """Returns input projections by gate, in float32, minus the mean of the inputs times the sums of weights by gate."""
+    rest = ()
+    for gate in tl.static_range(len(xs)):
+        rest += (xs[gate].to(tl.float32) - mean * sums[gate],)
+    return rest
+
+
+@triton.jit
 def normalize(gates, scale, bias):
     """Returns `(xp + hp) * scale` by gate, and the same plus `bias`; `gates` are the sums `xp + hp`."""
     GATES: tl.constexpr = len(gates)

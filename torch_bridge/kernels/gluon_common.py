@@ -634,7 +634,7 @@ def normalized_state(h, sums, statistics, scale, H: gl.constexpr, NORM_WIDTH: gl
 
 @gluon.jit
 def load_biases(bias_ptr, model, unit, H: gl.constexpr, GATES: gl.constexpr):
-    """Loads the biases that are added after a norm; returns a tuple by gate, `[units, 1]`, or none without a norm."""
+    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate of `[units, 1]`, or none without them."""
     biases = ()
     if bias_ptr is not None:
         for gate in gl.static_range(GATES):

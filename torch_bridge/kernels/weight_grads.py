@@ -4,7 +4,8 @@
 
 The sums are over all steps and sequences of a model. h is the state before a step. dhp is dxp; for a GRU, dhn replaces
 the last gate of dxp. `scale` is the factor of a step's norm, which dxp contains, although the biases are added after
-the norm; it is 1 without a norm. A program has 128 columns of gates, 128 inputs, 128 states, and a shard of the rows.
+the norm; it is 1 without a norm. For LayerNorm, x is without its mean m, which is subtracted from h too: dw_hh is
+`h^T dxp - sum(m dxp)`. A program has 128 columns of gates, 128 inputs, 128 states, and a shard of the rows.
 It reads its gate gradients once for both products and the sums. The states before its steps are read from the states
 after the previous steps or, where an episode begins, from the reset states, or as zeros. `sums.sum_kernel` adds up the
 partial sums of a model's programs.
@@ -45,24 +46,26 @@ def _load_goes_on(reset_ptr, row, end):
 
 
 @gluon.jit
-def _load_bias_factors(
-    scale_ptr, start, end, ROWS: gl.constexpr, SUMMED: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Loads 1 / scale of ROWS rows from `start` on: a tuple of vectors of SUMMED rows, or none without scales."""
-    factors = ()
-    if scale_ptr is not None:
+def _load_by_row(ptr, start, end, ROWS: gl.constexpr, SUMMED: gl.constexpr, LAYOUT: gl.constexpr):
+    """Loads numbers of ROWS rows from `start` on: a tuple of vectors of SUMMED rows, or none if `ptr` is None."""
+    numbers = ()
+    if ptr is not None:
         for k in gl.static_range(ROWS // SUMMED):
             row = start + k * SUMMED + gl.arange(0, SUMMED, gl.SliceLayout(1, LAYOUT))
-            factors += (1.0 / gl.load(scale_ptr + row, mask=row < end, other=1.0),)
-    return factors
+            numbers += (gl.load(ptr + row, mask=row < end, other=1.0),)
+    return numbers
 
 
 @gluon.jit
-def _of_biases(g, factors, k: gl.constexpr):
-    """Returns the terms of the sums for biases of the k-th rows that `_load_bias_factors` loaded factors for."""
-    if len(factors) > 0:
-        g *= factors[k][:, None]
-    return g
+def _add_to_sums(sum_x, sum_m, g, scales, means, k: gl.constexpr):
+    """Adds gate gradients of the k-th rows of `_load_by_row` to the sums for biases, and times means to `sum_m`."""
+    if len(scales) > 0:
+        sum_x += g * (1.0 / scales[k])[:, None]
+    else:
+        sum_x += g
+    if len(means) > 0:
+        sum_m += g * means[k][:, None]
+    return sum_x, sum_m
 
 
 @gluon.jit
@@ -72,7 +75,7 @@ def _copy(
 ):  # fmt: skip
     """Starts the copies of a block of rows to `slot`: inputs, states before the steps, and gate gradients."""
     xs, ps, gs, ns = buffers
-    x_ptr, hs_ptr, h0_ptr, _, reset_h_ptr, _, dxp_ptr = arrays
+    x_ptr, hs_ptr, h0_ptr, _, reset_h_ptr, _, _, dxp_ptr = arrays
     first_unit, first_gate, _, end = tile
     live = (row < end)[:, None]
     wide_row = row.to(gl.int64)[:, None]
@@ -198,7 +201,7 @@ def _add_up(
     """
     xs, ps, gs, ns = buffers
     gt, nt = transposed
-    reset_ptr, scale_ptr = arrays[3], arrays[5]
+    reset_ptr, scale_ptr, x_mean_ptr = arrays[3], arrays[5], arrays[6]
     first_unit, first_gate, start, end = tile
     WARPS: gl.constexpr = gl.num_warps()
     WIDE: gl.constexpr = xs.dtype == gl.float32
@@ -223,10 +226,12 @@ def _add_up(
     product_h = gl.zeros([128, 128], gl.float32, ACC)
     sum_x = gl.zeros([SUMMED, 128], gl.float32, SUM)
     sum_h = gl.zeros([SUMMED, 128], gl.float32, SUM)
+    sum_m = sum_h
     goes_on = _prefetch(
         buffers, arrays, dhn_ptr, tile, T, B, rows, cols, D, H, W, ROWS, STAGES, RESET_STATE, REVERSE
     )  # fmt: skip
-    factors = _load_bias_factors(scale_ptr, start, end, ROWS, SUMMED, SUM)
+    scales = _load_by_row(scale_ptr, start, end, ROWS, SUMMED, SUM)
+    means = _load_by_row(x_mean_ptr, start, end, ROWS, SUMMED, SUM)
     slot = 0
     for at in range(start, end, ROWS):
         async_copy.wait_group(STAGES - 2)
@@ -237,7 +242,7 @@ def _add_up(
         into = slot + STAGES - 1
         into = gl.where(into >= STAGES, into - STAGES, into)
         if TRANSPOSES:
-            sum_x += _of_biases(_transpose(gs, slot, gt, SUM), factors, 0)
+            sum_x, sum_m = _add_to_sums(sum_x, sum_m, _transpose(gs, slot, gt, SUM), scales, means, 0)
             if SEPARATE:
                 sum_h += _transpose(ns, slot, nt, SUM)
         elif WGMMA:
@@ -257,14 +262,19 @@ def _add_up(
                 for k in gl.static_range(0, ROWS, DEPTH):
                     product_x, product_h = _multiply(buffers, slot, k, product_x, product_h, SEPARATE, DEPTH, ACC)
             for k in gl.static_range(ROWS // SUMMED):
-                sum_x += _of_biases(gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32), factors, k)
+                g = gs.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
+                sum_x, sum_m = _add_to_sums(sum_x, sum_m, g, scales, means, k)
                 if SEPARATE:
                     sum_h += ns.index(slot).slice(k * SUMMED, SUMMED, 0).load(SUM).to(gl.float32)
-        factors = _load_bias_factors(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
+        scales = _load_by_row(scale_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
+        means = _load_by_row(x_mean_ptr, at + ROWS, end, ROWS, SUMMED, SUM)
         if WGMMA:
             product_x, product_h = warpgroup_mma_wait(num_outstanding=0, deps=[product_x, product_h])
         slot = gl.where(slot + 1 >= STAGES, 0, slot + 1)
     async_copy.wait_group(0)
+    if x_mean_ptr is not None:
+        gl.static_assert(not SEPARATE)  # the gradients that multiply states are then dxp
+        product_h -= gl.convert_layout(gl.sum(sum_m, 0), gl.SliceLayout(0, ACC))[None, :]
     _store(
         partial_ptr, product_x, product_h, sum_x, sum_h, first_unit, first_gate, D, H, W, SEPARATE, ACC, SUM
     )  # fmt: skip
@@ -294,6 +304,7 @@ def weight_grads_kernel(
     reset_ptr,    # [S, rows] nonzero where an episode begins, or None
     reset_h_ptr,  # [S, rows / T, H] or [S, rows, H] by RESET_STATE: states from which episodes begin, or None
     scale_ptr,    # [S, rows] float32: the factors of the norm that the gates see, or None
+    x_mean_ptr,   # [S, rows] float32: the means of the inputs for LayerNorm, which x is without, or None
     dxp_ptr,      # [S, rows, W] gradients of the gates before their activations
     dhn_ptr,      # [S, rows, H] gradients of the last gate's hidden product where they differ from dxp, or None
     partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's shard
@@ -317,7 +328,7 @@ def weight_grads_kernel(
     tile, partial_ptr = _locate(partial_ptr, rows, share, programs, D, H, W, SEPARATE)
     T = T.to(gl.int32)
     B = B.to(gl.int32)
-    arrays = (x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, dxp_ptr)
+    arrays = (x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, x_mean_ptr, dxp_ptr)
     xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
     ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
     gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GATES)

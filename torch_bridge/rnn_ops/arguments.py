@@ -24,7 +24,8 @@ class ForwardArguments(NamedTuple):
       states: `[G, B, H]` each; the arguments "h0", ...
       resets: `[G, T, B]` or None.
       reset_states: `[G, B, H]`, `[G, T, B, H]`, or None for zeros; the arguments "reset_h", ...
-      norm: the arguments "bias", "x_norm", "x_mean" (for LayerNorm) and "norm_width" if the cell has a norm, else None.
+      norm: the arguments that `CellSpec.norm_weights` and `norm_inputs` name, and "norm_width", if the cell has a norm,
+        else None.
       order: the direction through time, see `torch_bridge.loops`.
       precision: precision of float32 products, by Triton's name.
       cells: whether to return every state of every step, instead of the hidden states only; an argument only if there
@@ -51,7 +52,7 @@ def forward_types(cell: CellSpec) -> dict[str, str]:
     """Returns the arguments of a cell's forward operator with their types in PyTorch's schema language."""
     return {
         **dict.fromkeys(("xp", "w_hh", *(("b_hn",) if cell.last_gate_separate else ())), "Tensor"),
-        **(dict.fromkeys(("bias", *cell.norm_inputs), "Tensor") if cell.norm else {}),
+        **dict.fromkeys((*cell.norm_weights, *cell.norm_inputs), "Tensor"),
         **{f"{s}0": "Tensor" for s in cell.states},
         "resets": "Tensor?",
         **{f"reset_{s}": "Tensor?" for s in cell.states},
@@ -67,14 +68,11 @@ def forward_arguments(cell: CellSpec, arguments: Sequence[Any]) -> ForwardArgume
     each, count = iter(arguments), len(cell.states)
     xp, w_hh = next(each), next(each)
     b_hn = next(each) if cell.last_gate_separate else None
-    of_norm = [next(each) for _ in ("bias", *cell.norm_inputs)] if cell.norm else []
+    of_norm = {name: next(each) for name in (*cell.norm_weights, *cell.norm_inputs)}
     states, resets = tuple(itertools.islice(each, count)), next(each)
     reset_states = tuple(itertools.islice(each, count))
     order, precision = next(each), next(each)
-    norm = None
-    if cell.norm:
-        bias, x_norm, x_mean = (*of_norm, None)[:3]
-        norm = loops.Norm(bias, x_norm, x_mean, next(each))
+    norm = loops.Norm(next(each), **of_norm) if cell.norm else None
     return ForwardArguments(
         xp=xp,
         w_hh=w_hh,
@@ -188,8 +186,7 @@ def _check(
     for name, x in weights.items():
         wanted: tuple[int, ...] = {
             "w_hh": (models, cell.gates * hidden, hidden), "b_hn": (models, hidden),
-            "bias": (models, cell.gates * hidden),
-        }[name]  # fmt: skip
+        }.get(name, (models, cell.gates * hidden))  # fmt: skip
         if tuple(x.shape) != wanted:
             raise ValueError(f"{name} must be {wanted}, got {tuple(x.shape)}")
 
@@ -209,7 +206,7 @@ def check_forward(cell: CellSpec, x: ForwardArguments) -> None:
             states |= reset_states
     weights = {"w_hh": x.w_hh} if x.b_hn is None else {"w_hh": x.w_hh, "b_hn": x.b_hn}
     if x.norm is not None:
-        weights["bias"] = x.norm.bias
+        weights |= {name: getattr(x.norm, name) for name in cell.norm_weights}
         sequences |= {name: getattr(x.norm, name) for name in cell.norm_inputs}
     _check(cell, kernels.sizes_of(x.xp, x.w_hh), sequences, states, weights, x.order, x.precision)
 

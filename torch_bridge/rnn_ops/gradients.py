@@ -102,10 +102,15 @@ def norm_gradients(
     """
     assert x.norm is not None
     found, hidden, wide = {}, hs.shape[-1], op_common.accumulation_dtype(x.w_hh.dtype)
+    dxp = gradients["dxp"].to(wide)
+
+    def sum_by_model(x_of_steps: Tensor) -> Tensor:
+        return x_of_steps.reshape(x.w_hh.shape[0], -1, x_of_steps.shape[-1]).sum(1)
+
     if "bias" in wanted:  # it is added after the norm
-        dgates = gradients["dxp"].to(wide) / scale[..., None]
-        dbias = dgates.reshape(x.w_hh.shape[0], -1, dgates.shape[-1]).sum(1)
-        found["bias"] = dbias.to(x.norm.bias.dtype)
+        found["bias"] = sum_by_model(dxp / scale[..., None]).to(x.norm.bias.dtype)
+    if x.norm.w_sum is not None and x.norm.x_mean is not None and "w_sum" in wanted:
+        found["w_sum"] = -sum_by_model(dxp * x.norm.x_mean.to(wide)[..., None]).to(x.norm.w_sum.dtype)
     dvariance = -0.5 * scale * scale * gradients["dnorm"]
     found["x_norm"] = dvariance.to(x.norm.x_norm.dtype)
     if x.norm.x_mean is not None and "x_mean" in wanted:
@@ -114,5 +119,7 @@ def norm_gradients(
         h_mean = torch.cat([h for _, h in ordered], 1).mean(-1)
         width = x.norm.width
         dmean = dvariance * (h_mean - x.norm.x_mean) * (-2 * hidden * (width - hidden) / width**2)
-        found["x_mean"] = dmean.to(x.norm.x_mean.dtype)
+        assert x.norm.w_sum is not None
+        by_model = dxp.reshape(x.w_hh.shape[0], -1, dxp.shape[-1]) * x.norm.w_sum.to(wide)[:, None]
+        found["x_mean"] = (dmean - by_model.sum(-1).reshape(dmean.shape)).to(x.norm.x_mean.dtype)
     return found

@@ -130,7 +130,7 @@ def forward(
     arrays: dict[str, Tensor | None] = {"w_hh_t": w_hh, "b_hn": None if b_hn is None else b_hn.float()}
     arrays["xp"] = xp.float()
     if norm is not None:
-        arrays |= {name: getattr(norm, name).float() for name in ("bias", *cell.norm_inputs)}
+        arrays |= {name: getattr(norm, name).float() for name in (*cell.norm_weights, *cell.norm_inputs)}
     arrays |= {f"{s}0": x.to(dtypes[s]) for s, x in zip(cell.states, states, strict=True)}
     arrays["reset"] = resets
     kind = "zeros"

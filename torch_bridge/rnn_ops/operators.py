@@ -262,7 +262,7 @@ def forward(
       The outputs of the operator, by name.
     """
     xp, w_hh, b_hn, states, resets, reset_states, norm = arrays
-    of_norm = [] if norm is None else [norm.bias, *(getattr(norm, name) for name in cell.norm_inputs)]
+    of_norm = [] if norm is None else [getattr(norm, name) for name in (*cell.norm_weights, *cell.norm_inputs)]
     arguments = xp, w_hh, *([] if b_hn is None else [b_hn]), *of_norm, *states, resets, *reset_states
     save = op_common.wants_gradients([x for x in arguments if x is not None])
     several = (cells,) if len(cell.states) > 1 else ()

@@ -15,7 +15,7 @@ def vmap_rule(op: Any, groups: str) -> Callable[..., Any]:
     `groups` is the name of an argument whose leading axis is the groups.
     """
     names = [argument.name for argument in op._schema.arguments]
-    weights = ("w_hh", "b_hn", "bias")
+    weights = ("w_hh", "b_hn", "bias", "w_sum")
 
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size

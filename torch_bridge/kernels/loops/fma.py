@@ -10,7 +10,14 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from torch_bridge.kernels import names
-from torch_bridge.kernels.common import normalize, operands_of, rounded_product, scaled, with_norm_grad
+from torch_bridge.kernels.common import (
+    normalize,
+    operands_of,
+    rounded_product,
+    scaled,
+    subtract_mean,
+    with_norm_grad,
+)
 from torch_bridge.kernels.gluon_common import (
     add_input,
     backward_rows,
@@ -57,6 +64,17 @@ def _load_step(
 
 
 @gluon.jit
+def _load_biases(bias_ptr, model, unit, mask, H: gl.constexpr, GATES: gl.constexpr):
+    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate, or none without them."""
+    biases = ()
+    if bias_ptr is not None:
+        for gate in gl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            biases += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
+    return biases
+
+
+@gluon.jit
 def _row_sums(w, operand):
     """Returns the product of a gate's weights and an operand, one sum per unit."""
     w = to_registers(w)
@@ -65,7 +83,7 @@ def _row_sums(w, operand):
 
 @gluon.jit
 def _forward_step(
-    i, states, inputs, buffers, w, b_hn, bias, fixed,
+    i, states, inputs, buffers, w, b_hn, bias, w_sum, fixed,
     xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr,
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
@@ -75,6 +93,8 @@ def _forward_step(
     """Runs step i and prefetches what step i + DEPTH reads."""
     ACCURACY: gl.constexpr = "precise" if DTYPE == gl.float32 else "plain"
     x, reset, statistics = inputs
+    if x_mean_ptr is not None:
+        x = subtract_mean(x, statistics[1], w_sum)
     before = states
     if reset_ptr is not None:
         stepped_at = forward_rows(row, i, T, stride, REVERSE) * H + unit
@@ -123,8 +143,9 @@ def _forward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q"], repr=names.of_loop("fma", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+    reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+    scale_ptr,
     T, B, Q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexpr, PRECISION: gl.constexpr,
@@ -145,11 +166,8 @@ def forward_kernel(
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
-    bias = ()
-    if NORM_WIDTH > 0:
-        for gate in gl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            bias += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
+    bias = _load_biases(bias_ptr, model, unit, mask, H, GATES)
+    w_sum = _load_biases(w_sum_ptr, model, unit, mask, H, GATES)
     # not `load_states`: it adds these addresses up in another order, with which ptxas spills for an LSTM of 127 units
     states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:
@@ -159,7 +177,7 @@ def forward_kernel(
     for i in range(0, T, DEPTH):
         for k in gl.static_range(DEPTH):
             states, next_inputs = _forward_step(
-                i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias, fixed,
+                i + k, states, inputs[0], buffers[k % 2], w, b_hn, bias, w_sum, fixed,
                 xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
                 c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride,
                 unit, mask,

@@ -41,6 +41,7 @@ from torch_bridge.kernels.common import (
     operands_of,
     scaled,
     step_time,
+    subtract_mean,
     with_norm_grad,
 )
 from torch_bridge.kernels.gluon_common import (
@@ -189,10 +190,10 @@ def _store_results(
 
 @gluon.jit
 def _forward_step(
-    i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, buffer, sums, slot, w, b_hn, bias, scale,
-    w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr,
-    c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask,
-    mask_q,
+    i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, buffer, sums, slot, w, b_hn, bias, w_sum,
+    scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr,
+    h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, seq, row, T, stride,
+    unit, mask, mask_q,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     COUNT: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr, LATE: gl.constexpr, EARLY: gl.constexpr, ZEROS: gl.constexpr, BLOCK_B: gl.constexpr,
@@ -266,6 +267,8 @@ def _forward_step(
         )  # fmt: skip
     if EARLY and SCALED:
         next_scale = scale_of_states(_load_over_warps(slot, UNITS, gl.max))[None, :]
+    if x_mean_ptr is not None:
+        x = subtract_mean(x, statistics[1][None, :], w_sum)
     gates = add_inputs(products, x, b_hn, SEPARATE)
     if NORM_WIDTH > 0:
         normalized, gates = normalize(gates, norm_scale[None, :], bias)
@@ -289,8 +292,9 @@ def _forward_step(
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles"], repr=names.of_loop("resident", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+    reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+    scale_ptr,
     T, B, Q, tiles,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, FACTORS: gl.constexpr,
     NORM_WIDTH: gl.constexpr, RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr,
@@ -321,6 +325,7 @@ def forward_kernel(
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
     bias = load_biases(bias_ptr, model, unit, H, GATES)
+    w_sum = load_biases(w_sum_ptr, model, unit, H, GATES)
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     new = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)
@@ -364,17 +369,17 @@ def forward_kernel(
     for i in range(0, T, 2):
         states, saved, of_norm, scale, x, reset, new, new_scale, after, statistics = _forward_step(
             i, states, saved, of_norm, x, reset, new, new_scale, after, statistics, even[0], even_sums, even_slot[0],
-            w, b_hn, bias, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
-            scale_ptr, seq, row, T, stride, unit, mask, mask_q,
+            w, b_hn, bias, w_sum, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr,
+            reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+            norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
             ZEROS, BLOCK_B,
         )  # fmt: skip
         states, saved, of_norm, scale, x, reset, new, new_scale, after, statistics = _forward_step(
             i + 1, states, saved, of_norm, x, reset, new, new_scale, after, statistics, odd[0], odd_sums, odd_slot[0],
-            w, b_hn, bias, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-            hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
-            scale_ptr, seq, row, T, stride, unit, mask, mask_q,
+            w, b_hn, bias, w_sum, scale, w_unscale, zeros, xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, reset_h_ptr,
+            reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
+            norm_state_ptr, scale_ptr, seq, row, T, stride, unit, mask, mask_q,
             STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH, COUNT, RESET_STATE, H, SCALED, REVERSE, UNITS, LATE, EARLY,
             ZEROS, BLOCK_B,
         )  # fmt: skip

@@ -31,6 +31,7 @@ from torch_bridge.kernels.common import (
     rounded_product,
     scaled,
     step_time,
+    subtract_mean,
     time_order,
     with_norm_grad,
 )
@@ -328,9 +329,9 @@ def _sums_of_state(received, unscale, SCALED: gl.constexpr, UNITS: gl.constexpr)
 
 @gluon.jit(do_not_specialize=["T", "B", "Q", "tiles", "items"], repr=names.of_loop("split_registers", "fwd"))
 def forward_kernel(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
-    exchange_ptr,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+    reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+    scale_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     STEP: gl.constexpr, RESIDUALS: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
     RESET_STATE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr,
@@ -376,6 +377,7 @@ def forward_kernel(
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
         biases = load_biases(bias_ptr, model, unit, H, GATES)
+        w_sum = load_biases(w_sum_ptr, model, unit, H, GATES)
         end = (item // tiles + 1) * tiles
         while item < end:
             mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)
@@ -412,6 +414,8 @@ def forward_kernel(
                 products = _multiply_gates(weights, operand, terms, zeros, UNITS, PARTS)
                 if SCALED:
                     products = scaled(products, inverse(scale) * w_unscale)
+                if x_mean_ptr is not None:
+                    x = subtract_mean(x, statistics[1][None, :], w_sum)
                 gates = add_inputs(products, x, b_hn, SEPARATE)
                 if NORM_WIDTH > 0:
                     unscale = gl.sum(inverse(scale), axis=0)  # scale has one element per sequence

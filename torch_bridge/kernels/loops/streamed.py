@@ -14,7 +14,9 @@ before the write.
 
 With NORM_WIDTH n > 0, the gates see a norm of `[x, h]`, inputs and state, of n elements: they are `s (xp + hp) + bias`,
 where `s = (q / n + x_norm)^-1/2` and q is the sum of squares of h, the state before the step. With `x_mean`, the norm
-is LayerNorm: the caller centers the weights, and the variance also contains the difference of the means of h and x.
+is LayerNorm: the caller centers the weights, and the variance also contains the difference of the means of h and x. The
+caller then computes `xp` from inputs without their mean m, and the gates are `s (xp + hp - m w_sum) + bias`: as the
+centered weights of inputs and state add up to zero, that is the same, but m is not multiplied by rounded weights.
 Programs that share the units exchange their parts of q with the operands. In the backward pass k, the last local
 gradient, is the sum over gates of the local gradient times `s (xp + hp)`. With D the sum over units of dh k, and y the
 normalized state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goes straight to h. The loop stores and
@@ -47,6 +49,7 @@ from torch_bridge.kernels.common import (
     store_local_grads,
     store_tile,
     stream_weight,
+    subtract_mean,
     time_order,
     wait,
     with_norm_grad,
@@ -185,6 +188,17 @@ def _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, sums, H: tl.constexpr,
 
 
 @triton.jit
+def _load_biases(bias_ptr, model, unit, H: tl.constexpr, GATES: tl.constexpr):
+    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate of `[units, 1]`, or none without them."""
+    biases = ()
+    if bias_ptr is not None:
+        for gate in tl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            biases += (tl.load(at, mask=unit < H, other=0.0).to(tl.float32)[:, None],)
+    return biases
+
+
+@triton.jit
 def _select_resets(
     states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H: tl.constexpr, RESET_STATE: tl.constexpr
 ):  # fmt: skip
@@ -197,9 +211,9 @@ def _select_resets(
 
 @triton.jit
 def _forward_tile(
-    w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr, reset_c_ptr,
-    hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr,
-    exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
+    w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
+    reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr,
+    scale_ptr, exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     STEP: tl.constexpr, RESIDUALS: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, RESET_STATE: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
@@ -232,11 +246,8 @@ def _forward_tile(
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
     if SEPARATE:
         b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
-    if NORM_WIDTH > 0:
-        bias = ()
-        for gate in tl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            bias += (tl.load(at, mask=unit < H, other=0.0).to(tl.float32)[:, None],)
+    bias = _load_biases(bias_ptr, model, unit, H, GATES)
+    w_sum = _load_biases(w_sum_ptr, model, unit, H, GATES)
 
     if t_begin == 0:
         states = _load_states(h0_ptr, c0_ptr, seq, unit, mask, H)
@@ -273,6 +284,9 @@ def _forward_tile(
             scale, mean = _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
         x_last = x[GATES - 1]
         start_of = x  # what the products are added to
+        if CENTERED:
+            x_mean = tl.load(x_mean_ptr + rows, mask=mask_q, other=0.0)
+            start_of = subtract_mean(x, x_mean[None, :], w_sum)
         if SEPARATE:
             start_of = x[: GATES - 1] + (tl.zeros((BLOCK_H, BLOCK_B), tl.float32),)
         gates = ()
@@ -343,6 +357,7 @@ def forward_kernel(
     w_hh_t_ptr,  # [S, GATES * H, H] transposed recurrent weights; float32 is rounded to TF32 if PRECISION is "tf32"
     b_hn_ptr,  # [S, H] added to the last gate's hidden product, or None if the last gate is not separate
     bias_ptr,  # [S, GATES * H] added to the normalized gates, or None without a norm
+    w_sum_ptr,  # [S, GATES * H] sums of w_hh_t over its columns, float32, or None without x_mean
     xp_ptr,  # [G, T, B, GATES * H] input projections
     x_norm_ptr,  # [G, T, B] the part of the variance that follows from the inputs, float32, or None
     x_mean_ptr,  # [G, T, B] the mean of the inputs, float32, or None if the norm is that of RMSNorm
@@ -373,9 +388,9 @@ def forward_kernel(
     split = tl.program_id(0) % SPLITS
     if SPLITS == 1:
         _forward_tile(
-            w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
-            reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-            norm_state_ptr, scale_ptr, None, None, None,
+            w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
+            reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+            carry_gate_ptr, norm_state_ptr, scale_ptr, None, None, None,
             T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0, STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
         )  # fmt: skip
@@ -385,9 +400,9 @@ def forward_kernel(
         arrivals = 0
         for item in range(worker, items, tl.num_programs(0) // SPLITS):
             arrivals = _forward_tile(
-                w_hh_t_ptr, b_hn_ptr, bias_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr, reset_h_ptr,
-                reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr,
-                norm_state_ptr, scale_ptr, exchange_ptr, sums_ptr, barrier_ptr,
+                w_hh_t_ptr, b_hn_ptr, bias_ptr, w_sum_ptr, xp_ptr, x_norm_ptr, x_mean_ptr, h0_ptr, c0_ptr, reset_ptr,
+                reset_h_ptr, reset_c_ptr, hs_ptr, cs_ptr, h_last_ptr, c_last_ptr, local_grads_ptr, dc_dh_ptr,
+                carry_gate_ptr, norm_state_ptr, scale_ptr, exchange_ptr, sums_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
                 STEP, RESIDUALS, GATES, SEPARATE, NORM_WIDTH,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, RESET_STATE, REVERSE, PRECISION,
