@@ -170,11 +170,11 @@ def test_steps_per_second_are_those_of_the_results():
                 assert rounded(steps, number) == number, (label, provider)
                 checked += 1
     assert checked == 11
-    pattern = r"are of commit (\w+), except the one of 16 seeds without a recurrence, which is of (\w+),"
-    commit, older = re.search(pattern, PROSE).groups()
-    assert commit == report.machine["commit"]
-    noted = [(row.case, row.provider) for row in report.rows if row.note.endswith(f"at {older}")]
-    assert noted == [("PPO, 16 seeds of 64 envs", "no recurrence")] and set(report.commits()) == {commit, older}
+    older, commit = re.search(r"are of commit (\w+), those of 16 seeds of (\w+)\.", PROSE).groups()
+    assert commit == report.machine["commit"] and set(report.commits()) == {commit, older}
+    of_older = {row.case for row in report.rows if row.note.endswith(f"at {older}")}
+    assert of_older == set(cases.values()) - {"PPO, 16 seeds of 64 envs"}
+    assert set(report.commits()[commit]) == {"PPO, 16 seeds of 64 envs"}
 
 
 def test_steps_per_second_on_several_gpus_are_those_of_the_results():
@@ -228,8 +228,9 @@ def test_times_of_other_cells_are_those_of_the_results():
         expected = [found.get((case, name)) for name in (*OURS, "flax", "hoisted-scan")] + times_of_the_gru(found, case)
         cells = [*times.split(" / "), *peers, *ratios.split(" / ")]
         assert ["-" if x is None else rounded(x, y) for x, y in zip(expected, cells, strict=True)] == cells, label
-    (commit,) = report.commits()
-    assert f"(`cells`, commit {commit})" in prose
+    normed = [case for case in labels.values() if "NORM" in case]
+    older, newer = re.search(r"\(`cells`, commit (\w+), normed GRUs (\w+)\)", prose).groups()
+    assert report.commits() == {newer: normed, older: [case for case in labels.values() if case not in normed]}
     tf32, bf16 = re.search(
         r"At 1024,128,256 they take (.*?) times the GRU's time in TF32, and (.*?) times in bfloat16\.", prose
     ).groups()
@@ -346,19 +347,19 @@ def test_the_default_is_at_most_3_percent_behind_the_faster_implementation():
         cases = {case for case, _ in found}
         assert len(cases) == len(choice.PROBLEMS) and {row.status for row in report.rows} == {"measured"}
         ratios += [found[case, "default"] / min(found[case, "triton"], found[case, "xla"]) for case in cases]
-    problems, most, fewest, count, commit, older = re.search(
+    problems, most, fewest, count, older, newer = re.search(
         r'`choice` compares `implementation=None` with "triton" and "xla" in (\d+) problems.*? '
         r"The default takes at most ([\d.]+) times the time of the faster one\. "
         r"The first (\d+) to (\d+) problems are of commit (\w+), the others, and all as an RTX 3090, of (\w+)\.", PROSE,
     ).groups()  # fmt: skip
     assert int(problems) == len(choice.PROBLEMS) and max(ratios) <= float(most) == 1 + choice.TOLERANCE
     (of_3090,) = (report for report in reports if report.machine.get("as") == "rtx3090")
-    assert list(of_3090.commits()) == [older]
-    names, newer = list(map(str, choice.PROBLEMS)), [one.commits() for one in reports if one is not of_3090]
-    assert {len(cases[commit]) for cases in newer} == {int(fewest), int(count)}
-    for cases in newer:
-        assert set(cases) == {commit, older} and [*cases[commit], *cases[older]] == names
-    assert f"for `choice`, {commit} (as an RTX 3090, {older})." in PROSE
+    assert list(of_3090.commits()) == [newer]
+    names, others = list(map(str, choice.PROBLEMS)), [one.commits() for one in reports if one is not of_3090]
+    assert {len(cases[older]) for cases in others} == {int(fewest), int(count)}
+    for cases in others:
+        assert set(cases) == {older, newer} and [*cases[older], *cases[newer]] == names
+    assert f"for `choice`, {older} (as an RTX 3090, {newer})." in PROSE
 
 
 def test_errors_are_at_most_twice_those_of_xla():
