@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch_bridge import launch
 from torch_bridge.kernels import input_projection
 from torch_bridge.tiling import Device, UnsupportedError
+from torch_bridge.tiling.arithmetic import cdiv, power_of_2
 
 # Largest row of inputs, in bytes, for which a program keeps its weights on chip. Rows longer than half of that need
 # `_THREE_STAGES_BYTES` of shared memory for three pipeline stages: 16-bit inputs take 139 KB. Float32 inputs take 106
@@ -105,11 +106,11 @@ def choose(problem: Problem, device: Device) -> Tiling:
             )
         return Tiling(128, 128 if problem.inputs <= 512 and problem.gates < 1536 else 256, 64, 8, 3)
     columns = 64 if wide else 128
-    blocks = -(-problem.gates // columns) * problem.models
+    blocks = cdiv(problem.gates, columns) * problem.models
     at_once = max(1, (2 if problem.inputs <= 128 else 1) * device.multiprocessors // blocks)
-    inputs = max(16, 1 << (problem.inputs - 1).bit_length())
+    inputs = max(16, power_of_2(problem.inputs))
     stages = 3 if _has_three_stages(problem.inputs * (4 if wide else 2), device) else 2
-    return Tiling(64, columns, inputs, 4, stages, min(at_once, -(-problem.rows // 64)))
+    return Tiling(64, columns, inputs, 4, stages, min(at_once, cdiv(problem.rows, 64)))
 
 
 class Launch(launch.Launch):
@@ -124,7 +125,7 @@ class Launch(launch.Launch):
             "D": problem.inputs, "W": problem.gates, "BLOCK_R": rows, "BLOCK_W": columns, "BLOCK_D": inputs,
             "STAGES": stages,
         }  # fmt: skip
-        tiles, blocks = -(-problem.rows // rows), -(-problem.gates // columns)
+        tiles, blocks = cdiv(problem.rows, rows), cdiv(problem.gates, columns)
         scalars = {"rows": problem.rows, "tiles": tiles, "programs": programs}
         function = input_projection.projection_kernel if programs else input_projection.wide_projection_kernel
         grid = problem.models * (programs or tiles) * blocks

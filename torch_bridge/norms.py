@@ -13,6 +13,7 @@ from typing import Literal
 from torch_bridge import launch
 from torch_bridge.kernels import norm, norm_staged
 from torch_bridge.tiling import Device, Direction
+from torch_bridge.tiling.arithmetic import cdiv, power_of_2
 
 Kind = Literal["rms", "layer"]
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -97,7 +98,7 @@ def choose(problem: Problem, device: Device) -> Tiling:
 
 
 def _forward_tiling(problem: Problem, size: int) -> Tiling:
-    block_n = _power_of_2(problem.columns)
+    block_n = power_of_2(problem.columns)
     if block_n > _KEPT_FORWARD:
         return Tiling(1, _CHUNK // size, 16)
     if block_n <= 1024 and size == 2:  # a row belongs to one warp, whose reductions need no barrier
@@ -119,7 +120,7 @@ def _forward_tiling(problem: Problem, size: int) -> Tiling:
 
 
 def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
-    block_n, layer = _power_of_2(problem.columns), problem.kind == "layer"
+    block_n, layer = power_of_2(problem.columns), problem.kind == "layer"
     kept = block_n <= _KEPT_BACKWARD[problem.kind, size]
     sums = block_n * sum(name in ("dweight", "dbias") for name, _ in problem.dtypes)
     if not kept and max(block_n, sums) <= _STAGED:
@@ -142,7 +143,7 @@ def _backward_tiling(problem: Problem, size: int, device: Device) -> Tiling:
         heavy = layer and size == 2 and block_n in (2048, 4096)
         num_warps = _clamp(block_n * size // (32 if heavy else 16) // 32, 4, 16)
         side_by_side = 1 if size * block_n >= 16384 else (16 if heavy else 32) // num_warps
-    programs = _programs(problem, -(-problem.rows // block_r), device, num_warps, side_by_side)
+    programs = _programs(problem, cdiv(problem.rows, block_r), device, num_warps, side_by_side)
     return Tiling(block_r, block_n, num_warps, programs, side_by_side)
 
 
@@ -152,19 +153,15 @@ def _slots(problem: Problem, chunk: int, device: Device) -> int:
     # asynchronous copies move 16 bytes each
     if not device.runs_gluon or any(problem.columns * size % 16 for size in sizes):
         return 0
-    row, most = -(-problem.columns // chunk), (device.shared_memory - 4096) // (sum(sizes) * chunk)
+    row, most = cdiv(problem.columns, chunk), (device.shared_memory - 4096) // (sum(sizes) * chunk)
     # for 32768 columns, 12 chunks are faster than the 13 that fit: 0.85 instead of 0.79 of a copy's bandwidth (H200)
     return next((slots for slots in (2 * row, row + row // 2, row + row // 4, row) if slots <= most), 0)
 
 
 def _programs(problem: Problem, tiles: int, device: Device, num_warps: int, side_by_side: int = 1) -> int:
     """Returns the programs per model: the fewest that need no more rounds of tiles than all that can run at once."""
-    at_once = max(1, -(-device.multiprocessors * device.programs_per_sm(num_warps, side_by_side) // problem.models))
-    return -(-tiles // -(-tiles // at_once))
-
-
-def _power_of_2(n: int) -> int:
-    return 1 << (n - 1).bit_length()
+    at_once = max(1, cdiv(device.multiprocessors * device.programs_per_sm(num_warps, side_by_side), problem.models))
+    return cdiv(tiles, cdiv(tiles, at_once))
 
 
 def _clamp(n: int, low: int, high: int) -> int:
@@ -180,7 +177,7 @@ class Launch(launch.Launch):
         self.tiling = tiling or choose(problem, device)
         models, rows, columns, dtypes = problem.models, problem.rows, problem.columns, dict(problem.dtypes)
         block_r, block_n, programs = self.tiling.block_r, self.tiling.block_n, self.tiling.programs
-        tiles = -(-rows // block_r)
+        tiles = cdiv(rows, block_r)
         scalars = {"R": rows, "tiles": tiles, "programs": programs, "epsilon": problem.epsilon}
         constants = {
             "N": columns, "BLOCK_R": block_r, "BLOCK_N": block_n, "CENTERED": problem.kind == "layer",
@@ -206,9 +203,9 @@ class Launch(launch.Launch):
             self.add(function, grid, num_warps, with_sums, constants, scalars, side_by_side)
         else:
             self.add(function, grid, num_warps, dtypes, constants, scalars, side_by_side)
-            blocks = -(-columns // _COLUMNS)
-            adders = max(1, min(-(-rows // 64), -(-8 * device.multiprocessors // (models * blocks))))
-            scalars |= {"tiles": -(-rows // 64), "programs": adders}
+            blocks = cdiv(columns, _COLUMNS)
+            adders = max(1, min(cdiv(rows, 64), cdiv(8 * device.multiprocessors, models * blocks)))
+            scalars |= {"tiles": cdiv(rows, 64), "programs": adders}
             if sums:
                 constants |= {"BLOCK_R": 64, "BLOCK_C": _COLUMNS}
                 self.add(norm.norm_columns_kernel, models * blocks * adders, 8, with_sums, constants, scalars)
@@ -218,5 +215,5 @@ class Launch(launch.Launch):
             # work
             block_p, block_c, num_warps = (2048, 8, 16) if columns <= 2048 else (4096 // _COLUMNS, _COLUMNS, 8)
             constants |= {"BLOCK_P": block_p, "BLOCK_C": block_c}
-            grid = len(sums) * models * -(-columns // block_c)
+            grid = len(sums) * models * cdiv(columns, block_c)
             self.add(norm.norm_sum_kernel, grid, num_warps, with_sums, constants, scalars, early=True)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch_bridge import launch
 from torch_bridge.kernels import sums, weight_grads
 from torch_bridge.tiling import RESET_STATES, Device, ResetState
+from torch_bridge.tiling.arithmetic import cdiv
 
 # Rows, and columns, of the tile of a product that one program computes.
 _TILE = 128
@@ -83,7 +84,7 @@ class Problem:
     @property
     def tiles(self) -> int:
         """The number of tiles of the products."""
-        return -(-max(self.inputs, self.hidden) // _TILE) * -(-self.gates // _TILE)
+        return cdiv(max(self.inputs, self.hidden), _TILE) * cdiv(self.gates, _TILE)
 
 
 class Layout(NamedTuple):
@@ -180,7 +181,7 @@ class Launch(launch.Launch):
         self.tiling = tiling or choose(problem, device)
         models, programs, rows = problem.models, self.tiling.programs, self.tiling.rows
         end = Layout.of(problem.inputs, problem.hidden, problem.gates, problem.separate).end
-        share = -(-problem.rows // programs // rows) * rows
+        share = cdiv(cdiv(problem.rows, programs), rows) * rows
         dtypes = dict(problem.dtypes) | {"partial": "float32", "sums": "float32"}
         constants = {
             "D": problem.inputs, "H": problem.hidden, "W": problem.gates, "ROWS": rows, "STAGES": self.tiling.stages,
@@ -194,4 +195,4 @@ class Launch(launch.Launch):
         grid = models * programs * problem.tiles
         self.add(weight_grads.weight_grads_kernel, grid, _WARPS, dtypes, constants, scalars)
         blocks = {"N": end, "BLOCK_P": 16, "BLOCK_C": 128}
-        self.add(sums.sum_kernel, models * -(-end // 128), 4, dtypes, blocks, scalars, early=True)
+        self.add(sums.sum_kernel, models * cdiv(end, 128), 4, dtypes, blocks, scalars, early=True)

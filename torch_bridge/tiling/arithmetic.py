@@ -1,4 +1,4 @@
-"""Integer arithmetic of tilings."""
+"""Integer arithmetic of tilings and grids."""
 
 from __future__ import annotations
 
