@@ -33,29 +33,27 @@ def input_statistics(cell: Cell, xs: Array, hidden: int, dtype: Any = jnp.float3
     "x_norm" is the part of `variance + epsilon` that follows from the inputs alone, "x_mean" is their mean, for
     LayerNorm.
     """
-    xs = xs.astype(dtype)
-    width = xs.shape[-1] + hidden
+    xs, mean = center(cell, xs.astype(dtype), dtype)
+    x_norm = jnp.sum(xs * xs, axis=-1, keepdims=True) / (xs.shape[-1] + hidden) + cell.epsilon
+    return {"x_norm": x_norm} if mean is None else {"x_norm": x_norm, "x_mean": mean}
+
+
+def center(cell: Cell, xs: Array, dtype: Any = jnp.float32) -> tuple[Array, Array | None]:
+    """Returns the inputs that weights multiply, for LayerNorm without their mean and in `dtype`, and the mean.
+
+    The mean is `[..., 1]`, 0 of no inputs, and None for RMSNorm.
+    """
     if cell.norm == "rms":
-        return {"x_norm": jnp.sum(xs * xs, axis=-1, keepdims=True) / width + cell.epsilon}
-    centered, mean = _subtract_mean(xs)
-    return {"x_norm": jnp.sum(centered**2, axis=-1, keepdims=True) / width + cell.epsilon, "x_mean": mean}
-
-
-def _subtract_mean(xs: Array) -> tuple[Array, Array]:
-    """Returns inputs without their mean, and the mean, `[..., 1]`, which is 0 of no inputs."""
+        return xs, None
+    xs = xs.astype(dtype)
     mean = jnp.sum(xs, axis=-1, keepdims=True) if xs.shape[-1] == 0 else jnp.mean(xs, axis=-1, keepdims=True)
     return xs - mean, mean
 
 
-def center(cell: Cell, xs: Array, dtype: Any = jnp.float32) -> Array:
-    """Returns the inputs that weights multiply: for LayerNorm without their mean, in `dtype`."""
-    return xs if cell.norm == "rms" else _subtract_mean(xs.astype(dtype))[0]
-
-
 def project(cell: Cell, params: Any, xs: Array, precision: jax.lax.PrecisionLike, dtype: Any = jnp.float32) -> Array:
     """Returns the product of `center`'s inputs and `w_ih`, `[..., gates * H]`."""
-    centered = center(cell, xs, dtype).astype(jnp.result_type(xs, params.w_ih))
-    return matmul(centered, params.w_ih, precision, dtype)
+    centered, _ = center(cell, xs, dtype)
+    return matmul(centered.astype(jnp.result_type(xs, params.w_ih)), params.w_ih, precision, dtype)
 
 
 def sum_of_weights(params: Any, dtype: Any = jnp.float32) -> Array:

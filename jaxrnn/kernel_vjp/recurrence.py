@@ -236,8 +236,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
             )
         factors, scale, x_mean = x, None, None
         if cell.norm:
-            factors, scale = norm.center(cell, x), residuals["scale"]
-            x_mean = norm.input_statistics(cell, x, hidden).get("x_mean")
+            (factors, x_mean), scale = norm.center(cell, x), residuals["scale"]
         if launches_weight_grads:
             reset_h = starts[0] if starts else None
             sums = launch_weight_grads(

@@ -78,17 +78,15 @@ def _project_inputs(
         return without_projection(xps, layer, reverse, layout.time)
     models = layout.models
     if models == 1:
-        xp = linear(xs, layer[0].w_ih, biases[0])[None]
-    else:
-        rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
-        # Joined as vectors rather than stacked, so that gradients of weights are contiguous, as those of torch.nn.
-        w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
-        w = layout.by_model(w, cell.gates)
-        x = xs.reshape(1, rows, xs.shape[-1]).expand(models, rows, xs.shape[-1])
-        given = [b for b in biases if b is not None]
-        xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
-        xp = xp.reshape(models, *xs.shape[:-1], xp.shape[-1])
-    return xp, layer
+        return linear(xs, layer[0].w_ih, biases[0])[None], layer
+    rows, shape = math.prod(xs.shape[:-1]), layer[0].w_ih.shape
+    # Joined as vectors rather than stacked, so that the gradients of the weights are contiguous, as those of torch.nn.
+    w = torch.cat([one.w_ih.reshape(-1) for one in layer]).view(len(layer), *shape).mT
+    w = layout.by_model(w, cell.gates)
+    x = xs.reshape(1, rows, xs.shape[-1]).expand(models, rows, xs.shape[-1])
+    given = [b for b in biases if b is not None]
+    xp = torch.baddbmm(layout.by_model(stack(given), cell.gates)[:, None], x, w) if given else torch.bmm(x, w)
+    return xp.reshape(models, *xs.shape[:-1], xp.shape[-1]), layer
 
 
 def _norm(

@@ -55,7 +55,7 @@ def fold(cell: CellSpec, one: Direction, norm: NormWeights, update_bias: float) 
 
 
 class Statistics(NamedTuple):
-    """What a norm needs of the inputs `[..., D]`; `x_norm` and `x_mean` are those of `CellSpec.norm_inputs`.
+    """Holds the inputs that weights multiply and the statistics of inputs `[..., D]` that `CellSpec.norm_inputs` names.
 
     Attributes:
       xs: the inputs that the folded weights multiply: without their mean for LayerNorm. Each row of a folded weight
@@ -72,11 +72,10 @@ class Statistics(NamedTuple):
 
 
 def input_statistics(cell: CellSpec, xs: Tensor, hidden: int, epsilon: float) -> Statistics:
-    """Returns what the norm of a cell with `hidden` units needs of inputs `[..., D]`."""
-    wide = xs.to(op_common.accumulation_dtype(xs.dtype))
-    width = xs.shape[-1] + hidden
-    if cell.norm == "rms":
-        return Statistics(xs, (wide * wide).sum(-1) / width + epsilon, None)
-    mean = (wide.mean if wide.shape[-1] else wide.sum)(-1, keepdim=True)
-    centered = wide - mean
-    return Statistics(centered.to(xs.dtype), (centered**2).sum(-1) / width + epsilon, mean.squeeze(-1))
+    """Returns the statistics of inputs `[..., D]` for the norm of a cell with `hidden` units."""
+    wide, mean = xs.to(op_common.accumulation_dtype(xs.dtype)), None
+    if cell.norm == "layer":
+        mean = (wide.mean if wide.shape[-1] else wide.sum)(-1, keepdim=True)
+        wide = wide - mean
+    x_norm = (wide * wide).sum(-1) / (xs.shape[-1] + hidden) + epsilon
+    return Statistics(xs, x_norm, None) if mean is None else Statistics(wide.to(xs.dtype), x_norm, mean.squeeze(-1))

@@ -109,17 +109,19 @@ def norm_gradients(
 
     if "bias" in wanted:  # it is added after the norm
         found["bias"] = sum_by_model(dxp / scale[..., None]).to(x.norm.bias.dtype)
-    if x.norm.w_sum is not None and x.norm.x_mean is not None and "w_sum" in wanted:
-        found["w_sum"] = -sum_by_model(dxp * x.norm.x_mean.to(wide)[..., None]).to(x.norm.w_sum.dtype)
     dvariance = -0.5 * scale * scale * gradients["dnorm"]
     found["x_norm"] = dvariance.to(x.norm.x_norm.dtype)
-    if x.norm.x_mean is not None and "x_mean" in wanted:
+    w_sum, x_mean = x.norm.w_sum, x.norm.x_mean
+    if w_sum is None or x_mean is None:
+        return found
+    if "w_sum" in wanted:
+        found["w_sum"] = -sum_by_model(dxp * x_mean.to(wide)[..., None]).to(w_sum.dtype)
+    if "x_mean" in wanted:
         seen = _states_read(hs, x.states[0], x.resets, x.reset_states[0], x.order, x.w_hh.shape[0], wide)
         ordered = sorted(seen, key=lambda part: part[0].start)
         h_mean = torch.cat([h for _, h in ordered], 1).mean(-1)
         width = x.norm.width
-        dmean = dvariance * (h_mean - x.norm.x_mean) * (-2 * hidden * (width - hidden) / width**2)
-        assert x.norm.w_sum is not None
-        by_model = dxp.reshape(x.w_hh.shape[0], -1, dxp.shape[-1]) * x.norm.w_sum.to(wide)[:, None]
-        found["x_mean"] = (dmean - by_model.sum(-1).reshape(dmean.shape)).to(x.norm.x_mean.dtype)
+        dmean = dvariance * (h_mean - x_mean) * (-2 * hidden * (width - hidden) / width**2)
+        by_model = dxp.reshape(x.w_hh.shape[0], -1, dxp.shape[-1]) * w_sum.to(wide)[:, None]
+        found["x_mean"] = (dmean - by_model.sum(-1).reshape(dmean.shape)).to(x_mean.dtype)
     return found
