@@ -247,6 +247,21 @@ def operands_of(grads, GATES: tl.constexpr):
 
 
 @triton.jit
+def load_biases(bias_ptr, model, unit, H: tl.constexpr, GATES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate, or none without them.
+
+    An element is `[units]` or, with COLUMNS, `[units, 1]`.
+    """
+    biases = ()
+    if bias_ptr is not None:
+        for gate in tl.static_range(GATES):
+            at = bias_ptr + (model * GATES + gate) * H + unit
+            bias = tl.load(at, mask=unit < H, other=0.0).to(tl.float32)
+            biases += (bias[:, None] if COLUMNS else bias,)
+    return biases
+
+
+@triton.jit
 def subtract_mean(xs, mean, sums):
     """Returns input projections by gate, in float32, minus the mean of the inputs times the sums of weights by gate."""
     rest = ()

@@ -630,14 +630,3 @@ def normalized_state(h, sums, statistics, scale, H: gl.constexpr, NORM_WIDTH: gl
     if len(h.shape) == 2:
         scale = scale[None, :]
     return h * scale
-
-
-@gluon.jit
-def load_biases(bias_ptr, model, unit, H: gl.constexpr, GATES: gl.constexpr):
-    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate of `[units, 1]`, or none without them."""
-    biases = ()
-    if bias_ptr is not None:
-        for gate in gl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            biases += (gl.load(at, mask=unit < H, other=0.0).to(gl.float32)[:, None],)
-    return biases

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 
 from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
+    load_biases,
     normalize,
     operands_of,
     rounded_product,
@@ -61,17 +62,6 @@ def _load_step(
     row = forward_rows(row, i, T, stride, REVERSE)
     x = load_inputs(xp_ptr + row * (GATES * H) + unit, mask, H, GATES)
     return x, load_reset(reset_ptr, row), load_statistics(x_norm_ptr, x_mean_ptr, row, row >= 0)
-
-
-@gluon.jit
-def _load_biases(bias_ptr, model, unit, mask, H: gl.constexpr, GATES: gl.constexpr):
-    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate, or none without them."""
-    biases = ()
-    if bias_ptr is not None:
-        for gate in gl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            biases += (gl.load(at, mask=mask, other=0.0).to(gl.float32),)
-    return biases
 
 
 @gluon.jit
@@ -166,8 +156,8 @@ def forward_kernel(
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=mask, other=0.0).to(gl.float32)
-    bias = _load_biases(bias_ptr, model, unit, mask, H, GATES)
-    w_sum = _load_biases(w_sum_ptr, model, unit, mask, H, GATES)
+    bias = load_biases(bias_ptr, model, unit, H, GATES, False)
+    w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, False)
     # not `load_states`: it adds these addresses up in another order, with which ptxas spills for an LSTM of 127 units
     states = (gl.load(h0_ptr + seq * H + unit, mask=mask, other=0.0).to(gl.float32),)
     if c0_ptr is not None:

@@ -37,6 +37,7 @@ from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
+    load_biases,
     normalize,
     operands_of,
     scaled,
@@ -53,7 +54,6 @@ from torch_bridge.kernels.gluon_common import (
     fixed_reset_states,
     forward_rows,
     inverse,
-    load_biases,
     load_gradients,
     load_inputs,
     load_resets,
@@ -324,8 +324,8 @@ def forward_kernel(
     b_hn = 0.0
     if SEPARATE:
         b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-    bias = load_biases(bias_ptr, model, unit, H, GATES)
-    w_sum = load_biases(w_sum_ptr, model, unit, H, GATES)
+    bias = load_biases(bias_ptr, model, unit, H, GATES, True)
+    w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
     states = load_states(h0_ptr, c0_ptr, seq[None, :] * H + unit[:, None], mask)
     scale = gl.full([1, COLS], 1.0, gl.float32, UNITS)
     new = fixed_reset_states(reset_h_ptr, reset_c_ptr, seq[None, :] * H + unit[:, None], mask, RESET_STATE)

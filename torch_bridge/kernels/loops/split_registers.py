@@ -26,6 +26,7 @@ from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_STEPPED,
+    load_biases,
     normalize,
     operands_of,
     rounded_product,
@@ -44,7 +45,6 @@ from torch_bridge.kernels.gluon_common import (
     gradients_before,
     inverse,
     largest_magnitude,
-    load_biases,
     load_inputs,
     load_resets,
     load_saved,
@@ -376,8 +376,8 @@ def forward_kernel(
         b_hn = 0.0
         if SEPARATE:
             b_hn = gl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(gl.float32)[:, None]
-        biases = load_biases(bias_ptr, model, unit, H, GATES)
-        w_sum = load_biases(w_sum_ptr, model, unit, H, GATES)
+        biases = load_biases(bias_ptr, model, unit, H, GATES, True)
+        w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
         end = (item // tiles + 1) * tiles
         while item < end:
             mask_q, mask, seq, row, last = locate(item, tiles, T, B, Q, unit, BLOCK_B, H, UNITS)

@@ -31,6 +31,7 @@ from torch_bridge.kernels.common import (
     arrive,
     first_row,
     join_words,
+    load_biases,
     load_exchanged,
     load_local_grads,
     load_reset,
@@ -188,17 +189,6 @@ def _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, sums, H: tl.constexpr,
 
 
 @triton.jit
-def _load_biases(bias_ptr, model, unit, H: tl.constexpr, GATES: tl.constexpr):
-    """Loads `[S, GATES * H]`, biases or sums of weights: a tuple by gate of `[units, 1]`, or none without them."""
-    biases = ()
-    if bias_ptr is not None:
-        for gate in tl.static_range(GATES):
-            at = bias_ptr + (model * GATES + gate) * H + unit
-            biases += (tl.load(at, mask=unit < H, other=0.0).to(tl.float32)[:, None],)
-    return biases
-
-
-@triton.jit
 def _select_resets(
     states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H: tl.constexpr, RESET_STATE: tl.constexpr
 ):  # fmt: skip
@@ -246,8 +236,8 @@ def _forward_tile(
         col = tl.minimum(offs_b, Q - 1 - tile * BLOCK_B).to(tl.int32)
     if SEPARATE:
         b_hn = tl.load(b_hn_ptr + model * H + unit, mask=unit < H, other=0.0).to(tl.float32)
-    bias = _load_biases(bias_ptr, model, unit, H, GATES)
-    w_sum = _load_biases(w_sum_ptr, model, unit, H, GATES)
+    bias = load_biases(bias_ptr, model, unit, H, GATES, True)
+    w_sum = load_biases(w_sum_ptr, model, unit, H, GATES, True)
 
     if t_begin == 0:
         states = _load_states(h0_ptr, c0_ptr, seq, unit, mask, H)
