@@ -1,4 +1,4 @@
-"""Computes the outputs of a forward or backward kernel with `lax.scan` in XLA, from the same arrays.
+"""Computes the outputs of a forward or backward kernel with a scan in XLA, from the same arrays.
 
 `implementation=None` runs this on a CPU, and on a GPU where it is estimated to be faster than the kernel: for wide
 states with many sequences. `torch_bridge.tiling.prefers_scan` decides, separately for the forward and the backward
@@ -65,7 +65,7 @@ def run(
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
-# Steps per iteration of the loop. XLA copies the states once per iteration. As an A100 on an H100, GRU 512,32,1024
+# Steps per iteration of the scan. XLA copies the states once per iteration. As an A100 on an H100, GRU 512,32,1024
 # takes 0.97 of the time that it takes with one step (bfloat16 0.94), with four steps 0.96 (0.95); LSTM 1024,32,512
 # takes 0.98 with two and with four steps.
 _UNROLL = 2
@@ -75,7 +75,7 @@ class _Steps:
     """Converts one model's arrays between the form of a launch, with groups, and that of `lax.scan`, with steps first.
 
     If `in_reverse` is an array, it is one bool that is known at run time only, and sequences are flipped if it is true.
-    If it is a Python bool, `lax.scan` runs in reverse instead, which needs no copies.
+    If it is a Python bool, the scan runs in reverse instead, which needs no copies.
     """
 
     def __init__(self, sequence: Array, in_reverse: bool | Array):
@@ -108,7 +108,37 @@ class _Steps:
 
     def scan(self, step: Callable[..., Any], carry: Any, xs: Any, *, last_first: bool = False) -> tuple[Any, Any]:
         """Runs `step` over the model's steps in their order or, if `last_first`, in the opposite order."""
-        return jax.lax.scan(step, carry, xs, reverse=(self._in_reverse is True) != last_first, unroll=_UNROLL)
+        return _scan(step, carry, xs, self.steps, reverse=(self._in_reverse is True) != last_first)
+
+
+def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse: bool) -> tuple[Any, Any]:
+    """Returns what `lax.scan` does, but does not fill the arrays of stacked results with zeros before the loop.
+
+    As an A100 on an H200, GRU 512,32,1024 takes 4.10 ms in place of 4.18 ms, and in bfloat16 2.38 ms in place of 2.54.
+    """
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
+    _, results = jax.eval_shape(step, carry, one)
+    stacked = jax.tree.map(lambda y: jax.lax.empty((steps, *y.shape), y.dtype), results)
+
+    def run(first: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
+        """Runs `count` steps, of which `first` is the first."""
+        for i in range(count):
+            t = steps - 1 - (first + i) if reverse else first + i
+            carry, results = step(carry, jax.tree.map(functools.partial(_index, t=t), xs))
+            stacked = jax.tree.map(functools.partial(_update, t=t), stacked, results)
+        return carry, stacked
+
+    loops = steps // _UNROLL
+    state = jax.lax.fori_loop(0, loops, lambda i, state: run(i * _UNROLL, _UNROLL, *state), (carry, stacked))
+    return run(loops * _UNROLL, steps % _UNROLL, *state)
+
+
+def _index(x: Array, *, t: Any) -> Array:
+    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False)
+
+
+def _update(stacked: Array, x: Array, *, t: Any) -> Array:
+    return jax.lax.dynamic_update_index_in_dim(stacked, x, t, 0)
 
 
 def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
