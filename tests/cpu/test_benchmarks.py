@@ -968,7 +968,9 @@ def test_launch_in_a_scan_is_timed_on_the_gpu():
     assert us.keys() == scans.dispatch().keys() and us[scans.FIVE] < us[ours] < us[longer]
     assert launch.value == us[ours] - us[native]
     alone = {row.provider: row.value for row in rows if row.case.endswith("not captured")}
-    assert alone.keys() == scans.dispatch_alone().keys() and us[ours] < alone[scans.OURS]
+    # what a launch adds to a captured iteration against what it takes alone: other programs on the GPU slow down the
+    # kernels of an iteration, but not the host, which is what bounds a launch that is not captured
+    assert alone.keys() == scans.dispatch_alone().keys() and us[ours] - us[scans.FIVE] < alone[scans.OURS]
     on_two = {row.provider: row.value for row in rows if row.case.endswith("on 2 GPUs")}
     if jax.device_count() > 1:
         assert on_two.keys() == scans.dispatch_on_two_devices().keys()
