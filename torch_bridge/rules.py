@@ -15,7 +15,8 @@ RESET_DTYPES = frozenset(
 # The lowest compute capability, times ten, that the kernels run on.
 LOWEST_CAPABILITY = 80
 # Up to this hidden size TF32 saves no time, since the products do not bound a step. XLA too multiplies small batches of
-# this width in full float32, so TF32 would be far less accurate than XLA.
+# this width in full float32, so TF32 would be far less accurate than XLA. The same holds for gradients of weights of so
+# few inputs and units.
 FULL_PRECISION_WIDTH = 32
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -30,17 +30,20 @@ def weight_grads(
     """
     cell, spec = static.cell, "gtbx,gtby->xy"
     xs, h_prev = xs.astype(static.operand_dtype), h_prev.astype(static.operand_dtype)
+    inputs, hidden = xs.shape[-1], h_prev.shape[-1]
 
-    def contract(x: Array, y: Array, precision: Any = static.precision) -> Array:
-        """Returns `x^T @ y`, summed over groups, steps and batch."""
+    def contract(x: Array, y: Array, width: int) -> Array:
+        """Returns `x^T @ y`, summed over groups, steps and batch, where `x` has the given number of features."""
+        # as for the products of the loop: XLA may multiply so few features and units in full float32
+        narrow = max(width, hidden) <= rules.FULL_PRECISION_WIDTH
+        precision = jax.lax.Precision.HIGHEST if narrow else static.precision
         return jnp.einsum(spec, x, y, precision=precision, preferred_element_type=jnp.float32)
 
-    recurrent = jax.lax.Precision.HIGHEST if h_prev.shape[-1] <= rules.FULL_PRECISION_WIDTH else static.precision
     if static.uses_tf32 and _bridge.is_features_first_profitable(math.prod(xs.shape[:-1]), dxp.shape[-1]):
         xs, h_prev, spec = memory_layout.features_first(xs), memory_layout.features_first(h_prev), "xgtb,gtby->xy"
-    contract_states = functools.partial(contract, h_prev, precision=recurrent)
+    contract_states = functools.partial(contract, h_prev, width=hidden)
     grads = {
-        "w_ih": contract(xs, dxp),
+        "w_ih": contract(xs, dxp, inputs),
         cell.bias: base.bias_grad(dxp if scale is None else dxp.astype(jnp.float32) / scale),
         **base.recurrent_grads(cell, contract_states, dxp, hidden_grads),
     }  # fmt: skip

@@ -10,6 +10,8 @@ import weight_sums
 
 from jaxrnn import _bridge
 from jaxrnn._bridge.weight_grads import WEIGHT_GRADS_LAUNCH
+from jaxrnn.cells import CELLS as ENTRIES
+from jaxrnn.kernel_vjp import spec, weight_grads
 from torch_bridge.weight_grads import Layout
 
 MODELS, GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 3, 5, 4, 6, 8
@@ -56,3 +58,15 @@ def test_results_have_the_shapes_of_the_weights(reset_state):
     got = jax.eval_shape(lambda a: _bridge.launch_weight_grads(a, reverse=False), arrays)
     shapes = {name: x.shape for name, x in got.items()}
     assert shapes == {"w_ih": (2, 6, 24), "w_hh": (2, 8, 24), "bias": (2, 24), "b_hn": (2, 8)}
+
+
+@pytest.mark.parametrize(("inputs", "hidden", "full"), [(8, 24, 2), (32, 32, 2), (33, 32, 1), (8, 33, 0)])
+def test_products_of_few_features_and_units_are_in_full_float32(inputs, hidden, full):
+    """XLA may multiply these in full float32, and TF32 would be far less accurate."""
+    static = spec.RecurrenceSpec(
+        ENTRIES["layer_norm_gru"], np.dtype("float32"), "zeros", False, None, "tf32", False, (), False
+    )
+    xs, h_prev, dxp, one = (jnp.zeros((1, 13, 3, width)) for width in (inputs, hidden, 3 * hidden, 1))
+    program = str(jax.make_jaxpr(lambda *x: weight_grads.weight_grads(static, *x, {}))(xs, h_prev, one, one, dxp))
+    assert program.count("dot_general[") == 2
+    assert program.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == full
