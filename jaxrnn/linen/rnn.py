@@ -220,7 +220,7 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
           time_major: see the attribute.
           reverse: see the attribute.
           keep_order: see the attribute.
-          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, real; nonzero at the first step of an episode,
             that is, the *previous* step's done flag. That step starts from `reset_carry`. With `reverse`, the first
             step of an episode is the one computed first, which is its last in time.
           reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,
@@ -312,7 +312,7 @@ class ResetRNN(nn.Module):
         """Runs the cell over time and restarts it from `reset_carry` at every step where `resets` is nonzero.
 
         Args:
-          inputs: `(xs, resets)`: `xs [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is
+          inputs: `(xs, resets)`: `xs [T, *batch, D]`, and `resets [T, *batch]`, real, nonzero where step t is
             the first of an episode: the done flag that step t - 1 returned, not that of step t.
           initial_carry: `[*batch, H]`, or `(c, h)` for an LSTM; by default `reset_carry`, whose first step is used if
             it has a value per step.

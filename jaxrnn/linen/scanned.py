@@ -152,7 +152,7 @@ class ScannedRNN(nn.Module):
 
         Args:
           carry: `[*batch, H]`, or `(c, h)` for an LSTM; `initialize_carry` returns one.
-          x: `(ins, resets)`: `ins [T, *batch, D]`, and `resets [T, *batch]` of any dtype, nonzero where step t is the
+          x: `(ins, resets)`: `ins [T, *batch, D]`, and `resets [T, *batch]`, real, nonzero where step t is the
             first of an episode: the done flag that step t - 1 returned, not that of step t.
 
         Returns:

@@ -127,7 +127,7 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
           reverse: see the attribute.
           keep_order: see the attribute.
           deterministic: see the attribute; Flax raises ValueError if both the attribute and this argument are set.
-          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, real; nonzero at the first step of an episode,
             that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
             direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
             which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,

@@ -160,7 +160,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
           reverse: see the attribute.
           keep_order: see the attribute.
           rngs: the random number generator of `cell.initialize_carry`; by default the attribute.
-          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, real; nonzero at the first step of an episode,
             that is, the *previous* step's done flag. That step starts from `reset_carry`. With `reverse`, the first
             step of an episode is the one computed first, which is its last in time.
           reset_carry: the carry that an episode starts from, by default `cell.initialize_carry`. It is `[H]`,

@@ -209,7 +209,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
           deterministic: whether to disable dropout; by default `eval()` and `train()` of this module set it.
           rngs: the random number generators of dropout, by default those given to the constructor, and of a random
             `carry_init`.
-          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, any dtype; nonzero at the first step of an episode,
+          resets: `[*batch, T]`, or `[T, *batch]` if `time_major`, real; nonzero at the first step of an episode,
             that is, the *previous* step's done flag. Every layer starts that step from `reset_carry`. The backward
             direction of a bidirectional stack starts an episode from `reset_carry` at the last step of the episode,
             which precedes the next step that `resets` marks; so neither direction sees another episode. With `reverse`,
