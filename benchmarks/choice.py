@@ -222,6 +222,17 @@ def prepare(problems: Sequence[Problem]) -> Iterator[Compiled]:
         yield Compiled(problem, arrays, same, programs, failures)
 
 
+def _compared(row: Row, results: Arrays, want: Arrays, limit: float) -> Row:
+    """Returns `row` with the largest error of any array, and marked as wrong if that exceeds `limit`."""
+    errors = {array: rms for array, (rms, _) in oracle.errors(results, want).items()}
+    worst = max(errors, key=lambda array: errors[array] if errors[array] == errors[array] else float("inf"))
+    row = dataclasses.replace(row, error=errors[worst], error_of=worst)
+    if errors[worst] <= limit:
+        return row
+    reason = f"not timed: {worst} differs from xla's by {errors[worst]:.2g}, more than {limit:g}"
+    return dataclasses.replace(row, status="wrong", reason=reason)
+
+
 def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) -> list[Row]:
     """Returns a row for the default and for each implementation.
 
@@ -232,18 +243,18 @@ def measure(one: Compiled, settings: Settings, progress: Callable[[str], None]) 
     for name, error in one.failures.items():
         rows[name] = harness.failed(rows[name], error)
     limit = 2 * oracle.tolerance(one.problem.cell, "bf16" if one.problem.dtype == "bf16" else "tf32")
-    want = one.programs["xla"]() if "xla" in one.programs else None
-    clocks = {}
-    for name, program in one.programs.items():
-        if want is not None and name != "xla":
-            errors = {array: rms for array, (rms, _) in oracle.errors(program(), want).items()}
-            worst = max(errors, key=lambda array: errors[array] if errors[array] == errors[array] else float("inf"))
-            rows[name] = dataclasses.replace(rows[name], error=errors[worst], error_of=worst)
-            if not errors[worst] <= limit:
-                reason = f"not timed: {worst} differs from xla's by {errors[worst]:.2g}, more than {limit:g}"
-                rows[name] = dataclasses.replace(rows[name], status="wrong", reason=reason)
-                continue
-        clocks[name] = timing.jax_clock(program, program, count)
+    want, clocks = None, {}
+    for name in sorted(one.programs, key=lambda name: name != "xla"):
+        program = one.programs[name]
+        try:
+            if name == "xla":
+                want = program()
+            elif want is not None:
+                rows[name] = _compared(rows[name], program(), want, limit)
+        except Exception as error:  # too little memory, for example
+            rows[name] = harness.failed(rows[name], error)
+        if rows[name].status not in ("failed", "wrong"):
+            clocks[name] = timing.jax_clock(program, program, count)
     del want
     harness.time_rows(rows, clocks, settings, progress, scale=1e3)
     if one.same is not None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 
-import jaxrnn
+from benchmarks.oracle import FUNCTIONS
 from jaxrnn.cells import CELLS
 
 if TYPE_CHECKING:
@@ -82,13 +82,7 @@ class Case:
         return "-".join(names + [name for name, told in rest.items() if told])
 
 
-# Each cell's function, of which the first two are measured and tested most.
-FUNCTIONS = {
-    "gru": jaxrnn.gru, "lstm": jaxrnn.lstm, "mgu": jaxrnn.mgu, "simple_tanh": jaxrnn.simple_rnn,
-    "simple_relu": functools.partial(jaxrnn.simple_rnn, activation="relu"),
-    "rms_norm_gru": functools.partial(jaxrnn.norm_gru, norm="rms"),
-    "layer_norm_gru": functools.partial(jaxrnn.norm_gru, norm="layer"),
-}  # fmt: skip
+# The cells that are tested less than the first two.
 OTHERS = tuple(name for name in FUNCTIONS if name not in ("gru", "lstm"))
 CARRY = {name: ("carry",) if len(CELLS[name].states) == 1 else ("carry_c", "carry_h") for name in FUNCTIONS}
 RESET_STATE = {name: ("reset_state",) if len(CELLS[name].states) == 1 else ("reset_c", "reset_h") for name in FUNCTIONS}

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import cubins
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -71,6 +72,21 @@ def test_wrong_implementation_is_not_timed(measured):
     rows = measured(choice.Problem("lstm", 4, 5, 8, gradients=False), wrong=0.5)
     assert rows["triton"].status == "wrong" and rows["triton"].value is None and "from xla's" in rows["triton"].reason
     assert rows["default"].value == rows["xla"].value and report.broken(rows["triton"])
+
+
+@pytest.mark.parametrize("name", ["triton", "xla"])
+def test_a_program_that_does_not_fit_in_memory_has_no_time(name):
+    problem = choice.Problem("gru", 4, 5, 8, gradients=False)
+
+    def run_out():
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    (one,) = choice.prepare([problem])
+    one = one._replace(programs=dict.fromkeys(choice.IMPLEMENTATIONS, one.programs["xla"]) | {name: run_out}, same=None)
+    rows = {row.provider: row for row in choice.measure(one, Settings(seconds=0.01, rounds=1), lambda _: None)}
+    (other,) = {*choice.IMPLEMENTATIONS} - {name}
+    assert rows[name].status == "failed" and "RESOURCE_EXHAUSTED" in rows[name].reason and rows[name].value is None
+    assert rows[other].status == "measured" and rows[other].value > 0
 
 
 def test_default_that_fails_has_no_time(monkeypatch):
