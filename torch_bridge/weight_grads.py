@@ -67,18 +67,18 @@ class Problem:
         return dict(self.dtypes)["x"]
 
     @property
-    def separate(self) -> bool:
+    def last_gate_separate(self) -> bool:
         """Whether the last gate's hidden product has a gradient of its own, `dhn`."""
         return "dhn" in dict(self.dtypes)
 
     @property
-    def scaled(self) -> bool:
-        """Returns whether the gate gradients contain the factors of a norm, which the array "scale" holds."""
+    def normed(self) -> bool:
+        """Whether the gate gradients contain the factors of a norm, which the array "scale" holds."""
         return "scale" in dict(self.dtypes)
 
     @property
     def centered(self) -> bool:
-        """Returns whether the norm is LayerNorm: the array "x_mean" holds the means that are subtracted from states."""
+        """Whether the norm is LayerNorm: the array "x_mean" holds the means that are subtracted from states."""
         return "x_mean" in dict(self.dtypes)
 
     @property
@@ -97,12 +97,12 @@ class Layout(NamedTuple):
     end: int
 
     @classmethod
-    def of(cls, inputs: int, hidden: int, gates: int, separate: bool) -> Layout:
-        """Returns the layout of `w_ih` `[D, W]`, `w_hh` `[H, W]`, `bias` `[W]` and, if `separate`, `b_hn` `[H]`."""
+    def of(cls, inputs: int, hidden: int, gates: int, last_gate_separate: bool) -> Layout:
+        """Returns the layout of `w_ih [D, W]`, `w_hh [H, W]`, `bias [W]` and, if `last_gate_separate`, `b_hn [H]`."""
         w_hh = inputs * gates
         bias = w_hh + hidden * gates
         b_hn = bias + gates
-        return cls(0, w_hh, bias, b_hn, b_hn + (hidden if separate else 0))
+        return cls(0, w_hh, bias, b_hn, b_hn + (hidden if last_gate_separate else 0))
 
 
 class Tiling(NamedTuple):
@@ -119,7 +119,7 @@ def supports(problem: Problem, device: Device) -> bool:
         return False
     words = 4 if problem.dtype == "float32" else 8
     # for a GRU, either all columns of a tile or none must belong to the last gate
-    last = _TILE if problem.separate else 1
+    last = _TILE if problem.last_gate_separate else 1
     return not (problem.inputs % words or problem.hidden % words or (problem.gates - problem.hidden) % last)
 
 
@@ -142,7 +142,7 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     takes 1.00 of the time in float32, 0.95 in bfloat16 and, with 16 models, 0.95.
     """
     if not device.has_wgmma and not (
-        problem.separate
+        problem.last_gate_separate
         and max(problem.inputs, problem.hidden) <= 128
         and (problem.rows <= _THREE_STAGES_ROWS or device.shared_memory >= _FOUR_STAGES_BYTES)
     ):
@@ -151,7 +151,7 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     wide = problem.dtype == "float32"
     # a library needs two products of the hidden states for a GRU, with dxp and with dhn, and with a norm one more pass
     # over dxp for the biases
-    more = problem.separate or problem.scaled
+    more = problem.last_gate_separate or problem.normed
     widest = max(problem.inputs, problem.hidden)
     if more:
         fits = problem.rows >= (2048 if widest <= 128 else 4096) and widest <= (256 if wide else 128)
@@ -165,9 +165,9 @@ def choose(problem: Problem, device: Device) -> Tiling:
     if not device.has_wgmma:
         rows, stages = 16 if problem.dtype == "float32" else 32, 4 if device.shared_memory >= _FOUR_STAGES_BYTES else 3
     elif problem.dtype == "float32":
-        rows, stages = 32, 3 if problem.separate else 4
+        rows, stages = 32, 3 if problem.last_gate_separate else 4
     else:
-        rows, stages = (64, 3) if problem.separate else (64, 4) if problem.centered else (128, 2)
+        rows, stages = (64, 3) if problem.last_gate_separate else (64, 4) if problem.centered else (128, 2)
     at_once = max(1, device.multiprocessors // (problem.tiles * problem.models))
     return Tiling(rows, stages, max(1, min(at_once, problem.rows // _MIN_ROWS_PER_PROGRAM)))
 
@@ -180,7 +180,7 @@ class Launch(launch.Launch):
         self.problem = problem
         self.tiling = tiling or choose(problem, device)
         models, programs, rows = problem.models, self.tiling.programs, self.tiling.rows
-        end = Layout.of(problem.inputs, problem.hidden, problem.gates, problem.separate).end
+        end = Layout.of(problem.inputs, problem.hidden, problem.gates, problem.last_gate_separate).end
         share = cdiv(cdiv(problem.rows, programs), rows) * rows
         dtypes = dict(problem.dtypes) | {"partial": "float32", "sums": "float32"}
         constants = {

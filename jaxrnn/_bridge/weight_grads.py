@@ -36,10 +36,10 @@ def launch_weight_grads(
         WEIGHT_GRADS_LAUNCH, arrays, [output], reverse=reverse, reset_state=reset_state, may_use_xla=may_use_xla
     )["sums"]  # fmt: skip
     inputs, hidden, gates = (arrays[name].shape[-1] for name in ("x", "hs", "dxp"))  # type: ignore[union-attr]
-    separate = arrays.get("dhn") is not None
-    at = Layout.of(inputs, hidden, gates, separate)
+    last_gate_separate = arrays.get("dhn") is not None
+    at = Layout.of(inputs, hidden, gates, last_gate_separate)
     shapes = {"w_ih": (inputs, gates), "w_hh": (hidden, gates), "bias": (gates,)}
-    shapes |= {"b_hn": (hidden,)} if separate else {}
+    shapes |= {"b_hn": (hidden,)} if last_gate_separate else {}
     ends = (*at[1:], at.end)
     return {
         name: sums[:, start:end].reshape(-1, *shapes[name])
@@ -49,17 +49,17 @@ def launch_weight_grads(
 
 
 def is_weight_grads_launch_profitable(
-    shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, *, separate: bool, scaled: bool
+    shape: tuple[int, ...], hidden: int, gates: int, dtype: Any, *, last_gate_separate: bool, normed: bool
 ) -> bool:
     """Whether `launch_weight_grads` supports this problem here and is faster than XLA's products and sums.
 
-    `shape` is that of the inputs, `[G, T, B, D]`; the gate gradients are `[G, T, B, gates]`. With `separate`, the array
-    "dhn" takes part too, and with `scaled`, the array "scale".
+    `shape` is that of the inputs, `[G, T, B, D]`; the gate gradients are `[G, T, B, gates]`. With `last_gate_separate`,
+    the array "dhn" takes part too, and with `normed`, the array "scale".
     """
     from torch_bridge import weight_grads
 
-    names = ("x", "hs", "h0", "dxp", *(("dhn",) if separate else ()))
-    dtypes = dict.fromkeys(names, str(jnp.dtype(dtype))) | ({"scale": "float32"} if scaled else {})
+    names = ("x", "hs", "h0", "dxp", *(("dhn",) if last_gate_separate else ()))
+    dtypes = dict.fromkeys(names, str(jnp.dtype(dtype))) | ({"scale": "float32"} if normed else {})
     groups, steps, batch, inputs = shape
     problem = weight_grads.Problem(1, groups, steps, batch, inputs, hidden, gates, tuple(dtypes.items()))
     return weight_grads.is_profitable(problem, availability.chosen_device())

@@ -60,8 +60,8 @@ def has_weight_grads_launch(static: RecurrenceSpec, xs: Array, hidden: int) -> b
         return False
     cell = static.cell
     return _bridge.is_weight_grads_launch_profitable(
-        xs.shape, hidden, cell.gates * hidden, static.operand_dtype, separate=cell.last_gate_separate,
-        scaled=bool(cell.norm),
+        xs.shape, hidden, cell.gates * hidden, static.operand_dtype, last_gate_separate=cell.last_gate_separate,
+        normed=bool(cell.norm),
     )  # fmt: skip
 
 

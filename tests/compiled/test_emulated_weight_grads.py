@@ -41,7 +41,7 @@ def make_arrays(problem):
         arrays["scale"] = torch.rand((*lead, 1)) + 0.5
     if "x_mean" in dtypes:
         arrays["x_mean"] = torch.randn((*lead, 1))
-    layout = Layout.of(INPUTS, HIDDEN, problem.gates, problem.separate)
+    layout = Layout.of(INPUTS, HIDDEN, problem.gates, problem.last_gate_separate)
     return arrays | {"sums": torch.full((problem.models, layout.end), float("nan"))}
 
 
