@@ -361,6 +361,25 @@ def test_residuals_beyond_float16_are_clamped(implementation):
         assert max(cases.oracle.error(x[:2], y), cases.oracle.error(z, y)) < 5e-3
 
 
+@calls.kernels_only
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+@pytest.mark.parametrize("largest", [2e5, 1e6])
+def test_residuals_of_a_norm_beyond_float16_are_clamped(norm, largest, implementation):
+    """The local gradients of the last gate and of the norm grow with the state, and so may exceed float16 too."""
+    params, h, xs, *_ = calls.arguments(f"{norm}_norm_gru", (3,), steps=2, hidden=48)
+    h = jnp.where(jnp.arange(48) % 2 == 0, largest, 1.0) * h
+
+    def run(params, h, xs, remat=False):
+        options = {"norm": norm, "precision": "default", "remat": remat, "implementation": implementation}
+        return jaxrnn.norm_gru(params, h, xs, **options)[1]
+
+    ys, vjp = jax.vjp(run, params, h, xs)
+    _, recomputing = jax.vjp(functools.partial(run, remat=True), params, h, xs)
+    cotangents = calls.random_like(ys)
+    for x in jax.tree.leaves((vjp(cotangents), recomputing(cotangents))):
+        assert np.isfinite(x).all()
+
+
 @pytest.mark.interpret
 @every_device
 def test_hidden_width_beyond_the_limit_of_the_device_raises(problem, device):

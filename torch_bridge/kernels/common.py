@@ -111,10 +111,10 @@ def float16_bits(x, BOUNDED: tl.constexpr):
 
 
 @triton.jit
-def pack_float16x4(a, b, c, d):
-    """Packs four values as float16 into 64 bits, `a` in the lowest; `c` and `d` must be at most 1 in magnitude."""
+def pack_float16x4(a, b, c, d, BOUNDED: tl.constexpr):
+    """Packs four values as float16 into 64 bits, `a` in the lowest; BOUNDED: `c` and `d` are within float16's range."""
     low = float16_bits(a, False) | (float16_bits(b, False) << 16)
-    high = float16_bits(c, True) | (float16_bits(d, True) << 16)
+    high = float16_bits(c, BOUNDED) | (float16_bits(d, BOUNDED) << 16)
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 
 
@@ -138,10 +138,11 @@ def _pack_float16x2(a, b):
 
 
 @triton.jit
-def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr):
+def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr, BOUNDED: tl.constexpr):
     """Stores the local gradients of each unit, a tuple, side by side: `[..., H, 1]`, `[..., H, 2]` or `[..., H, 4]`.
 
-    Three of them are followed by a zero. float16 is clamped to its range, so that gradients stay finite.
+    Three of them are followed by a zero. float16 is clamped to its range, so that gradients stay finite. BOUNDED: the
+    third and the fourth are within that range.
     """
     COUNT: tl.constexpr = len(values)
     at = rows[None, :] * H + cols[:, None]
@@ -154,7 +155,7 @@ def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr):
             quad = values
             if COUNT == 3:
                 quad = values + (tl.zeros_like(values[0]),)
-            tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_float16x4(*quad), mask=mask)
+            tl.store(ptr.to(tl.pointer_type(tl.int64), bitcast=True) + at, pack_float16x4(*quad, BOUNDED), mask=mask)
     else:
         WIDTH: tl.constexpr = 4 if COUNT > 2 else COUNT
         for k in tl.static_range(COUNT):

@@ -15,6 +15,6 @@ A cell is a module with three functions for Triton, which run in every time loop
 All of these are tuples, in the order of the cell's entry in `torch_bridge.cells`. The factors are the residuals after
 `local_grads`, except for "norm_state": with two states "dc_dh", by which the loop adds the gradient of the hidden state
 to that of the other one, then "carry_gate", by which `grad_step` multiplies the gradient that it passes on. Of the
-local gradients, which may be stored as float16, only the first two may exceed one. The functions are
-elementwise, so a loop may call them on tiles of any layout.
+local gradients, which may be stored as float16, only the first two may exceed one, except for a cell with a norm. The
+functions are elementwise, so a loop may call them on tiles of any layout.
 """

@@ -122,7 +122,7 @@ def _forward_step(
             norm_state = normalized_state(before[0], sums, statistics, scale, H, NORM_WIDTH)
             gl.store(norm_state_ptr + at, norm_state.to(norm_state_ptr.dtype.element_ty), mask=live)
             gl.store(scale_ptr + forward_rows(row, i, T, stride, REVERSE), scale, mask=i < T)
-        store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION)
+        store_local_grads(local_grads_ptr, at, live, local_grads, DTYPE, PRECISION, NORM_WIDTH == 0)
         if dc_dh_ptr is not None:
             gl.store(dc_dh_ptr + at, factors[0].to(dc_dh_ptr.dtype.element_ty), mask=live)
         if carry_gate_ptr is not None:

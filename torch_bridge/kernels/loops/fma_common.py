@@ -170,11 +170,13 @@ def _pair(a, b):
 
 
 @gluon.jit
-def store_local_grads(ptr, at, mask, values, DTYPE: gl.constexpr, PRECISION: gl.constexpr):
+def store_local_grads(
+    ptr, at, mask, values, DTYPE: gl.constexpr, PRECISION: gl.constexpr, BOUNDED: gl.constexpr
+):  # fmt: skip
     """Stores local gradients, a tuple, in the format of `common.store_local_grads`; `at` are indices of units.
 
     If PRECISION is "tf32", float32 values are clamped to the range of float16, as in the kernels that store them in
-    float16.
+    float16. BOUNDED: the third and the fourth are within that range.
     """
     COUNT: gl.constexpr = len(values)
     if ptr.dtype.element_ty == gl.float16:
@@ -182,11 +184,10 @@ def store_local_grads(ptr, at, mask, values, DTYPE: gl.constexpr, PRECISION: gl.
         gl.store(ptr.to(gl.pointer_type(packed.dtype), bitcast=True) + at, packed, mask=mask)
     else:
         bounded = values
-        if DTYPE == gl.float32 and PRECISION == "tf32":  # local gradients after the second are at most one
-            bounded = (clamp_to_float16(values[0]),)
-            if COUNT > 1:
-                bounded += (clamp_to_float16(values[1]),)
-                bounded += values[2:]
+        if DTYPE == gl.float32 and PRECISION == "tf32":
+            bounded = ()
+            for k in gl.static_range(COUNT):
+                bounded += (values[k] if k > 1 and BOUNDED else clamp_to_float16(values[k]),)
         if COUNT == 1:
             gl.store(ptr + at, bounded[0], mask=mask)
         else:

@@ -100,17 +100,19 @@ def _resident_weights(ptr, unit, STRIDE: tl.constexpr, NEXT: tl.constexpr, H: tl
 
 @triton.jit
 def _store_residuals(
-    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, local_grads, factors, H: tl.constexpr
+    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, local_grads, factors, H: tl.constexpr,
+    NORM_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Stores a step's residuals: if there is no array for a carry gate, as words that may overwrite the projections."""
+    BOUNDED: tl.constexpr = NORM_WIDTH == 0
     if len(factors) > 0 and carry_gate_ptr is None:
         words_ptr = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        first, second, third = split_words(pack_float16x4(*local_grads), factors[0])
+        first, second, third = split_words(pack_float16x4(*local_grads, BOUNDED), factors[0])
         store_tile(words_ptr, rows, unit, 3 * H, mask, first)
         store_tile(words_ptr, rows, H + unit, 3 * H, mask, second)
         store_tile(words_ptr, rows, 2 * H + unit, 3 * H, mask, third)
     else:
-        store_local_grads(local_grads_ptr, rows, unit, mask, local_grads, H)
+        store_local_grads(local_grads_ptr, rows, unit, mask, local_grads, H, BOUNDED)
         if dc_dh_ptr is not None:
             store_tile(dc_dh_ptr, rows, unit, H, mask, factors[0])
         if carry_gate_ptr is not None:
@@ -329,7 +331,7 @@ def _forward_tile(
                 if split == 0:
                     tl.store(scale_ptr + this_rows, scale, mask=mask_q)
             _store_residuals(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit, mask, local_grads, factors, H
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, this_rows, unit, mask, local_grads, factors, H, NORM_WIDTH
             )  # fmt: skip
         if SPLITS > 1:
             x = _load_gates(xp_ptr, rows, unit, mask, H, GATES)
