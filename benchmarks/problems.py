@@ -39,9 +39,9 @@ def make_problem(
 ) -> Problem:
     """Returns a problem with every array that a kernel can take together with a reset state: the worst case.
 
-    With the reset state "zeros", the problem is common (`Problem.is_common`): it has no per-step cell states, and no
-    gradients of these, either. With `in_place`, the residuals of a GRU in TF32 overwrite its input projections. Without
-    `halves`, the residuals are float32 in TF32 too, as JAX may declare them: see
+    With the reset state "zeros", the problem has only common arrays (`Problem.has_only_common_arrays`): no per-step
+    cell states, and no gradients of these, either. With `in_place`, the residuals of a GRU in TF32 overwrite its input
+    projections. Without `halves`, the residuals are float32 in TF32 too, as JAX may declare them: see
     `torch_bridge.tiling.with_residual_dtypes`.
     """
     operand, precision = KINDS[kind]
@@ -80,8 +80,8 @@ def norm_arrays(norm: str) -> tuple[str, ...]:
 
 
 def _in_words(problem: Problem, name: str) -> bool:
-    """Returns whether an array has the packed format of `torch_bridge.kernels.common.split_words`."""
-    return name == "local_grads" and problem.in_place
+    """Returns whether an array has the packed format of `torch_bridge.kernels.common.pack_words`."""
+    return name == "local_grads" and problem.has_packed_residuals
 
 
 def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ def shape_of(problem: Problem, name: str) -> tuple[int, ...]:
     fixed = name in ("reset_h", "reset_c") and problem.reset_state == "fixed"
     if fixed or name.endswith(("0", "_last")):
         return problem.groups, problem.batch, hidden
-    saved = wide if problem.in_place else dict(CELLS[problem.cell].residuals)["local_grads"] * hidden
+    saved = wide if problem.has_packed_residuals else dict(CELLS[problem.cell].residuals)["local_grads"] * hidden
     width = {"xp": wide, "dxp": wide, "local_grads": saved}.get(name, hidden)
     return problem.groups, problem.steps, problem.batch, width
 
@@ -138,7 +138,7 @@ def make_arrays(problem: Problem, place: torch.device | str = "cuda", seed: int 
 
 
 def _words(x: torch.Tensor) -> torch.Tensor:
-    """Packs `[..., 5, H]`, from 0 to 1, into a GRU's `[..., 3H]`, like `torch_bridge.kernels.common.split_words`."""
+    """Packs `[..., 5, H]`, from 0 to 1, into a GRU's `[..., 3H]`, like `torch_bridge.kernels.common.pack_words`."""
     import torch
 
     d, a, b, c = ((x[..., :4, :] - 0.5) / 2).half().view(torch.int16).int().unbind(-2)

@@ -34,6 +34,8 @@ def trivial(x: jax.Array) -> jax.Array:
 
 # The step of a rollout, which maps the carry and `[B, H]` to the next carry and `[B, H]`.
 
+NO_RECURRENCE = "three trivial ops"
+
 
 def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
     """Returns scans over `case.T` single steps with results `ys [T, B, H]`.
@@ -65,7 +67,7 @@ def acting(case: Case, arrays: Arrays) -> dict[str, Program]:
         "jaxrnn": (functools.partial(ours, None), weights),
         "jaxrnn-triton": (functools.partial(ours, "triton"), weights),
         "flax": (flax, to_flax(case, weights)),
-        "three trivial ops": (fused_ops, weights),
+        NO_RECURRENCE: (fused_ops, weights),
     }
     return {
         name: (functools.partial(scan, step), (weights, arrays["h0"], inputs))

@@ -161,7 +161,7 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     inputs = Inputs(cases.make_inputs(case))
     programs = scans.acting(case, inputs.jax("f32", True))
     programs = {name: program for name, program in programs.items() if settings.wants(name)}
-    notes = {"jaxrnn": "the default: XLA for one step", "three trivial ops": "no recurrence: the cost of a scan"}
+    notes = {"jaxrnn": "the default: XLA for one step", scans.NO_RECURRENCE: "no recurrence: the cost of a scan"}
     rows = {
         name: Row(label, name, unit="us", note=notes.get(name, ""),
                   target=cases.ACTING_TARGET_US if name == "jaxrnn" else None)
@@ -169,7 +169,7 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
     }  # fmt: skip
     run = compiled_scans(programs, rows)
     want = Oracle(case, inputs.jax).want("f32", True)["ys"]
-    for name in [name for name in run if name != "three trivial ops"]:
+    for name in [name for name in run if name != scans.NO_RECURRENCE]:
         error = oracle.errors({"ys": run[name]()}, {"ys": want})["ys"][0]
         rows[name] = dataclasses.replace(rows[name], error=error, error_of="ys")
         if not error <= oracle.tolerance(case.cell, "tf32"):
@@ -180,7 +180,7 @@ def acting(settings: Settings, progress: Progress) -> Iterator[Row]:
 
 
 def dispatch(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Times a launch in a jitted scan against no launch and against a native call; captured or not; on two GPUs."""
+    """Times a launch in a jitted scan beside no launch and a native call; in CUDA graphs, without; on two GPUs."""
     case = f"an iteration, B={scans.DISPATCH_BATCH}, H={scans.DISPATCH_HIDDEN}"
     rows = _dispatch_rows(case, scans.dispatch, settings, progress)
     yield from rows.values()
@@ -332,8 +332,8 @@ def accuracy(settings: Settings, progress: Progress) -> Iterator[AccuracyRow]:
                 truth = Oracle(case, inputs.jax)
                 truth.compile(("f32", "bf16"), pool)
                 compare = {
-                    precision: begin_comparison(case.cell, inputs.jax(dtype, True), name, pool)
-                    for precision, (dtype, name, _) in PRECISIONS.items()
+                    name: begin_comparison(case.cell, inputs.jax(dtype, True), precision, pool)
+                    for name, (dtype, precision, _) in PRECISIONS.items()
                 }
                 begun.append((case, truth, compare))
             del inputs
@@ -387,8 +387,8 @@ def begin_comparison(
 # A whole agent.
 
 # Ours is `implementation=None`, as users have it: the kernels for sequences, XLA for the single steps of a rollout.
-PPO_NAMES = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "auto", "no recurrence": "none"}
-PPO_NAMES_OF_SEVERAL = ("flax", "jaxrnn", "no recurrence")
+PPO_IMPLEMENTATIONS = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "auto", "no recurrence": "none"}
+PPO_OF_SEVERAL_SEEDS = ("flax", "jaxrnn", "no recurrence")
 
 
 def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
@@ -401,13 +401,15 @@ def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
                 progress(f"{label}, {name}")
                 row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
                 steps = cases.PPO_STEPS[envs] * cases.PPO_LONGER.get(name, 1)
-                config = example.Config(implementation=PPO_NAMES[name], num_envs=envs, total_steps=steps, **sizes)
+                config = example.Config(
+                    implementation=PPO_IMPLEMENTATIONS[name], num_envs=envs, total_steps=steps, **sizes
+                )
                 yield ppo_row(example, config, row, cases.PPO_RUNS if target and name in cases.PPO_LONGER else 1)
 
     for envs, target in cases.PPO_TARGETS.items():
-        yield from beside(f"PPO, {envs} envs", PPO_NAMES, target, envs)
+        yield from beside(f"PPO, {envs} envs", PPO_IMPLEMENTATIONS, target, envs)
     for agents, target in cases.PPO_AGENTS.items():
-        yield from beside(str(agents), PPO_NAMES_OF_SEVERAL, target, agents.envs, num_seeds=agents.seeds)
+        yield from beside(str(agents), PPO_OF_SEVERAL_SEEDS, target, agents.envs, num_seeds=agents.seeds)
     yield from ppo_on_several(example, settings, progress)
 
 
@@ -423,7 +425,7 @@ def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iter
             yield dataclasses.replace(row, status="unavailable", reason=f"needs {split.gpus} GPUs, {here} here")
             continue
         config = example.Config(
-            implementation=PPO_NAMES["jaxrnn"], num_envs=split.envs, num_devices=split.gpus,
+            implementation=PPO_IMPLEMENTATIONS["jaxrnn"], num_envs=split.envs, num_devices=split.gpus,
             total_steps=split.envs * cases.PPO_STEPS_AN_ENV,
         )  # fmt: skip
         row = ppo_row(example, config, row)
@@ -441,7 +443,7 @@ def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
             check_kernels_run(config)
         results = [example.train(config) for _ in range(runs)]
         if not all(result.finished for result in results):
-            raise KeyboardInterrupt  # which `train` turned into a shorter run
+            raise KeyboardInterrupt  # `train` catches it, and returns early
     except Exception as error:
         return harness.failed(row, error)
     speed = timing.Spread.of([result.steps_per_second for result in results], runs)  # all seeds together
@@ -475,7 +477,7 @@ def load_example() -> Any:
 
 
 # Names that `--only` and `--skip` accept besides those of the providers.
-OTHER_NAMES = ("jaxrnn-triton", "three trivial ops", "no recurrence", *(provider.name for provider in norms.ALL))
+OTHER_NAMES = ("jaxrnn-triton", scans.NO_RECURRENCE, "no recurrence", *(provider.name for provider in norms.ALL))
 
 SUITES: dict[str, Suite] = {
     "headline": headline,

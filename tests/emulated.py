@@ -54,7 +54,7 @@ def run(launch: Launch, arrays: Mapping[str, Tensor], kernels: Sequence[Kernel],
 
 
 def unpack_words(x: Tensor) -> dict[str, Tensor]:
-    """Returns the residuals that `torch_bridge.kernels.common.split_words` packs into `[..., 3H]`, by name.
+    """Returns the residuals that `torch_bridge.kernels.common.pack_words` packs into `[..., 3H]`, by name.
 
     These are `local_grads` in float16, `[..., 4H]`, and `carry_gate` in float32, `[..., H]`.
     """
@@ -68,10 +68,10 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
     """Returns the outputs of a problem in float64, by name.
 
     `torch_bridge.loops` computes them; other tests compare it with `oracle`. If the kernel packs residuals into words
-    (`problem.in_place`), they are those that `unpack_words` returns.
+    (`problem.has_packed_residuals`), they are those that `unpack_words` returns.
     """
     cell = CELLS[problem.cell]
-    words = unpack_words(arrays["local_grads"]) if problem.in_place and problem.direction == "bwd" else {}
+    words = unpack_words(arrays["local_grads"]) if problem.has_packed_residuals and problem.direction == "bwd" else {}
     float64 = {name: x.double() for name, x in {**arrays, **words}.items() if x.is_floating_point()}
     order = {False: "forward", True: "reverse", "bidirectional": "bidirectional"}[problem.reverse]
     written = outputs_of(problem)
@@ -91,6 +91,6 @@ def expected(problem: Problem, arrays: Mapping[str, Tensor]) -> dict[str, Tensor
             [float64.get(f"d{s}s") for s in cell.states], [float64[f"d{s}_last"] for s in cell.states], cell=cell,
             order=order, reset_gradients=True, norm_width=problem.norm_width,
         )  # fmt: skip
-    if problem.in_place and problem.direction == "fwd":
+    if problem.has_packed_residuals and problem.direction == "fwd":
         written.append("carry_gate")
     return {name: results[name] for name in written}

@@ -20,7 +20,7 @@ class CellSpec:
       gates: width of the input projection as a multiple of H.
       states: the carry, with the hidden state first.
       residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`.
-      in_place_residuals: what the forward kernel stores instead where it may overwrite `xp`: `(name, width / H)`, as
+      packed_residuals: what the forward kernel stores instead where it may overwrite `xp`: `(name, width / H)`, as
         wide as `xp` and under one of the names in `residuals`. None if the cell has no such form.
       last_gate_separate: whether the last gate takes its input projection and its hidden product separately, instead of
         their sum. The bias `b_hn` is then added to that hidden product.
@@ -35,14 +35,14 @@ class CellSpec:
     gates: int
     states: tuple[str, ...]
     residuals: tuple[tuple[str, int], ...]
-    in_place_residuals: tuple[str, int] | None
+    packed_residuals: tuple[str, int] | None
     last_gate_separate: bool
     tilings: str
     loops: tuple[str, ...]
     norm: str
 
     def has_packed_residuals(self, names: Container[str]) -> bool:
-        """Returns whether a launch has `in_place_residuals`, which pack `carry_gate` into `local_grads`.
+        """Returns whether a launch has `packed_residuals`, which pack `carry_gate` into `local_grads`.
 
         `names` are the outputs of a forward launch, or the inputs of a backward one.
         """
@@ -80,7 +80,7 @@ GRU = CellSpec(
     gates=3,
     states=("h",),
     residuals=(("local_grads", 4), ("carry_gate", 1)),
-    in_place_residuals=("local_grads", 3),
+    packed_residuals=("local_grads", 3),
     last_gate_separate=True,
     tilings="gru",
     loops=("streamed", "resident", "fma", "split", "split_registers", "rows"),
@@ -91,7 +91,7 @@ LSTM = CellSpec(
     gates=4,
     states=("h", "c"),
     residuals=(("local_grads", 4), ("dc_dh", 1), ("carry_gate", 1)),
-    in_place_residuals=None,
+    packed_residuals=None,
     last_gate_separate=False,
     tilings="lstm",
     loops=("streamed", "resident", "fma", "split", "split_registers", "rows"),
@@ -102,7 +102,7 @@ MGU = CellSpec(
     gates=2,
     states=("h",),
     residuals=(("local_grads", 4), ("carry_gate", 1)),
-    in_place_residuals=None,
+    packed_residuals=None,
     last_gate_separate=True,
     tilings="gru",
     loops=("streamed", "resident", "fma", "split_registers"),
@@ -113,7 +113,7 @@ SIMPLE_TANH = CellSpec(
     gates=1,
     states=("h",),
     residuals=(("local_grads", 1),),
-    in_place_residuals=None,
+    packed_residuals=None,
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "resident", "fma", "split_registers"),
@@ -124,7 +124,7 @@ SIMPLE_RELU = CellSpec(
     gates=1,
     states=("h",),
     residuals=(("local_grads", 1),),
-    in_place_residuals=None,
+    packed_residuals=None,
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "fma"),  # the others scale hidden states by a bound, and these have none
@@ -135,7 +135,7 @@ RMS_NORM_GRU = CellSpec(
     gates=3,
     states=("h",),
     residuals=(("local_grads", 4), ("norm_state", 1), ("carry_gate", 1)),
-    in_place_residuals=None,
+    packed_residuals=None,
     last_gate_separate=False,
     tilings="gru",
     loops=("streamed", "resident", "fma", "split_registers"),

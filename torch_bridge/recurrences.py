@@ -35,7 +35,7 @@ class Launch(launch.Launch):
         constants |= {
             "STEP": functions.step, "RESIDUALS": functions.residuals, "GRAD_STEP": functions.grad_step,
             "GATES": cell.gates, "SEPARATE": cell.last_gate_separate, "FACTORS": len(cell.residuals) - 1,
-            "IN_PLACE": problem.in_place, "NORM_WIDTH": problem.norm_width,
+            "PACKED": problem.has_packed_residuals, "NORM_WIDTH": problem.norm_width,
         }  # fmt: skip
         scalars = {
             "T": problem.steps, "B": problem.batch, "Q": problem.sequences, "tiles": tiles,

@@ -82,13 +82,13 @@ def has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> bo
     be large for this.
     """
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
-    return static.cell.in_place_residuals is not None and static.uses_tf32 and large
+    return static.cell.packed_residuals is not None and static.uses_tf32 and large
 
 
 def residual_outputs(static: RecurrenceSpec, hidden: int, xs: Array, in_place: bool) -> list[_bridge.Output]:
     """Returns the outputs of the forward launch that hold the residuals of every step of `xs`."""
-    if in_place and static.cell.in_place_residuals:
-        name, width = static.cell.in_place_residuals
+    if in_place and static.cell.packed_residuals:
+        name, width = static.cell.packed_residuals
         return [_bridge.Output(name, True, width * hidden, jnp.dtype(jnp.float32), "xp")]
     return [
         _bridge.Output(name, True, width * hidden, _residual_dtype(name, static, hidden, xs.shape[0] * xs.shape[2]))

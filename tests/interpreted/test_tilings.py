@@ -112,12 +112,12 @@ def test_residuals_declared_float32_get_the_dtypes_that_kernels_save(cell, hidde
     saved = "float32" if heuristic(problem, device).loop == "fma" else "float16"
     for name, _ in spec.residuals:
         assert dtypes[name] == ("float32" if name == "carry_gate" else saved)
-    assert not problem.in_place
+    assert not problem.has_packed_residuals
     unsaved = tuple((name, x) for name, x in problem.dtypes if name not in dict(spec.residuals))
     assert with_residual_dtypes(dataclasses.replace(problem, dtypes=unsaved), device).dtypes == unsaved
-    if spec.in_place_residuals:
+    if spec.packed_residuals:
         words = make_problem(cell, "fwd", "tf32", 128, 16, in_place=True)
-        assert words.in_place and with_residual_dtypes(words, device) == words
+        assert words.has_packed_residuals and with_residual_dtypes(words, device) == words
 
 
 @pytest.mark.interpret

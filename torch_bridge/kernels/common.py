@@ -1,4 +1,4 @@
-"""Shared code of the recurrent kernels: operand rounding, row addressing, residuals, the barrier between programs.
+"""Shared code of the recurrent kernels: operand rounding, row addressing, residuals, norms, resets.
 
 Every kernel sees its sequence arrays as `[G, T, B, W]`: G groups of B sequences, with time as the first axis of each
 group. A batch-major array `[N, T, W]` consists of G=N groups of one sequence, so the same addressing handles both. Each
@@ -9,7 +9,8 @@ of the S models owns G/S consecutive groups. Tiles are `[hidden, batch]`: the pr
 import triton
 import triton.language as tl
 
-# Values of RESET_STATE: where a kernel finds the state from which an episode starts.
+# Values of RESET_STATE, indices into `torch_bridge.tiling.RESET_STATES`: where a kernel finds the state from which an
+# episode starts.
 RESET_ZEROS = tl.constexpr(0)  # zeros
 RESET_FIXED = tl.constexpr(1)  # [G, B, H]
 RESET_STEPPED = tl.constexpr(2)  # [G, T, B, H]
@@ -19,8 +20,9 @@ BIDIRECTIONAL = tl.constexpr("bidirectional")
 
 @triton.jit
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Converts `x` to a matmul operand; rounds float32 for TF32. The tensor core would truncate it, which is biased.
+    """Converts `x` to a matmul operand; rounds float32 to the ten bits of TF32's mantissa, ties away from zero.
 
+    The tensor core would truncate it, which is biased.
     Truncation would also turn a NaN into infinity if only low bits of its mantissa are set. For a NaN, `x + x` has the
     highest bit of the mantissa set.
     """
@@ -36,8 +38,8 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 def rounded_product(a, b):
     """Returns `a * b`, which the compiler does not fuse with an addition as it does with `a * b` itself.
 
-    Sums over threads need it if a thread has one product. Every thread would add its own product, not rounded, to the
-    rounded ones of the others, and the threads would get sums that differ in the last bit.
+    Sums over threads need it if a thread has one product. Otherwise each thread may fuse its own product, which is
+    then not rounded, with the sum of the others, and the threads get sums that differ in the last bit.
     """
     return tl.fma(a, b, 0.0)
 
@@ -77,28 +79,8 @@ def step_time(i, T, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(ptr, rows, cols, width, mask):
-    """Loads a `[hidden, batch]` tile of a row-major array as float32: rows are sequences, cols are hidden units."""
-    return tl.load(ptr + rows[None, :] * width + cols[:, None], mask=mask, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def load_exchanged(ptr, offs_b, cols, WIDTH: tl.constexpr, EVEN: tl.constexpr):
-    """Loads a `[cols, batch]` operand that programs of this launch wrote, from L2 instead of this SM's own L1."""
-    offs = offs_b[None, :] * WIDTH + cols[:, None]
-    if EVEN:
-        return tl.load(ptr + offs, cache_modifier=".cg")
-    return tl.load(ptr + offs, mask=(cols < WIDTH)[:, None], other=0.0, cache_modifier=".cg")
-
-
-@triton.jit
-def store_tile(ptr, rows, cols, width, mask, value):
-    tl.store(ptr + rows[None, :] * width + cols[:, None], value.to(ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def clamp_to_float16(x):
-    """Clamps `x` to the range of float16."""
+    """Clamps `x` to the range of float16; a NaN stays a NaN."""
     return tl.where(tl.abs(x) > 65504.0, tl.where(x > 0, 65504.0, -65504.0), x)
 
 
@@ -186,7 +168,7 @@ def load_local_grads(ptr, rows, cols, mask, H: tl.constexpr, COUNT: tl.constexpr
 
 
 @triton.jit
-def split_words(local_grads, carry_gate):
+def pack_words(local_grads, carry_gate):
     """Packs the result of `pack_float16x4` and a float32 value, `carry_gate`, into three 32-bit words.
 
     `a` to `d` are the arguments of `pack_float16x4`. The high and low halves of the words are: `a` and `d`; `b` and the
@@ -202,8 +184,8 @@ def split_words(local_grads, carry_gate):
 
 
 @triton.jit
-def join_words(first, second, third):
-    """Inverts `split_words`: returns `a`, `b`, `c`, `d` and `carry_gate` as float32."""
+def unpack_words(first, second, third):
+    """Inverts `pack_words`: returns `a`, `b`, `c`, `d` and `carry_gate` as float32."""
     carry_gate = ((second & 0xFFFF) | (third << 16)).to(tl.float32, bitcast=True)
     return (
         unpack_float16(first >> 16),
@@ -298,50 +280,3 @@ def load_weight(w_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Loads a tile of a row-major matrix of COLS columns, with zeros outside of its first ROWS rows and columns."""
     mask = (rows < ROWS)[:, None] & (cols < ROWS)[None, :]
     return tl.load(w_ptr + rows[:, None] * COLS + cols[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def stream_weight(w_ptr, rows, cols, COLS: tl.constexpr, EVEN: tl.constexpr):
-    """Loads a tile of a row-major matrix of COLS columns.
-
-    Elements past the last column are zero; EVEN says that the tile has none.
-    """
-    offs = rows[:, None] * COLS + cols[None, :]
-    if EVEN:
-        return tl.load(w_ptr + offs)
-    return tl.load(w_ptr + offs, mask=(cols < COLS)[None, :], other=0.0)
-
-
-@triton.jit
-def select_reset(h, state_ptr, reset, seq, rows, cols, mask, H: tl.constexpr, RESET_STATE: tl.constexpr):
-    """Returns the reset state where an episode starts, and `h` elsewhere.
-
-    The result is a select, so that a NaN in `h` does not leak into it. The reset state is read only where `reset` is
-    true; `rows` are those of this step.
-    """
-    if RESET_STATE == RESET_ZEROS:
-        state = tl.zeros_like(h)
-    elif RESET_STATE == RESET_FIXED:
-        state = load_tile(state_ptr, seq, cols, H, mask & reset[None, :])
-    else:
-        state = load_tile(state_ptr, rows, cols, H, mask & reset[None, :])
-    return tl.where(reset[None, :], state, h)
-
-
-@triton.jit
-def arrive(counter_ptr):
-    """Counts this program as arrived at a barrier; programs that `wait` there see all of its writes before this call.
-
-    Writes that no program waits for should come after this call. All programs must belong to one cooperative launch.
-    The counter starts at zero and only grows, so that no program can reset it too early.
-    """
-    tl.debug_barrier()
-    tl.atomic_add(counter_ptr, 1, sem="release")
-
-
-@triton.jit
-def wait(counter_ptr, target):
-    """Waits until the counter has reached `target` arrivals; each program arrives once per barrier."""
-    while tl.atomic_add(counter_ptr, 0, sem="acquire") < target:
-        pass
-    tl.debug_barrier()

@@ -4,7 +4,7 @@ If one program has all units (`resident.py`), its weights stay in registers for 
 sequence: a warp owns 16 hidden units of every gate. Only the other operand, which is hidden states (forward) or gate
 gradients (backward), goes through shared memory, in two buffers that are written in turn, without a change of layout.
 Products use mma.sync, which every GPU since Ampere has. wgmma, which reads shared memory itself, would need a fence at
-every step, and that fence waits for all stores before it. If programs share the units (`*_split.py`, with
+every step, and that fence waits for all stores before it. If programs share the units (`split.py`, with
 `split_common.py`), both operands are in shared memory, for wgmma.
 
 Products of float32 use float16 operands, whose mantissa has ten bits like that of TF32. Scales that are powers of two,
@@ -19,14 +19,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from torch_bridge.kernels.common import (
     RESET_FIXED,
     RESET_ZEROS,
-    join_words,
+    first_row,
     load_reset,
-    split_words,
+    pack_words,
     start_afresh,
     step_time,
     time_order,
     unpack_float16,
     unpack_float16x4,
+    unpack_words,
 )
 
 # Triton 3.9 renamed this function
@@ -127,7 +128,7 @@ def locate_tile(
     mask_q = taken & (q < Q)
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = model * Q + q
-    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
     return unit, mask_q, mask, seq, row, stride
 
 
@@ -378,21 +379,21 @@ def no_residuals(state, dc_dh_ptr, COUNT: gl.constexpr, FACTORS: gl.constexpr):
 def store_residuals(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, saved, H: gl.constexpr, COUNT: gl.constexpr
 ):  # fmt: skip
-    """Stores what `pack_residuals` returned: if there is no array for a carry gate, as words (`common.split_words`).
+    """Stores what `pack_residuals` returned: if there is no array for a carry gate, as words (`common.pack_words`).
 
     `rows` and `unit` broadcast to a tile, whose axes are sequences and units in either order. COUNT is the number of
     local gradients.
     """
     if len(saved) > 1 and carry_gate_ptr is None:
         at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
-        first, second, third = split_words(saved[0], saved[1])
+        first, second, third = pack_words(saved[0], saved[1])
         gl.store(at, first, mask=mask)
         gl.store(at + H, second, mask=mask)
         gl.store(at + 2 * H, third, mask=mask)
     else:
-        PACKED: gl.constexpr = packed_type(COUNT)
+        TYPE: gl.constexpr = packed_type(COUNT)
         at = rows * H + unit
-        gl.store(local_grads_ptr.to(gl.pointer_type(PACKED), bitcast=True) + at, saved[0], mask=mask)
+        gl.store(local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, saved[0], mask=mask)
         if dc_dh_ptr is not None:
             gl.store(dc_dh_ptr + at, saved[1], mask=mask)
         if carry_gate_ptr is not None:
@@ -402,16 +403,16 @@ def store_residuals(
 @gluon.jit
 def load_residuals(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H: gl.constexpr, COUNT: gl.constexpr,
-    IN_PLACE: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """Loads what `store_residuals` stored, without unpacking the data; returns a tuple."""
-    if IN_PLACE:
+    if PACKED:
         at = local_grads_ptr.to(gl.pointer_type(gl.int32), bitcast=True) + (rows * (3 * H) + unit)
         saved = load_inputs(at, mask, H, 3)
     else:
-        PACKED: gl.constexpr = packed_type(COUNT)
+        TYPE: gl.constexpr = packed_type(COUNT)
         at = rows * H + unit
-        saved = (gl.load(local_grads_ptr.to(gl.pointer_type(PACKED), bitcast=True) + at, mask=mask, other=0),)
+        saved = (gl.load(local_grads_ptr.to(gl.pointer_type(TYPE), bitcast=True) + at, mask=mask, other=0),)
         if dc_dh_ptr is not None:
             saved += (gl.load(dc_dh_ptr + at, mask=mask, other=0.0),)
         if carry_gate_ptr is not None:
@@ -420,10 +421,10 @@ def load_residuals(
 
 
 @gluon.jit
-def unpack_residuals(saved, COUNT: gl.constexpr, IN_PLACE: gl.constexpr):
+def unpack_residuals(saved, COUNT: gl.constexpr, PACKED: gl.constexpr):
     """Unpacks what `load_residuals` loaded; returns COUNT local gradients, and the factors, in float32."""
-    if IN_PLACE:
-        a, b, c, d, carry_gate = join_words(saved[0], saved[1], saved[2])
+    if PACKED:
+        a, b, c, d, carry_gate = unpack_words(saved[0], saved[1], saved[2])
         local_grads = (a, b, c, d)
         factors = (carry_gate,)
     else:
@@ -566,14 +567,14 @@ def gradients_before(product, carried, STATES: gl.constexpr):
 @gluon.jit
 def load_saved(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H: gl.constexpr,
-    COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
+    COUNT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Loads what a backward step reads, without unpacking or converting the data.
 
     Returns the residuals, which sequences start an episode there, and the gradients of the step's outputs, a tuple.
     """
     saved = load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, PACKED
     )  # fmt: skip
     reset = load_resets(reset_ptr, rows, mask_q)
     return saved, reset, load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)

@@ -78,7 +78,7 @@ def with_residual_dtypes(problem: Problem, device: Device) -> Problem:
     in full float32 save what is declared.
     """
     dtypes = dict(problem.dtypes)
-    has_arrays = "local_grads" in dtypes and not problem.in_place  # residuals are not stored as words
+    has_arrays = "local_grads" in dtypes and not problem.has_packed_residuals  # residuals are not stored as words
     if product_kind(problem) != "tf32" or not has_arrays or heuristic(problem, device).loop == "fma":
         return problem
     saved = [name for name, _ in CELLS[problem.cell].residuals if name in dtypes]

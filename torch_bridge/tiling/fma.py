@@ -58,7 +58,7 @@ def fma_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCon
     faster than a single TF32 product, too.
     """
     forward = problem.direction == "fwd"
-    covered = not problem.in_place
+    covered = not problem.has_packed_residuals
     # a program's registers just hold the weights of three gates of 128 units; the spills, up to 352 bytes with Triton
     # 3.9 and up to 72 bytes before, cost little compared to kernels whose programs share the units
     wide = 64 < problem.hidden <= 128

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch_bridge.cells import CELLS
 from torch_bridge.rules import Precision as Precision
@@ -12,7 +12,8 @@ Direction = Literal["fwd", "bwd"]
 ResetState = Literal["zeros", "fixed", "stepped"]
 # Which models run from the last step to the first: none (False), all (True), or those of odd index.
 Reverse = bool | Literal["bidirectional"]
-RESET_STATES: tuple[ResetState, ...] = ("zeros", "fixed", "stepped")
+# In the order of the values of RESET_STATE in `torch_bridge.kernels.common`: launches pass an index.
+RESET_STATES: tuple[ResetState, ...] = get_args(ResetState)
 
 
 class UnsupportedError(NotImplementedError):
@@ -42,9 +43,9 @@ class Problem:
       batch: number of sequences in a group.
       hidden: number of hidden units.
       dtypes: `(name, dtype)` of every input and output; an array that is not named is not computed or not used.
-      reset_state: where an episode's first state comes from; the backward pass does not depend on it.
+      reset_state: where an episode's first state comes from; "zeros" for a backward launch, which does not read it.
       reverse: whether to run from the last step to the first; with "bidirectional" only models of odd index do.
-      precision: precision of float32 products on the tensor cores.
+      precision: precision of float32 products: "tf32", or "tf32x3" for float32's accuracy, however a loop computes it.
       norm_width: number of elements of `[x, h]`, which the cell's norm sees; 0 for a cell without a norm.
     """
 
@@ -72,17 +73,17 @@ class Problem:
         return dict(self.dtypes)["w_hh_t" if self.direction == "fwd" else "w_hh"]
 
     @property
-    def in_place(self) -> bool:
-        """Whether the residuals are in place of the input projections; see `CellSpec.in_place_residuals`."""
+    def has_packed_residuals(self) -> bool:
+        """Whether the residuals are one array of words, which may overwrite the projections: see `CellSpec`."""
         return CELLS[self.cell].has_packed_residuals(dict(self.dtypes))
 
     @property
     def tilings(self) -> str:
-        """The cell whose tilings and costs apply."""
+        """The name of the cell whose tilings and costs apply."""
         return CELLS[self.cell].tilings
 
     @property
-    def is_common(self) -> bool:
+    def has_only_common_arrays(self) -> bool:
         """Whether the problem has no reset state, no cell states of every step, and no gradients of either."""
         return self.reset_state == "zeros" and not dict(self.dtypes).keys() & {"cs", "dcs", "dreset_h"}
 

@@ -57,7 +57,7 @@ def _spills_at_batch_tile_8(problem: Problem, device: Device) -> bool:
         # with a reset state per step, 8 bytes spill in TF32 on compute capability 10.0 and newer
         resets_spill = problem.reset_state == "stepped" and device.capability >= 100 and not in_16_bits
         return problem.is_unaligned or resets_spill
-    if problem.is_common:
+    if problem.has_only_common_arrays:
         return False
     # without wgmma, 8 to 80 bytes spill for unaligned widths, and 24 bytes in TF32 for 128 units on compute capability
     # 12.0 (the figures are of Triton 3.7)
@@ -72,5 +72,5 @@ def _fits_batch_tile_16(problem: Problem) -> bool:
 
     There is none with a norm, whose sums by sequence have the layout of tiles of eight.
     """
-    gru = problem.tilings == "gru" and problem.hidden == 128 and problem.is_common and not problem.norm_width
-    return gru and (problem.direction == "fwd" or product_kind(problem) == "16-bit")
+    gru = problem.tilings == "gru" and problem.hidden == 128 and not problem.norm_width
+    return gru and problem.has_only_common_arrays and (problem.direction == "fwd" or product_kind(problem) == "16-bit")

@@ -37,7 +37,7 @@ def rows_configs(problem: Problem, device: Device) -> list[tuple[float, KernelCo
         and problem.reverse == "bidirectional"
         and problem.tilings == "lstm"
         and splits == 16
-        and not problem.is_common
+        and not problem.has_only_common_arrays
     ):
         return []  # the kernel spills
     ways: list[tuple[float, KernelConfig]] = []
@@ -63,6 +63,6 @@ def _spills(problem: Problem, block_b: int, splits: int) -> bool:
             and of_float32
             and (block_b, splits) == (128, 32)
             and problem.hidden % 128 != 0
-            and not problem.is_common
+            and not problem.has_only_common_arrays
         )
     )

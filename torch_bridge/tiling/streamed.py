@@ -35,7 +35,7 @@ NON_HOPPER_WARPS = {
 }
 # Tilings (block_h, block_b, block_k, num_warps, num_stages) that do not spill with Triton 3.6 to 3.9. `TILINGS` are
 # for any problem on any device. `HOPPER_TILINGS` are additional tilings on Hopper for common problems
-# (`Problem.is_common`) whose hidden size is a multiple of `block_k`.
+# (`Problem.has_only_common_arrays`) whose hidden size is a multiple of `block_k`.
 TILINGS = {
     ("gru", "tf32", "fwd"): ((16, 16, 32, 4, 2), (64, 16, 32, 8, 2)),
     ("gru", "tf32", "bwd"): ((16, 16, 64, 8, 3), (64, 16, 64, 4, 4), (64, 32, 64, 8, 4)),
@@ -162,7 +162,7 @@ def shared_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
     tilings = UNALIGNED_TILINGS[: UNALIGNED_COUNTS.get(key)] if problem.is_unaligned else TILINGS[key]
     partly_filled = PARTIAL_BLOCK_TILINGS.get(key, {})
     tilings = tuple(partly_filled.get(x, x) if problem.hidden % x[2] else x for x in tilings)
-    if problem.is_common and not problem.is_unaligned and device.has_wgmma:
+    if problem.has_only_common_arrays and not problem.is_unaligned and device.has_wgmma:
         # the tilings for Hopper come first and win ties of cost, because they have more stages
         tilings = tuple(tiling for tiling in HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:

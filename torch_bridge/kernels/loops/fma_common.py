@@ -25,7 +25,7 @@ that prefetched data is not moved between registers.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from torch_bridge.kernels.common import clamp_to_float16, load_weight, time_order
+from torch_bridge.kernels.common import clamp_to_float16, first_row, load_weight, time_order
 from torch_bridge.kernels.gluon_common import pack, packed_type, unpack
 
 
@@ -148,7 +148,7 @@ def locate(T, B, Q, H: gl.constexpr, BLOCK_H: gl.constexpr, REVERSE: gl.constexp
     unit = gl.arange(0, BLOCK_H, gl.SliceLayout(1, LAYOUT))
     seq = gl.program_id(0).to(gl.int64)
     model = seq // Q
-    row, stride = time_order((seq // B) * T * B + seq % B, model, T, B, REVERSE)
+    row, stride = time_order(first_row(seq, T, B), model, T, B, REVERSE)
     return model, unit, unit < H, seq, row, stride
 
 

@@ -394,7 +394,7 @@ def forward_kernel(
 @gluon.jit
 def _load_saved(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q,
-    H: gl.constexpr, COUNT: gl.constexpr, IN_PLACE: gl.constexpr,
+    H: gl.constexpr, COUNT: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Loads what a backward step reads of the forward pass; returns the residuals, the resets, and `of_norm`."""
     of_norm = ()
@@ -402,7 +402,7 @@ def _load_saved(
         norm_state = gl.load(norm_state_ptr + rows[None, :] * H + unit[:, None], mask=mask, other=0.0)
         of_norm = (norm_state, gl.load(scale_ptr + rows, mask=mask_q, other=1.0))
     saved = load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, IN_PLACE
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[None, :], unit[:, None], mask, H, COUNT, PACKED
     )
     return saved, load_resets(reset_ptr, rows, mask_q), of_norm
 
@@ -445,7 +445,7 @@ def _backward_step(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr, dcs_ptr, dxp_ptr,
     dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride, unit, mask, mask_q,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    IN_PLACE: gl.constexpr, COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
+    PACKED: gl.constexpr, COUNT: gl.constexpr, H: gl.constexpr, SCALED: gl.constexpr, REVERSE: gl.constexpr,
     UNITS: gl.constexpr, STATES: gl.constexpr, BLOCK_B: gl.constexpr,
 ):  # fmt: skip
     """Runs step i, and loads the residuals of step i + 1 and the gradients of the outputs of step i + 2.
@@ -466,7 +466,7 @@ def _backward_step(
     """
     ROOMY: gl.constexpr = GATES < 4  # there are registers to overlap memory accesses with products
     live = mask & (i < T)  # nothing is stored for a step past the last
-    local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+    local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
     this_reset = reset
     this_norm = of_norm
     this_dys = dys
@@ -475,7 +475,7 @@ def _backward_step(
         next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
         saved, reset, of_norm = _load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, next_rows, unit, mask,
-            mask_q, H, COUNT, IN_PLACE,
+            mask_q, H, COUNT, PACKED,
         )  # fmt: skip
         next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
         next_dys = load_gradients(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
@@ -544,7 +544,7 @@ def _backward_step(
         next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
         saved, reset, of_norm = _load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, next_rows, unit, mask,
-            mask_q, H, COUNT, IN_PLACE,
+            mask_q, H, COUNT, PACKED,
         )  # fmt: skip
         next_rows = backward_rows(row, i + 2, T, stride, REVERSE)
         next_dys = load_gradients(dhs_ptr, dcs_ptr, next_rows, unit, mask, H)
@@ -580,7 +580,7 @@ def backward_kernel(
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     T, B, Q, tiles,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr,
-    IN_PLACE: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
+    PACKED: gl.constexpr, H: gl.constexpr, BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, REVERSE: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -611,7 +611,7 @@ def backward_kernel(
     rows = row + step_time(T - 1, T, REVERSE) * stride
     saved, reset, of_norm = _load_saved(
         local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, rows, unit, mask, mask_q, H,
-        COUNT, IN_PLACE,
+        COUNT, PACKED,
     )  # fmt: skip
     dys = load_gradients(dhs_ptr, dcs_ptr, rows, unit, mask, H)
     rows = row + step_time(gl.maximum(T - 2, 0), T, REVERSE) * stride
@@ -626,13 +626,13 @@ def backward_kernel(
             i, dstates, dys, next_dys, saved, reset, of_norm, bound, even, even_slot, even_sums, w, w_bound,
             w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
-            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
+            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, H, SCALED, REVERSE, UNITS,
             STATES, BLOCK_B,
         )  # fmt: skip
         dstates, dys, next_dys, saved, reset, of_norm, bound = _backward_step(
             i + 1, dstates, dys, next_dys, saved, reset, of_norm, bound, odd, odd_slot, odd_sums, w, w_bound,
             w_unscale, zeros, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, seq, row, T, stride,
-            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE, COUNT, H, SCALED, REVERSE, UNITS,
+            unit, mask, mask_q, GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED, COUNT, H, SCALED, REVERSE, UNITS,
             STATES, BLOCK_B,
         )  # fmt: skip

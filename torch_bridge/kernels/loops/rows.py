@@ -136,7 +136,7 @@ def backward_kernel(
     dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr, bounds_ptr, products_ptr, barrier_ptr,
     T, B, Q, tiles, items,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_B: gl.constexpr,
-    SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+    SPLITS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`, except for four.
 
@@ -182,7 +182,7 @@ def backward_kernel(
             dc = gl.load(dc_last_ptr + last, mask=mask, other=0.0).to(gl.float32)
         rows = backward_rows(row, 0, T, stride, REVERSE)
         saved = load_residuals(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, IN_PLACE
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, PACKED
         )  # fmt: skip
         reset = load_resets(reset_ptr, rows, mask_q)
         dc_out = zeros
@@ -212,7 +212,7 @@ def backward_kernel(
             # equals worker, which the compiler cannot tell: else addresses would stay in registers for the whole loop
             opaque_worker = worker + opaque_zero(i)
             dh += dh_out.to(gl.float32)
-            local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+            local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
             if STATES == 1:
                 grads, carried = GRAD_STEP((dh,), local_grads, factors)
                 kept = gl.abs(dh)
@@ -243,7 +243,7 @@ def backward_kernel(
                 store_operand_rows(operands, multiplied[gate], scale, gate * SPLITS + split, TILES, SCALED)
             raise_flags(barrier_ptr, opaque_worker, split, sent)
             first = (split + opaque_zero(i)) * 32
-            if IN_PLACE:
+            if PACKED:
                 prefetch_rows(local_grads_ptr, next_rows, first, 3, H, 3 * H)
             else:
                 prefetch_rows(local_grads_ptr, next_rows, 4 * first, 2, 64, 4 * H)
@@ -294,7 +294,7 @@ def backward_kernel(
                 dh = gl.where(reset[:, None], 0.0, dh)
             rows = backward_rows(row, opaque_i + 1, T, stride, REVERSE)
             saved = load_residuals(
-                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, IN_PLACE
+                local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows[:, None], unit[None, :], mask, H, COUNT, PACKED
             )  # fmt: skip
             reset = load_resets(reset_ptr, rows, mask_q)
             dh_out_next = load_gradient_rows(

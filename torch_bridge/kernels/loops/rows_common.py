@@ -12,6 +12,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from torch_bridge.kernels.common import first_row
 from torch_bridge.kernels.gluon_common import barrier, inverse, scale_to_float16, to_operand
 from torch_bridge.kernels.loops.split_common import load_rows, opaque_zero, repeat
 
@@ -178,7 +179,7 @@ def _largest(x):
 
 
 @gluon.jit
-def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.constexpr, GATES: gl.constexpr):
+def fill_weights(weights, ptr, row0, col0, stride, gate_stride, H: gl.constexpr, GATES: gl.constexpr):
     """Loads a program's shard of w_hh_t (GATES matrices), or of w_hh, into shared memory.
 
     Returns the factor that undoes the weights' scale, and the largest sum of absolute weights that a row of the shard
@@ -188,14 +189,14 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
     COLS: gl.constexpr = weights.shape[2]
     SCALED: gl.constexpr = ptr.dtype.element_ty == gl.float32
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [gl.num_warps(), 1], [1, 0])
-    count = weights.shape[0] + opaque_zero(first_row)  # opaque, or unrolled loops would take all registers
+    count = weights.shape[0] + opaque_zero(row0)  # opaque, or unrolled loops would take all registers
     largest = gl.zeros([32, COLS], gl.float32, LOAD)
     row_largest = gl.zeros([32], gl.float32, gl.SliceLayout(1, LOAD))
     if SCALED:
         for part in gl.static_range(PARTS):
             total = gl.zeros([32, COLS], gl.float32, LOAD)
             for k in range(count):
-                row, col = first_row + part * 32, first_col + k // GATES * COLS
+                row, col = row0 + part * 32, col0 + k // GATES * COLS
                 w = gl.abs(load_rows(ptr + k % GATES * gate_stride, row, col, stride, H, COLS, LOAD))
                 largest = gl.maximum(largest, w)
                 total += w
@@ -203,7 +204,7 @@ def fill_weights(weights, ptr, first_row, first_col, stride, gate_stride, H: gl.
     scale = scale_to_float16(_largest(gl.max(largest, axis=1)), 14)
     for k in range(count):
         for part in gl.static_range(PARTS):
-            row, col = first_row + part * 32, first_col + k // GATES * COLS
+            row, col = row0 + part * 32, col0 + k // GATES * COLS
             w = load_rows(ptr + k % GATES * gate_stride, row, col, stride, H, COLS, LOAD)
             if SCALED:
                 w = w * scale
@@ -237,7 +238,7 @@ def locate_rows(item, tiles, T, B, Q, unit, ROWS: gl.constexpr, H: gl.constexpr,
     mask = mask_q[:, None] & (unit < H)[None, :]
     q = gl.where(mask_q, q, (item % tiles) * ROWS)
     seq = (item // tiles).to(gl.int64) * Q + q
-    return mask_q, mask, seq, (seq // B) * T * B + seq % B, seq[:, None] * H + unit[None, :]
+    return mask_q, mask, seq, first_row(seq, T, B), seq[:, None] * H + unit[None, :]
 
 
 @gluon.jit

@@ -142,7 +142,7 @@ def backward_kernel(
     dxp_ptr, dhn_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr, exchange_ptr,
     T, B, Q, tiles, items,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, H: gl.constexpr, BLOCK_B: gl.constexpr,
-    SPLITS: gl.constexpr, REVERSE: gl.constexpr, IN_PLACE: gl.constexpr,
+    SPLITS: gl.constexpr, REVERSE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange`.
 
@@ -173,17 +173,17 @@ def backward_kernel(
         rows = row + step_time(T - 1, T, REVERSE) * stride
         saved, reset, dys = load_saved(
             local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H, COUNT,
-            IN_PLACE,
+            PACKED,
         )  # fmt: skip
         for i in range(T):
             dh = dstates[0] + dys[0].to(gl.float32)
-            local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+            local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
             grads, carried = step_gradients(dh, dstates, dys, local_grads, factors, dcs_ptr, GRAD_STEP)
             this_reset = reset
             next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
             saved, reset, dys = load_saved(
                 local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, mask_q,
-                H, COUNT, IN_PLACE,
+                H, COUNT, PACKED,
             )  # fmt: skip
             multiplied = operands_of(grads, GATES)
             scale, unscale = zeros, zeros

@@ -17,6 +17,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from torch_bridge.kernels.common import first_row
 from torch_bridge.kernels.gluon_common import (
     barrier,
     inverse,
@@ -142,10 +143,10 @@ def opaque_zero(x):
 
 
 @gluon.jit
-def load_rows(ptr, first_row, first_col, stride, H: gl.constexpr, COLS: gl.constexpr, LOAD: gl.constexpr):
+def load_rows(ptr, row0, col0, stride, H: gl.constexpr, COLS: gl.constexpr, LOAD: gl.constexpr):
     """Loads 32 rows and COLS columns of a matrix, with zeros past its first H rows and columns."""
-    rows = first_row + gl.arange(0, 32, gl.SliceLayout(1, LOAD))
-    cols = first_col + gl.arange(0, COLS, gl.SliceLayout(0, LOAD))
+    rows = row0 + gl.arange(0, 32, gl.SliceLayout(1, LOAD))
+    cols = col0 + gl.arange(0, COLS, gl.SliceLayout(0, LOAD))
     mask = (rows < H)[:, None] & (cols < H)[None, :]
     return gl.load(ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
 
@@ -319,7 +320,7 @@ def locate(item, tiles, T, B, Q, unit, BLOCK_B: gl.constexpr, H: gl.constexpr, A
     mask_q = q < Q
     mask = (unit < H)[:, None] & mask_q[None, :]
     seq = (item // tiles).to(gl.int64) * Q + q
-    return mask_q, mask, seq, (seq // B) * T * B + seq % B, seq[None, :] * H + unit[:, None]
+    return mask_q, mask, seq, first_row(seq, T, B), seq[None, :] * H + unit[:, None]
 
 
 @gluon.jit

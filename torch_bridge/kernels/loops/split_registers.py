@@ -561,7 +561,7 @@ def backward_kernel(
     T, B, Q, tiles, items,
     GRAD_STEP: gl.constexpr, GATES: gl.constexpr, SEPARATE: gl.constexpr, NORM_WIDTH: gl.constexpr, H: gl.constexpr,
     BLOCK_H: gl.constexpr, BLOCK_B: gl.constexpr, BLOCK_K: gl.constexpr, SPLITS: gl.constexpr, REVERSE: gl.constexpr,
-    IN_PLACE: gl.constexpr,
+    PACKED: gl.constexpr,
 ):  # fmt: skip
     """Runs the backward pass; arguments are those of `streamed.backward_kernel`, but for `exchange` and `sums`.
 
@@ -601,12 +601,12 @@ def backward_kernel(
             rows = row + step_time(T - 1, T, REVERSE) * stride
             saved, reset, dys = load_saved(
                 local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, mask_q, H,
-                COUNT, IN_PLACE,
+                COUNT, PACKED,
             )  # fmt: skip
             norm_scale = _load_scale(scale_ptr, rows, mask_q)
             for i in range(T):
                 dh = dstates[0] + dys[0].to(gl.float32)
-                local_grads, factors = unpack_residuals(saved, COUNT, IN_PLACE)
+                local_grads, factors = unpack_residuals(saved, COUNT, PACKED)
                 if NORM_WIDTH > 0:
                     of_norm = gl.sum(rounded_product(dh, local_grads[GATES]), axis=0)
                     _send_sum(sums_ptr, of_norm, sent + 1, workers, worker, split, SPLITS)
@@ -619,7 +619,7 @@ def backward_kernel(
                 next_rows = backward_rows(row, i + 1, T, stride, REVERSE)
                 saved, reset, dys = load_saved(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, reset_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask,
-                    mask_q, H, COUNT, IN_PLACE,
+                    mask_q, H, COUNT, PACKED,
                 )  # fmt: skip
                 norm_scale = _load_scale(scale_ptr, next_rows, mask_q)
                 multiplied = operands_of(grads, GATES)

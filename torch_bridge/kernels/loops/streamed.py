@@ -8,7 +8,7 @@ cooperative, or cover only one step (in the backward pass, one phase of a step),
 barrier. A program keeps the further states of its own units.
 
 If a GRU's forward pass gets no array for the carry gate, it stores the residuals in place of the input projections, as
-words (`common.split_words`), and the backward pass stores the gradients of the gates in place of the words. Each word
+words (`common.pack_words`), and the backward pass stores the gradients of the gates in place of the words. Each word
 depends on the projection that it overwrites, and each gradient on the word that it overwrites, so every read comes
 before the write.
 
@@ -28,32 +28,34 @@ import triton.language as tl
 
 from torch_bridge.kernels import names
 from torch_bridge.kernels.common import (
-    arrive,
     first_row,
-    join_words,
     load_biases,
-    load_exchanged,
     load_local_grads,
     load_reset,
-    load_tile,
     load_weight,
     normalize,
     operand,
     operands_of,
     pack_float16x4,
+    pack_words,
     rounded_product,
     scaled,
-    select_reset,
-    split_words,
     start_afresh,
     step_time,
     store_local_grads,
-    store_tile,
-    stream_weight,
     subtract_mean,
     time_order,
-    wait,
+    unpack_words,
     with_norm_grad,
+)
+from torch_bridge.kernels.loops.streamed_common import (
+    arrive,
+    load_exchanged,
+    load_tile,
+    select_reset,
+    store_tile,
+    stream_weight,
+    wait,
 )
 
 
@@ -107,7 +109,7 @@ def _store_residuals(
     BOUNDED: tl.constexpr = NORM_WIDTH == 0
     if len(factors) > 0 and carry_gate_ptr is None:
         words_ptr = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-        first, second, third = split_words(pack_float16x4(*local_grads, BOUNDED), factors[0])
+        first, second, third = pack_words(pack_float16x4(*local_grads, BOUNDED), factors[0])
         store_tile(words_ptr, rows, unit, 3 * H, mask, first)
         store_tile(words_ptr, rows, H + unit, 3 * H, mask, second)
         store_tile(words_ptr, rows, 2 * H + unit, 3 * H, mask, third)
@@ -122,15 +124,15 @@ def _store_residuals(
 @triton.jit
 def _load_residuals(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H: tl.constexpr, COUNT: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
     """Loads what `_store_residuals` stored: COUNT local gradients, and the factors."""
-    if IN_PLACE:
+    if PACKED:
         at = local_grads_ptr.to(tl.pointer_type(tl.int32), bitcast=True) + (rows[None, :] * (3 * H) + unit[:, None])
         first = tl.load(at, mask=mask, other=0)
         second = tl.load(at + H, mask=mask, other=0)
         third = tl.load(at + 2 * H, mask=mask, other=0)
-        a, b, c, d, carry_gate = join_words(first, second, third)
+        a, b, c, d, carry_gate = unpack_words(first, second, third)
         return (a, b, c, d), (carry_gate,)
     else:
         local_grads = load_local_grads(local_grads_ptr, rows, unit, mask, H, COUNT)
@@ -264,7 +266,7 @@ def _forward_tile(
 
     for i in range(t_begin, t_end):
         if HAS_RESETS:
-            # the reset comes before the step, as in jaxrnn.scan
+            # the reset comes before the step
             states = _select_resets(
                 states, reset_h_ptr, reset_c_ptr, reset, seq, rows, unit, mask, H, RESET_STATE
             )  # fmt: skip
@@ -275,19 +277,20 @@ def _forward_tile(
                 norm_sums = _load_sums(sums_ptr + (i % 2) * sums_buffer, offs_b, mask_q, SUMS, SPLITS)
             scale, mean = _scale_and_mean(x_norm_ptr, x_mean_ptr, rows, mask_q, norm_sums, H, NORM_WIDTH)
         x_last = x[GATES - 1]
-        start_of = x  # what the products are added to
+        tl.static_assert(NORM_WIDTH == 0 or not SEPARATE)
+        accumulators = x  # what the products are added to
         if CENTERED:
             x_mean = tl.load(x_mean_ptr + rows, mask=mask_q, other=0.0)
-            start_of = subtract_mean(x, x_mean[None, :], w_sum)
+            accumulators = subtract_mean(x, x_mean[None, :], w_sum)
         if SEPARATE:
-            start_of = x[: GATES - 1] + (tl.zeros((BLOCK_H, BLOCK_B), tl.float32),)
+            accumulators = x[: GATES - 1] + (tl.zeros((BLOCK_H, BLOCK_B), tl.float32),)
         gates = ()
         if SPLITS == 1:
             h_op = operand(states[0], DTYPE, PRECISION)
             for gate in tl.static_range(GATES):
-                gates += (tl.dot(w[gate], h_op, start_of[gate], input_precision=PRECISION),)
+                gates += (tl.dot(w[gate], h_op, accumulators[gate], input_precision=PRECISION),)
         else:
-            gates = start_of
+            gates = accumulators
             h_ptr = exchange_ptr + (i % 2) * buffer
             for k0 in tl.range(0, H, BLOCK_K, num_stages=STAGES):
                 k = k0 + tl.arange(0, BLOCK_K)
@@ -404,7 +407,7 @@ def forward_kernel(
 @triton.jit
 def _load_step(
     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H: tl.constexpr,
-    COUNT: tl.constexpr, IN_PLACE: tl.constexpr, STATES: tl.constexpr,
+    COUNT: tl.constexpr, PACKED: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
     """Loads what a step of the backward pass reads: gradients of its outputs, and its residuals."""
     gradients = (load_tile(dhs_ptr, rows, unit, H, mask),)
@@ -414,7 +417,7 @@ def _load_step(
         else:
             gradients += (tl.zeros_like(gradients[0]),)
     local_grads, factors = _load_residuals(
-        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H, COUNT, IN_PLACE
+        local_grads_ptr, dc_dh_ptr, carry_gate_ptr, rows, unit, mask, H, COUNT, PACKED
     )
     return gradients, local_grads, factors
 
@@ -425,7 +428,7 @@ def _backward_tile(
     dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr, dreset_c_ptr,
     exchange_ptr, sums_ptr, barrier_ptr, T, B, Q, models, t_begin, t_end, model, tile, split, arrivals,
     GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    PACKED: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
@@ -464,7 +467,7 @@ def _backward_tile(
     if SPLITS == 1:
         rows = row0 + step_time(T - 1 - t_begin, T, REVERSE) * stride
         gradients, local_grads, factors = _load_step(
-            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, IN_PLACE, STATES
+            local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, PACKED, STATES
         )
 
         if NORM_WIDTH > 0:
@@ -477,7 +480,7 @@ def _backward_tile(
         if GATES_PHASE:
             if SPLITS > 1:
                 gradients, local_grads, factors = _load_step(
-                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, IN_PLACE,
+                    local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, rows, unit, mask, H, COUNT, PACKED,
                     STATES,
                 )  # fmt: skip
             dh = dstates[0] + gradients[0]
@@ -504,7 +507,7 @@ def _backward_tile(
                 next_rows = row0 + step_time(T - 1 - tl.minimum(i + 1, t_end - 1), T, REVERSE) * stride
                 gradients, local_grads, factors = _load_step(
                     local_grads_ptr, dc_dh_ptr, carry_gate_ptr, dhs_ptr, dcs_ptr, next_rows, unit, mask, H, COUNT,
-                    IN_PLACE, STATES,
+                    PACKED, STATES,
                 )  # fmt: skip
                 if NORM_WIDTH > 0:
                     this_scale = scale
@@ -561,7 +564,7 @@ def _backward_tile(
 )
 def backward_kernel(
     w_hh_ptr,  # [S, H, GATES * H] recurrent weights; float32 is already rounded to TF32 if PRECISION is "tf32"
-    local_grads_ptr,  # [G, T, B, H, 1, 2 or 4], or words if IN_PLACE, which dxp may overwrite
+    local_grads_ptr,  # [G, T, B, H, 1, 2 or 4], or words if PACKED, which dxp may overwrite
     dc_dh_ptr,  # [G, T, B, H], or None if there is one state
     carry_gate_ptr,  # [G, T, B, H], or None
     norm_state_ptr,  # [G, T, B, H], or None without a norm
@@ -583,7 +586,7 @@ def backward_kernel(
     barrier_ptr,  # [workers] int32 zeros, or None
     T, B, Q, tiles, items, t_begin, t_end,
     GRAD_STEP: tl.constexpr, GATES: tl.constexpr, SEPARATE: tl.constexpr, NORM_WIDTH: tl.constexpr,
-    IN_PLACE: tl.constexpr,
+    PACKED: tl.constexpr,
     H: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_K: tl.constexpr, SPLITS: tl.constexpr,
     STAGES: tl.constexpr, REVERSE: tl.constexpr, PRECISION: tl.constexpr,
     GATES_PHASE: tl.constexpr, PRODUCT_PHASE: tl.constexpr,
@@ -596,7 +599,7 @@ def backward_kernel(
             w_hh_ptr, local_grads_ptr, dc_dh_ptr, carry_gate_ptr, norm_state_ptr, scale_ptr, reset_ptr, dhs_ptr,
             dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
             dreset_c_ptr, None, None, None, T, B, Q, 0, 0, T, worker // tiles, worker % tiles, 0, 0,
-            GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE,
+            GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED,
             H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, True, True,
         )  # fmt: skip
     else:
@@ -609,6 +612,6 @@ def backward_kernel(
                 dcs_ptr, dh_last_ptr, dc_last_ptr, dxp_ptr, dhn_ptr, dnorm_ptr, dh0_ptr, dc0_ptr, dreset_h_ptr,
                 dreset_c_ptr, exchange_ptr, sums_ptr, barrier_ptr,
                 T, B, Q, items // tiles, t_begin, t_end, item // tiles, item % tiles, split, arrivals,
-                GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, IN_PLACE,
+                GRAD_STEP, GATES, SEPARATE, NORM_WIDTH, PACKED,
                 H, BLOCK_H, BLOCK_B, BLOCK_K, SPLITS, STAGES, REVERSE, PRECISION, GATES_PHASE, PRODUCT_PHASE,
             )  # fmt: skip
