@@ -7,6 +7,7 @@ and what was given, and ends with a remedy: "gru: xs must be floating point, got
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -451,6 +452,31 @@ def check_norm(name: str, norm: Any) -> None:
     """Raises ValueError unless `norm`, which messages call `name`, names the norm of a cell."""
     if norm not in NORMS:
         raise ValueError(f'{name} must be "rms" or "layer", got {shown(norm)}; these are RMSNorm and LayerNorm')
+
+
+def check_number(name: str, x: Any) -> None:
+    """Raises ValueError unless `x` is a number that is known when a program is traced."""
+    if isinstance(x, (bool, jax.Array)) or not isinstance(x, (int, float, np.number)):
+        raise ValueError(
+            f"{name} must be a number, got {describe(x)}; pass a Python float, which is known when the program is "
+            "traced"
+        )
+
+
+def check_epsilon(name: str, epsilon: Any, default: str) -> None:
+    """Raises ValueError unless `epsilon` is a number that may be added to a variance."""
+    check_number(name, epsilon)
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {epsilon}; the default is {default}")
+
+
+def check_norm_gru(caller: Caller, norm: Any, epsilon: Any, update_bias: Any) -> None:
+    """Raises ValueError unless these are the norm and the constants of a normed GRU."""
+    check_norm(caller("norm"), norm)
+    check_epsilon(caller("epsilon"), epsilon, default="1e-4")
+    check_number(caller("update_bias"), update_bias)
+    if not math.isfinite(update_bias):
+        raise ValueError(f"{caller('update_bias')} must be finite, got {update_bias}; the default is -1")
 
 
 def suggest(name: Any, known: Sequence[str], meant: Mapping[str, str] | None = None) -> str:

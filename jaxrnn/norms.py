@@ -11,13 +11,12 @@ from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxrnn import _bridge, norm_kernels, sharding
-from jaxrnn.checks import Caller, Implementation, check_floating, check_implementation, describe
+from jaxrnn.checks import Caller, Implementation, check_epsilon, check_floating, check_implementation
 from jaxrnn.choice import NOT_ON_GPU, Choice, choose, describe_arrays
 from jaxrnn.norm_kernels import Kind, NormSpec
 from jaxrnn.numerics import broadcast_to_rank, rounded_sum
@@ -244,13 +243,7 @@ def _check(caller: Caller, x: Any, weight: Any, bias: Any, residual: Any, epsilo
             )
     if residual is not None:
         _check_residual(caller, x, residual)
-    if isinstance(epsilon, (bool, jax.Array)) or not isinstance(epsilon, (int, float, np.number)):
-        raise ValueError(
-            f"{caller('epsilon')} must be a number, got {describe(epsilon)}; pass a Python float, which is known when "
-            "the program is traced"
-        )
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"{caller('epsilon')} must be finite and not negative, got {epsilon}; the default is 1e-6")
+    check_epsilon(caller("epsilon"), epsilon, default="1e-6")
 
 
 def _check_residual(caller: Caller, x: Any, residual: Any) -> None:

@@ -86,7 +86,8 @@ def _fold(cell: Cell, params: NormGRUParams) -> NormGRUParams:
     if cell.norm == "layer":
         mean = (w_ih.sum(axis=0) + w_hh.sum(axis=0)) / (w_ih.shape[0] + w_hh.shape[0])
         w_ih, w_hh = w_ih - mean[None], w_hh - mean[None]
-    b = sum(shifts, start=b).at[2 * w_hh.shape[0] :].add(cell.update_bias)
+    reset_and_new, update = jnp.split(sum(shifts, start=b), [2 * w_hh.shape[0]])
+    b = jnp.concatenate([reset_and_new, update + cell.update_bias])
     return NormGRUParams(w_ih.astype(params.w_ih.dtype), w_hh.astype(params.w_hh.dtype), b)
 
 

@@ -201,7 +201,8 @@ def _tree(source: str, cell: Any) -> dict[str, Any]:
     """Returns the parameters of a cell by name: a layer's as a dict, others unchanged."""
     entries = dict(cell) if isinstance(cell, Mapping) else getattr(cell, "__dict__", {})
     if not isinstance(cell, Mapping):  # drops attributes that are not parameters
-        entries = {name: x for name, x in entries.items() if hasattr(x, "kernel") or hasattr(x, "__jax_array__")}
+        kept = ("kernel", "scale", "__jax_array__")  # of layers, norms and parameters
+        entries = {name: x for name, x in entries.items() if any(hasattr(x, attribute) for attribute in kept)}
     entries.pop("rngs", None)
     layers = next((names for names in (FUSED_LAYERS, UNFUSED_LAYERS) if entries.keys() >= set(names)), [])
     known = {*layers, "hn_bias"} if layers is FUSED_LAYERS else set(layers)
@@ -218,6 +219,8 @@ def _tree(source: str, cell: Any) -> dict[str, Any]:
 def _described(cell: Any, entries: Mapping[str, Any]) -> str:
     """Returns a description of what is no cell, and what to pass instead."""
     remedy = remedy_for("from_nnx", cell, "; pass the cell itself")
+    if "norm_i" in entries:
+        remedy = "; jaxrnn.convert has no functions for NormGRUParams"
     for name, of in (("cell", "its cell"), ("layers", "an element of its layers")):
         if hasattr(cell, name) and not isinstance(cell, type):
             remedy = f"; pass {of}"

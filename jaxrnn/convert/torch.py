@@ -112,6 +112,11 @@ def from_torch(
     if not isinstance(prefix, str):
         raise ValueError(f"from_torch: prefix must be a string, got {describe(prefix)}; leave it out if there is none")
     suffix = _suffix(state, layer, reverse, prefix)
+    if f"{prefix}scale_i{suffix}" in state:
+        raise ValueError(
+            f"from_torch: source must be a GRU, LSTM or RNN, got {describe(state)}, the weights of a NormGRU; "
+            "jaxrnn.convert has no functions for NormGRUParams"
+        )
     names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     has_bias = names[2] in state or names[3] in state
     projection = f"{prefix}weight_hr{suffix}"

@@ -71,14 +71,14 @@ def first_reset_carry(carry: Carry, reset_carry: Carry, caller: Caller) -> Carry
     """Returns the carry that the first step starts from: `reset_carry`, or its first step if it has a time axis.
 
     Its arrays are broadcast to the shapes of `carry`; a time axis is the first one. None in place of an array means
-    zeros.
+    zeros, as does a time axis without steps.
 
     Raises:
       ValueError: it has another structure, or shapes that cannot be broadcast to those of `carry`.
     """
 
     def first(new: Array | None, old: Array) -> Array:
-        if new is None:
+        if new is None or (jnp.ndim(new) > old.ndim and jnp.shape(new)[0] == 0):
             return jnp.zeros_like(old)
         return jnp.broadcast_to(new if jnp.ndim(new) <= old.ndim else new[0], old.shape)
 

@@ -885,6 +885,23 @@ def run_nnx(cell):
     return jaxrnn.nnx.RNN(cell, time_major=True)(jnp.asarray(XS))
 
 
+def test_weights_of_a_normed_gru_are_not_taken_for_those_of_a_gru(torch):
+    from torch_bridge.nn import NormGRU
+
+    for norm in ("rms", "layer"):
+        module = NormGRU(D, H, norm=norm)
+        for source in (module, module.state_dict()):
+            with pytest.raises(ValueError, match=r"from_torch: .* no functions for NormGRUParams"):
+                convert.from_torch(source)
+        cell = jaxrnn.nnx.NormGRUCell(D, H, norm=norm, rngs=nnx.Rngs(0))
+        for source in (cell, nnx.state(cell)):
+            with pytest.raises(ValueError, match=r"from_nnx: .* no functions for NormGRUParams"):
+                convert.from_nnx(source)
+        params = convert.from_nnx(jaxrnn.nnx.GRUCell(D, H, rngs=nnx.Rngs(0)))
+        with pytest.raises(ValueError, match=r"to_nnx: .* no functions for NormGRUParams"):
+            convert.to_nnx(params, cell)
+
+
 def test_frameworks_without_blocks_get_a_matrix_with_zeros():
     gru, lstm, simple = (make_blocks(cell) for cell in ("gru", "lstm", "simple"))
     for params in (gru, lstm):

@@ -35,6 +35,11 @@ BATCH_MAJOR, PAIR = Z((B, T, D)), (H0, H0)
 INTERNAL = re.compile("ArrayImpl|Tracer|ShapedArray|NoneType|PyTreeDef|_DimExpr|FusedCell|FusedStack|w_hh must be.*RNN")
 
 
+def norm_gru(**options):
+    """Returns a call of `jaxrnn.norm_gru` with valid arguments but for the options."""
+    return lambda: jaxrnn.norm_gru(jaxrnn.NormGRUParams(Z((D, 3 * H)), Z((H, 3 * H)), Z(3 * H)), H0, XS, **options)
+
+
 def call(name, params=None, carry=None, xs=XS, **options):
     """Calls a function of jaxrnn with valid arguments, except for those that are given."""
     function, valid = FUNCTIONS[name]
@@ -285,6 +290,12 @@ TABLE = {
         ),
         (wrong("simple_rnn", activation="gelu"), 'activation must be "tanh" or "relu", got \'gelu\''),
         (wrong("simple_rnn", activation=["tanh"]), "got ['tanh']"),
+    ],
+    "norm_gru": [
+        (norm_gru(epsilon="a"), "norm_gru: epsilon must be a number, got 'a'; pass a Python float"),
+        (norm_gru(epsilon=-1.0), "norm_gru: epsilon must be finite and not negative, got -1.0; the default is 1e-4"),
+        (norm_gru(update_bias=None), "norm_gru: update_bias must be a number, got None; pass a Python float"),
+        (norm_gru(update_bias=float("inf")), "norm_gru: update_bias must be finite, got inf; the default is -1"),
     ],
     "rms_norm": [
         (lambda: jaxrnn.rms_norm(None), "x must be an array, got None"),

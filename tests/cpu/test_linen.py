@@ -523,6 +523,14 @@ def test_a_sequence_of_length_zero_keeps_its_carry(cell):
         assert_close(got, carry, tol=0)
 
 
+def test_a_reset_carry_of_each_step_may_have_no_step():
+    inputs, starts = (jnp.ones((0, B, D)), jnp.zeros((0, B))), jnp.ones((0, B, H))
+    module = linen.ResetRNN(linen.GRUCell(H))
+    (carry, ys), _ = module.init_with_output(jax.random.key(0), inputs, reset_carry=starts)
+    assert ys.shape == (0, B, H)
+    np.testing.assert_array_equal(carry, jnp.zeros((B, H)))
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_lengths_beyond_the_end_mean_all_steps(cell):
     xs, lengths = rnn_inputs(False), jnp.array([2, T + 3, T, 0])

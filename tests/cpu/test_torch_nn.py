@@ -568,6 +568,25 @@ def test_packed_inputs_need_packed_resets():
             nn.GRU(D, H)(packed, resets=resets)
 
 
+def test_resets_packed_in_another_order_raise():
+    """The sort of `enforce_sorted=False` is unstable, and lengths in another order may have the same batch sizes."""
+    pack = torch.nn.utils.rnn.pack_padded_sequence
+    for lengths, others in (([3] * 17, [3] * 17), ([2, 4], [4, 2])):
+        xs, resets = torch.zeros(4, len(lengths), D), torch.zeros(4, len(lengths))
+        packed = pack(xs, lengths, enforce_sorted=lengths[0] == 3)
+        with pytest.raises(ValueError, match=r"in the same order: pass input._replace\(data=...\)"):
+            nn.GRU(D, H)(packed, resets=pack(resets, others, enforce_sorted=False)._replace(unsorted_indices=None))
+        again = pack(resets, lengths, enforce_sorted=lengths[0] == 3)  # the same order in other tensors
+        assert nn.GRU(D, H)(packed, resets=again)[0].data.shape == (sum(lengths), H)
+
+
+@every_kind
+def test_resets_that_require_a_gradient_get_none(kind):
+    resets, xs = torch.zeros(T, B, requires_grad=True), torch.randn(T, B, D, requires_grad=True)
+    OURS[kind](D, H)(xs, resets=resets)[0].sum().backward()
+    assert resets.grad is None and xs.grad is not None
+
+
 def test_packed_inputs_reject_a_reset_state_per_step():
     packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
     resets = packed._replace(data=torch.zeros(12))
@@ -638,6 +657,8 @@ def test_bad_trajectories_raise():
             nn.run_trajectories(module, *arguments)
     with pytest.raises(ValueError, match=r"is_init \[B, T\], got \(4, 7, 3\) and \(4, 6\)"):
         nn.run_trajectories(module, xs, is_init[:, 1:], *given)
+    with pytest.raises(ValueError, match=r"hidden must be torch.float32, like input, or float32, got torch.float64"):
+        nn.run_trajectories(module, xs, is_init, given[0].double())
     with pytest.raises(
         ValueError, match=r"hidden states must be \[B, T, layers, H\] = \(4, 7, 2, 6\), got \(4, 7, 1, 6\)"
     ):
@@ -690,6 +711,14 @@ def test_a_normed_gru_says_what_it_cannot_do():
         nn.NormGRU(D, H, num_blocks=2)
     with pytest.raises(ValueError, match="proj_size argument is only supported for LSTM, not NormGRU"):
         nn.NormGRU(D, H, proj_size=2)
+    for options, message in (
+        ({"epsilon": "a"}, "epsilon must be a number, got str"),
+        ({"epsilon": -1.0}, "epsilon must be finite and not negative, got -1.0"),
+        ({"update_bias": None}, "update_bias must be a number, got NoneType"),
+        ({"update_bias": float("nan")}, "update_bias must be finite, got nan"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            nn.NormGRU(D, H, **options)
     for make in (
         functools.partial(nn.NormGRU, D, H),
         lambda norm: functional.norm_gru(*[torch.zeros(1)] * 4, norm=norm),

@@ -173,6 +173,17 @@ def test_explicit_mesh_keeps_batches_sharded(cell, axes, implementation):
     assert "all-gather" not in text
 
 
+@pytest.mark.parametrize("norm", ["rms", "layer"])
+def test_a_normed_gru_on_an_explicit_mesh_needs_no_jit(norm):
+    """The norm's scales are combined with the weights outside of the jitted recurrence."""
+    plain, carry, xs, *_ = make_arguments("gru")
+    params = jaxrnn.NormGRUParams(*plain[:3], jnp.full(D, 1.5), jnp.full(H, 0.5))
+    run = functools.partial(jaxrnn.norm_gru, norm=norm, implementation="xla")
+    want = run(params, carry, xs)
+    placed = place(make_mesh(AxisType.Explicit), (P(), P("data"), P(None, "data")), (params, carry, xs))
+    assert_close(run(*placed), want)
+
+
 # The kernels or a scan cannot use these specs of parameters, carry, inputs, reset state and resets as they are.
 MISPLACED = {
     "whole": (P(), P(), P(None, "data"), P(), P()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 from torch import Tensor
@@ -18,10 +19,15 @@ from torch_bridge.rnn_ops import Precision
 CELLS = {"rms": RMS_NORM_GRU, "layer": LAYER_NORM_GRU}
 
 
-def cell_of(norm: Any) -> CellSpec:
-    """Returns the cell with a norm. Raises ValueError if there is none."""
+def cell_of(norm: Any, epsilon: Any, update_bias: Any) -> CellSpec:
+    """Returns the cell with a norm. Raises ValueError if there is none, or if a constant is no number."""
     if norm not in (*CELLS,):  # it may have no hash
         raise ValueError(f'norm must be "rms" or "layer", got {norm!r}')
+    for name, x in (("epsilon", epsilon), ("update_bias", update_bias)):
+        if isinstance(x, bool) or not isinstance(x, (int, float)):
+            raise ValueError(f"{name} must be a number, got {type(x).__name__}: kernels take it as a scalar")
+        if not math.isfinite(x) or (name == "epsilon" and x < 0):
+            raise ValueError(f"{name} must be finite{' and not negative' * (name == 'epsilon')}, got {x}")
     return CELLS[norm]
 
 
@@ -112,7 +118,7 @@ def norm_gru(
       >>> ys.shape, h_n.shape
       (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
-    cell, weights = cell_of(norm), NormWeights(scale_i, scale_h, shift_i, shift_h)
+    cell, weights = cell_of(norm, epsilon, update_bias), NormWeights(scale_i, scale_h, shift_i, shift_h)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
     check_direction(cell, xs, one, batch_first)
     _check_norm(cell, xs, w_hh, weights)

@@ -81,7 +81,7 @@ class NormGRU(SingleStateModule):
     ) -> None:
         if proj_size is not None:
             raise ValueError("proj_size argument is only supported for LSTM, not NormGRU")
-        cell_of(norm)  # raises ValueError if it is unknown
+        cell_of(norm, epsilon, update_bias)  # raises ValueError if it is unknown
         if num_blocks != 1:
             raise ValueError(
                 f"num_blocks must be 1, because the norm of a NormGRU sees all units, got {num_blocks!r}: use GRU for "
@@ -125,4 +125,4 @@ class NormGRU(SingleStateModule):
     @property
     def _cell(self) -> CellSpec:
         """The cell, an entry of `torch_bridge.cells.CELLS`."""
-        return cell_of(self.norm)
+        return cell_of(self.norm, self.epsilon, self.update_bias)

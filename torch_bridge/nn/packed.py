@@ -22,9 +22,10 @@ def forward_packed(
     _check_steps("the input", packed)
     states = checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
     if resets is not None:
-        if not isinstance(resets, PackedSequence) or not torch.equal(resets.batch_sizes, batch_sizes):
+        if not isinstance(resets, PackedSequence) or not _have_same_order(packed, resets):
             raise ValueError(
-                "resets of a PackedSequence must be a PackedSequence of the same lengths, in the same order"
+                "resets of a PackedSequence must be a PackedSequence of the same lengths, in the same order: pass "
+                "input._replace(data=...), or pack_sequence(..., enforce_sorted=...) as for the input"
             )
         if resets.data.dim() != 1:
             raise ValueError(f"the data of resets must be [steps], got {tuple(resets.data.shape)}")
@@ -72,6 +73,17 @@ def _pack(ys: Tensor, lengths: Tensor, rows: int) -> Tensor:
     if choice.listener() is None:
         return pack_padded_sequence(ys, lengths).data
     return ys.flatten(0, 1)[torch.zeros(rows, dtype=torch.int64)]
+
+
+def _have_same_order(one: PackedSequence, other: PackedSequence) -> bool:
+    """Returns whether two packed sequences have the same lengths, and the same sequence at the same place."""
+    if not torch.equal(one.batch_sizes, other.batch_sizes):
+        return False
+    if one.sorted_indices is other.sorted_indices or choice.listener() is not None:
+        return True
+    count = int(one.batch_sizes[0])
+    orders = [torch.arange(count) if x is None else x.cpu() for x in (one.sorted_indices, other.sorted_indices)]
+    return torch.equal(*orders)
 
 
 def _check_steps(name: str, packed: PackedSequence) -> None:

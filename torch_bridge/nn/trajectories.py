@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import Any, overload
 
 import torch
 from torch import Tensor
 
 from torch_bridge import cells
-from torch_bridge.functional.checks import check_tensor
+from torch_bridge.functional.checks import check_state_dtype, check_tensor
 from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
 # The cells that TorchRL has modules of, by `torch.nn.RNNBase.mode`.
@@ -87,6 +87,9 @@ def run_trajectories(
         raise ValueError(
             f"input must be [B, T, D] and is_init [B, T], got {tuple(input.shape)} and {tuple(is_init.shape)}"
         )
+    weight: Any = rnn.weight_ih_l0
+    for name, x in zip(names, given, strict=True):
+        check_state_dtype(name, x, "input", input, weight)
     count = rnn.num_layers * directions_of(rnn)
     for x, width in zip(given, widths_of(rnn, kind), strict=True):
         if tuple(x.shape) != (*outer, count, width):

@@ -199,7 +199,8 @@ def _define(cell: CellSpec) -> Operators:
         given = dict(zip(results, grads, strict=True))
         dsequences = [given[f"{s}s"] if s == "h" or x.cells else None for s in cell.states]
         dlast = [given[f"{s}_last"] for s in cell.states]
-        wanted = [name for name, need in zip(names, ctx.needs_input_grad, strict=False) if need]
+        needed = [name for name, need in zip(names, ctx.needs_input_grad, strict=False) if need]
+        wanted = [name for name in needed if name != "resets"]  # floating-point ones may require a gradient: it is zero
         if not wanted or all(d is None for d in (*dsequences, *dlast)):
             return (None,) * len(names)
         if not x.save:
