@@ -470,8 +470,8 @@ def check_epsilon(name: str, epsilon: Any, default: str) -> None:
         raise ValueError(f"{name} must be finite and not negative, got {epsilon}; the default is {default}")
 
 
-def check_norm_gru(caller: Caller, norm: Any, epsilon: Any, update_bias: Any) -> None:
-    """Raises ValueError unless these are the norm and the constants of a normed GRU."""
+def check_norm_and_constants(caller: Caller, norm: Any, epsilon: Any, update_bias: Any) -> None:
+    """Raises ValueError unless these are the norm and the constants of a cell with a norm."""
     check_norm(caller("norm"), norm)
     check_epsilon(caller("epsilon"), epsilon, default="1e-4")
     check_number(caller("update_bias"), update_bias)

@@ -122,7 +122,7 @@ def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse:
     _, results = jax.eval_shape(step, carry, one)
     stacked = jax.tree.map(lambda y: jax.lax.empty((steps, *y.shape), y.dtype), results)
 
-    def run(first: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
+    def advance(first: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
         """Runs `count` steps from the one with index `first`, which is counted in the order in which they run."""
         for i in range(count):
             t = steps - 1 - (first + i) if reverse else first + i
@@ -131,8 +131,8 @@ def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse:
         return carry, stacked
 
     loops = steps // _UNROLL
-    state = jax.lax.fori_loop(0, loops, lambda i, state: run(i * _UNROLL, _UNROLL, *state), (carry, stacked))
-    return run(loops * _UNROLL, steps % _UNROLL, *state)
+    state = jax.lax.fori_loop(0, loops, lambda i, state: advance(i * _UNROLL, _UNROLL, *state), (carry, stacked))
+    return advance(loops * _UNROLL, steps % _UNROLL, *state)
 
 
 def _index(x: Array, *, t: Any) -> Array:

@@ -220,7 +220,7 @@ def _described(cell: Any, entries: Mapping[str, Any]) -> str:
     """Returns a description of what is no cell, and what to pass instead."""
     remedy = remedy_for("from_nnx", cell, "; pass the cell itself")
     if "norm_i" in entries:
-        remedy = "; jaxrnn.convert has no functions for NormGRUParams"
+        remedy = "; jaxrnn.convert has no functions for cells with a norm"
     for name, of in (("cell", "its cell"), ("layers", "an element of its layers")):
         if hasattr(cell, name) and not isinstance(cell, type):
             remedy = f"; pass {of}"

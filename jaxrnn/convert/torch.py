@@ -114,8 +114,8 @@ def from_torch(
     suffix = _suffix(state, layer, reverse, prefix)
     if f"{prefix}scale_i{suffix}" in state:
         raise ValueError(
-            f"from_torch: source must be a GRU, LSTM or RNN, got {describe(state)}, the weights of a NormGRU; "
-            "jaxrnn.convert has no functions for NormGRUParams"
+            f"from_torch: source must be a GRU, LSTM or RNN, got {describe(state)}; jaxrnn.convert has no functions "
+            "for cells with a norm"
         )
     names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     has_bias = names[2] in state or names[3] in state

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxrnn import recurrent
 from jaxrnn.cells import NormGRUParams, norm_gru_cell
-from jaxrnn.checks import Caller, Implementation, check_norm_gru
+from jaxrnn.checks import Caller, Implementation, check_norm_and_constants
 
 
 def norm_gru(
@@ -75,7 +75,7 @@ def norm_gru(
       >>> carry.shape, ys.shape
       ((2, 4), (5, 2, 4))
     """
-    check_norm_gru(Caller("norm_gru"), norm, epsilon, update_bias)
+    check_norm_and_constants(Caller("norm_gru"), norm, epsilon, update_bias)
     if norm == "rms" and isinstance(params, NormGRUParams) and (params.shift_i, params.shift_h) != (None, None):
         raise ValueError(
             'norm_gru: params.shift_i and params.shift_h must be None with norm="rms", which has no shifts; pass '

@@ -26,8 +26,10 @@ def cell_of(norm: Any, epsilon: Any, update_bias: Any) -> CellSpec:
     for name, x in (("epsilon", epsilon), ("update_bias", update_bias)):
         if isinstance(x, bool) or not isinstance(x, (int, float)):
             raise ValueError(f"{name} must be a number, got {type(x).__name__}: kernels take it as a scalar")
-        if not math.isfinite(x) or (name == "epsilon" and x < 0):
-            raise ValueError(f"{name} must be finite{' and not negative' * (name == 'epsilon')}, got {x}")
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
+    if not -math.inf < update_bias < math.inf:  # torch.compile does not trace math.isfinite of a dynamic number
+        raise ValueError(f"update_bias must be finite, got {update_bias}")
     return CELLS[norm]
 
 

@@ -12,7 +12,7 @@ from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.cells import NormGRUParams, norm_gru_cell
-from jaxrnn.checks import check_norm_gru
+from jaxrnn.checks import check_norm_and_constants
 from jaxrnn.linen.fused_cell import CellEntry, FusedCell
 from jaxrnn.linen.stack import FusedStack
 from jaxrnn.modules import ReturnsCarry
@@ -99,7 +99,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
     @property
     def recurrence(self) -> modules.Recurrence:
         """The cell of `jaxrnn` with the norm and the constants of this one."""
-        check_norm_gru(modules.caller_of(self), self.norm, self.epsilon, self.update_bias)
+        check_norm_and_constants(modules.caller_of(self), self.norm, self.epsilon, self.update_bias)
         return norm_gru_cell(self.norm, self.epsilon, self.update_bias)
 
     @nn.compact
@@ -185,7 +185,9 @@ class NormGRU(FusedStack[ReturnsCarry]):
     def check(self, reverse: bool) -> None:
         """Raises ValueError unless the attributes describe a valid stack."""
         super().check(reverse)
-        check_norm_gru(modules.caller_of(self, norm="cell_norm"), self.cell_norm, self.epsilon, self.update_bias)
+        check_norm_and_constants(
+            modules.caller_of(self, norm="cell_norm"), self.cell_norm, self.epsilon, self.update_bias
+        )
         modules.check_blocks_without_norm(self.caller(), self.num_blocks)
 
     @nn.nowrap

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from jaxrnn import modules
 from jaxrnn.cells import NormGRUParams, norm_gru_cell
-from jaxrnn.checks import Implementation, check_norm_gru
+from jaxrnn.checks import Implementation, check_norm_and_constants
 from jaxrnn.modules import ReturnsCarry
 from jaxrnn.nnx.fused_cell import DENSE, CellEntry, FusedCell, LayerWeights, reason_to_scan
 from jaxrnn.nnx.stack import KERNEL_INIT, RECURRENT_KERNEL_INIT, FusedStack
@@ -149,7 +149,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
         **options: Unpack[NormGRUCellOptions],
     ) -> None:
         caller = modules.caller_of(self)
-        check_norm_gru(caller, norm, epsilon, update_bias)
+        check_norm_and_constants(caller, norm, epsilon, update_bias)
         modules.check_blocks_without_norm(caller, num_blocks)
         own = {"norm": norm, "epsilon": epsilon, "update_bias": update_bias}
         given: Any = {**options, **own}  # other options than those of cells with gates
@@ -231,7 +231,7 @@ class NormGRU(FusedStack[ReturnsCarry]):
         num_blocks: int = 1,
         rngs: nnx.Rngs,
     ) -> None:
-        check_norm_gru(modules.caller_of(self, norm="cell_norm"), cell_norm, epsilon, update_bias)
+        check_norm_and_constants(modules.caller_of(self, norm="cell_norm"), cell_norm, epsilon, update_bias)
         modules.check_blocks_without_norm(self._caller(), num_blocks)
         self.cell_norm = cell_norm
         self.epsilon = epsilon
