@@ -224,12 +224,11 @@ def prepare(problems: Sequence[Problem]) -> Iterator[Compiled]:
 
 def _compared(row: Row, results: Arrays, want: Arrays, limit: float) -> Row:
     """Returns `row` with the largest error of any array, and marked as wrong if that exceeds `limit`."""
-    errors = {array: rms for array, (rms, _) in oracle.errors(results, want).items()}
-    worst = max(errors, key=lambda array: errors[array] if errors[array] == errors[array] else float("inf"))
-    row = dataclasses.replace(row, error=errors[worst], error_of=worst)
-    if errors[worst] <= limit:
+    name, error = oracle.largest_rms(oracle.errors(results, want))
+    row = dataclasses.replace(row, error=error, error_of=name)
+    if error <= limit:
         return row
-    reason = f"not timed: {worst} differs from xla's by {errors[worst]:.2g}, more than {limit:g}"
+    reason = f"not timed: {name} differs from xla's by {error:.2g}, more than {limit:g}"
     return dataclasses.replace(row, status="wrong", reason=reason)
 
 

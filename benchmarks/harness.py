@@ -214,13 +214,12 @@ def check(
         errors = oracle.errors(got, want if names is None else {name: want[name] for name in names})
     except Exception as error:
         return failed(row, error)
-    largest = {name: rms for name, (rms, _) in errors.items()}
-    name = max(largest, key=lambda name: float("inf") if largest[name] != largest[name] else largest[name])
+    name, largest = oracle.largest_rms(errors)
     limit = oracle.tolerance(truth.cell, provider.precision)
-    if not largest[name] <= limit:
-        reason = f"not timed: {name} is off by {largest[name]:.2g}, more than {limit:g}"
-        return dataclasses.replace(row, status="wrong", reason=reason, error=largest[name], error_of=name)
-    return name, largest[name]
+    if not largest <= limit:
+        reason = f"not timed: {name} is off by {largest:.2g}, more than {limit:g}"
+        return dataclasses.replace(row, status="wrong", reason=reason, error=largest, error_of=name)
+    return name, largest
 
 
 def checked_clocks(

@@ -113,6 +113,13 @@ def _errors(got: Arrays, want: Arrays) -> dict[str, tuple[jax.Array, jax.Array]]
     return {name: error(x, want[name]) for name, x in got.items()}
 
 
+def largest_rms(errors: Errors) -> tuple[str, float]:
+    """Returns the name of the array with the largest first error of `errors`, and that error; a NaN is the largest."""
+    largest = {name: rms for name, (rms, _) in errors.items()}
+    name = max(largest, key=lambda name: float("inf") if largest[name] != largest[name] else largest[name])
+    return name, largest[name]
+
+
 def errors(got: Arrays, want: Arrays) -> Errors:
     """Returns by name `||got - want|| / ||want||` and `max|got - want| / max|want|`, NaN where anything is NaN."""
     if got.keys() != want.keys():

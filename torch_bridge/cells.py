@@ -20,8 +20,8 @@ class CellSpec:
       gates: width of the input projection as a multiple of H.
       states: the carry, with the hidden state first.
       residuals: what the forward kernel stores at every step for the backward kernel: `(name, width / H)`.
-      packed_residuals: what the forward kernel stores instead where it may overwrite `xp`: `(name, width / H)`, as
-        wide as `xp` and under one of the names in `residuals`. None if the cell has no such form.
+      packed_residuals: the array of 32-bit words that replaces the residuals where the forward kernel may overwrite
+        `xp`: `(name, width / H)`, as wide as `xp`, with one of the names in `residuals`. None if the cell has none.
       last_gate_separate: whether the last gate takes its input projection and its hidden product separately, instead of
         their sum. The bias `b_hn` is then added to that hidden product.
       tilings: the cell whose tilings and measured costs the kernels of this one use: itself, or one that has at least

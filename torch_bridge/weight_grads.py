@@ -73,12 +73,12 @@ class Problem:
 
     @property
     def normed(self) -> bool:
-        """Whether the gate gradients contain the factors of a norm, which the array "scale" holds."""
+        """Returns whether a norm scales the gate gradients, by the factors in the array "scale"."""
         return "scale" in dict(self.dtypes)
 
     @property
     def centered(self) -> bool:
-        """Whether the norm is LayerNorm: the array "x_mean" holds the means that are subtracted from states."""
+        """Returns whether LayerNorm centers the states, by the means in the array "x_mean"."""
         return "x_mean" in dict(self.dtypes)
 
     @property

@@ -78,9 +78,9 @@ def first_reset_carry(carry: Carry, reset_carry: Carry, caller: Caller) -> Carry
     """
 
     def first(new: Array | None, old: Array) -> Array:
-        if new is None or (jnp.ndim(new) > old.ndim and jnp.shape(new)[0] == 0):
-            return jnp.zeros_like(old)
-        return jnp.broadcast_to(new if jnp.ndim(new) <= old.ndim else new[0], old.shape)
+        if new is not None and _has_time_axis(new, old):
+            new = new[0] if jnp.shape(new)[0] else None
+        return jnp.zeros_like(old) if new is None else jnp.broadcast_to(new, old.shape)
 
     if _has_same_structure(reset_carry, carry):
         with contextlib.suppress(ValueError):  # shapes that cannot be broadcast

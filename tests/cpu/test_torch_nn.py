@@ -575,7 +575,7 @@ def test_resets_packed_in_another_order_raise():
         xs, resets = torch.zeros(4, len(lengths), D), torch.zeros(4, len(lengths))
         packed = pack(xs, lengths, enforce_sorted=lengths[0] == 3)
         with pytest.raises(ValueError, match=r"in the same order: pass input._replace\(data=...\)"):
-            nn.GRU(D, H)(packed, resets=pack(resets, others, enforce_sorted=False)._replace(unsorted_indices=None))
+            nn.GRU(D, H)(packed, resets=pack(resets, others, enforce_sorted=False))
         again = pack(resets, lengths, enforce_sorted=lengths[0] == 3)  # the same order in other tensors
         assert nn.GRU(D, H)(packed, resets=again)[0].data.shape == (sum(lengths), H)
 

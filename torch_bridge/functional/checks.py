@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -31,6 +32,18 @@ def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
     }  # fmt: skip
     remedy = remedies.get(kind, "")
     raise ValueError(f"{name} must be a tensor, got {kind.replace('ArrayImpl', 'an array of JAX')}{remedy}")
+
+
+def check_number(name: str, x: Any) -> None:
+    """Raises ValueError unless `x` is a Python number."""
+    if isinstance(x, bool) or not isinstance(x, (int, float)):
+        raise ValueError(f"{name} must be a number, got {type(x).__name__}: kernels take it as a scalar")
+
+
+def check_epsilon(name: str, epsilon: float) -> None:
+    """Raises ValueError unless a number may be added to a variance."""
+    if not 0 <= epsilon < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {epsilon}")
 
 
 def check_reset_flags(resets: Any, shape: tuple[int, ...], whose: str) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from torch_bridge import op_common
 from torch_bridge.cells import LAYER_NORM_GRU, RMS_NORM_GRU, CellSpec
-from torch_bridge.functional.checks import Implementation, check_direction, check_tensor
+from torch_bridge.functional.checks import Implementation, check_direction, check_epsilon, check_number, check_tensor
 from torch_bridge.functional.direction import Direction
 from torch_bridge.functional.layer import run_layer
 from torch_bridge.functional.norm_weights import NormWeights, fold
@@ -19,18 +19,20 @@ from torch_bridge.rnn_ops import Precision
 CELLS = {"rms": RMS_NORM_GRU, "layer": LAYER_NORM_GRU}
 
 
-def cell_of(norm: Any, epsilon: Any, update_bias: Any) -> CellSpec:
-    """Returns the cell with a norm. Raises ValueError if there is none, or if a constant is no number."""
+def cell_of(norm: Any) -> CellSpec:
+    """Returns the cell with a norm. Raises ValueError if there is none."""
     if norm not in (*CELLS,):  # it may have no hash
         raise ValueError(f'norm must be "rms" or "layer", got {norm!r}')
-    for name, x in (("epsilon", epsilon), ("update_bias", update_bias)):
-        if isinstance(x, bool) or not isinstance(x, (int, float)):
-            raise ValueError(f"{name} must be a number, got {type(x).__name__}: kernels take it as a scalar")
-    if not 0 <= epsilon < math.inf:
-        raise ValueError(f"epsilon must be finite and not negative, got {epsilon}")
+    return CELLS[norm]
+
+
+def check_constants(epsilon: Any, update_bias: Any) -> None:
+    """Raises ValueError unless the constants of a cell with a norm are valid."""
+    check_number("epsilon", epsilon)
+    check_epsilon("epsilon", epsilon)
+    check_number("update_bias", update_bias)
     if not -math.inf < update_bias < math.inf:  # torch.compile does not trace math.isfinite of a dynamic number
         raise ValueError(f"update_bias must be finite, got {update_bias}")
-    return CELLS[norm]
 
 
 def _check_norm(cell: CellSpec, xs: Tensor, w_hh: Tensor, norm: NormWeights) -> None:
@@ -120,8 +122,9 @@ def norm_gru(
       >>> ys.shape, h_n.shape
       (torch.Size([5, 2, 4]), torch.Size([2, 4]))
     """
-    cell, weights = cell_of(norm, epsilon, update_bias), NormWeights(scale_i, scale_h, shift_i, shift_h)
+    cell, weights = cell_of(norm), NormWeights(scale_i, scale_h, shift_i, shift_h)
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
+    check_constants(epsilon, update_bias)
     check_direction(cell, xs, one, batch_first)
     _check_norm(cell, xs, w_hh, weights)
     (out,) = run_layer(

@@ -11,7 +11,13 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from torch_bridge import choice, norm_ops, op_common
-from torch_bridge.functional.checks import Implementation, check_implementation, check_tensor
+from torch_bridge.functional.checks import (
+    Implementation,
+    check_epsilon,
+    check_implementation,
+    check_number,
+    check_tensor,
+)
 
 # Whether PyTorch's own norm returns float32 under autocast on a GPU. On the CPU neither norm does.
 _AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
@@ -263,10 +269,10 @@ def _norm(
         if y is not None and not y.is_floating_point():
             raise ValueError(f"{name} must be floating point, got {y.dtype}: convert it")
     op_common.check_devices("x", x, {name: y for name, y, _ in shapes})
-    if not (eps is None and kind == "rms") and (isinstance(eps, bool) or not isinstance(eps, (int, float))):
-        raise ValueError(f"eps of {kind}_norm must be a number, got {type(eps).__name__}: kernels take it as a scalar")
-    if eps is not None and not 0 <= eps < math.inf:
-        raise ValueError(f"eps must be finite and not negative, got {eps}")
+    if eps is not None or kind == "layer":
+        check_number(f"eps of {kind}_norm", eps)
+    if eps is not None:
+        check_epsilon("eps", eps)
     device, dtype = x.device.type, x.dtype
     if device != "cpu" and _AUTOCAST[kind] and dtype != torch.float64 and op_common.is_autocasting(device):
         dtype = torch.float32

@@ -10,7 +10,7 @@ from torch.nn import Parameter
 
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Direction, Implementation
-from torch_bridge.functional.norm_gru import cell_of
+from torch_bridge.functional.norm_gru import cell_of, check_constants
 from torch_bridge.functional.norm_weights import NormWeights, fold
 from torch_bridge.nn.recurrent import Device
 from torch_bridge.nn.single_state import SingleStateModule
@@ -81,7 +81,8 @@ class NormGRU(SingleStateModule):
     ) -> None:
         if proj_size is not None:
             raise ValueError("proj_size argument is only supported for LSTM, not NormGRU")
-        cell_of(norm, epsilon, update_bias)  # raises ValueError if it is unknown
+        cell_of(norm)  # raises ValueError if it is unknown
+        check_constants(epsilon, update_bias)
         if num_blocks != 1:
             raise ValueError(
                 f"num_blocks must be 1, because the norm of a NormGRU sees all units, got {num_blocks!r}: use GRU for "
@@ -125,4 +126,4 @@ class NormGRU(SingleStateModule):
     @property
     def _cell(self) -> CellSpec:
         """The cell, an entry of `torch_bridge.cells.CELLS`."""
-        return cell_of(self.norm, self.epsilon, self.update_bias)
+        return cell_of(self.norm)

@@ -74,7 +74,7 @@ class Problem:
 
     @property
     def has_packed_residuals(self) -> bool:
-        """Whether the residuals are one array of words, which may overwrite the projections: see `CellSpec`."""
+        """Returns whether residuals are packed into one array of words, as `CellSpec.packed_residuals` describes."""
         return CELLS[self.cell].has_packed_residuals(dict(self.dtypes))
 
     @property

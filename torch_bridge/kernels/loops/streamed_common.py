@@ -1,6 +1,7 @@
-"""What the streamed loop loads, stores and exchanges: tiles of arrays and weights, reset states, the barrier.
+"""Device functions of the streamed loop.
 
-Tiles are `[hidden, batch]`, as `torch_bridge.kernels.common` explains.
+They load and store tiles, read weights, select reset states and synchronize the programs of a launch. Tiles are
+`[hidden, batch]`, as `torch_bridge.kernels.common` explains.
 """
 
 import triton
