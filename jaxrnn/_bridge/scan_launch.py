@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
+from jaxrnn import sharding
 from jaxrnn.cells import base, norm
 from jaxrnn.cells.run_step import run_step
 from jaxrnn.numerics import cast_clamped, is_reset, matmul
@@ -121,6 +122,7 @@ def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
     _, results = jax.eval_shape(step, carry, one)
     stacked = jax.tree.map(lambda y: jax.lax.empty((steps, *y.shape), y.dtype), results)
+    carry, stacked = sharding.unify_varying_axes((carry, stacked), xs)  # an iteration may not change their types
 
     def advance(first: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
         """Runs `count` steps from the one with index `first`, which is counted in the order in which they run."""

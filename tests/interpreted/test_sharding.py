@@ -22,6 +22,7 @@ from meshes import make_mesh
 import jaxrnn
 from jaxrnn import _bridge
 from jaxrnn.kernel_vjp import chunks
+from torch_bridge import tiling
 
 assert_close = functools.partial(trees.assert_close, tol=1e-5, atol=2e-5)
 
@@ -45,7 +46,20 @@ def platform(request, monkeypatch):
 
 
 T, B, D, H = 5, 8, 3, 6
-IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton"])
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton", "scan"], indirect=True)
+
+
+@pytest.fixture
+def implementation(request, monkeypatch):
+    """Returns an implementation; for "scan" it is None, which runs a scan in XLA in place of each launch."""
+    if request.param != "scan":
+        yield request.param
+        return
+    monkeypatch.setattr(_bridge, "is_preferred", lambda steps: True)
+    monkeypatch.setattr(tiling, "prefers_scan", lambda problem, device: True)
+    jax.clear_caches()  # programs in which None chose a kernel
+    yield None
+    jax.clear_caches()
 
 
 def make_arguments(cell, batch=(B,), seed=0):
@@ -114,7 +128,7 @@ def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, rem
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("steps", [1, T])
 def test_carry_may_be_made_inside_shard_map(implementation, steps):
     params, carry, xs, _, resets = make_arguments("gru")
@@ -127,7 +141,7 @@ def test_carry_may_be_made_inside_shard_map(implementation, steps):
     assert_close(jax.jit(inside)(params, xs, resets), run(params, jnp.zeros_like(carry), xs, resets=resets)[1])
 
 
-@pytest.mark.parametrize("implementation", ["xla", "triton"])
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_vmap_of_shard_map_shards_its_axis(cell, implementation):
     """Shards seeds over one axis of the mesh by `spmd_axis_name`, and the batch of each seed over the other axis."""
