@@ -43,7 +43,7 @@ PUBLIC XLA_FFI_Error* host_initialize(XLA_FFI_CallFrame* frame) {
 PUBLIC int traits_of_handler(void) {
   XLA_FFI_Metadata metadata = {.struct_size = XLA_FFI_Metadata_STRUCT_SIZE};
   XLA_FFI_Metadata_Extension extension = {.metadata = &metadata};
-  *(XLA_FFI_Extension_Type*)((char*)&extension + offsetof(Extension, type)) = XLA_FFI_Extension_Metadata;
+  ((Extension*)&extension)->type = XLA_FFI_Extension_Metadata;
   XLA_FFI_CallFrame frame = {.extension_start = (Extension*)&extension};
   XLA_FFI_Error* failure = jaxrnn_launch_v1(&frame);
   return failure ? -1 : (int)metadata.traits * 100 + metadata.api_version.minor_version;
