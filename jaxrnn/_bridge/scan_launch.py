@@ -138,11 +138,11 @@ def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse:
 
 
 def _index(x: Array, *, t: Any) -> Array:
-    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False)
+    return jax.lax.dynamic_index_in_dim(x, t, keepdims=False, allow_negative_indices=False)
 
 
 def _update(stacked: Array, x: Array, *, t: Any) -> Array:
-    return jax.lax.dynamic_update_index_in_dim(stacked, x, t, 0)
+    return jax.lax.dynamic_update_index_in_dim(stacked, x, t, 0, allow_negative_indices=False)
 
 
 def _product(x: Array, w: Array, precision: jax.lax.Precision) -> Array:
