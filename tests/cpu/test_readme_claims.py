@@ -118,7 +118,7 @@ def test_ratios_to_flax_are_those_of_the_results():
             units = int(case.split(",")[2])
             (narrow if units <= 256 else wide).append(found[case, "flax"] / ours)
     assert (len(narrow), len(wide)) == (8, 6)
-    words = {"seventh": 7, "thirty-fourth": 34}
+    words = {"seventh": 7, "thirty-seventh": 37}
     low, high = re.search(r"up to 256 hidden units take a ([\w-]+) to a ([\w-]+) of the time of Flax's", PROSE).groups()
     assert (words[low], words[high]) == (round(min(narrow)), round(max(narrow)))
     low, high = re.search(r"Those with more units take ([\d.]+) to ([\d.]+) of its time", PROSE).groups()
@@ -313,25 +313,50 @@ def assert_range(values, text):
 
 def test_figures_as_other_gpus_are_those_of_the_results():
     headings, rows = table("B, T, H | as an A100")
-    assert headings == ["B, T, H", *PROFILES, "`lax.scan`, hoisted"] and len(rows) == 4
-    found, commits = {}, set()
+    peers = {"Flax": "flax", "`lax.scan`, hoisted": "hoisted-scan", "cuDNN, packed": "torch-cudnn-packed"}
+    assert headings == ["B, T, H", *PROFILES, *peers]
+    found, commits, cases = {}, {}, set()
     for profile, suite in itertools.product(PROFILES.values(), ("headline", "sweep")):
         report = results_as(profile, suite)
         found |= {(*key, profile): value for key, value in values(report).items()}
-        commits |= set(report.commits())
-    for case, (*ours, scan) in rows.items():
-        for profile, cell in zip(PROFILES.values(), ours, strict=True):
+        commits.setdefault(suite, []).extend(report.commits())
+        cases |= set(report.commits()[commits[suite][-1]])
+    assert cases == set(rows) and len(cases) == 6
+    behind = []
+    for case, cells in rows.items():
+        for profile, cell in zip(PROFILES.values(), cells, strict=False):
             times = [found[case, f"jaxrnn-default{dtype}", profile] for dtype in ("", "-bf16")]
             assert [rounded(x, y) for x, y in zip(times, cell.split(" / "), strict=True)] == cell.split(" / ")
-        assert_range([found[case, "hoisted-scan", profile] for profile in PROFILES.values()], scan)
-    (commit,) = commits
-    assert f"jax 0.11.2, triton 3.6.0, commits {commit} and, for `choice`," in PROSE
+            others = [found.get((case, name, profile)) for name in peers.values()]
+            behind += [(case, profile, times[0] / other) for other in others if other and other < times[0]]
+        for name, text in zip(peers.values(), cells[len(PROFILES) :], strict=True):
+            of_all = [found[case, name, profile] for profile in PROFILES.values() if (case, name, profile) in found]
+            if text == "-":
+                assert not of_all
+            else:
+                assert_range(of_all, text)
+    ((case, profile, ratio),) = behind
+    named = next(text for text, name in PROFILES.items() if name == profile)
+    (text,) = re.findall(rf"A{named[1:]}, {case} takes ([\d.]+) times the time of cuDNN with packed episodes;", PROSE)
+    assert rounded(ratio, text) == text
+    quoted = re.search(r"Without any reset, cuDNN takes (.*?) / (.*?) ms for that GRU", PROSE).groups()
+    for name, text in zip(("torch-cudnn", "torch-cudnn-bf16"), quoted, strict=True):
+        assert_range([found[case, name, profile] for profile in PROFILES.values()], text)
+    (newer,), (older,) = set(commits["headline"]), set(commits["sweep"])
+    assert f"jax 0.11.2, triton 3.6.0, commits {newer} (GRU 64,128,32: {older}) and, for the table" in PROSE
 
 
 def test_figures_of_wide_states_as_other_gpus_are_those_of_the_results():
     headings, rows = table("B, T, H, wider")
     assert headings == ["B, T, H, wider", *PROFILES, '`implementation="xla"`'] and len(rows) == 7
-    found = {profile: values(results_as(profile, "choice")) for profile in PROFILES.values()}
+    reports = {profile: results_as(profile, "choice") for profile in PROFILES.values()}
+    found = {profile: values(report) for profile, report in reports.items()}
+    of = {
+        profile: {commit for commit, cases in report.commits().items() if set(cases) & set(rows)}
+        for profile, report in reports.items()
+    }
+    (older,), (newer,) = of["a100"] | of["rtx4090"], of["rtx3090"]
+    assert f"and, for the table from `choice`, {older} (as an RTX 3090, {newer})." in PROSE
     for case, (*ours, scan) in rows.items():
         times = [found[profile][case, "default"] for profile in PROFILES.values()]
         assert [rounded(x, y) for x, y in zip(times, ours, strict=True)] == ours
@@ -347,19 +372,23 @@ def test_the_default_is_at_most_3_percent_behind_the_faster_implementation():
         cases = {case for case, _ in found}
         assert len(cases) == len(choice.PROBLEMS) and {row.status for row in report.rows} == {"measured"}
         ratios += [found[case, "default"] / min(found[case, "triton"], found[case, "xla"]) for case in cases]
-    problems, most, fewest, count, older, newer = re.search(
+    problems, most, *named = re.search(
         r'`choice` compares `implementation=None` with "triton" and "xla" in (\d+) problems.*? '
         r"The default takes at most ([\d.]+) times the time of the faster one\. "
-        r"The first (\d+) to (\d+) problems are of commit (\w+), the others, and all as an RTX 3090, of (\w+)\.", PROSE,
+        r"The problems are of commits (\w+), (\w+) and (\w+),", PROSE,
     ).groups()  # fmt: skip
     assert int(problems) == len(choice.PROBLEMS) and max(ratios) <= float(most) == 1 + choice.TOLERANCE
-    (of_3090,) = (report for report in reports if report.machine.get("as") == "rtx3090")
-    assert list(of_3090.commits()) == [newer]
-    names, others = list(map(str, choice.PROBLEMS)), [one.commits() for one in reports if one is not of_3090]
-    assert {len(cases[older]) for cases in others} == {int(fewest), int(count)}
-    for cases in others:
-        assert set(cases) == {older, newer} and [*cases[older], *cases[newer]] == names
-    assert f"for `choice`, {older} (as an RTX 3090, {newer})." in PROSE
+    counts = [{commit: len(cases) for commit, cases in report.commits().items()} for report in reports]
+    assert {commit for each in counts for commit in each} == set(named)
+    notes = re.search(
+        r"Of `choice`, on the H200, (.*?); as an A100, (.*?); as an RTX 3090, (.*?); as an RTX 4090, (.*?)\. Suites",
+        " ".join(TEXTS["benchmarks/NOTES.md"].split()),
+    ).groups()
+    for each, text in zip(counts, notes, strict=True):
+        assert sum(each.values()) == len(choice.PROBLEMS)
+        numbers = [int(x) for x in re.findall(r"\b\d+\b", text)]
+        assert numbers == [each[commit] for commit in named if commit in each], text
+    assert re.findall(r"of (\w{7})\b", notes[0]) == named
 
 
 def test_errors_are_at_most_twice_those_of_xla():
