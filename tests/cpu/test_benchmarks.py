@@ -906,7 +906,10 @@ def test_providers_may_be_named_in_one_option_or_several():
     assert (none.only, none.skip, none.rows) == ((), (), ())
 
 
-@pytest.mark.parametrize("name", [name for name in command.SUITES if name != "ppo"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.torch] * (name == "tilings")) for name in command.SUITES if name != "ppo"],
+)
 def test_rows_option_applies_to_every_suite(name):
     """Suites prepare nothing for cases that `--rows` excludes."""
     assert list(_suites()[name](Settings(rows=("no such case",)), None)) == []

@@ -885,6 +885,7 @@ def run_nnx(cell):
     return jaxrnn.nnx.RNN(cell, time_major=True)(jnp.asarray(XS))
 
 
+@pytest.mark.torch
 def test_weights_of_a_normed_gru_are_not_taken_for_those_of_a_gru(torch):
     from torch_bridge.nn import NormGRU
 

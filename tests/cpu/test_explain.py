@@ -546,6 +546,7 @@ def test_threads_leave_a_shared_default_implementation_in_any_order():
     assert found == [None] and context.default() is None
 
 
+@pytest.mark.torch
 def test_default_triton_raises_where_the_kernels_cannot_run(monkeypatch):
     no_torch(monkeypatch)
     with jaxrnn.default_implementation("triton"):

@@ -22,7 +22,9 @@ SNIPPET = re.compile(r"(<!-- no-run -->\n)?^ *```python\n(.*?)```", re.DOTALL | 
 SNIPPETS = [snippet for _, snippet in SNIPPET.findall((ROOT / "README.md").read_text())]
 MARKDOWN = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md"))
 PAGES = [
-    pytest.param(page, marks=[pytest.mark.torch] if re.search(r"^(import|from) torch", text, re.MULTILINE) else [])
+    pytest.param(
+        page, marks=[pytest.mark.torch] * bool(re.search(r"^(import|from) torch|device=\"", text, re.MULTILINE))
+    )
     for page in MARKDOWN
     if page != "docs/codebases.md" and "```python" in (text := (ROOT / page).read_text())
 ]

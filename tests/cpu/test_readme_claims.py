@@ -498,9 +498,12 @@ def example_commands():
     markers = {"torch_policy": pytest.mark.torch, "gymnax_ppo": pytest.mark.gymnax}
     assert len(found) >= 12 and {"recurrent_ppo", "many_seeds", *markers} <= {name for name, _ in found}
     return [
-        pytest.param(name, arguments, marks=markers.get(name, ()), id=f"{name}{arguments}".strip())
+        pytest.param(
+            name, arguments, marks=pytest.mark.torch if "triton" in arguments else markers.get(name, ()),
+            id=f"{name}{arguments}".strip(),
+        )
         for name, arguments in dict.fromkeys(found)
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "arguments"), example_commands())
