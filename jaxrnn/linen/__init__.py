@@ -19,6 +19,7 @@ done flag that step t - 1 returned, which is stored with the observation of step
 `resets[t + 1]`.
 """
 
+import jaxrnn._require_flax  # noqa: F401
 from jaxrnn.linen.cells.gru import GRU, GRUCell
 from jaxrnn.linen.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
 from jaxrnn.linen.cells.mgu import MGU, MGUCell

@@ -15,6 +15,7 @@ done flag that step t - 1 returned, which is stored with the observation of step
 `resets[t + 1]`.
 """
 
+import jaxrnn._require_flax  # noqa: F401
 from jaxrnn.nnx.cells.gru import GRU, GRUCell
 from jaxrnn.nnx.cells.lstm import LSTM, LSTMCell, OptimizedLSTMCell
 from jaxrnn.nnx.cells.norm_gru import NormGRU, NormGRUCell

@@ -212,6 +212,24 @@ import torch_bridge
     )
 
 
+@pytest.mark.parametrize("module", ["jaxrnn.linen", "jaxrnn.nnx", "torch_bridge.nn", "torch_bridge.functional"])
+def test_import_of_modules_without_flax_or_torch_names_the_extra(module):
+    missing, extra = ("torch", "torch") if module.startswith("torch_bridge") else ("flax", "jax")
+    run_without(
+        (missing,),
+        f"""
+try:
+    import {module}
+except ModuleNotFoundError as error:
+    assert str(error).startswith("{module.split(".")[0]}.") and "pip install '.[{extra}]'" in str(error), error
+    assert error.name == "{missing}"
+else:
+    raise AssertionError("{module} imports without {missing}")
+import jaxrnn
+""",
+    )
+
+
 def test_shared_modules_of_torch_bridge_import_without_torch_and_jax():
     tables = ", ".join(f"torch_bridge.{name}" for name in ("tiling", "cells", "records", "rules"))
     run_without((*TORCH_SIDE, *JAX_SIDE), f"import torch_bridge, {tables}")
@@ -233,7 +251,7 @@ for kind in (GRU, LSTM):
 # Modules that import neither torch nor triton, and that every module of jaxrnn may import.
 SHARED = ("torch_bridge.cells", "torch_bridge.records", "torch_bridge.rules")
 # The modules of jaxrnn that each module may import. Only `_bridge` may import the rest of torch_bridge, and only
-# `linen` and `nnx` may import Flax.
+# `linen`, `nnx` and `_require_flax` may import Flax.
 ARROWS = {
     "": ("_bridge", "cells", "choice", "context", "explanation", "functions", "norms"),
     "numerics": (),
@@ -253,8 +271,9 @@ ARROWS = {
     "recurrent": ("_bridge", "blocks", "cells", "checks", "choice", "kernel_vjp", "scan", "sharding"),
     "functions": ("cells", "checks", "recurrent"),
     "modules": ("cells", "checks", "choice", "context", "norms", "numerics", "recurrent"),
-    "linen": ("cells", "checks", "choice", "modules"),
-    "nnx": ("cells", "checks", "choice", "modules"),
+    "_require_flax": (),
+    "linen": ("_require_flax", "cells", "checks", "choice", "modules"),
+    "nnx": ("_require_flax", "cells", "checks", "choice", "modules"),
 }
 
 
@@ -263,7 +282,7 @@ def test_modules_of_jaxrnn_import_only_what_they_may(module):
     name = ".".join(module.split(".")[1:2])  # a package counts as one module
     imported = imports(module)
     forbidden = [*NOT_DEPENDENCIES, *(() if name == "_bridge" else (*TORCH_SIDE, "torch_bridge"))]
-    forbidden += () if name in ("linen", "nnx") else ("flax",)
+    forbidden += () if name in ("linen", "nnx", "_require_flax") else ("flax",)
     assert not [one for one in imported if within(one, *forbidden) and not within(one, *SHARED)]
     allowed = [f"jaxrnn.{one}" for one in (*ARROWS[name], name)]
     assert not [one for one in imported if within(one, "jaxrnn") and not within(one, *allowed)]

@@ -4,6 +4,7 @@ They convert their arguments to the canonical form of `torch_bridge.rnn_ops` and
 the operators there.
 """
 
+import torch_bridge._require_torch  # noqa: F401
 from torch_bridge.functional.checks import Implementation
 from torch_bridge.functional.direction import Direction, DirectionResult
 from torch_bridge.functional.gru import gru

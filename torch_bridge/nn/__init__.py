@@ -5,6 +5,7 @@ recurrent modules. In addition, `forward` takes `resets` and `reset_state`, or a
 modules in the form of `GRU`; `torch.nn` has none. `run_trajectories` takes the inputs of TorchRL's recurrent modules.
 """
 
+import torch_bridge._require_torch  # noqa: F401
 from torch_bridge.nn.gru import GRU
 from torch_bridge.nn.lstm import LSTM
 from torch_bridge.nn.mgu import MGU
