@@ -105,10 +105,11 @@ def compiled(function, arguments):
     return program(*arguments), program.as_text()
 
 
+@pytest.mark.parametrize("implementation", ["triton", "scan"], indirect=True)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
-def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat):
+def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, remat, implementation):
     monkeypatch.setattr(chunks, "_CHUNK_BYTES", 1)  # `remat` runs in several chunks
     monkeypatch.setattr(chunks, "_CHUNK_STEPS", 2)
     arguments = make_arguments(cell)
@@ -116,9 +117,9 @@ def test_shard_map_sums_gradients_over_devices(monkeypatch, cell, check_vma, rem
     state, sequence = P("data"), P(None, "data")
     specs = P(), state, sequence, P(), sequence
     results = (P(), sequence), (P(), state, sequence, P())
-    run = with_gradients(cell, "triton", axis="data", remat=remat)
+    run = with_gradients(cell, implementation, axis="data", remat=remat)
     if not check_vma:  # without `check_vma`, gradients are correct if taken outside of `shard_map`
-        inside = functools.partial(loss, cell, "triton", axis="data", remat=remat)
+        inside = functools.partial(loss, cell, implementation, axis="data", remat=remat)
         inside = jax.shard_map(
             inside, mesh=make_mesh(AxisType.Auto), in_specs=specs, out_specs=(P(), sequence), check_vma=False
         )
@@ -157,12 +158,13 @@ def test_vmap_of_shard_map_shards_its_axis(cell, implementation):
     assert got[0][1].sharding.spec[0] == "seeds"
 
 
+@IMPLEMENTATIONS
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
-def test_pmap_equals_vmap(cell):
+def test_pmap_equals_vmap(cell, implementation):
     count = len(jax.devices())
     arguments = [make_arguments(cell, seed=seed) for seed in range(count)]
     stacked = jax.tree.map(lambda *x: jnp.stack(x), *arguments)
-    got = jax.pmap(with_gradients(cell, "triton"))(*stacked)
+    got = jax.pmap(with_gradients(cell, implementation))(*stacked)
     want = jax.vmap(with_gradients(cell, "xla"))(*stacked)
     assert_close(got, want)
 
