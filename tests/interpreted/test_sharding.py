@@ -51,15 +51,17 @@ IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["xla", "triton", "s
 
 @pytest.fixture
 def implementation(request, monkeypatch):
-    """Returns an implementation; for "scan" it is None, which runs a scan in XLA in place of each launch."""
+    """Returns an implementation; for "scan" it is None, which runs a scan in XLA in place of each launch of a loop."""
     if request.param != "scan":
         yield request.param
         return
     monkeypatch.setattr(_bridge, "is_preferred", lambda steps: True)
-    monkeypatch.setattr(tiling, "prefers_scan", lambda problem, device: True)
+    scans = []
+    monkeypatch.setattr(tiling, "prefers_scan", lambda problem, device: scans.append(problem.direction) or True)
     jax.clear_caches()  # programs in which None chose a kernel
     yield None
     jax.clear_caches()
+    assert "fwd" in scans
 
 
 def make_arguments(cell, batch=(B,), seed=0):
