@@ -123,7 +123,7 @@ def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse:
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
     _, results = jax.eval_shape(step, carry, one)
     stacked = jax.tree.map(lambda y: jax.lax.empty((steps, *y.shape), y.dtype), results)
-    carry, stacked = sharding.unify_varying_axes((carry, stacked), xs)
+    stacked = sharding.unify_varying_axes(stacked, carry)
 
     def advance(first: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
         """Runs `count` steps from the one with index `first`, which is counted in the order in which they run."""

@@ -74,7 +74,7 @@ def test_wrong_implementation_is_not_timed(measured):
     assert rows["default"].value == rows["xla"].value and report.broken(rows["triton"])
 
 
-@pytest.mark.parametrize("name", ["triton", pytest.param("xla", marks=pytest.mark.torch)])  # its kernel is measured
+@pytest.mark.parametrize("name", ["triton", pytest.param("xla", marks=pytest.mark.torch)])  # "triton" is measured
 def test_a_program_that_does_not_fit_in_memory_has_no_time(name):
     problem = choice.Problem("gru", 4, 5, 8, gradients=False)
 
