@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,8 +47,9 @@ ADD = Binary(
 
 @functools.cache
 def folder() -> Path:
-    """Returns a folder that contains the fake `libcuda.so.1` and `handler.so`, the handler for the CPU."""
+    """Returns a folder, deleted at exit, with the fake `libcuda.so.1` and `handler.so`, the handler for the CPU."""
     found = Path(tempfile.mkdtemp(prefix="jaxrnn-native-"))
+    atexit.register(shutil.rmtree, found, ignore_errors=True)
     compiler = build._find_compiler()
     assert compiler, "the tests of the native launch need a C compiler"
     common = [*compiler, "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
