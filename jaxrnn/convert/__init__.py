@@ -2,7 +2,7 @@
 
 | framework                           | cells                  | into jaxrnn    | out of it                            |
 | ----------------------------------- | ---------------------- | -------------- | ------------------------------------ |
-| PyTorch: a module, cell, state dict | GRU, LSTM, simple      | `from_torch`   | `to_torch`: NumPy arrays by name     |
+| PyTorch: a module, cell, state dict | GRU, LSTM, MGU, simple | `from_torch`   | `to_torch`: NumPy arrays by name     |
 | Flax linen: parameters of a cell    | GRU, LSTM, MGU, simple | `from_linen`   | `to_linen`: the tree of a cell       |
 | Flax NNX: a cell or its state       | GRU, LSTM, simple      | `from_nnx`     | `to_nnx`: a tree for `nnx.update`    |
 | Equinox: a cell                     | GRU, LSTM              | `from_equinox` | `to_equinox`: arrays by attribute    |

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.cells import Params
-    from jaxrnn.convert.cells import gru, lstm, simple
+    from jaxrnn.convert.cells import gru, lstm, mgu, simple
     from jaxrnn.convert.layout import ParamsT
 
 
@@ -53,6 +53,13 @@ def from_torch(
 
 @overload
 def from_torch(
+    source: mgu.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
+    into: None = ...,
+) -> mgu.Params: ...  # fmt: skip
+
+
+@overload
+def from_torch(
     source: simple.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
     into: None = ...,
 ) -> simple.Params: ...  # fmt: skip
@@ -73,12 +80,14 @@ def from_torch(
     Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
     gates of an LSTM, for r and z of a GRU, and in an RNN. A module without biases gives zeros. An RNN gives
     `SimpleParams`, which `jaxrnn.simple_rnn` runs with `activation=module.nonlinearity`. The modules of
-    `torch_bridge.nn` have the same parameters; with `num_blocks`, `w_hh` has the blocks.
+    `torch_bridge.nn` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Its MGU, which `torch.nn` does
+    not have, gives `MGUParams`.
 
     Args:
       source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays, for n = 3 gates of a
-        GRU, 4 of an LSTM, 1 of an RNN: `weight_ih_l0 [nH, D]`, `weight_hh_l0 [nH, H]`, `bias_ih_l0` and `bias_hh_l0
-        [nH]`; with `proj_size` `weight_hh_l0 [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no `_l0`.
+        GRU, 4 of an LSTM, 2 of an MGU, 1 of an RNN: `weight_ih_l0 [nH, D]`, `weight_hh_l0 [nH, H]`, `bias_ih_l0` and
+        `bias_hh_l0 [nH]`; with `proj_size` `weight_hh_l0 [4H, P]` and `weight_hr_l0 [P, H]`; a cell's names have no
+        `_l0`.
       layer: index of the layer; optional if there is only one.
       reverse: True for the weights of a bidirectional module's backward direction (run them with `reverse=True`), False
         for those of the forward direction; optional if there is only one direction.
@@ -87,7 +96,8 @@ def from_torch(
         weights of another cell raise.
 
     Returns:
-      `GRUParams`, `LSTMParams` or `SimpleParams` of D inputs and H units, with JAX arrays in the dtypes of the source.
+      `GRUParams`, `LSTMParams`, `MGUParams` or `SimpleParams` of D inputs and H units, with JAX arrays in the dtypes of
+      the source.
 
     Raises:
       ValueError: there are no such weights, several fit, shapes are wrong, or the weights are not those of `into`.
@@ -145,7 +155,8 @@ def to_torch(
 ) -> dict[str, np.ndarray[Any, Any]]:
     """Returns the weights for `torch.nn.GRU`, `LSTM` or `RNN`: copies as NumPy arrays, by PyTorch's names.
 
-    `bias_hh` is zero except for a GRU's b_hn. PyTorch does not accept NumPy's bfloat16: pass `x.astype("float32")`,
+    `MGUParams` become the weights of `torch_bridge.nn.MGU`, because `torch.nn` has no MGU. `bias_hh` is zero except for
+    the b_hn of a GRU or MGU. PyTorch does not accept NumPy's bfloat16: pass `x.astype("float32")`,
     which `load_state_dict` rounds to the module's bfloat16, with the same bits.
 
     Args:
@@ -154,7 +165,8 @@ def to_torch(
       reverse: whether to use the names of the backward direction, like `weight_ih_l0_reverse`.
       prefix: prefix of the names.
       dense: whether to make N blocks of recurrent weights a matrix that is zero outside of the blocks, for a module of
-        `torch.nn`. Without it, the weights are those of a module of `torch_bridge.nn` with `num_blocks=N`.
+        `torch.nn`, or one of `torch_bridge.nn` without blocks. Without it, the weights are those of a module of
+        `torch_bridge.nn` with `num_blocks=N`.
 
     Returns:
       By name, `weight_ih_l0 [nH, D]`, `weight_hh_l0 [nH, H]`, `bias_ih_l0 [nH]` and `bias_hh_l0 [nH]` for n gates, and

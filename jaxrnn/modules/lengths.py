@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...], steps: Any, caller: Caller) -> Array | None:
-    """Returns lengths as int32, or None.
+    """Returns lengths as int32, or None. Values that cannot be checked, because they are traced, are clipped.
 
     Raises:
       ValueError: there is not one integer per sequence, or a length is not between 0 and `steps`. The values are not
@@ -38,7 +38,11 @@ def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...], steps: Any, ca
         values = np.asarray(seq_lengths)
         if wrong := values[(values < 0) | (values > steps)].tolist():
             raise ValueError(f"{name} must be between 0 and T = {steps}, got {wrong[0]}; clip it, or pad the sequences")
-    return jnp.asarray(seq_lengths, jnp.int32)
+        return jnp.asarray(seq_lengths, jnp.int32)
+    lengths = jnp.asarray(seq_lengths)
+    if lengths.dtype.itemsize < 4:  # an int8 cannot represent a bound of 128 steps
+        lengths = lengths.astype(jnp.int32)
+    return jnp.clip(lengths, 0, steps).astype(jnp.int32)
 
 
 def _is_known(x: Any) -> bool:
@@ -69,7 +73,7 @@ def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Ar
         return initial
     index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
     at = jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis)
-    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")  # `nn.RNN` also clips lengths beyond the end
+    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")
     return jnp.where(index == 0, initial, last.squeeze(time_axis))
 
 

@@ -181,6 +181,32 @@ def test_torch_rnn_with_relu(torch):
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_mgu_of_torch_bridge(torch, bias, blocks):
+    from torch_bridge.nn import MGU
+
+    torch.manual_seed(0)
+    options = {"num_layers": 2, "bidirectional": True, "num_blocks": blocks}
+    module, ys, packed = MGU(D, 6, bias=bias, **options), jnp.asarray(XS), {}
+    for layer in range(2):
+        both = [convert.from_torch(module, layer=layer, reverse=reverse, into=MGUParams) for reverse in (False, True)]
+        assert both[0].w_hh.shape == ((6, 12) if blocks == 1 else (2, 3, 6))
+        runs = [
+            jaxrnn.mgu(one, jnp.zeros((B, 6)), ys, reverse=reverse, implementation="xla")[1]
+            for reverse, one in enumerate(both)
+        ]
+        ys = jnp.concatenate(runs, axis=-1)
+        for reverse, one in enumerate(both):
+            packed |= convert.to_torch(one, layer=layer, reverse=bool(reverse))
+    want = torch_outputs(torch, module)
+    agree(ys, want)
+    other = load_torch(torch, MGU(D, 6, **options), packed)
+    agree(torch_outputs(torch, other), want)
+    same_bits(convert.from_torch(other.state_dict(), layer=1, reverse=True), both[1])
+
+
+@pytest.mark.torch
 def test_torch_prefix_selects_a_submodule(torch):
     model = torch.nn.ModuleDict({"head": torch.nn.Linear(H, 2), "rnn": torch.nn.GRU(D, H)})
     want = convert.from_torch(model["rnn"])
@@ -265,9 +291,9 @@ def test_torch_rejects_what_it_cannot_convert(torch):
     with pytest.raises(ValueError, match=r"no weights for layer=None, reverse=True"):
         convert.from_torch(torch.nn.GRU(D, H), reverse=True)
     with pytest.raises(
-        ValueError, match=r"weight_hh must be \[3H, H\] \(GRU\).* or \[H, H\] \(simple cell\), got \(10, 5\)"
+        ValueError, match=r"weight_hh must be \[3H, H\] \(GRU\).* or \[H, H\] \(simple cell\), got \(25, 5\)"
     ):
-        convert.from_torch({"weight_ih": torch.zeros(2 * H, D), "weight_hh": torch.zeros(2 * H, H)})
+        convert.from_torch({"weight_ih": torch.zeros(5 * H, D), "weight_hh": torch.zeros(5 * H, H)})
     with pytest.raises(ValueError, match=r"source must have weight_ih_l0.*got weight, bias; pass a torch"):
         convert.from_torch(torch.nn.Linear(D, H))
     with pytest.raises(ValueError, match=r"source must be a module or its state dict, got a list of 2"):
@@ -736,7 +762,6 @@ def test_conversion_of_invalid_parameters_raises(name):
 
 # The cells that a framework does not have, and the part of the error that says what to do.
 MISSING = {
-    ("torch", "mgu"): r"torch\.nn has no MGU\. .*jaxrnn\.mgu",
     ("nnx", "mgu"): r"NNX has no MGUCell\. .*to_linen.*jaxrnn\.mgu",
     ("equinox", "mgu"): r"equinox\.nn has no MGU\. .*jaxrnn\.mgu",
     ("equinox", "simple"): r"equinox\.nn has no simple cell\. .*jaxrnn\.simple_rnn",

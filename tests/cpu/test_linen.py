@@ -544,6 +544,22 @@ def test_lengths_beyond_the_end_mean_all_steps(cell):
     assert_close(kept(got), kept(want))
 
 
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.int32, jnp.uint32], ids=["int8", "int32", "uint32"])
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("cell", ["fused", "scanned"])
+def test_traced_lengths_are_clipped(cell, reverse, dtype):
+    steps = 130  # more than an int8 can represent
+    cells = {"fused": linen.GRUCell(H), "scanned": linen.GRUCell(H, gate_fn=nn.hard_sigmoid)}
+    xs, rnn = normal(0, (B, steps, D)), linen.RNN(cells[cell], return_carry=True, reverse=reverse, keep_order=True)
+    variables, carry = random_variables(rnn, xs), some_carry("GRUCell")
+    call = jax.jit(lambda lengths: rnn.apply(variables, xs, initial_carry=carry, seq_lengths=lengths))
+    low = 0 if dtype == jnp.uint32 else -3
+    high = jnp.iinfo(dtype).max if jnp.iinfo(dtype).max > steps else 100
+    got = call(jnp.array([low, 2, high, 0], dtype))
+    assert_close(got, call(jnp.array([0, 2, min(high, steps), 0])), tol=0)
+    assert_close(jax.tree.map(lambda x: x[0], got[0]), jax.tree.map(lambda x: x[0], carry), tol=0)
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_deep_copy_is_fused_too(cell):

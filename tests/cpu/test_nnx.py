@@ -269,6 +269,23 @@ def test_rnn_equals_flax_rnn(cell, options, lengths):
     assert_close(with_flax_cell(xs, return_carry=True, **options, **call), want[2])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reverse": True}, {"reverse": True, "keep_order": True}],
+    ids=["forward", "reverse", "keep_order"],
+)
+@pytest.mark.parametrize("kind", ["RNN", "GRU"])
+def test_traced_lengths_are_clipped(kind, options):
+    options = {"return_carry": True, **options}
+    rnn = fused.RNN(make(fused, "GRUCell"), **options) if kind == "RNN" else make(fused, "GRU", **options)
+    xs, carry = normal(1, (B, T, D)), some_carry("GRUCell")
+    carry = carry if kind == "RNN" else (carry,)
+    call = nnx.jit(lambda rnn, lengths: rnn(xs, initial_carry=carry, seq_lengths=lengths))
+    got = call(rnn, jnp.array([-1, T + 2, 3, 0]))
+    assert_close(got, call(rnn, jnp.array([0, T, 3, 0])), tol=0)
+    assert_close(jax.tree.map(lambda x: x[0], got[0]), jax.tree.map(lambda x: x[0], carry), tol=0)
+
+
 class NoisyCell(nnx.Module):
     """A cell that draws random numbers and counts its steps."""
 

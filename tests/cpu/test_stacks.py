@@ -218,6 +218,20 @@ def test_reversed_layer_matches_reversed_rnn(cell, lengths, keep_order):
     assert_close((last[0], ys[valid]), (want_last, want_ys[valid]))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reverse": True}, {"reverse": True, "keep_order": True}, {"bidirectional": True}],
+    ids=["forward", "reverse", "keep_order", "bidirectional"],
+)
+def test_traced_lengths_are_clipped(options):
+    stack, variables, carry = make("GRU", num_layers=2, **options)
+    xs, resets = normal(2, (T, B, D)), normal(3, (T, B)) > 0.7
+    call = jax.jit(lambda lengths: stack.apply(variables, xs, initial_carry=carry, seq_lengths=lengths, resets=resets))
+    got = call(jnp.array([-1, T + 2, 3]))
+    assert_close(got, call(jnp.array([0, T, 3])), tol=0)
+    assert_close(jax.tree.map(lambda x: x[0], got[0]), jax.tree.map(lambda x: x[0], carry), tol=0)
+
+
 @pytest.mark.parametrize("cell", STACKS)
 def test_layers_have_the_parameters_of_flax_cells(cell):
     flax_cell = getattr(LINEN, CELL_OF[cell])

@@ -1,7 +1,21 @@
 """The weights of the MGU, here and in other frameworks."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from jaxrnn.cells import CELLS
 from jaxrnn.convert.layout import Layout
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import torch_bridge.nn
+    from jaxrnn.cells import MGUParams
+
+    # The types that the overloads of `jaxrnn.convert` name, by framework.
+    Params: TypeAlias = MGUParams
+    TorchModule: TypeAlias = torch_bridge.nn.MGU
 
 MGU = Layout(
     cell=CELLS["mgu"],
@@ -15,7 +29,6 @@ MGU = Layout(
         "reset_gate=True, or run this one in jaxrnn.linen.RNN",
     ),
     missing={
-        "torch": "torch.nn has no MGU. Run the weights in JAX with jaxrnn.mgu, or train a GRU, which both have",
         "nnx": "Flax's NNX has no MGUCell. Convert to linen's with to_linen, or hold the arrays in nnx.Param and call "
         "jaxrnn.mgu",
         "equinox": "equinox.nn has no MGU. Make MGUParams a field of an equinox.Module, and call jaxrnn.mgu",
