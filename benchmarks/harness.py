@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# A JAX pass shorter than half of this is timed in a loop inside one program, which takes about this long, or this many
-# passes. Single passes would measure the host, which takes some 0.2 ms to dispatch a program. PyTorch's passes replay
-# CUDA graphs.
+# A pass of JAX is timed in a loop inside one program if at least two passes take less than `_LOOPED_SECONDS`. The loop
+# has as many passes as fit into that time, but at most `_MOST_PASSES`. A single short pass would measure the host,
+# which takes some 0.2 ms to dispatch a program. Passes of PyTorch are captured in CUDA graphs, where PyTorch can.
 _LOOPED_SECONDS = 5e-3
 _MOST_PASSES = 64
 # The number of cases whose programs are compiled side by side.
@@ -205,7 +205,7 @@ def check(
     Returns the name of the array with the largest relative error and that error, or a row that says why the provider is
     not timed.
     """
-    row = Row("", provider.name, ours=provider.ours)
+    row = Row(str(truth.case), provider.name, ours=provider.ours)
     try:
         for _ in range(2 if ready.own_graphs else 0):
             ready.run()  # the first call warms up, the second records the graphs
@@ -215,7 +215,7 @@ def check(
     except Exception as error:
         return failed(row, error)
     name, largest = oracle.largest_rms(errors)
-    limit = oracle.tolerance(truth.cell, provider.precision)
+    limit = oracle.tolerance(truth.case.cell, provider.precision)
     if not largest <= limit:
         reason = f"not timed: {name} is off by {largest:.2g}, more than {limit:g}"
         return dataclasses.replace(row, status="wrong", reason=reason, error=largest, error_of=name)
@@ -243,7 +243,7 @@ def checked_clocks(
         try:
             return step(provider, ready[provider.name], *args)
         except Exception as error:
-            return failed(Row("", provider.name, ours=provider.ours), error)
+            return failed(Row(str(truth.case), provider.name, ours=provider.ours), error)
 
     def count(provider: Provider, one: Ready) -> int:
         return one.passes()
@@ -334,7 +334,7 @@ def _time_case(
     for provider in built:
         name, found = provider.name, checked[provider.name]
         if isinstance(found, Row):
-            rows[name] = dataclasses.replace(found, case=str(case))
+            rows[name] = found
         else:
             clocks[name], worst, size = found
             rows[name] = Row(str(case), name, ours=provider.ours, error=size, error_of=worst)
@@ -395,7 +395,7 @@ def _time_ready_steps(
             name, one = provider.name, ready[provider.name]
             checked = check(provider, one, truth, names=("ys",))
             if isinstance(checked, Row):
-                rows[name] = dataclasses.replace(checked, case=str(case))
+                rows[name] = checked
                 continue
             try:
                 device[f"{name}, device"] = one.clock()
@@ -419,10 +419,10 @@ def _time_ready_steps(
     return rows
 
 
-def timed(row: Row, device: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:
+def timed(row: Row, spread: timing.Spread, wall: timing.Spread, *, scale: float, method: str) -> Row:
     """Returns `row` with its figures; `scale` converts seconds to its unit."""
     return dataclasses.replace(
-        row, value=scale * device.median, low=scale * device.low, high=scale * device.high, calls=device.calls,
+        row, value=scale * spread.median, low=scale * spread.low, high=scale * spread.high, calls=spread.calls,
         wall=scale * wall.median, method=method,
     )  # fmt: skip
 

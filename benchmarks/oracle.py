@@ -72,7 +72,7 @@ class Oracle:
 
     def __init__(self, case: Case, arrays: Callable[[Dtype, bool], Arrays]) -> None:
         """Takes the case and a function that returns its inputs in a dtype, with or without resets."""
-        self.cell = case.cell
+        self.case = case
         self._arrays = arrays
         self._results: dict[tuple[Dtype, bool], Arrays] = {}
         self._programs: dict[Dtype, concurrent.futures.Future[Callable[[Arrays], Arrays]]] = {}

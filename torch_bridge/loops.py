@@ -83,7 +83,7 @@ class _TimeSteps:
         """Flips the models of odd index in time; time is the axis after that of the models."""
         return torch.stack([one.flip(0) if s % 2 else one for s, one in enumerate(x)])
 
-    def together(self, sequences: Sequence[Tensor | None]) -> list[tuple[Any, ...]]:
+    def zip_steps(self, sequences: Sequence[Tensor | None]) -> list[tuple[Any, ...]]:
         """Returns a tuple for each step, with an element for each sequence, None if the sequence is None."""
         each = [[None] * self.steps if x is None else self.split(x) for x in sequences]
         return [*zip(*each, strict=True)] if each else [()] * self.steps
@@ -113,16 +113,16 @@ class _TimeSteps:
         return self.split(x) if x.ndim == 4 else [self.state(x)] * self.steps
 
 
-def _product(w: Tensor, operand: torch.dtype) -> Callable[[Tensor | None, Tensor], Tensor]:
-    """Returns `(x, y) -> x + y @ w`, batched over models, which rounds y to `operand`, the dtype of the weights.
+def _product(w: Tensor, operand_dtype: torch.dtype) -> Callable[[Tensor | None, Tensor], Tensor]:
+    """Returns `(x, y) -> x + y @ w`, batched over models, which rounds y to `operand_dtype`, that of the given weights.
 
     If `x` is None, the function returns `y @ w`.
     """
-    rounds = operand != w.dtype
+    rounds = operand_dtype != w.dtype
 
     def product(x: Tensor | None, y: Tensor) -> Tensor:
         if rounds:
-            y = y.to(operand).to(w.dtype)
+            y = y.to(operand_dtype).to(w.dtype)
         return torch.bmm(y, w) if x is None else torch.baddbmm(x, y, w)
 
     return product
@@ -134,10 +134,10 @@ def _scale_and_mean(h: Tensor, x_norm: Tensor, x_mean: Tensor | None, width: int
     if x_mean is None:
         return torch.rsqrt(x_norm + squares / width), 0.0
     hidden, mean = h.shape[-1], h.mean(-1, keepdim=True)
-    apart = mean - x_mean
+    difference = mean - x_mean
     variance = x_norm + (squares - hidden * mean * mean) / width
-    variance = variance + apart * apart * (hidden * (width - hidden) / width**2)
-    return torch.rsqrt(variance), x_mean + apart * (hidden / width)
+    variance = variance + difference * difference * (hidden * (width - hidden) / width**2)
+    return torch.rsqrt(variance), x_mean + difference * (hidden / width)
 
 
 def forward(
@@ -169,23 +169,24 @@ def forward(
     new_states = zip(*(time.new_states(new, x) for new, x in zip(reset_states, carry, strict=True)), strict=True)
     xp, bias = xp.to(dtype), None
     x_lasts: Sequence[Tensor | None] = [None] * time.steps
-    if b_hn is not None:  # the input projection of the last gate stays apart, and its hidden product gets b_hn
-        xp, last_of_all = xp.split((xp.shape[-1] - b_hn.shape[-1], b_hn.shape[-1]), -1)
-        x_lasts = time.split(last_of_all)
+    if b_hn is not None:
+        # the last gate is separate: its hidden product gets b_hn, and `step` takes its input projection
+        xp, last_xp = xp.split((xp.shape[-1] - b_hn.shape[-1], b_hn.shape[-1]), -1)
+        x_lasts = time.split(last_xp)
         # the bias of all hidden products, zero except for the last gate's
         bias = pad(b_hn.to(dtype), (xp.shape[-1], 0))[:, None].expand(-1, carry[0].shape[1], -1)
     history, saved, normed = [], [], []
     statistics = () if norm is None else (norm.x_norm, norm.x_mean)
-    of_norm = time.together([None if x is None else x.to(dtype)[..., None] for x in statistics])
-    for x, x_last, start, new, of_x in zip(
-        time.split(xp), x_lasts, time.starts(resets), new_states, of_norm, strict=True
+    norm_inputs = time.zip_steps([None if x is None else x.to(dtype)[..., None] for x in statistics])
+    for x, x_last, start, new, norm_of_step in zip(
+        time.split(xp), x_lasts, time.starts(resets), new_states, norm_inputs, strict=True
     ):
         if start is not None:
             carry = tuple([torch.where(start, *each) for each in zip(new, carry, strict=True)])
         if x_last is None:
             gates, last = product(x, carry[0]), None
             if norm is not None:
-                x_norm, x_mean = of_x
+                x_norm, x_mean = norm_of_step
                 if norm.w_sum is not None:
                     gates = gates - x_mean * norm.w_sum.to(dtype)[:, None]
                 scale, mean = _scale_and_mean(carry[0], x_norm, x_mean, norm.width)
@@ -243,17 +244,17 @@ def backward(
     product, grad_step = _product(w_hh.to(dtype), w_hh.dtype), steps.CELLS[cell.name].grad_step
     by_gate = residuals[name].unflatten(-1, (-1, width)).to(dtype).unbind(-1)
     if cell.last_gate_separate:
-        # A GRU stores the local gradients in the order r, z, n (of the input projection), n (of the hidden product).
-        # With n of the input projection moved to the front, those of the hidden products are one slice, `[1:]`.
+        # The stored order of a GRU is r, z, n (of the input projection), n (of the hidden product); an MGU has f for r
+        # and z. With n of the input projection moved to the front, those of the hidden products are one slice, `[1:]`.
         by_gate = (by_gate[cell.gates - 1], *by_gate[: cell.gates - 1], by_gate[cell.gates])
     else:
         norm_grads = by_gate[cell.gates] if cell.norm else None
         by_gate = by_gate[: cell.gates]
     local_grads = time.split(torch.stack(by_gate, -2))
-    factors = time.together([residuals[name].to(dtype) for name, _ in others if name != "norm_state"])
-    of_norm = (norm_grads, residuals["norm_state"], residuals["scale"][..., None]) if cell.norm else ()
-    each_norm = time.together([None if x is None else x.to(dtype) for x in of_norm])
-    gradients = time.together([None if d is None else d.to(dtype) for d in dsequences])
+    factors = time.zip_steps([residuals[name].to(dtype) for name, _ in others if name != "norm_state"])
+    norm_inputs = (norm_grads, residuals["norm_state"], residuals["scale"][..., None]) if cell.norm else ()
+    each_norm = time.zip_steps([None if x is None else x.to(dtype) for x in norm_inputs])
+    gradients = time.zip_steps([None if d is None else d.to(dtype) for d in dsequences])
     dstates = tuple(time.state(d).to(dtype) for d in dlast)
     zeros = torch.zeros_like(dstates[0])
     dgates, dnorms, dresets = [], [], []  # of each step, the last step first

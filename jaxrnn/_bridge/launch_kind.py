@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 ROW_WEIGHTS, ROW_STATISTICS = ("weight", "bias", "w_ih_t"), ("mean", "rstd")
 # Outputs that are sums over rows, or over steps and sequences: their only leading axis is that of the models.
 SUMMED_OUTPUTS = ("dweight", "dbias", "sums")
-# Axes that may be sharded; time and feature axes are never sharded.
+# Axes of recurrences that may be sharded. Row-wise launches shard any axis of rows, time too (`RowLaunchKind`).
 SHARDABLE = ("models", "groups", "batch")
 
 
 class NamedOutput(NamedTuple):
-    """An array that a launch writes, whose shape follows from its name."""
+    """An array that a launch writes, whose shape follows from its name and from the kind of the launch."""
 
     name: str
     dtype: Any
@@ -63,7 +63,7 @@ class LaunchKind:
         return None if self.prefers_xla(arrays, params, device) else self.launch(arrays, params, device)
 
     def problem(self, arrays: Sequence[Any], params: dict[str, Any]) -> Any:
-        """Returns the problem, for the log, if `in_xla` runs a scan; None if it does not."""
+        """Returns the problem that the log names if `in_xla` replaces the launch, or None for kinds without a log."""
         return None
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
@@ -140,6 +140,7 @@ def types_of_shard(kind: LaunchKind, avals: Sequence[Any], params: dict[str, Any
 
 
 def dtypes_of(arrays: Sequence[Any], params: dict[str, Any]) -> tuple[tuple[str, str], ...]:
+    """Returns `(name, dtype)` of each array that a launch reads, and then of each that it writes."""
     dtypes = [(name, str(x.dtype)) for name, x in zip(params["inputs"], arrays, strict=True)]
     dtypes += [(output.name, str(jnp.dtype(output.dtype))) for output in params["outputs"]]
     return tuple(dtypes)
@@ -155,7 +156,7 @@ def axes_of_sequences(name: str, rank: int) -> tuple[str, ...]:
 def batch_rows(
     arrays: Sequence[Array], axes: Sequence[int | None], params: dict[str, Any]
 ) -> tuple[list[Array], list[int]]:
-    """Batches a row-wise launch: the new axis joins the rows, or the models if weights are batched or differentiated.
+    """Batches a launch: the new axis joins the rows, or the models if weights are batched or outputs are sums of rows.
 
     Gradients of weights are sums over the rows of a model, so every example becomes a model of its own.
     """

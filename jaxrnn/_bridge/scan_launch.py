@@ -1,8 +1,9 @@
-"""Computes the outputs of a forward or backward kernel with a scan in XLA, from the same arrays.
+"""Computes the outputs of a forward or backward kernel with a loop in XLA, called a scan, from the same arrays.
 
-`implementation=None` runs this on a CPU, and on a GPU where it is estimated to be faster than the kernel: for wide
-states with many sequences. `torch_bridge.tiling.prefers_scan` decides, separately for the forward and the backward
-launch. It decides when a launch is lowered, so it takes into account the sizes that `vmap` adds.
+With `implementation=None`, a scan replaces a launch on a GPU where it is estimated to be faster than the kernel: for
+wide states with many sequences. `torch_bridge.tiling.prefers_scan` decides, separately for the forward and the backward
+launch. It decides when a launch is lowered, so it takes into account the sizes that `vmap` adds. A scan also replaces
+the launches of a program that was traced for a GPU and is lowered for a CPU.
 Gradients of the weights are not computed here, because the backward kernel does not compute them either.
 """
 
@@ -68,10 +69,10 @@ def run(
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
-# Steps per iteration of the loop. XLA copies the states and writes the results once per iteration. With an A100's
-# kernels on an H100, two, four and eight steps take 0.91, 0.89 and 0.89 of the time of one step for GRU 256,64,1024
-# (0.86, 0.84 and 0.86 in bfloat16), and 0.93, 0.94 and 0.93 for GRU 512,32,1024 (0.94, 0.95 and 0.95). More steps take
-# longer to compile.
+# Steps per iteration of the loop. XLA copies the states and writes the results once per iteration. Of the time of a
+# pass with one step per iteration, GRU 256,64,1024 (sequences, steps, units) takes 0.91 with two, 0.89 with four and
+# 0.89 with eight (bfloat16 0.86, 0.84, 0.86), and GRU 512,32,1024 takes 0.93, 0.94 and 0.93 (0.94, 0.95, 0.95), on an
+# H100 with the choices of an A100. More steps take longer to compile.
 _BLOCK = 4
 
 
@@ -168,10 +169,10 @@ def _forward(
     def step(states: tuple[Array, ...], inputs: Any) -> Any:
         xp, statistics, reset, stepped = inputs
         if reset is not None:
-            starts = [of_all if of_step is None else of_step for of_all, of_step in zip(fixed, stepped, strict=True)]
+            new = [of_all if of_step is None else of_step for of_all, of_step in zip(fixed, stepped, strict=True)]
             states = tuple(
-                jnp.where(reset[:, None], jnp.zeros_like(h) if start is None else start.astype(jnp.float32), h)
-                for start, h in zip(starts, states, strict=True)
+                jnp.where(reset[:, None], jnp.zeros_like(h) if x is None else x.astype(jnp.float32), h)
+                for x, h in zip(new, states, strict=True)
             )
         xp, hp = xp.astype(jnp.float32), _product(states[0], w, precision)
         after, residuals = run_step(cell, xp, hp, weights, states, statistics, norm_width)
@@ -229,11 +230,11 @@ def _backward(
         after = [dhp if carried[0] is None else carried[0] + dhp, *carried[1:]]
         dstates = tuple(d for d in after if d is not None)
         if reset is not None:
-            start = reset[:, None]
+            is_reset_step = reset[:, None]
             for s, d in zip(cell.states, dstates, strict=True):
                 if f"dreset_{s}" in dtypes:
-                    results[f"dreset_{s}"] = jnp.where(start, d, 0.0).astype(dtypes[f"dreset_{s}"])
-            dstates = tuple(jnp.where(start, 0.0, d) for d in dstates)
+                    results[f"dreset_{s}"] = jnp.where(is_reset_step, d, 0.0).astype(dtypes[f"dreset_{s}"])
+            dstates = tuple(jnp.where(is_reset_step, 0.0, d) for d in dstates)
         return dstates, results
 
     carry = tuple(steps.merge_groups(arrays[f"d{s}_last"]).astype(jnp.float32) for s in cell.states)

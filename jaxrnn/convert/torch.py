@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jaxrnn.cells import Params
-    from jaxrnn.convert.cells import gru, lstm, mgu, simple
+    from jaxrnn.convert.cells import gru, lstm, simple
     from jaxrnn.convert.layout import ParamsT
 
 
@@ -49,13 +49,6 @@ def from_torch(
     source: lstm.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
     into: None = ...,
 ) -> lstm.Params: ...  # fmt: skip
-
-
-@overload
-def from_torch(
-    source: mgu.TorchModule, *, layer: int | None = ..., reverse: bool | None = ..., prefix: str = ...,
-    into: None = ...,
-) -> mgu.Params: ...  # fmt: skip
 
 
 @overload

@@ -102,9 +102,9 @@ def _forward_on_device(
         arrays: dict[str, Array | None] = weights | {"xp": xp}
         if cell.norm:
             arrays |= norm.input_statistics(cell, x, hidden)
-        starts = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
+        episode_states = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
         arrays |= {"reset": reset} | {f"{s}0": x for s, x in zip(cell.states, states, strict=True)}
-        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, starts or (), strict=False)}
+        arrays |= {f"reset_{s}": x for s, x in zip(cell.states, episode_states or (), strict=False)}
         results = _bridge.launch(
             cell.name, "fwd", arrays, outputs, reset_state=static.reset_state, reverse=static.reverse,
             precision=static.kernel_precision, may_use_xla=static.may_use_xla,
@@ -191,10 +191,10 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
         the gradients to sum over chunks, and the gradients that have an element for each step.
         """
         x, reset, chunk_reset_states, saved_chunk, d_sequences = sequences
-        starts = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
+        episode_states = chunk_reset_states or reset_states  # stepped reset states come by chunk, fixed ones whole
         first_steps = possible_first_steps(static, in_reverse, start, x.shape[1], steps)
         before, previous = {}, {}
-        for s, state, new in zip(cell.states, states, starts or [None] * len(states), strict=True):
+        for s, state, new in zip(cell.states, states, episode_states or [None] * len(states), strict=True):
             if f"{s}s" in saved:
                 before[s] = state_before(static, saved[f"{s}s"], state, start, x.shape[1])
                 if needs_previous:
@@ -209,7 +209,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
                 inputs |= norm.input_statistics(cell, x, hidden)
             residuals = recomputed_residuals(
                 static, forward_weights, residual_arrays, inputs, states=chunk_states, before=before,
-                reset_states=dict(zip(cell.states, starts or (), strict=False)), in_reverse=in_reverse,
+                reset_states=dict(zip(cell.states, episode_states or (), strict=False)), in_reverse=in_reverse,
                 norm_width=_norm_width(static, x, hidden),
             )  # fmt: skip
 
@@ -238,7 +238,7 @@ def _backward_on_device(static: RecurrenceSpec, kept: _Kept, cotangents: Any) ->
         if cell.norm:
             (factors, x_mean), scale = norm.center(cell, x), residuals["scale"]
         if launches_weight_grads:
-            reset_h = starts[0] if starts else None
+            reset_h = episode_states[0] if episode_states else None
             sums = launch_weight_grads(
                 static, factors, saved_chunk["hs"], before["h"], reset, reset_h, scale, x_mean, dxp, hidden_grads
             )

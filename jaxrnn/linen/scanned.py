@@ -39,8 +39,11 @@ class ClassOrInstanceMethod(Generic[P, R]):
         return types.MethodType(self.function, owner if instance is None else instance)
 
 
-def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any) -> Carry:
-    """Returns the zero carry of a class or an instance, for a batch axis or a tuple of batch axes."""
+def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any, form: str = "an integer or a tuple") -> Carry:
+    """Returns the zero carry of a class or an instance, for a batch axis or a tuple of batch axes.
+
+    `form` is how the caller's argument gives the sizes, for the message of an error.
+    """
     batch = tuple(batch_size) if isinstance(batch_size, Sequence) else (batch_size,)
     _check_attributes(rnn)
     hidden_size = rnn.hidden_state_dim if hidden_size is None else hidden_size
@@ -51,8 +54,7 @@ def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any) -> Carry:
     check_size("ScannedRNN: hidden_size", hidden_size)
     if not modules.are_sizes(batch):
         raise ValueError(
-            f"ScannedRNN: batch_size must be an integer or a tuple, got {shown(batch_size)}; pass the sizes of all "
-            "batch axes"
+            f"ScannedRNN: batch_size must be {form}, got {shown(batch_size)}; pass the sizes of all batch axes"
         )
     cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
@@ -212,7 +214,7 @@ class ScannedRNN(nn.Module):
         if given and name not in given and not self.is_mutable_collection("params"):
             raise ValueError(
                 f"{type(self).__name__}: the given parameters must be under {name}, got {', '.join(given)}; "
-                "subclass ScannedRNN, and set cell_type to the cell of these parameters and cell_name to their name"
+                "subclass this class, and set cell_type to the cell of these parameters and cell_name to their name"
             )
 
     @ClassOrInstanceMethod
@@ -281,7 +283,7 @@ class HiddenFirstScannedRNN(ScannedRNN):
         Raises:
           ValueError: a size or `cell_type` is not valid.
         """
-        return _zero_carry(self, batch_size, hidden_size)
+        return _zero_carry(self, batch_size, hidden_size, form="separate integers")
 
 
 # Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.

@@ -111,7 +111,8 @@ def check_input_shape(module: Any, input_shape: Any, arguments: str) -> None:
 
 def are_sizes(shape: Any) -> bool:
     """Whether a shape has dimensions that are not negative, some of them possibly symbolic."""
-    return not any(isinstance(size, (float, str, tuple, list, type(None))) or bool(size < 0) for size in shape)
+    no_size = (float, str, tuple, list, type(None))
+    return not any(isinstance(size, no_size) or np.ndim(size) or bool(size < 0) for size in shape)
 
 
 def check_dtypes(module: Any) -> None:

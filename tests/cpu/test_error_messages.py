@@ -604,6 +604,14 @@ TABLE = {
             lambda: linen.ScannedRNN.initialize_carry(None, H),
             "batch_size must be an integer or a tuple, got None; pass the sizes of all",
         ),
+        (
+            lambda: linen.ScannedRNN.initialize_carry(np.array([2, 3]), H),
+            "batch_size must be an integer or a tuple, got an array int64[2]; pass the sizes of all",
+        ),
+        (
+            lambda: linen.HiddenFirstScannedRNN.initialize_carry(H, (4, 2)),
+            "batch_size must be separate integers, got ((4, 2),); pass the sizes of all",
+        ),
     ],
     "ResetRNN": [
         (

@@ -22,9 +22,9 @@ BIDIRECTIONAL = tl.constexpr("bidirectional")
 def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
     """Converts `x` to a matmul operand; rounds float32 to the ten bits of TF32's mantissa, ties away from zero.
 
-    The tensor core would truncate it, which is biased.
-    Truncation would also turn a NaN into infinity if only low bits of its mantissa are set. For a NaN, `x + x` has the
-    highest bit of the mantissa set.
+    The tensor core would truncate float32, which is biased. The rounding in integer arithmetic is valid for finite
+    numbers only: it turns some NaNs into infinity or -0. `x + x` keeps infinities, and returns a NaN that truncation
+    keeps, because the highest bit of its mantissa is set.
     """
     x = x.to(DTYPE)
     if DTYPE == tl.float32 and PRECISION == "tf32":
@@ -93,10 +93,15 @@ def float16_bits(x, BOUNDED: tl.constexpr):
 
 
 @triton.jit
+def _pack_float16x2(a, b, BOUNDED: tl.constexpr):
+    """Packs two numbers as float16 into 32 bits, `a` in the lower half; BOUNDED as in `float16_bits`."""
+    return float16_bits(a, BOUNDED) | (float16_bits(b, BOUNDED) << 16)
+
+
+@triton.jit
 def pack_float16x4(a, b, c, d, BOUNDED: tl.constexpr):
     """Packs four values as float16 into 64 bits, `a` in the lowest; BOUNDED: `c` and `d` are within float16's range."""
-    low = float16_bits(a, False) | (float16_bits(b, False) << 16)
-    high = float16_bits(c, BOUNDED) | (float16_bits(d, BOUNDED) << 16)
+    low, high = _pack_float16x2(a, b, False), _pack_float16x2(c, d, BOUNDED)
     return (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
 
 
@@ -114,12 +119,6 @@ def unpack_float16x4(bits):
 
 
 @triton.jit
-def _pack_float16x2(a, b):
-    """Packs two numbers as float16 into 32 bits, `a` in the lower half."""
-    return float16_bits(a, False) | (float16_bits(b, False) << 16)
-
-
-@triton.jit
 def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr, BOUNDED: tl.constexpr):
     """Stores the local gradients of each unit, a tuple, side by side: `[..., H, 1]`, `[..., H, 2]` or `[..., H, 4]`.
 
@@ -132,7 +131,8 @@ def store_local_grads(ptr, rows, cols, mask, values, H: tl.constexpr, BOUNDED: t
         if COUNT == 1:
             tl.store(ptr + at, clamp_to_float16(values[0]).to(tl.float16), mask=mask)
         elif COUNT == 2:
-            tl.store(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, _pack_float16x2(*values), mask=mask)
+            pair = _pack_float16x2(*values, False)
+            tl.store(ptr.to(tl.pointer_type(tl.int32), bitcast=True) + at, pair, mask=mask)
         else:
             quad = values
             if COUNT == 3:
@@ -276,7 +276,7 @@ def with_norm_grad(local_grads, normalized):
 
 
 @triton.jit
-def load_weight(w_ptr, rows, cols, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Loads a tile of a row-major matrix of COLS columns, with zeros outside of its first ROWS rows and columns."""
-    mask = (rows < ROWS)[:, None] & (cols < ROWS)[None, :]
-    return tl.load(w_ptr + rows[:, None] * COLS + cols[None, :], mask=mask, other=0.0)
+def load_weight(w_ptr, rows, cols, H: tl.constexpr, STRIDE: tl.constexpr):
+    """Loads a tile of an `[H, H]` matrix whose rows are STRIDE elements apart, with zeros outside of it."""
+    mask = (rows < H)[:, None] & (cols < H)[None, :]
+    return tl.load(w_ptr + rows[:, None] * STRIDE + cols[None, :], mask=mask, other=0.0)

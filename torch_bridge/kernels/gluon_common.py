@@ -1,15 +1,20 @@
 """Shared code of the kernels in Gluon: 16-bit weights and operands, their scales, activations, packed stores.
 
-If one program has all units (`resident.py`), its weights stay in registers for the whole
-sequence: a warp owns 16 hidden units of every gate. Only the other operand, which is hidden states (forward) or gate
-gradients (backward), goes through shared memory, in two buffers that are written in turn, without a change of layout.
-Products use mma.sync, which every GPU since Ampere has. wgmma, which reads shared memory itself, would need a fence at
-every step, and that fence waits for all stores before it. If programs share the units (`split.py`, with
-`split_common.py`), both operands are in shared memory, for wgmma.
+Where the weights are, and with which instruction a product is computed, depends on the loop:
 
-Products of float32 use float16 operands, whose mantissa has ten bits like that of TF32. Scales that are powers of two,
-which are exact to apply and to undo, keep the operands within the range of float16: one scale for the weights, and one
-per sequence for the other operand.
+- "resident": one program has all units. Its weights stay in registers for the whole sequence: a warp owns 16 hidden
+  units of every gate. Only the other operand, which is hidden states (forward) or gate gradients (backward), goes
+  through shared memory, in two buffers that are written in turn, without a change of layout. Products use mma.sync,
+  which every GPU since Ampere has. wgmma, which reads shared memory itself, would need a fence at every step, and that
+  fence waits for all stores before it.
+- "split_registers": programs share the units. Their weights stay in registers, and products use mma.sync.
+- "split" and "rows": programs share the units. Both operands are in shared memory, for wgmma.
+- "fma": one program has all units, and multiplies in float32 without tensor cores. It uses the loads, residuals, resets
+  and norms of this module.
+
+Products of float32 on tensor cores use float16 operands, whose mantissa has ten bits like that of TF32. Scales that are
+powers of two, which are exact to apply and to undo, keep the operands within the range of float16: one scale for the
+weights, and one per sequence for the other operand.
 """
 
 import triton.experimental.gluon.language as gl
@@ -166,22 +171,23 @@ def scale_to_float16(largest, EXPONENT: gl.constexpr):
 
 
 @gluon.jit
-def state_scale(h):
+def scale_from_magnitudes(h):
     """Returns the scale of each sequence's hidden states, given the magnitudes `h` of its first hidden state.
 
-    No later state exceeds the larger of 1 and the largest of `h`. NaNs are ignored.
+    No later state exceeds the larger of 1 and the largest of `h`, because candidates are between -1 and 1. NaNs are
+    ignored.
     """
-    return scale_of_states(gl.max(h, axis=0))
+    return scale_from_largest(gl.max(h, axis=0))
 
 
 @gluon.jit
-def scale_of_states(largest):
+def scale_from_largest(largest):
     """Returns the scale of each sequence's hidden states, given the largest magnitude of its first hidden state."""
     return scale_to_float16(gl.maximum(largest, 1.0), 14)
 
 
 @gluon.jit
-def new_state_scale(scale, reset):
+def scale_after_zeros(scale, reset):
     """Returns `scale`, or where an episode starts 2^14, which is the scale of hidden states that start from zeros."""
     return gl.where(reset[None, :], 2.0**14, scale)
 
@@ -228,22 +234,23 @@ def scaled_reset_states(
     """Returns the states from which a step starts, and the scale of each sequence's hidden states from then on.
 
     Where `reset`, by sequence, is true, a new episode starts from the states `new`, or from zeros if RESET_STATE says
-    so. `new_scale` is the scale after a reset to `new`. If reset states differ by step and EARLY is false, the
-    function ignores `new_scale` and computes the scale itself.
+    so. `new_scale` is the scale after a reset to `new`. EARLY says that it was computed before this step, although
+    reset states differ by step; if they do and EARLY is false, the function ignores `new_scale` and computes the scale
+    itself.
     """
     if RESET_STATE == RESET_ZEROS:
         if SCALED:
-            scale = new_state_scale(scale, reset)
+            scale = scale_after_zeros(scale, reset)
         return start_afresh(states, reset[None, :]), scale
     elif RESET_STATE == RESET_FIXED or EARLY:
         if SCALED:
             scale = gl.where(reset[None, :], new_scale, scale)
         return select_states(reset[None, :], new, states), scale
     else:
-        # a branch, because the scale of new states is a maximum over the units of all warps
+        # skipped if no sequence resets: the scale needs a maximum over the units of all warps, which costs a barrier
         if gl.max(reset.to(gl.int32), axis=0) > 0:
             if SCALED:
-                scale = gl.where(reset[None, :], state_scale(gl.abs(new[0]))[None, :], scale)
+                scale = gl.where(reset[None, :], scale_from_magnitudes(gl.abs(new[0]))[None, :], scale)
             states = select_states(reset[None, :], new, states)
         return states, scale
 
@@ -437,9 +444,9 @@ def unpack_residuals(saved, COUNT: gl.constexpr, PACKED: gl.constexpr):
 
 @gluon.constexpr_function
 def product_order(k, gates):
-    """Returns the gate whose product a forward step starts as its k-th one: first those that a tanh waits for.
+    """Returns the gate whose product a forward step issues as its k-th one. The order is its own inverse.
 
-    The order is its own inverse.
+    Gates 0 and 2 come first, because the tanh of gate 2 depends on both in a GRU.
     """
     return (0, 2, 1, 3)[k] if gates > 2 else k
 
@@ -604,9 +611,9 @@ def scale_of_norm(sums, statistics, H: gl.constexpr, NORM_WIDTH: gl.constexpr):
     if len(sums) == 1:
         variance += sums[0] * (1.0 / NORM_WIDTH)
     else:
-        apart = sums[1] * (1.0 / H) - statistics[1]
+        difference = sums[1] * (1.0 / H) - statistics[1]
         variance += (sums[0] - sums[1] * (sums[1] * (1.0 / H))) * (1.0 / NORM_WIDTH)
-        variance += apart * apart * (H * (NORM_WIDTH - H) / (NORM_WIDTH * NORM_WIDTH))
+        variance += difference * difference * (H * (NORM_WIDTH - H) / (NORM_WIDTH * NORM_WIDTH))
     return 1.0 / gl.sqrt(variance)
 
 

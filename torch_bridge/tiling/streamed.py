@@ -10,9 +10,9 @@ from torch_bridge.tiling.config import KernelConfig
 from torch_bridge.tiling.devices import Device
 from torch_bridge.tiling.problem import Problem, cost_key, product_kind
 
-# Warps of a streamed program that keeps all weights on chip, by the width of its block: if the hidden size fills the
-# block, and if not. Each number of warps is as fast as any that does not spill. An entry is missing if every number of
-# warps spills.
+# Warps of a streamed program that keeps all weights on chip, by the width of its block: (if the hidden size fills the
+# block, if it does not). Each number of warps is as fast as any that does not spill. A width, or its second number, is
+# missing if every number of warps spills.
 WARPS: dict[tuple[str, str, str], dict[int, tuple[int, ...]]] = {
     ("gru", "tf32", "fwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
     ("gru", "tf32", "bwd"): {16: (1, 1), 32: (2, 2), 64: (4, 4), 128: (8, 8)},
@@ -70,7 +70,9 @@ PARTIAL_BLOCK_TILINGS = {
 # Tilings for unaligned problems; and where some of them spill, how many of the first ones do not.
 UNALIGNED_TILINGS = ((16, 16, 16, 8, 2), (32, 16, 16, 8, 2), (64, 16, 16, 8, 2))
 UNALIGNED_COUNTS = {("gru", "tf32x3", "fwd"): 2, ("lstm", "tf32x3", "fwd"): 1}
-# The tiling for hidden sizes that are too wide for the tilings above.
+# The tiling for hidden sizes that are too wide for the tilings above. Unaligned problems take the last of
+# `UNALIGNED_TILINGS` in its place, even where it spills, because every narrower one needs more programs than there are
+# multiprocessors.
 WIDEST_TILING = (64, 16, 32, 8, 3)
 # Microseconds per step of one tile: fixed, per 100 KB of exchanged state, per 100 KB of weights, per million
 # multiply-adds. Fitted to 330 timings on an H200 (Triton 3.6) with B from 8 to 2048 and H from 128 to 1024. Among the
@@ -128,9 +130,10 @@ def max_hidden(device: Device) -> int:
 def single_program_configs(problem: Problem, device: Device) -> list[KernelConfig]:
     """Returns the streamed tilings with one program per tile, the fastest first, if a program can hold all weights.
 
-    The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200 with H=128,
-    T=128 and B=64, a step takes 2.0 us with tiles of 8 sequences and 4.0 us with tiles of 16. With B=2048, all tiles
-    run at once only if they have 16 sequences, unless two programs fit on an SM.
+    The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200, a step of a
+    GRU with H=128, T=128 and B=64 takes 2.0 us with tiles of 8 sequences and 4.0 us with tiles of 16. With B=2048, all
+    tiles run at once only if they have 16 sequences, unless two programs fit on an SM. The only cell with 128
+    units that comes here is the simple one with a ReLU: the loop "resident" precedes this one for the others.
     """
     block = max(16, power_of_2(problem.hidden))
     even = problem.hidden == block
@@ -166,7 +169,8 @@ def shared_configs(problem: Problem, device: Device) -> list[tuple[float, Kernel
         # the tilings for Hopper come first and win ties of cost, because they have more stages
         tilings = tuple(tiling for tiling in HOPPER_TILINGS.get(key, ()) if problem.hidden % tiling[2] == 0) + tilings
     if problem.hidden > max(tiling[0] for tiling in tilings) * device.multiprocessors:
-        spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma  # on 8.6, two stages spill 32 bytes
+        # on capability 8.6, two stages of WIDEST_TILING fit, and spill 32 bytes
+        spills = key == ("lstm", "tf32x3", "fwd") and not device.has_wgmma
         tilings = (UNALIGNED_TILINGS[-1] if problem.is_unaligned or spills else WIDEST_TILING,)
     for block_h, block_b, block_k, num_warps, num_stages in tilings:
         splits = cdiv(problem.hidden, block_h)

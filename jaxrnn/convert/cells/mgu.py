@@ -1,21 +1,7 @@
 """The weights of the MGU, here and in other frameworks."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from jaxrnn.cells import CELLS
 from jaxrnn.convert.layout import Layout
-
-if TYPE_CHECKING:
-    from typing import TypeAlias
-
-    import torch_bridge.nn
-    from jaxrnn.cells import MGUParams
-
-    # The types that the overloads of `jaxrnn.convert` name, by framework.
-    Params: TypeAlias = MGUParams
-    TorchModule: TypeAlias = torch_bridge.nn.MGU
 
 MGU = Layout(
     cell=CELLS["mgu"],

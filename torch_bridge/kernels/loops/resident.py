@@ -67,12 +67,12 @@ from torch_bridge.kernels.gluon_common import (
     pack_residuals,
     product_order,
     reset_gradients,
+    scale_from_largest,
+    scale_from_magnitudes,
     scale_of_norm,
-    scale_of_states,
     scale_to_float16,
     scaled_reset_states,
     slot_layout,
-    state_scale,
     states_without_empty_columns,
     store_residuals,
     store_states,
@@ -266,7 +266,7 @@ def _forward_step(
             xp_ptr, x_norm_ptr, x_mean_ptr, reset_ptr, next_rows, unit, mask, mask_q, H, GATES
         )  # fmt: skip
     if EARLY and SCALED:
-        next_scale = scale_of_states(_load_over_warps(slot, UNITS, gl.max))[None, :]
+        next_scale = scale_from_largest(_load_over_warps(slot, UNITS, gl.max))[None, :]
     if x_mean_ptr is not None:
         x = subtract_mean(x, statistics[1][None, :], w_sum)
     gates = add_inputs(products, x, b_hn, SEPARATE)
@@ -337,9 +337,9 @@ def forward_kernel(
         after = load_states(reset_h_ptr, reset_c_ptr, rows[None, :] * H + unit[:, None], mask)
     new_scale = scale
     if SCALED:
-        scale = state_scale(gl.abs(states[0]))[None, :]
+        scale = scale_from_magnitudes(gl.abs(states[0]))[None, :]
         if RESET_STATE == RESET_FIXED or EARLY:
-            new_scale = state_scale(gl.abs(new[0]))[None, :]
+            new_scale = scale_from_magnitudes(gl.abs(new[0]))[None, :]
     zeros = gl.zeros([BLOCK_H, COLS], gl.float32, ACC)
     even = _allocate_operands(1, COLS, BLOCK_H, DTYPE)
     odd = _allocate_operands(1, COLS, BLOCK_H, DTYPE)

@@ -21,9 +21,9 @@ from torch_bridge.kernels.common import first_row
 from torch_bridge.kernels.gluon_common import (
     barrier,
     inverse,
-    new_state_scale,
+    scale_after_zeros,
+    scale_from_magnitudes,
     scale_to_float16,
-    state_scale,
     to_operand,
 )
 
@@ -185,14 +185,14 @@ def load_weight_shard(
 
 @gluon.jit
 def first_state_scale(h0_ptr, zeros, seq, own, mask_q, H: gl.constexpr, SPLITS: gl.constexpr):
-    """Returns the scale of each sequence's first state (`state_scale`), over the units of all programs."""
+    """Returns the scale of each sequence's first state (`scale_from_magnitudes`), over the units of all programs."""
     largest = zeros
     for part in range(SPLITS + opaque_zero(SPLITS)):
         unit = part * own.shape[0] + own
         mask = (unit < H)[:, None] & mask_q[None, :]
         h = gl.abs(gl.load(h0_ptr + seq[None, :] * H + unit[:, None], mask=mask, other=0.0).to(gl.float32))
         largest = gl.maximum(largest, h)
-    return state_scale(largest)
+    return scale_from_magnitudes(largest)
 
 
 @gluon.jit
@@ -225,7 +225,7 @@ def send_state(
     if reset_ptr is not None:
         h = gl.where(reset[None, :], 0.0, h)
         if SCALED:
-            scale = new_state_scale(scale, reset)
+            scale = scale_after_zeros(scale, reset)
     if SCALED:
         h = h * scale
     _send_tile(exchange_ptr, h, number, live, workers, worker, split, DTYPE, SPLITS)
