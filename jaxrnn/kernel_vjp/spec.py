@@ -79,7 +79,7 @@ def has_residuals_in_place(static: RecurrenceSpec, hidden: int, rows: int) -> bo
     """Whether the residuals overwrite the input projections, and the gate gradients overwrite the residuals.
 
     All three then have the same size, and two arrays fewer of that size are held. The projections, of `rows` rows, must
-    be large for this.
+    be large for this. With `remat`, `rows` counts those of all chunks, because saving memory is what `remat` is for.
     """
     large = 4 * rows * static.cell.gates * hidden >= _IN_PLACE_BYTES and hidden % _IN_PLACE_UNITS == 0
     return static.cell.packed_residuals is not None and static.uses_tf32 and large

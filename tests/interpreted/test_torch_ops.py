@@ -709,6 +709,15 @@ def test_operators_reject_wrong_shapes(cell):
             op_of(cell)(*args[:i], wrong, *args[i + 1 :])
 
 
+@every_operator
+def test_operators_reject_no_steps(cell):
+    args = list(arguments(cell))
+    xp, resets = args[0], next(i for i, x in enumerate(args) if x.dtype == torch.bool)
+    args[0], args[resets] = xp[:, :0], args[resets][:, :0]
+    with pytest.raises(ValueError, match="a recurrence needs at least one step, and xp has none"):
+        op_of(cell)(*args)
+
+
 def test_operators_reject_one_of_two_reset_states():
     args = list(arguments("lstm"))
     args[6] = None

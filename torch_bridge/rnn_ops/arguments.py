@@ -160,9 +160,10 @@ def _check(
     cell: CellSpec, sizes: tiling.Sizes, sequences: dict[str, Tensor | None], states: dict[str, Tensor | None],
     weights: dict[str, Tensor], order: str, precision: str,
 ) -> None:  # fmt: skip
-    """Raises ValueError unless the arrays of an operator have the shapes that kernels read. Arrays may be empty.
+    """Raises ValueError unless the arrays of an operator have the shapes that kernels read, and at least one step.
 
-    It also raises if the arrays are on different devices, or if the order or the precision is unknown.
+    There may be no sequences. It also raises if the arrays are on different devices, or if the order or the precision
+    is unknown.
     """
     models, groups, steps, batch, hidden = sizes
     op_common.check_devices("w_hh", weights["w_hh"], sequences | states | weights)
@@ -171,6 +172,8 @@ def _check(
             f"order must be one of {', '.join(kernels.REVERSE)}; precision must be one of "
             f"{', '.join(PRECISIONS)}; got {order!r} and {precision!r}"
         )
+    if steps < 1:
+        raise ValueError(f"a recurrence needs at least one step, and {next(iter(sequences))} has none")
     if models < 1 or groups % models:
         raise ValueError(f"the number of groups, {groups}, must be a multiple of the number of models, {models}")
     widths = {"xp": cell.gates, **dict(cell.residuals)}
