@@ -406,15 +406,20 @@ def _time_ready_steps(
         spreads = timing.interleave(host | device, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
     for provider in (provider for provider in providers if provider.name in host):
         name = provider.name
-        (returned, wall), clock = spreads[name], device[f"{name}, device"]
+        on_host, on_device, clock = spreads[name], spreads[f"{name}, device"], device[f"{name}, device"]
+        row = Row(str(case), name, ours=provider.ours, error=errors[name][1], error_of=errors[name][0])
+        if isinstance(on_host, Exception):
+            rows[name] = failed(row, on_host)
+            continue
+        if isinstance(on_device, Exception):
+            rows[name] = failed(row, on_device)
+            continue
+        returned, wall = on_host
         notes = [note(provider, case)]
         if clock.method == timing.REPLAYS:  # the clock of eager calls may measure the host
-            seconds = spreads[f"{name}, device"][0].median
+            seconds = on_device[0].median
             notes.append(f"device {1e6 * seconds:.3g} us" + (", the bottleneck" if seconds > returned.median else ""))
-        row = Row(
-            str(case), name, ours=provider.ours, error=errors[name][1], error_of=errors[name][0],
-            note="; ".join(filter(None, notes)),
-        )  # fmt: skip
+        row = dataclasses.replace(row, note="; ".join(filter(None, notes)))
         rows[name] = timed(row, returned, wall, scale=1e6, method=host[name].method)
     return rows
 
@@ -436,8 +441,11 @@ def time_rows(
     `scale` converts seconds to the unit of the rows. `method` says how they were measured; the default is the clock's.
     """
     spreads = timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
-    for name, (device, wall) in spreads.items():
-        rows[name] = timed(rows[name], device, wall, scale=scale, method=method or clocks[name].method)
+    for name, found in spreads.items():
+        if isinstance(found, Exception):
+            rows[name] = failed(rows[name], found)
+        else:
+            rows[name] = timed(rows[name], *found, scale=scale, method=method or clocks[name].method)
 
 
 def failed(row: Row, error: Exception) -> Row:

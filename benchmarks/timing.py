@@ -166,26 +166,40 @@ def host_clock(run: Callable[[], Any], wait: Callable[[], None]) -> Clock:
 
 def interleave(
     clocks: Mapping[str, Clock], *, rounds: int, seconds: float, progress: Callable[[str], None] = lambda _: None
-) -> dict[str, tuple[Spread, Spread]]:
+) -> dict[str, tuple[Spread, Spread] | Exception]:
     """Times all candidates in turn, `rounds` times over, each for about `seconds` in all.
 
     Returns:
-      By name, the spreads over rounds of two times of a call: on the device, and until the host has its result.
+      By name, the spreads over rounds of two times of a call: on the device, and until the host has its result. A
+      candidate that raises, because the memory of all together is not enough, for example, has the exception instead.
     """
     device: dict[str, list[float]] = {name: [] for name in clocks}
     wall: dict[str, list[float]] = {name: [] for name in clocks}
     calls: dict[str, int] = {}
-    for name, clock in clocks.items():
+    errors: dict[str, Exception] = {}
+
+    def prepare(name: str, clock: Clock) -> None:
         clock.batch(2)
         estimate = clock.batch(2) / 2
         calls[name] = max(math.ceil(seconds / rounds / max(estimate, 1e-7)), 1)
-    for _ in range(rounds):
+
+    def take_turn(name: str, clock: Clock) -> None:
+        clock.batch(1)  # warm up after another candidate's turn
+        device[name].append(clock.batch(calls[name]) / calls[name])
+        wall[name].append(clock.single())
+        progress(name)
+
+    for step in (prepare, *[take_turn] * rounds):
         for name, clock in clocks.items():
-            clock.batch(1)  # warm up after another candidate's turn
-            device[name].append(clock.batch(calls[name]) / calls[name])
-            wall[name].append(clock.single())
-            progress(name)
-    return {name: (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds)) for name in clocks}
+            if name not in errors:
+                try:
+                    step(name, clock)
+                except Exception as error:
+                    errors[name] = error
+    return {
+        name: errors.get(name) or (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds))
+        for name in clocks
+    }
 
 
 def first_line(error: BaseException) -> str:

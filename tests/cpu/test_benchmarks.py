@@ -689,6 +689,32 @@ def test_clocks_are_interleaved():
     assert timing.Spread.of([1.0, 2.0, 3.0, 4.0, 5.0], 5) == timing.Spread(3.0, 2.0, 4.0, 5)
 
 
+@pytest.mark.parametrize("fails_at", [1, 4], ids=["first_call", "second_round"])
+def test_a_clock_that_raises_fails_alone(fails_at):
+    made = {"good": 0, "bad": 0}
+
+    def clock(name):
+        def single():
+            made[name] += 1
+            return 1.0
+
+        def batch(calls):
+            made[name] += 1
+            if name == "bad" and made[name] >= fails_at:
+                raise MemoryError("out of memory")
+            return float(calls)
+
+        return timing.Clock(batch, single, "pretended")
+
+    rows = {name: Row("case", name) for name in made}
+    harness.time_rows(
+        rows, {name: clock(name) for name in made}, Settings(rounds=2, seconds=2.0), lambda _: None, scale=1.0
+    )
+    assert (rows["good"].value, rows["good"].status) == (1.0, "measured")
+    assert (rows["bad"].status, rows["bad"].reason) == ("failed", "MemoryError: out of memory")
+    assert made["bad"] == fails_at
+
+
 @pytest.mark.parametrize("rate", [0.0, 0.3, 1.0])
 def test_episodes_cover_every_step_once(rate):
     resets = np.random.default_rng(0).random((11, 4)) < rate
