@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from jaxrnn.convert.layout import ParamsT
 
 
-OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells"
+OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells, or an MGU of torch_bridge.nn"
 
 
 @overload
@@ -71,10 +71,10 @@ def from_torch(
     """Returns the weights of one layer and direction of `torch.nn.GRU`, `LSTM` or `RNN`, or of one of their cells.
 
     Formula and order of gates are the same. `bias_ih` and `bias_hh` are added where PyTorch always adds them: for all
-    gates of an LSTM, for r and z of a GRU, and in an RNN. A module without biases gives zeros. An RNN gives
-    `SimpleParams`, which `jaxrnn.simple_rnn` runs with `activation=module.nonlinearity`. The modules of
-    `torch_bridge.nn` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Its MGU, which `torch.nn` does
-    not have, gives `MGUParams`.
+    gates of an LSTM, for r and z of a GRU, for f of an MGU, and in an RNN. A module without biases gives zeros. An RNN
+    gives `SimpleParams`, which `jaxrnn.simple_rnn` runs with `activation=module.nonlinearity`. The modules of
+    `torch_bridge.nn` have the same parameters; with `num_blocks`, `w_hh` has the blocks. Weights of 2H rows are read as
+    those of `torch_bridge.nn.MGU`, gates ordered f, n, and give `MGUParams`.
 
     Args:
       source: the module, or its state dict, of tensors (on any device, bfloat16 too) or arrays, for n = 3 gates of a
@@ -117,8 +117,8 @@ def from_torch(
     suffix = _suffix(state, layer, reverse, prefix)
     if f"{prefix}scale_i{suffix}" in state:
         raise ValueError(
-            f"from_torch: source must be a GRU, LSTM or RNN, got {describe(state)}; jaxrnn.convert has no functions "
-            "for cells with a norm"
+            f"from_torch: source must be a GRU, LSTM, MGU or RNN, got {describe(state)}; jaxrnn.convert has no "
+            "functions for cells with a norm"
         )
     names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     has_bias = names[2] in state or names[3] in state
@@ -203,8 +203,8 @@ def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, p
         prefixes = sorted({repr(match["prefix"]) for match in found})
         hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else remedy_for("from_torch", state, OTHERWISE)
         raise ValueError(
-            f"from_torch: source must have {prefix}weight_ih_l0 (of a GRU, LSTM or RNN) or {prefix}weight_ih (of a "
-            f"cell), got {describe(state)}{hint}"
+            f"from_torch: source must have {prefix}weight_ih_l0 (of a GRU, LSTM, MGU or RNN) or {prefix}weight_ih (of "
+            f"a cell), got {describe(state)}{hint}"
         )
     choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
     layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}

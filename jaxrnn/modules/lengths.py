@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 
 
 def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...], steps: Any, caller: Caller) -> Array | None:
-    """Returns lengths as int32, or None. Values that cannot be checked, because they are traced, are clipped.
+    """Returns lengths as int32, or None.
+
+    Lengths that are traced or on another host are clipped to 0 to `steps`, and so are all if `steps` is symbolic.
 
     Raises:
-      ValueError: there is not one integer per sequence, or a length is not between 0 and `steps`. The values are not
-        checked if they are traced or on another host.
+      ValueError: there is not one integer per sequence, or a length is not between 0 and `steps`, where both are known.
     """
     if seq_lengths is None:
         return None

@@ -188,20 +188,20 @@ def test_mgu_of_torch_bridge(torch, bias, blocks):
 
     torch.manual_seed(0)
     options = {"num_layers": 2, "bidirectional": True, "num_blocks": blocks}
-    module, ys, packed = MGU(D, 6, bias=bias, **options), jnp.asarray(XS), {}
+    module, xs, arrays = MGU(D, 6, bias=bias, **options), jnp.asarray(XS), {}
     for layer in range(2):
         both = [convert.from_torch(module, layer=layer, reverse=reverse, into=MGUParams) for reverse in (False, True)]
         assert both[0].w_hh.shape == ((6, 12) if blocks == 1 else (2, 3, 6))
         runs = [
-            jaxrnn.mgu(one, jnp.zeros((B, 6)), ys, reverse=reverse, implementation="xla")[1]
+            jaxrnn.mgu(one, jnp.zeros((B, 6)), xs, reverse=reverse, implementation="xla")[1]
             for reverse, one in enumerate(both)
         ]
-        ys = jnp.concatenate(runs, axis=-1)
+        xs = jnp.concatenate(runs, axis=-1)
         for reverse, one in enumerate(both):
-            packed |= convert.to_torch(one, layer=layer, reverse=bool(reverse))
+            arrays |= convert.to_torch(one, layer=layer, reverse=bool(reverse))
     want = torch_outputs(torch, module)
-    agree(ys, want)
-    other = load_torch(torch, MGU(D, 6, **options), packed)
+    agree(xs, want)
+    other = load_torch(torch, MGU(D, 6, **options), arrays)
     agree(torch_outputs(torch, other), want)
     same_bits(convert.from_torch(other.state_dict(), layer=1, reverse=True), both[1])
 

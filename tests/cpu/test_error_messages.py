@@ -809,7 +809,7 @@ TABLE = {
         (
             lambda: convert.from_torch({}),
             (
-                "source must have weight_ih_l0 (of a GRU, LSTM or RNN) or weight_ih (of a cell), got "
+                "source must have weight_ih_l0 (of a GRU, LSTM, MGU or RNN) or weight_ih (of a cell), got "
                 "nothing; pass a torch.nn.GRU"
             ),
         ),

@@ -1,4 +1,4 @@
-"""Tests that a `lax.scan`, which `implementation=None` runs where a kernel is slower, gives the kernel's results."""
+"""Tests that a loop in XLA, which `implementation=None` runs where a kernel is slower, gives the kernel's results."""
 
 import dataclasses
 import functools
@@ -59,12 +59,13 @@ def test_outputs_and_gradients_match_the_oracle(scans, case):
 
 
 ON_A_GPU = [
-    cases.Case(cell, T=13, B=B, H=H, **changes)
+    cases.Case(cell, B=B, H=H, **{"T": 13} | changes)
     for cell in ("gru", "lstm")
     for B, H, changes in (
-        (64, 256, {}), (3, 512, {"resets": "none"}), (64, 1024, {"reset_state": "h"}), (300, 256, {"reverse": True}),
+        (64, 256, {}), (3, 512, {"resets": "none"}), (64, 1024, {"reset_state": "h", "T": 15}),
+        (300, 256, {"reverse": True, "T": 14}),
         (16, 512, {"reset_state": "tbh", "time_major": False, "reverse": True}), (64, 256, {"models": 3}),
-        (64, 512, {"dtype": "bf16"}), (16, 256, {"dtype": "bf16", "carry_dtype": "bf16", "remat": True}),
+        (64, 512, {"dtype": "bf16", "T": 12}), (16, 256, {"dtype": "bf16", "carry_dtype": "bf16", "remat": True}),
         (64, 256, {"precision": "highest"}), (16, 256, {"reset_state": "bh", "models": 2, "dtype": "f16"}),
     )
 ]  # fmt: skip
@@ -79,6 +80,29 @@ def test_errors_on_a_gpu_are_at_most_twice_those_of_xla(scans, case):
     cases.check(case, got, cases.run(case, inputs, "xla"), cases.run_oracle(case, inputs))
     for name, x in got.items():
         np.testing.assert_array_equal(again[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 3, 4, 5, 8, 11])
+def test_blocks_of_steps_give_what_lax_scan_gives(steps, reverse):
+    """Checks numbers of steps with no block, with several blocks, and with steps that fill no block."""
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+
+    def step(carry, x):
+        h = jnp.tanh(carry["h"] * 0.5 + x["a"] + (0.0 if x["none"] is not None else x["b"][:, None]))
+        return {"h": h, "count": carry["count"] + 1}, {"h": h, "product": h * x["b"][:, None]}
+
+    carry = {"h": draw(2, 3, 4), "count": jnp.zeros(2, jnp.int32)}
+    xs = {"a": draw(2, steps, 3, 4), "b": draw(2, steps, 3), "none": None}
+    of_blocks = functools.partial(scan_launch._scan, step, steps=steps, reverse=reverse)
+    of_jax = functools.partial(jax.lax.scan, step, reverse=reverse)
+    one = jax.tree.map(lambda x: x[0], (carry, xs))
+    for args, run_all in ((one, lambda run: run), ((carry, xs), jax.vmap)):
+        got, want = (jax.jit(run_all(run))(*args) for run in (of_blocks, of_jax))
+        assert jax.tree.structure(got) == jax.tree.structure(want)
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), got, want)
+    assert got[1]["h"].shape == (2, steps, 3, 4)
 
 
 @pytest.mark.interpret

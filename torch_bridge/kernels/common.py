@@ -94,7 +94,7 @@ def float16_bits(x, BOUNDED: tl.constexpr):
 
 @triton.jit
 def _pack_float16x2(a, b, BOUNDED: tl.constexpr):
-    """Packs two numbers as float16 into 32 bits, `a` in the lower half; BOUNDED as in `float16_bits`."""
+    """Packs two values as float16 into 32 bits, `a` in the lower half; BOUNDED as in `float16_bits`."""
     return float16_bits(a, BOUNDED) | (float16_bits(b, BOUNDED) << 16)
 
 

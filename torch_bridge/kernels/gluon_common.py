@@ -174,8 +174,8 @@ def scale_to_float16(largest, EXPONENT: gl.constexpr):
 def scale_from_magnitudes(h):
     """Returns the scale of each sequence's hidden states, given the magnitudes `h` of its first hidden state.
 
-    No later state exceeds the larger of 1 and the largest of `h`, because candidates are between -1 and 1. NaNs are
-    ignored.
+    No later state exceeds the larger of 1 and the largest of `h`: a new hidden state is a tanh times at most 1, or lies
+    between the state before and a tanh. NaNs are ignored.
     """
     return scale_from_largest(gl.max(h, axis=0))
 
@@ -234,9 +234,8 @@ def scaled_reset_states(
     """Returns the states from which a step starts, and the scale of each sequence's hidden states from then on.
 
     Where `reset`, by sequence, is true, a new episode starts from the states `new`, or from zeros if RESET_STATE says
-    so. `new_scale` is the scale after a reset to `new`. EARLY says that it was computed before this step, although
-    reset states differ by step; if they do and EARLY is false, the function ignores `new_scale` and computes the scale
-    itself.
+    so. `new_scale` is the scale after a reset to `new`. It is used for fixed reset states and, if EARLY, for those of
+    each step, because the caller computed it a step ahead. Otherwise this function computes the scale.
     """
     if RESET_STATE == RESET_ZEROS:
         if SCALED:

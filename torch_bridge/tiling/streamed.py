@@ -132,8 +132,9 @@ def single_program_configs(problem: Problem, device: Device) -> list[KernelConfi
 
     The latency of a step is the bottleneck, so tiles are small while all of them run at once. On an H200, a step of a
     GRU with H=128, T=128 and B=64 takes 2.0 us with tiles of 8 sequences and 4.0 us with tiles of 16. With B=2048, all
-    tiles run at once only if they have 16 sequences, unless two programs fit on an SM. The only cell with 128
-    units that comes here is the simple one with a ReLU: the loop "resident" precedes this one for the others.
+    tiles run at once only if they have 16 sequences, unless two programs fit on an SM. With 128 units, the
+    loop "resident" precedes this one, except in float16, at `HIGHEST` precision, for a single step, and for the simple
+    cell with a ReLU.
     """
     block = max(16, power_of_2(problem.hidden))
     even = problem.hidden == block
