@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -237,39 +238,47 @@ def checked_clocks(
     Returns:
       By name, the clock followed by the worse result of `check`, or the row of `check`.
     """
+    found: dict[str, Row | tuple[timing.Clock, str, float]] = {}
 
-    # All providers take a step before any takes the next one. A provider whose step returns a row takes no other step.
-    def attempt(step: Callable[..., Any], provider: Provider, *args: Any) -> Any:
+    @contextlib.contextmanager
+    def row_if_it_fails(provider: Provider) -> Iterator[None]:
         try:
-            return step(provider, ready[provider.name], *args)
+            yield
         except Exception as error:
-            return failed(Row(str(truth.case), provider.name, ours=provider.ours), error)
+            found[provider.name] = failed(Row(str(truth.case), provider.name, ours=provider.ours), error)
 
-    def count(provider: Provider, one: Ready) -> int:
-        return one.passes()
-
-    def begin_loop(provider: Provider, one: Ready, passes: int) -> Any:
-        return pool.submit(one.loop(passes)) if one.loop is not None and passes > 1 else None
-
-    def clock(provider: Provider, one: Ready, loop: Any) -> Row | tuple[timing.Clock, str, float]:
-        checked = results[provider]
-        if loop is None:
-            return one.clock(), *checked
-        many = loop.result()
-        again = check(provider, dataclasses.replace(one, run=many), truth)
-        if isinstance(again, Row):
-            return again
-        return timing.jax_clock(one.run, many, counts[provider]), *max(checked, again, key=lambda pair: pair[1])
-
-    def after(step: Callable[..., Any], before: dict[Provider, Any]) -> dict[Provider, Any]:
-        return {one: attempt(step, one, got) for one, got in before.items() if not isinstance(got, Row)}
-
-    results: dict[Provider, Any] = {provider: check(provider, ready[provider.name], truth) for provider in providers}
-    counts = {one: attempt(count, one) for one, checked in results.items() if not isinstance(checked, Row)}
+    # nothing is compiled before the passes of all providers are timed to count them
+    checked: dict[Provider, tuple[str, float]] = {}
+    for provider in providers:
+        result = check(provider, ready[provider.name], truth)
+        if isinstance(result, Row):
+            found[provider.name] = result
+        else:
+            checked[provider] = result
+    counts: dict[Provider, int] = {}
+    for provider in checked:
+        with row_if_it_fails(provider):
+            counts[provider] = ready[provider.name].passes()
+    programs: dict[Provider, concurrent.futures.Future[Callable[[], Any]] | None] = {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        loops = after(begin_loop, counts)
-    clocks = after(clock, loops)
-    return {provider.name: found for provider, found in (results | counts | loops | clocks).items()}
+        for provider, count in counts.items():
+            loop = ready[provider.name].loop
+            with row_if_it_fails(provider):
+                programs[provider] = pool.submit(loop(count)) if loop is not None and count > 1 else None
+    for provider, program in programs.items():
+        one = ready[provider.name]
+        with row_if_it_fails(provider):
+            if program is None:
+                found[provider.name] = one.clock(), *checked[provider]
+                continue
+            many = program.result()
+            again = check(provider, dataclasses.replace(one, run=many), truth)
+            if isinstance(again, Row):
+                found[provider.name] = again
+            else:
+                worst = max(checked[provider], again, key=lambda pair: pair[1])
+                found[provider.name] = timing.jax_clock(one.run, many, counts[provider]), *worst
+    return found
 
 
 def to_jax(arrays: dict[str, Any]) -> dict[str, jax.Array]:
