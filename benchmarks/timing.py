@@ -195,7 +195,7 @@ def interleave(
                 try:
                     step(name, clock)
                 except Exception as error:
-                    errors[name] = error
+                    errors[name] = error.with_traceback(None)  # its frames would keep arrays alive
     return {
         name: errors.get(name) or (Spread.of(device[name], rounds * calls[name]), Spread.of(wall[name], rounds))
         for name in clocks
