@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, overload
 
 from jaxrnn.checks import check_size
-from jaxrnn.convert.arrays import describe, read_arrays, remedy_for, to_numpy
+from jaxrnn.convert.arrays import alternatives, describe, read_arrays, remedy_for, to_numpy
 from jaxrnn.convert.cells import cells_of
 from jaxrnn.convert.cells.lstm import LSTM
 from jaxrnn.convert.checks import check_params, check_shapes, expect, find_layout, recurrent_shape
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from jaxrnn.convert.layout import ParamsT
 
 
-OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells, or an MGU of torch_bridge.nn"
+OTHERWISE = "; pass a torch.nn.GRU, LSTM, RNN or one of their cells, or a module of torch_bridge.nn"
+# The cells that PyTorch or `torch_bridge.nn` has, for messages.
+_TITLES = alternatives([layout.title for layout in cells_of("torch")])
 
 
 @overload
@@ -117,8 +119,8 @@ def from_torch(
     suffix = _suffix(state, layer, reverse, prefix)
     if f"{prefix}scale_i{suffix}" in state:
         raise ValueError(
-            f"from_torch: source must be a GRU, LSTM, MGU or RNN, got {describe(state)}; jaxrnn.convert has no "
-            "functions for cells with a norm"
+            f"from_torch: source must be a {_TITLES}, got {describe(state)}; jaxrnn.convert has no functions for cells "
+            "with a norm"
         )
     names = [f"{prefix}{name}{suffix}" for name in ("weight_ih", "weight_hh", "bias_ih", "bias_hh")]
     has_bias = names[2] in state or names[3] in state
@@ -203,8 +205,8 @@ def _suffix(state: Mapping[str, Any], layer: int | None, reverse: bool | None, p
         prefixes = sorted({repr(match["prefix"]) for match in found})
         hint = f"; pass prefix={' or '.join(prefixes)}" if prefixes else remedy_for("from_torch", state, OTHERWISE)
         raise ValueError(
-            f"from_torch: source must have {prefix}weight_ih_l0 (of a GRU, LSTM, MGU or RNN) or {prefix}weight_ih (of "
-            f"a cell), got {describe(state)}{hint}"
+            f"from_torch: source must have {prefix}weight_ih_l0 (of a {_TITLES}) or {prefix}weight_ih (of a GRUCell, "
+            f"for example), got {describe(state)}{hint}"
         )
     choices = [(int(match["layer"] or 0), bool(match["reverse"]), match["suffix"] or "") for match in here]
     layers, directions = {choice[0] for choice in choices}, {choice[1] for choice in choices}

@@ -809,8 +809,8 @@ TABLE = {
         (
             lambda: convert.from_torch({}),
             (
-                "source must have weight_ih_l0 (of a GRU, LSTM, MGU or RNN) or weight_ih (of a cell), got "
-                "nothing; pass a torch.nn.GRU"
+                "source must have weight_ih_l0 (of a GRU, LSTM, MGU or simple cell) or weight_ih (of a GRUCell, for "
+                "example), got nothing; pass a torch.nn.GRU"
             ),
         ),
         (
