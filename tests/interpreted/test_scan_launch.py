@@ -90,7 +90,8 @@ def test_blocks_of_steps_give_what_lax_scan_gives(steps, reverse):
     draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
 
     def step(carry, x):
-        h = jnp.tanh(carry["h"] * 0.5 + x["a"] + (0.0 if x["none"] is not None else x["b"][:, None]))
+        assert x["none"] is None
+        h = jnp.tanh(carry["h"] * 0.5 + x["a"] + x["b"][:, None])
         return {"h": h, "count": carry["count"] + 1}, {"h": h, "product": h * x["b"][:, None]}
 
     carry = {"h": draw(2, 3, 4), "count": jnp.zeros(2, jnp.int32)}
