@@ -91,6 +91,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     if getattr(config.option, "numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # torch.compile would fork processes, one for each core, while threads of JAX and PyTorch run. A child has the locks
+    # that those threads held, but not the threads, and may wait for ever.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
 @pytest.fixture(scope="session", autouse=True)
