@@ -9,8 +9,9 @@
 
 `TRITON_INTERPRET`, if set, overrides the table. The marker `several_gpus` is also left out if `gpu` is, or if there is
 only one GPU. The marker `stress` is left out unless it is asked for. Without PyTorch or Triton, all tests that need
-either are left out: those with the marker `torch` or a marker of kernels. All other tests must pass without both. The
-marker `gymnax` is left out if gymnax is not installed.
+either are left out: those with the marker `torch` or a marker of kernels, and the folders `compiled` and `gpu`. All
+other tests must pass without both, and files in other folders must import without both. The marker `gymnax` is left out
+if gymnax is not installed.
 Without the type checkers, which the extra `dev` installs, those with the marker `types` are left out.
 
 A file is in the folder of what most of its tests need: `cpu`, `interpreted` for those that run kernels, which a GPU
@@ -21,11 +22,13 @@ import gc
 import importlib.util
 import os
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from accelerator import nvidia_gpus
 
 CHECKERS = ("mypy", "pyright", "hatchling", "torch")
+TESTS = Path(__file__).resolve().parent
 NEED_TORCH = frozenset(("torch", "interpret", "gpu", "several_gpus", "compile_only"))
 
 left_out: frozenset[str] = frozenset()
@@ -94,6 +97,11 @@ def pytest_configure(config: pytest.Config) -> None:
     # torch.compile would fork processes, one for each core, while threads of JAX and PyTorch run. A child has the locks
     # that those threads held, but not the threads, and may wait for ever.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Ignores the folders whose files import Triton at their top, if it or PyTorch is not installed."""
+    return True if "torch" in left_out and collection_path in (TESTS / "compiled", TESTS / "gpu") else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,7 +35,7 @@ def run_without(blocked: tuple[str, ...], code: str) -> None:
     """Runs code in a fresh process in which importing any of `blocked` raises ImportError."""
     block = f"import sys\nsys.modules.update(dict.fromkeys({blocked!r}))\n"
     done = subprocess.run([sys.executable, "-c", block + code], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def imported_names(path: Path) -> Iterator[str]:
@@ -232,6 +232,11 @@ else:
 def test_shared_modules_of_torch_bridge_import_without_torch_and_jax():
     tables = ", ".join(f"torch_bridge.{name}" for name in ("tiling", "cells", "records", "rules"))
     run_without((*TORCH_SIDE, *JAX_SIDE), f"import torch_bridge, {tables}")
+
+
+def test_tests_are_collected_without_torch_and_triton():
+    options = ("tests", "--collect-only", "-q", "-p", "no:cacheprovider")
+    run_without(TORCH_SIDE, f"import pytest\nsys.exit(pytest.main([*{options!r}]))")
 
 
 def test_torch_bridge_runs_on_the_cpu_without_triton():

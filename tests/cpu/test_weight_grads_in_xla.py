@@ -12,7 +12,8 @@ from jaxrnn import _bridge
 from jaxrnn._bridge.weight_grads import WEIGHT_GRADS_LAUNCH
 from jaxrnn.cells import CELLS as ENTRIES
 from jaxrnn.kernel_vjp import spec, weight_grads
-from torch_bridge.weight_grads import Layout
+
+pytestmark = pytest.mark.torch
 
 MODELS, GROUPS, STEPS, BATCH, INPUTS, HIDDEN = 2, 3, 5, 4, 6, 8
 CELLS = ("gru", "lstm", "rms_norm_gru", "layer_norm_gru")
@@ -39,6 +40,8 @@ def make_arrays(cell, reset_state, dtype):
 @pytest.mark.parametrize("promotion", ["standard", "strict"])
 @pytest.mark.parametrize(("cell", "reset_state", "reverse", "dtype"), CASES)
 def test_sums_equal_those_of_a_loop_over_steps(cell, reset_state, reverse, dtype, promotion):
+    from torch_bridge.weight_grads import Layout
+
     arrays = make_arrays(cell, reset_state, dtype)
     params = {"inputs": tuple(arrays), "reverse": reverse, "reset_state": reset_state}
     with jax.numpy_dtype_promotion(promotion):

@@ -3,7 +3,6 @@
 import functools
 
 import pytest
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from torch_calls import torch
 
 import torch_bridge
@@ -26,6 +25,7 @@ every_module = pytest.mark.parametrize("name", MODULES)
 every_implementation = pytest.mark.parametrize(
     "implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)]
 )
+checkpoint = torch.utils.checkpoint.checkpoint
 without_reentry = functools.partial(checkpoint, use_reentrant=False)
 
 
@@ -111,9 +111,10 @@ def test_selective_checkpoints_see_the_operators(keep, implementation):
     def policy(_, op, *args, **kwargs):
         seen.append(op)
         is_ours = op is torch.ops.torch_bridge.gru.default
-        return CheckpointPolicy.MUST_SAVE if is_ours and keep else CheckpointPolicy.PREFER_RECOMPUTE
+        policies = torch.utils.checkpoint.CheckpointPolicy
+        return policies.MUST_SAVE if is_ours and keep else policies.PREFER_RECOMPUTE
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
     rnn = nn.GRU(D, H, implementation=implementation)
     plain = gradients(rnn, lambda call, *arguments: call(*arguments))
     for x, y in zip(gradients(rnn, functools.partial(without_reentry, context_fn=contexts)), plain, strict=True):
