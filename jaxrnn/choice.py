@@ -34,14 +34,15 @@ class Choice:
 
     Attributes:
       name: what was called, such as "gru" or "rms_norm".
-      arguments: shapes and dtypes of the call, for messages.
+      arguments: shapes and dtypes of the call, for messages. For a cell without a kernel, what is not supported.
       implementation: "triton" or "xla".
       reason: why it was chosen.
-      unavailable: why "triton" cannot run the call, and what it needs, as the end of a sentence ("needs ..."); None if
-        it can, or if that was not asked because XLA runs the call anyway.
+      unavailable: why "triton" cannot run the call, and what it needs, as the end of the sentence "the Triton
+        implementation ..."; None if it can, or if this was not checked because XLA runs the call anyway.
       may_use_xla: whether XLA may compute a launch instead: where that is faster, and on a CPU.
-      index: the index among the choices of a listener, or None.
-      marked: whether the call is one that `mark` marks in a traced program; a cell under `nn.scan` is not.
+      index: the position in `listener.choices`, or None without a listener.
+      marked: whether `mark` wraps the call, so that `jaxrnn.explain` finds it in the program; a cell under `nn.scan` is
+        not wrapped.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Choice:
         return describe_choice(self.name, self.arguments, self.implementation, self.reason)
 
     def mark(self, function: _Function) -> _Function:
-        """Returns `function`, which computes the call; with a listener, it is marked in the traced program."""
+        """Returns `function`, which computes the call. With a listener, a `jax.jit` that `explain` finds wraps it."""
         if self.index is None:
             return function
 
@@ -78,7 +79,7 @@ def choose(
     empty: bool,
     caller: str,
 ) -> Choice:
-    """Chooses the implementation of a call; if there is nothing to compute, XLA gives the empty results.
+    """Chooses the implementation of a call; if there is nothing to compute, XLA gives the results.
 
     Args:
       name: what was called.
@@ -86,7 +87,7 @@ def choose(
       implementation: "triton", "xla" or None, as passed by the caller.
       prefer_xla: returns why XLA is the faster implementation, or None if the kernels are.
       unsupported: returns `Choice.unavailable`.
-      empty: whether the results are empty.
+      empty: whether there is nothing to compute, because there are no steps, sequences, rows or columns.
       caller: the function or class that the user called, for messages.
 
     Raises:
@@ -135,11 +136,10 @@ def must_scan(
         return False
     requested = context.default() if implementation is None else implementation
     if requested == "triton":
-        by = "implementation" if implementation is not None else "jaxrnn.default_implementation"
-        remedy = "use implementation=None" if implementation is not None else 'pass implementation="xla"'
-        raise NotImplementedError(
-            f'{caller.name}: {by}="triton" cannot run {reason}; {remedy}, which runs it with {scan}'
-        )
+        by, remedy = 'implementation="triton"', "use implementation=None"
+        if implementation is None:
+            by, remedy = 'jaxrnn.default_implementation("triton")', 'pass implementation="xla"'
+        raise NotImplementedError(f"{caller.name}: {by} cannot run {reason}; {remedy}, which runs it with {scan}")
     if precision is not None:
         raise NotImplementedError(
             f"{caller('precision')} cannot be set for {reason}; use jax.default_matmul_precision instead"

@@ -45,16 +45,17 @@ def run(
     implementation: Implementation = None,
     caller: Caller | None = None,
 ) -> tuple[Any, tuple[Array, ...]]:
-    """Runs a recurrence; the functions of the cells, such as `jaxrnn.gru`, document the other arguments and errors.
+    """Runs a recurrence. The functions of the cells, such as `jaxrnn.gru`, document arguments and errors in full.
 
     Args:
       cell: the cell.
       params: its weights, an instance of `cell.params`. Recurrent weights `[N, H / N, gates * H / N]` are the blocks of
         a block-diagonal matrix (`jaxrnn.blocks`).
-      carry: the state before the first step or, for a cell with two states, the pair `(c, h)`.
-      xs: the inputs.
-      resets: which steps begin an episode.
-      reset_state: the state from which an episode starts, with the structure of `carry`, or None.
+      carry: the state before the first step, `[*batch, H]` or, for a cell with two states, a pair `(c, h)` of them.
+      xs: the inputs, `[T, *batch, D]` if `time_major`, else `[*batch, T, D]`.
+      resets: `[T, *batch]` or `[*batch, T]`, nonzero where an episode begins; or None.
+      reset_state: the state from which an episode starts, with the structure of `carry`, or None for zeros: `[H]`,
+        `[*batch, H]`, or one for each step with the axes of `xs`.
       reverse: whether to run from the last step to the first.
       time_major: whether time is the first axis.
       return_states: whether to return all states of every step, and not only the hidden state.
@@ -64,7 +65,8 @@ def run(
       caller: what the user called, for error messages; by default the function of the cell.
 
     Returns:
-      The last carry, and the hidden states of all steps, followed by the other states if `return_states`.
+      The last carry, and a tuple of sequences `[T, *batch, H]` or `[*batch, T, H]`: the hidden states of all steps,
+      followed by the other states if `return_states`.
     """
     caller = Caller(cell.function) if caller is None else caller
     # messages name the last flag as `jaxrnn.lstm` does, return_cells
@@ -123,10 +125,11 @@ def run_bidirectional(
     implementation: Implementation = None,
     caller: Caller | None = None,
 ) -> tuple[Any, Any]:
-    """Runs one recurrence forward in time and another in reverse, both in a single kernel launch.
+    """Runs one recurrence forward in time and another in reverse.
 
-    Each direction has launches of its own if it fills a GPU by itself, from 2^18 elements of hidden state on (2048
-    sequences of 128 units), or if `remat` recomputes the gates for a part of the steps at a time.
+    With the kernels, one launch runs both in the forward pass, and one in the backward pass. Each direction has
+    launches of its own if it fills a GPU by itself, from 2^18 elements of hidden state on (2048 sequences of 128
+    units), or if `remat` recomputes the gates for a part of the steps at a time.
 
     Every pair holds the forward direction first. The call is equivalent to:
 

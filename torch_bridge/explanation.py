@@ -35,7 +35,7 @@ def explain(
         the tensors are elsewhere: "a100", "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". This needs
         Triton, but no GPU.
       gradients: whether to add the backward pass of the results, with the launches of a training step. None adds it if
-        a result requires a gradient and the function itself runs no backward pass.
+        a result requires a gradient and the function itself launches no backward kernel.
       **kwargs: its keyword arguments.
 
     Returns:
@@ -108,5 +108,5 @@ def _tensors_of(results: Any) -> Iterator[Tensor]:
     elif isinstance(results, (tuple, list)):
         for one in results:
             yield from _tensors_of(one)
-    elif dataclasses.is_dataclass(results):
+    elif dataclasses.is_dataclass(results) and not isinstance(results, type):
         yield from _tensors_of([getattr(results, field.name) for field in dataclasses.fields(results)])

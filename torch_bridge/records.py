@@ -152,7 +152,7 @@ class CallExplanation:
     Attributes:
       name: what is called: a cell or a norm by its name, such as "gru" or "rms_norm", or "cell" for a cell of Flax that
         has no kernel.
-      arguments: shapes and dtypes.
+      arguments: shapes and dtypes. For a cell of Flax that has no kernel, what the kernels do not support.
       implementation: "triton", or "xla" in `jaxrnn` and "torch" in `torch_bridge`. With "triton", `lax.scan` may still
         replace a launch, whose `loop` is then "scan".
       reason: why it is chosen.

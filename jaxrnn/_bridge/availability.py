@@ -212,7 +212,9 @@ def profile(name: str) -> Any:
     from torch_bridge import tiling
 
     found = tiling.profile(name)
-    if reason := _not_installed() or _too_old():
+    with context.listening(found):  # nothing is launched, so PyTorch is not needed
+        reason = _not_installed() or _too_old()
+    if reason:
         raise NotImplementedError(
             f"to choose kernels for {found.name}, the Triton implementation {reason}, or leave out device"
         )

@@ -55,7 +55,12 @@ def launch(
 
     `reverse` says whether to run from the last step to the first. With "bidirectional", models of odd index do so: the
     innermost `jax.vmap` must map over two directions, forward and reverse, and must map the weights too. If
-    `may_use_xla`, `scan_launch` computes the outputs instead where that is estimated to be faster, and on a CPU.
+    `may_use_xla`, `scan_launch` computes the outputs instead where that is estimated to be faster, and in a program for
+    a CPU.
+
+    `arrays` and `outputs` have the names of the kernel's pointers without "_ptr", as in
+    `torch_bridge.kernels.loops.streamed`. Trailing axes are one width: `local_grads` is `[G, T, B, L * H]`, `scale` is
+    `[G, T, B, 1]`. `precision` is "tf32", or "tf32x3" for float32's accuracy.
 
     `cell` is a key of `jaxrnn.cells.CELLS`, and `direction` is "fwd" or "bwd". `reset_state` is "zeros", "fixed"
     (`[G, B, H]`) or "stepped" (`[G, T, B, H]`). `norm_width` is the number of elements that the cell's norm sees,

@@ -2,8 +2,8 @@
 
 With `implementation=None`, a scan replaces a launch on a GPU where it is estimated to be faster than the kernel: for
 wide states with many sequences. `torch_bridge.tiling.prefers_scan` decides, separately for the forward and the backward
-launch. It decides when a launch is lowered, so it takes into account the sizes that `vmap` adds. A scan also replaces
-the launches of a program that was traced for a GPU and is lowered for a CPU.
+launch. It decides when a launch is lowered, so it takes into account the sizes that `vmap` adds. In a program for a
+CPU, a scan replaces every launch of `implementation=None`. In a program for both, it replaces all launches on the CPU.
 Gradients of the weights are not computed here, because the backward kernel does not compute them either.
 """
 
@@ -69,19 +69,20 @@ def run(
     return {name: x.reshape(-1, *x.shape[2:]) for name, x in results.items()}
 
 
-# Steps per iteration of the loop. XLA copies the states and writes the results once per iteration. Of the time of a
-# pass with one step per iteration, GRU 256,64,1024 (sequences, steps, units) takes 0.91 with two, 0.89 with four and
-# 0.89 with eight (bfloat16 0.86, 0.84, 0.86), and GRU 512,32,1024 takes 0.93, 0.94 and 0.93 (0.94, 0.95, 0.95), on an
-# H100 with the choices of an A100. More steps take longer to compile, and so do the up to `_BLOCK - 1` steps that fill
-# no block: on two cores of a CPU the forward loop of an LSTM with 127 steps takes 1.3 s, with blocks of eight 2.7 s.
-_BLOCK = 4
+# XLA copies the states and writes the results once per iteration of the loop. The time of a pass with 2, 4 and 8 steps
+# per iteration, divided by that with one step (sequences, steps, units; an H100 with the tilings of an A100):
+# - GRU 256,64,1024: 0.91, 0.89, 0.89; in bfloat16 0.86, 0.84, 0.86;
+# - GRU 512,32,1024: 0.93, 0.94, 0.93; in bfloat16 0.94, 0.95, 0.95.
+# More steps take longer to compile, and so do the steps that are left after the last iteration: with 127 steps, on two
+# cores of a CPU, the forward loop of an LSTM takes 1.3 s, and 2.7 s with eight steps per iteration.
+_STEPS_PER_ITERATION = 4
 
 
 class _Steps:
     """Converts one model's arrays between the form of a launch, with groups, and that of `lax.scan`, with steps first.
 
-    If `in_reverse` is an array, it is one bool that is known at run time only, and sequences are flipped if it is true.
-    If it is a Python bool, the scan runs in reverse instead, which needs no copies.
+    `in_reverse` is a Python bool if the direction is known at trace time: if it is True, the scan runs in reverse,
+    which needs no copies. Otherwise it is an array of one bool, and sequences are flipped if that is true.
     """
 
     def __init__(self, sequence: Array, in_reverse: bool | Array):
@@ -118,29 +119,31 @@ class _Steps:
 
 
 def _scan(step: Callable[..., Any], carry: Any, xs: Any, steps: int, *, reverse: bool) -> tuple[Any, Any]:
-    """Returns what `lax.scan` does, but reads a block of steps in one slice and writes its results in one update.
+    """Returns what `lax.scan` returns for `steps` steps.
 
-    It does not fill the arrays of stacked results with zeros before the loop either.
+    An iteration of the loop runs `_STEPS_PER_ITERATION` steps. It reads their inputs by one slice and writes their
+    results by one update. Unlike `lax.scan`, it does not fill the arrays of results with zeros before the loop.
     """
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), xs)
     _, results = jax.eval_shape(step, carry, one)
     stacked = jax.tree.map(lambda y: jax.lax.empty((steps, *y.shape), y.dtype), results)
     stacked = sharding.unify_varying_axes(stacked, carry)
 
-    def run_block(start: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
+    def run_steps(start: Any, count: int, carry: Any, stacked: Any) -> tuple[Any, Any]:
         """Runs the `count` steps from index `start`, the last of them first if `reverse`."""
-        block = jax.tree.map(functools.partial(_slice, start=start, count=count), xs)
+        inputs = jax.tree.map(functools.partial(_slice, start=start, count=count), xs)
         results: list[Any] = [None] * count
         for i in reversed(range(count)) if reverse else range(count):
-            carry, results[i] = step(carry, jax.tree.map(lambda x, i=i: x[i], block))
+            carry, results[i] = step(carry, jax.tree.map(lambda x, i=i: x[i], inputs))
         return carry, jax.tree.map(functools.partial(_update, start=start), stacked, *results)
 
-    blocks, rest = divmod(steps, _BLOCK)
+    count = _STEPS_PER_ITERATION
+    iterations, rest = divmod(steps, count)
     state = (carry, stacked)
-    if blocks:  # `fori_loop` traces its body even for no iterations, and a shorter array has no slice of a block
-        first, stride = (steps - _BLOCK, -_BLOCK) if reverse else (0, _BLOCK)
-        state = jax.lax.fori_loop(0, blocks, lambda i, state: run_block(first + i * stride, _BLOCK, *state), state)
-    return run_block(0 if reverse else blocks * _BLOCK, rest, *state) if rest else state
+    if iterations:  # `fori_loop` traces its body even for no iterations, and a shorter array has no such slice
+        first, stride = (steps - count, -count) if reverse else (0, count)
+        state = jax.lax.fori_loop(0, iterations, lambda i, state: run_steps(first + i * stride, count, *state), state)
+    return run_steps(0 if reverse else iterations * count, rest, *state) if rest else state
 
 
 def _slice(x: Array, *, start: Any, count: int) -> Array:
@@ -203,8 +206,8 @@ def _backward(
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the outputs of the backward launch of one model.
 
-    At a reset, the gradient of the state is that of the reset state, whatever `reset_state` is: the output `dreset_*`,
-    if there is one. The state before the reset has a gradient of zero.
+    Where a step is a reset, the gradient of its state goes to the reset state. The output `dreset_*` has it, if there
+    is one. The gradient of the state before the reset is zero. All of this is independent of `reset_state`.
     """
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T

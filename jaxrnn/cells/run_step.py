@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from jaxrnn.cells import base, norm
+from jaxrnn.numerics import broadcast_to_rank
 
 if TYPE_CHECKING:
     from jax import Array
@@ -31,7 +32,7 @@ def run_step(
       norm_width: for a norm, D + H, the number of elements of `[x, h]`.
     """
     if "w_sum" in biases:
-        xp = xp - statistics["x_mean"] * biases["w_sum"]
+        xp = xp - statistics["x_mean"] * broadcast_to_rank(biases["w_sum"], xp)
     # x_last is the input projection of a separate last gate, else None
     gates, x_last = base.add_gates(cell, xp, hp, biases.get("b_hn"))
     if not cell.norm:

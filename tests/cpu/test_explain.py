@@ -80,7 +80,7 @@ explanation = jaxrnn.explain(jaxrnn.gru, params, jnp.ones((1, 3)), jnp.ones((4, 
 print(explanation)
 assert explanation.unavailable in str(explanation)
 try:
-    jaxrnn.explain(jaxrnn.gru, params, jnp.ones((1, 3)), jnp.ones((4, 1, 2)), device="a100")
+    explanation = jaxrnn.explain(jaxrnn.gru, params, jnp.ones((1, 3)), jnp.ones((4, 1, 2)), device="a100")
 except NotImplementedError as error:
     print(error)
 """
@@ -105,6 +105,17 @@ def test_unavailable_kernels_are_explained_in_a_fresh_process(blocked, text, mon
     assert len(explained) == (3 if blocked else 2)
     if blocked:
         assert "to choose kernels for NVIDIA A100" in explained[2] and text in explained[2]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("interpret", ["0", "1"])
+def test_kernels_of_another_gpu_are_explained_without_torch(interpret, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("TRITON_INTERPRET", interpret)
+    program = PROGRAM.format(blocked=("torch",)) + "print(explanation)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "on NVIDIA A100" in done.stdout and "runs triton" in done.stdout
 
 
 @pytest.mark.torch
@@ -562,7 +573,7 @@ def test_default_triton_raises_where_the_kernels_cannot_run(monkeypatch):
 def test_default_triton_raises_for_a_cell_without_a_kernel():
     model = jaxrnn.linen.RNN(nn.GRUCell(H, activation_fn=nn.relu))
     variables = model.init(jax.random.key(0), jnp.ones((B, T, D)))
-    text = r'jaxrnn\.default_implementation="triton" cannot run a cell whose .*; pass implementation="xla", which'
+    text = r'jaxrnn\.default_implementation\("triton"\) cannot run a cell whose .*; pass implementation="xla", which'
     with jaxrnn.default_implementation("triton"), pytest.raises(NotImplementedError, match=text):
         model.apply(variables, jnp.ones((B, T, D)))
 

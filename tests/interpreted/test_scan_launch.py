@@ -107,6 +107,17 @@ def test_blocks_of_steps_give_what_lax_scan_gives(steps, reverse):
 
 
 @pytest.mark.interpret
+@pytest.mark.parametrize("cell", ["gru", "lstm", "mgu", "simple_relu", "rms_norm_gru", "layer_norm_gru"])
+def test_strict_promotion_is_supported(scans, cell):
+    case = cases.Case(cell, T=5, B=3, H=8, resets="some")
+    inputs = cases.make_inputs(case)
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        got = run(case, inputs)
+    assert set(scans) == {"fwd", "bwd"}
+    check(case, got, inputs)
+
+
+@pytest.mark.interpret
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_named_implementation_never_runs_a_scan(scans, cell):
     case = cases.Case(cell, T=3, B=2, H=8)

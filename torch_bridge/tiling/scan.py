@@ -1,4 +1,4 @@
-"""Estimates whether `lax.scan` in XLA is faster than the kernel of a problem."""
+"""Estimates whether a loop over steps in XLA, called a scan, is faster than the kernel of a problem."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch_bridge.tiling.problem import Problem, cost_key, product_kind
 # - per 1e5 elements of the state, N * H;
 # - per 1e8 multiply-adds of one gate, N * H^2;
 # - per 1e6 weights of one gate, H^2, only if each model has one sequence, so that products are matrix-vector products.
-# Fitted to 180 timings on an H200 (jax 0.11.2) with 1 to 4096 sequences and 256 to 1024 units. The fit is within 22 %,
-# mostly within 10 %.
+# Fitted to 180 timings of `lax.scan` on an H200 (jax 0.11.2) with 1 to 4096 sequences and 256 to 1024 units. The fit is
+# within 22 %, mostly within 10 %. Since then, up to 16 % were taken off the time of a scan (see benchmarks/NOTES.md).
 SCAN_STEP_COST = {
     ("gru", "tf32", "fwd"): (10.0, 8.9, 3.6, 0.92, 1.1),
     ("gru", "tf32", "bwd"): (7.3, 13.0, 3.3, 0.69, 9.5),
@@ -39,7 +39,7 @@ SCAN_MARGIN = 1.1
 
 
 def prefers_scan(problem: Problem, device: Device) -> bool:
-    """Whether `lax.scan` is estimated to be faster than the kernel that `heuristic` chooses for a problem.
+    """Whether a scan is estimated to be faster than the kernel that `heuristic` chooses for a problem.
 
     A scan is considered only if the programs of the chosen kernel stream their weights from L2 at every step, or if
     they run few sequences at once ("split_registers"); other kernels are faster. The benchmark suite `choice` times
@@ -53,7 +53,7 @@ def prefers_scan(problem: Problem, device: Device) -> bool:
 
 
 def _scan_us(problem: Problem) -> float:
-    """Estimates the microseconds per step of all sequences with `lax.scan`."""
+    """Estimates the microseconds per step of all sequences with a scan."""
     fixed, per_width, per_state, per_product, per_weight = SCAN_STEP_COST[cost_key(problem)]
     all_sequences, hidden = problem.models * problem.sequences, problem.hidden
     width = hidden / 1024 * (min(all_sequences, 256) / 256) ** 0.5

@@ -31,8 +31,8 @@ def split_registers_configs(problem: Problem, device: Device) -> list[tuple[floa
     """Returns the tilings of the "split_registers" kernels, each with its cost.
 
     The cost is in microseconds per step of all tiles. Like that of the "split" and "rows" kernels, with which it is
-    compared, it does not include the time to load the weights. From `MIN_STEPS_ON_CHIP` steps on, the choice between
-    these kernels therefore does not depend on the number of steps.
+    compared, it does not include the time to load the weights. `candidates` adds that time when it compares a tiling
+    with the "streamed" kernels.
     """
     if not (device.runs_gluon and has_16_bit_kernels(problem)) or problem.steps < MIN_STEPS_ON_CHIP:
         return []
