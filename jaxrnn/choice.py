@@ -1,6 +1,6 @@
 """The choice between the kernels and XLA for one recurrence or norm, and how users get to know of it.
 
-Every choice is logged to the logger "jaxrnn" at level DEBUG and told to a listening `jaxrnn.explain`. A warning says
+Every choice is logged to the logger "jaxrnn" at level DEBUG and given to a listening `jaxrnn.explain`. A warning says
 once a process that the kernels cannot run on the NVIDIA GPU that is there.
 """
 
@@ -115,12 +115,12 @@ def choose(
     listener = context.listener()
     if listener is not None and not uses_kernels and unavailable is None:
         unavailable = unsupported()
-    told = listener is not None or logger.isEnabledFor(logging.DEBUG)
+    recorded = listener is not None or logger.isEnabledFor(logging.DEBUG)
     choice = Choice(
-        name, arguments() if told else "", "triton" if uses_kernels else "xla", reason, unavailable,
+        name, arguments() if recorded else "", "triton" if uses_kernels else "xla", reason, unavailable,
         may_use_xla=uses_kernels and implementation is None,
     )  # fmt: skip
-    return tell(choice) if told else choice
+    return record(choice) if recorded else choice
 
 
 def must_scan(
@@ -144,7 +144,7 @@ def must_scan(
         raise NotImplementedError(
             f"{caller('precision')} cannot be set for {reason}; use jax.default_matmul_precision instead"
         )
-    tell(
+    record(
         Choice(
             "cell", arguments=reason, implementation="xla", reason=f"{scan} runs it",
             unavailable=f"cannot run {reason}", marked=False,
@@ -153,8 +153,8 @@ def must_scan(
     return True
 
 
-def tell(choice: Choice) -> Choice:
-    """Logs a choice and tells it to a listener; returns it with its index there."""
+def record(choice: Choice) -> Choice:
+    """Logs a choice and gives it to the listener, if any; returns it with its index there."""
     logger.debug("%s", choice)
     if (listener := context.listener()) is None:
         return choice

@@ -60,7 +60,7 @@ class CellSpec:
 
     @property
     def norm_inputs(self) -> tuple[str, ...]:
-        """The arrays `[G, T, B]` that the norm needs of the inputs, by name: a part of the variance, and the mean."""
+        """The arrays `[G, T, B]` that the norm needs of the inputs, by name: a part of variance + epsilon, the mean."""
         return {"": (), "rms": ("x_norm",), "layer": ("x_norm", "x_mean")}[self.norm]
 
     @property

@@ -93,15 +93,15 @@ def profile() -> Device | None:
     return None if found is None else found.profile
 
 
-def is_told() -> bool:
+def is_recording() -> bool:
     """Returns whether a listener or the log receives choices. While a compiler traces a call, neither does."""
     return not torch.compiler.is_compiling() and (logger.isEnabledFor(logging.DEBUG) or listener() is not None)
 
 
-def tell(
+def record(
     name: str, arguments: str, implementation: Implementation, reason: str, unavailable: str | None = None
 ) -> None:  # fmt: skip
-    """Tells a choice to the listener, to whose call the next launches belong until `end`, or else logs it once."""
+    """Gives a choice to the listener, as a call to which launches belong until `end`, or else logs it once."""
     if (found := listener()) is None:
         _log_once(describe_choice(name, arguments, implementation, reason))
         return
@@ -110,7 +110,7 @@ def tell(
 
 
 def end() -> None:
-    """Ends the call that `tell` began."""
+    """Ends the call that `record` began."""
     resume(None)
 
 

@@ -23,7 +23,7 @@ POINTER_TYPES = {
 }  # fmt: skip
 SCALARS = {
     "T": "i32", "B": "i64", "Q": "i64", "tiles": "i32", "items": "i32", "t_begin": "i32", "t_end": "i32",
-    "R": "i64", "programs": "i32", "epsilon": "fp32", "rows": "i32", "share": "i32",
+    "R": "i64", "programs": "i32", "epsilon": "fp32", "rows": "i32", "shard_rows": "i32",
 }  # fmt: skip
 
 # Held while the interpreter runs, because it patches triton.language for the whole process.

@@ -29,7 +29,7 @@ class Norm(NamedTuple):
     Attributes:
       width: the number of elements of `[x, h]`.
       bias: `[S, gates * H]`, added after the norm.
-      x_norm: `[G, T, B]`, the part of the variance that follows from the inputs.
+      x_norm: `[G, T, B]`, the part of variance + epsilon that follows from the inputs.
       w_sum: `[S, gates * H]`, the sums of `w_hh` over the state, or None if the norm is RMSNorm.
       x_mean: `[G, T, B]`, the mean of the inputs, or None if the norm is RMSNorm.
     """

@@ -19,9 +19,9 @@ _TILE = 128
 _WARPS = 8
 # Bytes of shared memory that four pipeline stages of the kernel without wgmma take.
 _FOUR_STAGES_BYTES = 132_000
-# Largest number of rows for which three pipeline stages are enough to be faster than a library.
+# Largest number of rows of a model for which three pipeline stages are enough to be faster than a library.
 _THREE_STAGES_ROWS = 2**16
-# Fewest rows per program: with fewer, adding up the programs' partial sums would take as long as computing them.
+# Fewest rows of a model per program: with fewer, adding up the partial sums would take as long as computing them.
 _MIN_ROWS_PER_PROGRAM = 128
 
 
@@ -36,10 +36,10 @@ class Problem:
       batch: number of sequences in a group.
       inputs: width of the inputs.
       hidden: number of hidden units.
-      gates: width of the gradients of the gates, a multiple of `hidden`.
-      dtypes: `(name, dtype)` of every array: x, hs, h0, dxp, for a GRU dhn and, if they are not zeros, the reset states
-        reset_h, all of one dtype; reset, if there are resets; scale, if the gates see a norm, in float32; x_mean, if
-        that is LayerNorm, in float32.
+      gates: width of the gradients of the gates: the number of gates times `hidden`.
+      dtypes: `(name, dtype)` of every array: x, hs, h0, dxp, dhn if the last gate is separate, and the reset states
+        reset_h if they are not zeros, all of one dtype; reset, `[models, groups, steps, batch]`, if there are resets;
+        scale, if the gates see a norm, and x_mean, if that is LayerNorm, of width 1 and in float32.
       reverse: whether the recurrence ran from the last step to the first.
       reset_state: the kind of the reset states: reset_h is `[models, groups, batch, hidden]` if they are "fixed", or
         `[models, groups, steps, batch, hidden]` if they are "stepped".
@@ -106,7 +106,7 @@ class Layout(NamedTuple):
 
 
 class Tiling(NamedTuple):
-    """The rows per iteration of a program, the pipeline stages of as many rows each, and the programs per tile."""
+    """The rows per iteration, the pipeline stages of as many rows each, and the programs per tile and model."""
 
     rows: int
     stages: int
@@ -118,7 +118,7 @@ def supports(problem: Problem, device: Device) -> bool:
     if not device.runs_gluon:
         return False
     words = 4 if problem.dtype == "float32" else 8
-    # for a GRU, either all columns of a tile or none must belong to the last gate
+    # of a tile, either all columns or none must belong to a separate last gate
     last = _TILE if problem.last_gate_separate else 1
     return not (problem.inputs % words or problem.hidden % words or (problem.gates - problem.hidden) % last)
 
@@ -148,20 +148,22 @@ def is_profitable(problem: Problem, device: Device) -> bool:
     ):
         return False
     narrow = min(problem.inputs, problem.hidden) < 64
-    wide = problem.dtype == "float32"
-    # a library needs two products of the hidden states for a GRU, with dxp and with dhn, and with a norm one more pass
-    # over dxp for the biases
-    more = problem.last_gate_separate or problem.normed
+    is_float32 = problem.dtype == "float32"
     widest = max(problem.inputs, problem.hidden)
-    if more:
-        fits = problem.rows >= (2048 if widest <= 128 else 4096) and widest <= (256 if wide else 128)
+    # a library needs two products of the hidden states if the last gate is separate, with dxp and with dhn, and with a
+    # norm one more pass over dxp for the biases
+    if problem.last_gate_separate or problem.normed:
+        enough = problem.rows >= (2048 if widest <= 128 else 4096) and widest <= (256 if is_float32 else 128)
     else:
-        fits = problem.rows >= (32768 if wide else 65536) and widest <= 128
-    return fits and not narrow and supports(problem, device)
+        enough = problem.rows >= (32768 if is_float32 else 65536) and widest <= 128
+    return enough and not narrow and supports(problem, device)
 
 
 def choose(problem: Problem, device: Device) -> Tiling:
-    """Returns the tiling for a problem: as many rows in flight as shared memory holds, and one program per SM."""
+    """Returns the tiling for a problem: as many rows in flight as shared memory holds, and one program per SM.
+
+    There are fewer programs if a program would have few rows, and more if there are more tiles than SMs.
+    """
     if not device.has_wgmma:
         rows, stages = 16 if problem.dtype == "float32" else 32, 4 if device.shared_memory >= _FOUR_STAGES_BYTES else 3
     elif problem.dtype == "float32":
@@ -181,7 +183,7 @@ class Launch(launch.Launch):
         self.tiling = tiling or choose(problem, device)
         models, programs, rows = problem.models, self.tiling.programs, self.tiling.rows
         end = Layout.of(problem.inputs, problem.hidden, problem.gates, problem.last_gate_separate).end
-        share = cdiv(cdiv(problem.rows, programs), rows) * rows
+        shard_rows = cdiv(cdiv(problem.rows, programs), rows) * rows
         dtypes = dict(problem.dtypes) | {"partial": "float32", "sums": "float32"}
         constants = {
             "D": problem.inputs, "H": problem.hidden, "W": problem.gates, "ROWS": rows, "STAGES": self.tiling.stages,
@@ -189,7 +191,8 @@ class Launch(launch.Launch):
             "WGMMA": device.has_wgmma,
         }  # fmt: skip
         scalars = {
-            "rows": problem.rows, "share": share, "programs": programs, "T": problem.steps, "B": problem.batch,
+            "rows": problem.rows, "shard_rows": shard_rows, "programs": programs, "T": problem.steps,
+            "B": problem.batch,
         }  # fmt: skip
         self.workspaces.append(("partial", models * programs * end, "float32", False))
         grid = models * programs * problem.tiles

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxrnn import context, norms
 from jaxrnn.checks import Caller, check_implementation, check_size
-from jaxrnn.choice import Choice, tell
+from jaxrnn.choice import Choice, record
 from jaxrnn.modules.checks import check_rngs
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def run_flax(module: Any, option: str, x: Array, residual: Array | None, run: Ca
             f"{caller.name}: the Triton implementation normalizes the last axis, every element of it, in float32, on "
             f'one device, and this norm has {option}; use implementation=None or "xla", which run Flax\'s own norm'
         )
-    tell(Choice("norm", option, "xla", "Flax's own norm runs it", f"cannot run a norm with {option}", marked=False))
+    record(Choice("norm", option, "xla", "Flax's own norm runs it", f"cannot run a norm with {option}", marked=False))
     if residual is None:
         return run(x)
     total = norms.add_residual(*_floating(x, residual), caller=caller)

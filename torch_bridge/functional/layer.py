@@ -157,12 +157,12 @@ def _tell_choice(
     arguments = f"{choice.describe_tensor('xs', xs)}, {hidden} units{blocks}"
     arguments += ", both directions" if layout.directions == 2 else ""
     if reason is not None:
-        choice.tell(cell.name, arguments, "torch", reason, unavailable)
+        choice.record(cell.name, arguments, "torch", reason, unavailable)
         return
     launches = implementation != "torch" and rnn_ops.should_launch_kernels(implementation, w_hh)
     is_empty = 0 in (*layout.sizes, hidden)
     chosen = choice.explain_choice(implementation, launches, unavailable, xs.device, is_empty)
-    choice.tell(cell.name, arguments, *chosen, unavailable)
+    choice.record(cell.name, arguments, *chosen, unavailable)
 
 
 def run_layer(
@@ -216,7 +216,7 @@ def run_layer(
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
     if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(cell, xs, layer):
-        if choice.is_told():
+        if choice.is_recording():
             reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"
             _tell_choice(cell, xs, layout, layer[0].w_hh, None, reason)
             choice.end()
@@ -234,8 +234,8 @@ def run_layer(
     w_hh, b_hn = layout.weights([one.w_hh for one in layer]), _separate_bias(cell, layer, hidden, xs, layout)
     arrays = layout.sequence(xp), w_hh, b_hn, states, resets, reset_states, norm
 
-    told = choice.is_told()
-    if told:
+    recording = choice.is_recording()
+    if recording:
         _tell_choice(cell, xs, layout, w_hh, implementation)
     order = "bidirectional" if len(layer) == 2 else "reverse" if reverse else "forward"
     precise = rnn_ops.kernel_precision(precision, width)
@@ -246,7 +246,7 @@ def run_layer(
             results |= {name: results[name].to(state.dtype) for name in (f"{s}s", f"{s}_last") if name in results}
     else:
         results = rnn_ops.forward(cell, arrays, order, precise, cells, implementation)
-    if told:
+    if recording:
         choice.end()
 
     hs = layout.sequences(results["hs"])

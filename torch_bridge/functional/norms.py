@@ -252,7 +252,7 @@ def _tell_choice(kind: norm_ops.Kind, tensors: Sequence[Tensor], implementation:
     x, unavailable = tensors[0], norm_ops.unsupported(tensors, choice.profile())
     launches = norm_ops.should_launch_kernels(implementation, *tensors)
     chosen = choice.explain_choice(implementation, launches, unavailable, x.device, x.numel() == 0)
-    choice.tell(f"{kind}_norm", choice.describe_tensor("x", x), *chosen, unavailable)
+    choice.record(f"{kind}_norm", choice.describe_tensor("x", x), *chosen, unavailable)
 
 
 def _norm(
@@ -279,13 +279,13 @@ def _norm(
     if eps is None:
         total_dtype = x.dtype if residual is None else torch.promote_types(x.dtype, residual.dtype)
         eps = torch.finfo(op_common.accumulation_dtype(total_dtype)).eps
-    told = choice.is_told()
-    if told:
+    recording = choice.is_recording()
+    if recording:
         _tell_choice(kind, [y for y in (x, weight, bias, residual) if y is not None], implementation)
     if implementation == "torch":
         normalize = op_common.without_autocast(norm_ops.normalize)
         results = normalize(x, weight, bias, residual, kind=kind, epsilon=eps, dtype=dtype)
-        if told:
+        if recording:
             choice.end()
         return results.y if residual is None else (results.y, results.total)
 
@@ -297,6 +297,6 @@ def _norm(
     w, b = (None if y is None else y[None] for y in (weight, bias))
     sums = None if residual is None else rows(residual)
     y, total = norm_ops.forward(kind, rows(x), w, b, sums, eps, dtype, implementation)
-    if told:
+    if recording:
         choice.end()
     return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), total.reshape(x.shape))

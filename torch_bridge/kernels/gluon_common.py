@@ -588,7 +588,7 @@ def load_saved(
 
 @gluon.jit
 def load_statistics(x_norm_ptr, x_mean_ptr, rows, mask_q):
-    """Loads what a norm needs of a step's inputs: a part of the variance and, for LayerNorm, the mean.
+    """Loads what a norm needs of a step's inputs: a part of variance + epsilon and, for LayerNorm, the mean.
 
     Returns a tuple, which is empty without a norm.
     """

@@ -2,13 +2,13 @@
 
     dw_ih = x^T dxp,   dw_hh = h^T dhp,   db = sum(dxp / scale),   db_hn = sum(dhn)
 
-The sums are over all steps and sequences of a model. h is the state before a step. dhp is dxp; for a GRU, dhn replaces
-the last gate of dxp. `scale` is the factor of a step's norm, which dxp contains, although the biases are added after
-the norm; it is 1 without a norm. For LayerNorm, x is without its mean m, which is subtracted from h too: dw_hh is
-`h^T dxp - sum(m dxp)`. A program has 128 columns of gates, 128 inputs, 128 states, and a shard of the rows.
-It reads its gate gradients once for both products and the sums. The states before its steps are read from the states
-after the previous steps or, where an episode begins, from the reset states, or as zeros. `sums.sum_kernel` adds up the
-partial sums of a model's programs.
+The sums are over all steps and sequences of a model. h is the state before a step. dhp is dxp; if the last gate is
+separate, as a GRU's is, dhn replaces the last gate of dxp. `scale` is the factor of a step's norm, which dxp contains,
+although the biases are added after the norm; it is 1 without a norm. For LayerNorm, x is without its mean m, which is
+subtracted from h too: dw_hh is `h^T dxp - sum(m dxp)`. A program has 128 columns of gates, 128 inputs, 128 states, and
+a shard of the rows. It reads its gate gradients once for both products and the sums. The states before its steps are
+read from the states after the previous steps or, where an episode begins, from the reset states, or as zeros.
+`sums.sum_kernel` adds up the partial sums of a model's programs.
 
 On Hopper, the products use wgmma. With 16-bit operands, wgmma reads both operands from shared memory, where they were
 copied. With TF32, wgmma needs the gate gradients contiguous along the rows, and needs both operands rounded, because it
@@ -282,7 +282,7 @@ def _add_up(
 
 @gluon.jit
 def _locate(
-    partial_ptr, rows, share, programs, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, SEPARATE: gl.constexpr
+    partial_ptr, rows, shard_rows, programs, D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, SEPARATE: gl.constexpr
 ):  # fmt: skip
     """Locates the tile of this program (see `_add_up`), and where its sums go."""
     unit_tiles: gl.constexpr = ((D if D > H else H) + 127) // 128
@@ -290,13 +290,13 @@ def _locate(
     tile = gl.program_id(0) % tiles
     program = gl.program_id(0) // tiles
     model = program // programs
-    start = model * rows + program % programs * share
+    start = model * rows + program % programs * shard_rows
     TOTAL: gl.constexpr = (D + H + 1) * W + (H if SEPARATE else 0)
-    end = gl.minimum(start + share, (model + 1) * rows)
+    end = gl.minimum(start + shard_rows, (model + 1) * rows)
     return (tile % unit_tiles * 128, tile // unit_tiles * 128, start, end), partial_ptr + program.to(gl.int64) * TOTAL
 
 
-@gluon.jit(do_not_specialize=["rows", "share", "programs", "T", "B"])
+@gluon.jit(do_not_specialize=["rows", "shard_rows", "programs", "T", "B"])
 def weight_grads_kernel(
     x_ptr,        # [S, rows, D] inputs; the rows are [G, T, B]: groups, steps and sequences
     hs_ptr,       # [S, rows, H] states after each step
@@ -309,7 +309,7 @@ def weight_grads_kernel(
     dhn_ptr,      # [S, rows, H] gradients of the last gate's hidden product where they differ from dxp, or None
     partial_ptr,  # [S, programs, (D + H) W + W (+ H)] float32 out: dw_ih, dw_hh, db (and db_hn) of a program's shard
     rows,         # rows of a model
-    share,        # rows of a program, a multiple of ROWS
+    shard_rows,   # rows of a program, a multiple of ROWS
     programs,     # programs per tile of gates and units, per model
     T, B,
     D: gl.constexpr, H: gl.constexpr, W: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
@@ -319,19 +319,19 @@ def weight_grads_kernel(
     WIDE: gl.constexpr = TYPE == gl.float32
     TRANSPOSES: gl.constexpr = WIDE and WGMMA
     SEPARATE: gl.constexpr = dhn_ptr is not None
-    # No bank conflicts: float32 is read into registers in pairs of adjacent rows or, where gate gradients are
-    # transposed, in fours. 16-bit operands are read by wgmma, or by ldmatrix.
-    UNITS: gl.constexpr = (
+    # These layouts avoid bank conflicts. A thread reads float32 from two adjacent rows or, to transpose gate gradients,
+    # from four. wgmma or ldmatrix reads 16-bit operands.
+    STATE_LAYOUT: gl.constexpr = (
         gl.SwizzledSharedLayout(8, 1, 4, [1, 0]) if WIDE else gl.NVMMASharedLayout.get_default_for([ROWS, 128], TYPE)
     )
-    GATES: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if TRANSPOSES else UNITS
-    tile, partial_ptr = _locate(partial_ptr, rows, share, programs, D, H, W, SEPARATE)
+    GRAD_LAYOUT: gl.constexpr = gl.SwizzledSharedLayout(4, 4, 8, [1, 0]) if TRANSPOSES else STATE_LAYOUT
+    tile, partial_ptr = _locate(partial_ptr, rows, shard_rows, programs, D, H, W, SEPARATE)
     T = T.to(gl.int32)
     B = B.to(gl.int32)
     arrays = (x_ptr, hs_ptr, h0_ptr, reset_ptr, reset_h_ptr, scale_ptr, x_mean_ptr, dxp_ptr)
-    xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
-    ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], UNITS)
-    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GATES)
+    xs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], STATE_LAYOUT)
+    ps = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], STATE_LAYOUT)
+    gs = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GRAD_LAYOUT)
     ns = gs
     gt = gs
     nt = gs
@@ -339,7 +339,7 @@ def weight_grads_kernel(
         gt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
         nt = gt
     if SEPARATE:
-        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GATES)
+        ns = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, 128], GRAD_LAYOUT)
         if TRANSPOSES:
             nt = gl.allocate_shared_memory(TYPE, [128, ROWS], gl.NVMMASharedLayout.get_default_for([128, ROWS], TYPE))
         if tile[1] >= W - H:

@@ -14,9 +14,10 @@ before the write.
 
 With NORM_WIDTH n > 0, the gates see a norm of `[x, h]`, inputs and state, of n elements: they are `s (xp + hp) + bias`,
 where `s = (q / n + x_norm)^-1/2` and q is the sum of squares of h, the state before the step. With `x_mean`, the norm
-is LayerNorm: the caller centers the weights, and the variance also contains the difference of the means of h and x. The
-caller then computes `xp` from inputs without their mean m, and the gates are `s (xp + hp - m w_sum) + bias`: as the
-centered weights of inputs and state add up to zero, that is the same, but m is not multiplied by rounded weights.
+is LayerNorm: the caller centers the weights, q is the sum of squares of h without its mean, and the variance also
+contains the difference of the means of h and x. The caller then computes `xp` from inputs without their mean m, and the
+gates are `s (xp + hp - m w_sum) + bias`: as the centered weights of inputs and state add up to zero, that is the same,
+but m is not multiplied by rounded weights.
 Programs that share the units exchange their parts of q with the operands. In the backward pass k, the last local
 gradient, is the sum over gates of the local gradient times `s (xp + hp)`. With D the sum over units of dh k, and y the
 normalized state, the gradient of h is `s (W^T dgates - y D / n)`, plus what goes straight to h. The loop stores and
@@ -354,7 +355,7 @@ def forward_kernel(
     bias_ptr,  # [S, GATES * H] added to the normalized gates, or None without a norm
     w_sum_ptr,  # [S, GATES * H] sums of w_hh_t over its columns, float32, or None without x_mean
     xp_ptr,  # [G, T, B, GATES * H] input projections
-    x_norm_ptr,  # [G, T, B] the part of the variance that follows from the inputs, float32, or None
+    x_norm_ptr,  # [G, T, B] the part of variance + epsilon that follows from the inputs, float32, or None
     x_mean_ptr,  # [G, T, B] the mean of the inputs, float32, or None if the norm is that of RMSNorm
     h0_ptr,  # [G, B, H]
     c0_ptr,  # [G, B, H] the second state, or None if there is one state
