@@ -47,9 +47,15 @@ def spec_of(x: Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
+def explicit_mesh(*trees: Any) -> Any:
+    """Returns the explicit mesh that the first such array is on, or None if no array is on one."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
+
+
 def on_explicit_mesh(*trees: Any) -> bool:
     """Whether any array is on an explicit mesh."""
-    return any(AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types for x in jax.tree.leaves(trees))
+    return explicit_mesh(*trees) is not None
 
 
 def reshard(tree: Any, mesh: Any, specs: Any) -> Any:
@@ -77,6 +83,16 @@ def replicate(tree: Any) -> Any:
         return _reshard_array(x, NamedSharding(sharding.mesh, PartitionSpec()))
 
     return jax.tree.map(gather, tree)
+
+
+def replicate_all(tree: Any) -> Any:
+    """Replicates each array of `tree` on all devices of the explicit mesh that any of them is on. Needs `jax.jit`.
+
+    Under `vmap`, an array that was made inside may be on no mesh, although the mapped axis of others is sharded. XLA
+    then needs both on the mesh, unlike the kernels.
+    """
+    mesh = explicit_mesh(tree)
+    return tree if mesh is None else reshard(tree, mesh, jax.tree.map(lambda _: PartitionSpec(), tree))
 
 
 _SHARDED_TWICE = (

@@ -56,10 +56,11 @@ def reshard_arguments(
     with the sharding that it came in with.
     """
     arguments = params, states, xs, resets, reset_states
-    if not sharding.on_explicit_mesh(arguments):
+    mesh = sharding.explicit_mesh(arguments)
+    if mesh is None:
         return arguments
     batch = batch_spec(xs, time_major)
     if not batch:
-        return sharding.replicate(arguments)
+        return sharding.replicate_all(arguments)
     specs, _, _ = partition_specs(batch, time_major, params, states, resets, reset_states)
-    return sharding.reshard(arguments, jax.typeof(xs).sharding.mesh, specs)
+    return sharding.reshard(arguments, mesh, specs)

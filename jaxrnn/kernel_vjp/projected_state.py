@@ -20,11 +20,13 @@ Interspeech 2014.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
+from jaxrnn import sharding
 from jaxrnn.cells import LSTMParams
 from jaxrnn.numerics import expand_resets, matmul
 
@@ -59,6 +61,7 @@ def product(x: Array, w: Array, precision: jax.lax.PrecisionLike) -> Array:
     return jax.lax.optimization_barrier(matmul(x, w, precision, jnp.float32))
 
 
+@functools.partial(jax.jit, static_argnames=("time_major", "precision"), inline=True)
 def without_projection(
     params: LSTMParams, h0: Array, xs: Array, resets: Array | None, reset_h: Array | None, *,
     in_reverse: bool | Array, time_major: bool, precision: jax.lax.PrecisionLike,
@@ -75,6 +78,7 @@ def without_projection(
       time_major: whether time is the first axis, see `xs`.
       precision: precision of the product of `h0` and `w_hh`.
     """
+    params, h0, xs, resets, reset_h = sharding.replicate_all((params, h0, xs, resets, reset_h))
     w_ih, w_hh, b = params[:3]
     w_hr = cast("Array", params.w_hr)
     (hidden, width), operand_dtype = w_hr.shape, jnp.result_type(xs, w_ih, w_hh)

@@ -420,21 +420,27 @@ def test_nested_vmap_over_sharded_axes_of_an_explicit_mesh(models, spec, last):
     assert "all-gather" not in text
 
 
-def test_vmap_over_a_sharded_axis_allows_arrays_made_inside():
-    mesh = make_mesh(AxisType.Explicit)
-    params, _, xs, *_ = make_mapped("gru", MAPPED["examples"], (len(jax.devices()),))
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("mapped", ["examples", "everything"])
+@pytest.mark.parametrize("cell", ["gru", "lstm-projected"])
+@pytest.mark.parametrize("steps", [1, T])
+def test_vmap_over_a_sharded_axis_allows_arrays_made_inside(steps, cell, mapped, implementation):
+    mesh, in_axes = make_mesh(AxisType.Explicit), (MAPPED[mapped][0], 0)
+    params, _, xs, *_ = make_mapped(cell, MAPPED[mapped], (len(jax.devices()),))
+    _, carry, _, state, _ = make_arguments(cell, (2,))
 
     def run(implementation, params, x):
-        resets = jnp.zeros((T, 2), bool).at[2].set(True)
-        carry, state = jnp.zeros((2, H)), jnp.ones((H,))
-        return jaxrnn.gru(
-            params, carry, x, resets=resets, reset_state=state, precision="highest", implementation=implementation
-        )[1]
+        zeros, ones = (
+            jax.tree.map(lambda x: jnp.zeros(x.shape), carry),
+            jax.tree.map(lambda x: jnp.ones(x.shape), state),
+        )
+        resets = jnp.zeros((steps, 2), bool).at[steps // 2].set(True)
+        return loss(cell, implementation, params, zeros, x[:steps], ones, resets)[1]
 
-    each = lambda implementation: jax.vmap(functools.partial(run, implementation), (None, 0))  # noqa: E731
-    sharded = place(mesh, (P(), P("data")), (params, xs))
+    each = lambda implementation: jax.vmap(functools.partial(run, implementation), in_axes)  # noqa: E731
+    sharded = place(mesh, [P() if axis is None else P("data") for axis in in_axes], (params, xs))
     want = jax.jit(each("xla"))(params, xs)
-    for call in (each("triton"), jax.jit(each("triton"))):
+    for call in (each(implementation), jax.jit(each(implementation))):
         got = call(*sharded)
         assert_close(got, want)
         assert got.sharding.spec == P("data", None, None, None)
