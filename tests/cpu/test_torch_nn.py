@@ -412,6 +412,28 @@ def test_meta_tensors_have_shapes(kind):
 
 
 @every_kind
+@pytest.mark.parametrize("bias", [True, False])
+def test_parameters_on_another_device_raise(kind, bias):
+    module = OURS[kind](D, H, bias=bias, device="meta")
+    with pytest.raises(ValueError, match=r"the input is on cpu and the parameters are on meta: move one of them"):
+        module(torch.zeros(T, B, D))
+
+
+def test_weights_on_another_device_raise_in_functions():
+    w_ih, w_hh = torch.zeros(3 * H, D, device="meta"), torch.zeros(3 * H, H)
+    with pytest.raises(ValueError, match=r"w_ih is on meta and xs is on cpu: move one of them"):
+        functional.gru(torch.zeros(T, B, D), None, w_ih, w_hh)
+
+
+@every_kind
+@pytest.mark.filterwarnings("ignore:Complex modules are a new feature:UserWarning")
+def test_complex_parameters_raise(kind):
+    module = OURS[kind](D, H).to(torch.complex64)
+    with pytest.raises(ValueError, match=r"parameters must be floating point, got torch.complex64: convert them"):
+        module(torch.zeros(T, B, D, dtype=torch.complex64))
+
+
+@every_kind
 def test_functional_call_takes_parameters_of_another_dtype(kind):
     module, xs = OURS[kind](D, H), torch.randn(T, B, D)
     narrow = {name: p.bfloat16() for name, p in module.named_parameters()}

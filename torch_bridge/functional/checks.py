@@ -88,7 +88,7 @@ def _block_shape(cell: CellSpec, w_hh: Tensor, hidden: int, w_hr: Tensor | None)
 
 
 def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: bool) -> None:
-    """Raises ValueError unless shapes and dtypes agree."""
+    """Raises ValueError unless shapes and dtypes agree, and the weights are on the device of `xs`."""
     layout = "[*batch, T, D]" if batch_first else "[T, *batch, D]"
     check_tensor("xs", xs, optional=False)
     for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr"):
@@ -97,6 +97,7 @@ def check_direction(cell: CellSpec, xs: Tensor, one: Direction, batch_first: boo
         check_tensor(f"{s}0", x)
     if xs.ndim < 2 or not xs.is_floating_point():
         raise ValueError(f"xs must be {layout} and floating point, got {tuple(xs.shape)} of {xs.dtype}")
+    op_common.check_devices("xs", xs, {name: getattr(one, name) for name in ("w_ih", "w_hh", "b_ih", "b_hh", "w_hr")})
     given, inputs = tuple(one.w_ih.shape), xs.shape[-1]
     transposed = len(given) == 2 and given[0] == inputs != given[1] and given[1] % cell.gates == 0
     if transposed or len(given) != 2 or given[0] < cell.gates or given[0] % cell.gates:
