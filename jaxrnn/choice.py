@@ -1,7 +1,7 @@
 """The choice between the kernels and XLA for one recurrence or norm, and how users get to know of it.
 
-Every choice is logged to the logger "jaxrnn" at level DEBUG and given to a listening `jaxrnn.explain`. A warning says
-once a process that the kernels cannot run on the NVIDIA GPU that is there.
+Every choice is logged to the logger "jaxrnn" at level DEBUG and added to the listener of a `jaxrnn.explain`. A warning
+says once a process that the kernels cannot run on the NVIDIA GPU that is there.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Choice:
         return describe_choice(self.name, self.arguments, self.implementation, self.reason)
 
     def mark(self, function: _Function) -> _Function:
-        """Returns `function`, which computes the call. With a listener, a `jax.jit` that `explain` finds wraps it."""
+        """Returns `function`, which computes the call; with a listener, in a `jax.jit` whose name `explain` finds."""
         if self.index is None:
             return function
 
@@ -154,7 +154,7 @@ def must_scan(
 
 
 def record(choice: Choice) -> Choice:
-    """Logs a choice and gives it to the listener, if any; returns it with its index there."""
+    """Logs a choice and adds it to the listener, if there is one; returns it with its index there."""
     logger.debug("%s", choice)
     if (listener := context.listener()) is None:
         return choice

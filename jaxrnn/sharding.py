@@ -47,15 +47,15 @@ def spec_of(x: Array) -> tuple[Any, ...]:
     return spec + (None,) * (x.ndim - len(spec))
 
 
-def explicit_mesh(*trees: Any) -> Any:
-    """Returns the explicit mesh that the first such array is on, or None if no array is on one."""
-    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(trees))
+def _explicit_mesh(tree: Any) -> Any:
+    """Returns the explicit mesh of the first array of `tree` that is on one, or None."""
+    meshes = (jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree))
     return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None)
 
 
-def on_explicit_mesh(*trees: Any) -> bool:
-    """Whether any array is on an explicit mesh."""
-    return explicit_mesh(*trees) is not None
+def on_explicit_mesh(tree: Any) -> bool:
+    """Returns whether any array of `tree` is on an explicit mesh."""
+    return _explicit_mesh(tree) is not None
 
 
 def reshard(tree: Any, mesh: Any, specs: Any) -> Any:
@@ -86,12 +86,12 @@ def replicate(tree: Any) -> Any:
 
 
 def replicate_all(tree: Any) -> Any:
-    """Replicates each array of `tree` on all devices of the explicit mesh that any of them is on. Needs `jax.jit`.
+    """Replicates each array of `tree` on all devices of the explicit mesh that any of them is on.
 
-    Under `vmap`, an array that was made inside may be on no mesh, although the mapped axis of others is sharded. XLA
-    then needs both on the mesh, unlike the kernels.
+    Unlike `replicate`, it moves arrays that are on no mesh, which needs `jax.jit`. Under `vmap` over a sharded axis,
+    arrays that were made inside are on no mesh. XLA cannot combine them with those on the mesh.
     """
-    mesh = explicit_mesh(tree)
+    mesh = _explicit_mesh(tree)
     return tree if mesh is None else reshard(tree, mesh, jax.tree.map(lambda _: PartitionSpec(), tree))
 
 

@@ -101,7 +101,7 @@ def is_recording() -> bool:
 def record(
     name: str, arguments: str, implementation: Implementation, reason: str, unavailable: str | None = None
 ) -> None:  # fmt: skip
-    """Gives a choice to the listener, as a call to which launches belong until `end`, or else logs it once."""
+    """Adds a call to the listener, to which launches belong until `end`; without a listener, logs the choice once."""
     if (found := listener()) is None:
         _log_once(describe_choice(name, arguments, implementation, reason))
         return

@@ -114,11 +114,11 @@ class Tiling(NamedTuple):
 
 
 def supports(problem: Problem, device: Device) -> bool:
-    """Whether a kernel supports a problem, whose widths must allow copies in words of 16 bytes."""
+    """Returns whether the kernel supports a problem, whose widths must allow copies in words of 16 bytes."""
     if not device.runs_gluon:
         return False
     words = 4 if problem.dtype == "float32" else 8
-    # of a tile, either all columns or none must belong to a separate last gate
+    # a separate last gate must have all columns of a tile or none
     last = _TILE if problem.last_gate_separate else 1
     return not (problem.inputs % words or problem.hidden % words or (problem.gates - problem.hidden) % last)
 

@@ -206,8 +206,8 @@ def _backward(
 ) -> dict[str, Array]:  # fmt: skip
     """Computes the outputs of the backward launch of one model.
 
-    Where a step is a reset, the gradient of its state goes to the reset state. The output `dreset_*` has it, if there
-    is one. The gradient of the state before the reset is zero. All of this is independent of `reset_state`.
+    The gradient of a state at a reset goes to the reset state: it is the output `dreset_*`, if there is one. The
+    gradient of the state before the reset is zero. Neither depends on `reset_state`.
     """
     steps = _Steps(arrays["dhs"], in_reverse)
     w_t = weights["w_hh"].T

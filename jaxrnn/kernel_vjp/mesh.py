@@ -56,11 +56,8 @@ def reshard_arguments(
     with the sharding that it came in with.
     """
     arguments = params, states, xs, resets, reset_states
-    mesh = sharding.explicit_mesh(arguments)
-    if mesh is None:
-        return arguments
     batch = batch_spec(xs, time_major)
     if not batch:
         return sharding.replicate_all(arguments)
     specs, _, _ = partition_specs(batch, time_major, params, states, resets, reset_states)
-    return sharding.reshard(arguments, mesh, specs)
+    return sharding.reshard(arguments, jax.typeof(xs).sharding.mesh, specs)

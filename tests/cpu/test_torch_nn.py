@@ -415,7 +415,7 @@ def test_meta_tensors_have_shapes(kind):
 @pytest.mark.parametrize("bias", [True, False])
 def test_parameters_on_another_device_raise(kind, bias):
     module = OURS[kind](D, H, bias=bias, device="meta")
-    with pytest.raises(ValueError, match=r"the input is on cpu and the parameters are on meta: move one of them"):
+    with pytest.raises(ValueError, match=r"weight_ih_l0 is on meta and the input is on cpu: move one of them"):
         module(torch.zeros(T, B, D))
 
 

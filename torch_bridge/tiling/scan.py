@@ -1,4 +1,4 @@
-"""Estimates whether a loop over steps in XLA, called a scan, is faster than the kernel of a problem."""
+"""Estimates whether a scan, a loop over steps in XLA, is faster than the kernel of a problem."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SCAN_MARGIN = 1.1
 
 
 def prefers_scan(problem: Problem, device: Device) -> bool:
-    """Whether a scan is estimated to be faster than the kernel that `heuristic` chooses for a problem.
+    """Returns whether a scan is estimated to take less time than the kernel that `heuristic` chooses for a problem.
 
     A scan is considered only if the programs of the chosen kernel stream their weights from L2 at every step, or if
     they run few sequences at once ("split_registers"); other kernels are faster. The benchmark suite `choice` times
