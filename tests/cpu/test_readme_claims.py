@@ -100,6 +100,18 @@ def test_figures_below_ours_are_those_that_the_readme_names():
     assert rounded(*below.values(), ratio) == ratio
 
 
+def test_figures_of_the_faster_scan_are_those_of_an_h100():
+    commit, *quoted = re.search(
+        r"At commit (\w+), whose scan is faster, it takes ([\d.]+) ms on an H100, and cuDNN with packed episodes "
+        r"(\d+\.\d+)\. ", PROSE,
+    ).groups()  # fmt: skip
+    report = results("headline", "as-rtx3090-on-nvidia-h100-80gb-hbm3")
+    found = values(report)
+    times = [found["GRU 512,32,1024", name] for name in ("jaxrnn-default", "torch-cudnn-packed")]
+    assert report.machine["commit"] == commit and report.machine["as"] == "rtx3090"
+    assert [rounded(x, y) for x, y in zip(times, quoted, strict=True)] == quoted
+
+
 def test_figures_that_the_headline_leaves_out_are_first_calls_that_took_too_long():
     seconds = int(re.search(r"for TorchRL means that its first call was unfinished after (\d+) s or more", PROSE)[1])
     missing = [row for row in results("headline").rows if "torchrl" in row.provider and row.value is None]
