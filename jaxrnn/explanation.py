@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,8 @@ def explain(
 
     Args:
       function: any function that JAX can trace: `jaxrnn.gru`, `apply` of a Flax module, a loss or a training step.
+        A module of NNX that changes its state when it is called, by dropout or a carry from `rngs`, must be an
+        argument: `explain(lambda module, xs: module(xs), module, xs)`.
       *args: its arguments; arrays may be replaced by `jax.ShapeDtypeStruct`. Arguments that are no arrays, such as
         flags and strings, are passed unchanged.
       device: None explains this process. The name of a GPU explains that GPU, which need not be present: "a100",
@@ -78,7 +81,17 @@ def explain(
     def call(arrays: list[Any]) -> Any:
         given = iter(arrays)
         args, kwargs = jax.tree.unflatten(tree, [next(given) if _is_array(x) else x for x in leaves])
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            flax_errors = sys.modules.get("flax.errors")
+            if flax_errors is not None and isinstance(error, flax_errors.TraceContextError):
+                error.add_note(
+                    "jaxrnn.explain traces the function: a module of NNX that changes its state when it is called, by "
+                    "dropout or a carry from rngs, must be an argument: "
+                    "jaxrnn.explain(lambda module, xs: module(xs), module, xs)"
+                )
+            raise
 
     if not gradients:
         result = _trace(lambda arrays: _arrays_of(call(arrays)), arrays, profile)

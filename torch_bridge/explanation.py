@@ -78,9 +78,16 @@ def explain(
         if outputs and (gradients or (gradients is None and not has_backward)):
             leaves = leaves_of(outputs)
             # retain_graph: the results may depend on a graph that the caller made, and still needs
-            torch.autograd.grad(
-                outputs, leaves, [torch.ones_like(x) for x in outputs], retain_graph=True, allow_unused=True
-            )
+            try:
+                torch.autograd.grad(
+                    outputs, leaves, [torch.ones_like(x) for x in outputs], retain_graph=True, allow_unused=True
+                )
+            except RuntimeError as error:
+                error.add_note(
+                    "torch_bridge.explain computed the gradients of the results by torch.autograd.grad: end the "
+                    "function with backward(), or pass gradients=False to explain it without them."
+                )
+                raise
     calls = [
         CallExplanation(
             one.name, one.arguments, one.implementation, one.reason, one.unavailable, merge_launches(one.launches)

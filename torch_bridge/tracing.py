@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -306,6 +307,7 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
         with (
             generators,
             torch.compiler.set_stance("force_eager") if may_be_compiled else contextlib.nullcontext(),
+            _no_warning_of_hooks() if may_be_compiled else contextlib.nullcontext(),
             mode,
             _Functions(mode),
         ):
@@ -316,6 +318,14 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
         choice.count_listener(-1)
         recorded.restore()
         mode.restore()
+
+
+@contextlib.contextmanager
+def _no_warning_of_hooks() -> Iterator[None]:
+    """Ignores the warning of a compiled module about global hooks, of which `tracing` registers one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
+        yield
 
 
 def leaves_of(outputs: list[Tensor]) -> list[Tensor]:

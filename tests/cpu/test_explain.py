@@ -8,6 +8,7 @@ import sys
 import threading
 import warnings
 
+import flax.errors
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -271,6 +272,18 @@ def test_explain_lists_a_module_of_nnx():
     model = jaxrnn.nnx.LSTM(D, H, rngs=nnx.Rngs(0))
     explanation = jaxrnn.explain(model, F32((B, T, D)), device="rtx3090")
     assert {x.kernels[0] for x in explanation.launches} == {"lstm_fwd_fma", "lstm_bwd_fma"}
+
+
+def test_modules_of_nnx_that_change_their_state_are_arguments():
+    """An RNN takes a key from its `rngs` for the carry; a stack takes one for dropout."""
+    xs = jnp.ones((3, 4, 2))
+    rnn = jaxrnn.nnx.RNN(jaxrnn.nnx.GRUCell(2, 5, rngs=nnx.Rngs(0)))
+    stack = jaxrnn.nnx.GRU(2, 5, num_layers=2, dropout_rate=0.1, rngs=nnx.Rngs(0))
+    for module, recurrences in ((rnn, 1), (stack, 2)):
+        with pytest.raises(flax.errors.TraceContextError) as caught:
+            jaxrnn.explain(module, xs)
+        assert "jaxrnn.explain(lambda module, xs: module(xs), module, xs)" in caught.value.__notes__[0]
+        assert len(jaxrnn.explain(lambda module, xs: module(xs), module, xs).calls) == recurrences
 
 
 def test_explain_says_why_a_cell_of_flax_has_no_kernel():

@@ -295,6 +295,31 @@ def test_functions_that_are_compiled_are_explained_as_they_are():
     compiled(torch.ones(T, B, D)).backward()
 
 
+def test_modules_that_are_compiled_are_explained_without_a_warning():
+    """PyTorch warns of global hooks when a compiled module is called; `explain` registers one."""
+    rnn, xs = nn().GRU(D, H), torch.ones(T, B, D)
+    expected = explain(rnn, xs, device="h100").launches
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiled = torch.compile(rnn, backend="eager")
+        assert explain(compiled, xs, device="h100").launches == expected
+    assert [str(one.message) for one in caught] == []
+
+
+def test_reentrant_checkpoints_are_explained_in_a_function_that_ends_with_backward():
+    rnn, linear, xs = nn().GRU(D, H), torch.nn.Linear(D, D), torch.ones(T, B, D)
+
+    def run(xs):
+        return torch.utils.checkpoint.checkpoint(lambda xs: rnn(xs)[0], linear(xs), use_reentrant=True)
+
+    with pytest.raises(RuntimeError, match="use_reentrant=True") as caught:
+        explain(run, xs, device="h100")
+    assert "end the function with backward(), or pass gradients=False" in caught.value.__notes__[0]
+    directions = [one.direction for one in explain(lambda: run(xs).sum().backward(), device="h100").launches]
+    assert directions.count("backward") == 1
+    assert "backward" not in [one.direction for one in explain(run, xs, device="h100", gradients=False).launches]
+
+
 def test_operators_that_are_called_directly_are_explained():
     def call(xp, w_hh, b_hn, h0):
         return torch.ops.torch_bridge.gru(xp, w_hh, b_hn, h0, None, None, "forward", "tf32", False, "triton")
