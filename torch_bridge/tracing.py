@@ -301,16 +301,8 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
     generators = torch.random.fork_rng(range(torch.cuda.device_count()) if has_gpu_generators else [])
     choice.count_listener(1)
     hooks = register_optimizer_step_pre_hook(reject_optimizer), register_module_forward_pre_hook(record_module)
-    # compiled code can neither be traced nor run on fake tensors; there is none yet if the compiler is not imported
-    may_be_compiled = "torch._dynamo" in sys.modules
     try:
-        with (
-            generators,
-            torch.compiler.set_stance("force_eager") if may_be_compiled else contextlib.nullcontext(),
-            _no_warning_of_hooks() if may_be_compiled else contextlib.nullcontext(),
-            mode,
-            _Functions(mode),
-        ):
+        with generators, _compiled_code_runs_eagerly(), mode, _Functions(mode):
             yield
     finally:
         for hook in hooks:
@@ -321,9 +313,15 @@ def tracing(listener: choice.Listener, modules: Iterable[torch.nn.Module]) -> It
 
 
 @contextlib.contextmanager
-def _no_warning_of_hooks() -> Iterator[None]:
-    """Ignores the warning of a compiled module about global hooks, of which `tracing` registers one."""
-    with warnings.catch_warnings():
+def _compiled_code_runs_eagerly() -> Iterator[None]:
+    """Runs compiled code as if it were not compiled: it can neither be traced nor run on fake tensors.
+
+    A compiled module warns of global hooks, of which `tracing` registers one; that warning is ignored.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled yet
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"Using `torch\.compile\(module\)` when there are global hooks", UserWarning)
         yield
 
