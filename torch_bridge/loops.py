@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from torch_bridge import op_common, steps
 from torch_bridge.cells import CellSpec
+from torch_bridge.steps.cell import Tensors
 
 
 class Norm(NamedTuple):
@@ -62,17 +63,32 @@ class _TimeSteps:
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Returns the steps `[S, N, ...]` of an array `[G, T, B, ...]`."""
-        if self.per_model != 1:
-            x = x.unflatten(0, (self.models, self.per_model)).transpose(1, 2)
-            x = x.squeeze(3) if self.batch == 1 else x.flatten(2, 3)
-        if self.order == "bidirectional":
-            x = self._flip_odd(x)
-        steps = x.unbind(1)
+        steps = self._by_model(x).unbind(1)
         return steps[::-1] if self.order == "reverse" else steps
 
     def join(self, steps: Sequence[Tensor]) -> Tensor:
         """Inverts `split`: returns `[G, T, B, ...]` from the results of the steps."""
-        x = torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1)
+        return self._by_group(torch.stack(list(reversed(steps) if self.order == "reverse" else steps), 1))
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Returns the steps of an array `[G, T, B, ...]` as one array `[T, S, N, ...]`."""
+        x = self._by_model(x).transpose(0, 1)
+        return x.flip(0) if self.order == "reverse" else x
+
+    def unstack(self, x: Tensor) -> Tensor:
+        """Inverts `stack`."""
+        x = x.flip(0) if self.order == "reverse" else x
+        return self._by_group(x.transpose(0, 1))
+
+    def _by_model(self, x: Tensor) -> Tensor:
+        """Reshapes `[G, T, B, ...]` to `[S, T, N, ...]`, and flips models in time."""
+        if self.per_model != 1:
+            x = x.unflatten(0, (self.models, self.per_model)).transpose(1, 2)
+            x = x.squeeze(3) if self.batch == 1 else x.flatten(2, 3)
+        return self._flip_odd(x) if self.order == "bidirectional" else x
+
+    def _by_group(self, x: Tensor) -> Tensor:
+        """Inverts `_by_model`."""
         if self.order == "bidirectional":
             x = self._flip_odd(x)
         if self.per_model != 1:
@@ -100,32 +116,55 @@ class _TimeSteps:
         """Returns for each step `[S, N, 1]`, true where an episode starts, or None if there are no resets."""
         return [None] * self.steps if resets is None else self.split((resets != 0)[..., None])
 
-    def new_states(self, x: Tensor | None, like: Tensor) -> Sequence[Tensor]:
-        """Returns for each step the states that episodes start from, `[S, N, H]`.
 
-        Args:
-          x: `[G, B, H]`, `[G, T, B, H]`, or None for zeros.
-          like: the state before the first step, `[S, N, H]`.
-        """
-        if x is None:
-            return [torch.zeros_like(like)] * self.steps
-        x = x.to(like.dtype)
-        return self.split(x) if x.ndim == 4 else [self.state(x)] * self.steps
+# A step of a time loop. It gets the states before it, `[S, N, H]`, and its arrays by name; it returns the states after
+# it, and what the loop collects of every step.
+_Step = Callable[[Tensors, Mapping[str, Tensor]], tuple[Tensors, Sequence[Tensor]]]
 
 
-def _product(w: Tensor, operand_dtype: torch.dtype) -> Callable[[Tensor | None, Tensor], Tensor]:
-    """Returns `(x, y) -> x + y @ w`, batched over models, which rounds y to `operand_dtype`, that of the given weights.
+def unrolled(
+    step: _Step, states: Tensors, sequences: Mapping[str, Tensor], constants: Mapping[str, Tensor], time: _TimeSteps
+) -> tuple[Tensors, list[Tensor]]:
+    """Runs a loop over time in Python, of which a compiler sees every step.
 
-    If `x` is None, the function returns `y @ w`.
+    Args:
+      step: the step.
+      states: the states before the first step, `[S, N, H]` each.
+      sequences: arrays `[G, T, B, ...]`, of which each step gets its own `[S, N, ...]`.
+      constants: arrays that every step gets as they are.
+      time: splits the sequences.
+
+    Returns:
+      The states after the last step, and what `step` returned of every step, `[G, T, B, ...]` each.
     """
-    rounds = operand_dtype != w.dtype
+    collected, arrays = [], dict(constants)
+    for arrays_of_step in zip(*map(time.split, sequences.values()), strict=True):
+        arrays.update(zip(sequences, arrays_of_step, strict=True))
+        states, outputs = step(states, arrays)
+        collected.append(outputs)
+    return states, [time.join(outputs) for outputs in zip(*collected, strict=True)]
 
-    def product(x: Tensor | None, y: Tensor) -> Tensor:
-        if rounds:
-            y = y.to(operand_dtype).to(w.dtype)
-        return torch.bmm(y, w) if x is None else torch.baddbmm(x, y, w)
 
-    return product
+def scanned(
+    step: _Step, states: Tensors, sequences: Mapping[str, Tensor], constants: Mapping[str, Tensor], time: _TimeSteps
+) -> tuple[Tensors, list[Tensor]]:
+    """Does what `unrolled` does as one operator of a traced program, for any number of steps, and without gradients."""
+    count, names = len(states), (*sequences, *constants)
+
+    def body(*arrays: Tensor) -> Tensors:
+        after, outputs = step(arrays[:count], dict(zip(names, arrays[count:], strict=True)))
+        return *after, *(x.clone() for x in outputs)  # no two results may share memory
+
+    arrays = states, map(time.stack, sequences.values()), constants.values()
+    results = torch.ops.higher_order.scan(body, *([x.detach() for x in each] for each in arrays))
+    return tuple(results[:count]), [time.unstack(x) for x in results[count:]]
+
+
+def _add_product(x: Tensor | None, y: Tensor, w: Tensor, operand_dtype: torch.dtype) -> Tensor:
+    """Returns `x + y @ w`, batched over models, or `y @ w` if `x` is None; `y` is rounded to `operand_dtype` first."""
+    if operand_dtype != w.dtype:
+        y = y.to(operand_dtype).to(w.dtype)
+    return torch.bmm(y, w) if x is None else torch.baddbmm(x, y, w)
 
 
 def _scale_and_mean(h: Tensor, x_norm: Tensor, x_mean: Tensor | None, width: int) -> tuple[Tensor, Tensor | float]:
@@ -143,7 +182,7 @@ def _scale_and_mean(h: Tensor, x_norm: Tensor, x_mean: Tensor | None, width: int
 def forward(
     xp: Tensor, w_hh: Tensor, b_hn: Tensor | None, states: Sequence[Tensor], resets: Tensor | None,
     reset_states: Sequence[Tensor | None], norm: Norm | None = None, *, cell: CellSpec, order: str, cells: bool,
-    save: bool,
+    save: bool, loop: Callable[..., tuple[Tensors, list[Tensor]]] = unrolled,
 ) -> dict[str, Tensor]:  # fmt: skip
     """Computes what `torch_bridge.kernels.loops.streamed.forward_kernel` does.
 
@@ -159,53 +198,67 @@ def forward(
       order: the direction through time.
       cells: whether to return every state of every step, instead of the hidden states only.
       save: whether to return residuals.
+      loop: `unrolled` or `scanned`.
 
     Returns:
       Results by their names in `CellSpec.forward_outputs`, in the dtype of the computation.
     """
     time, dtype = _TimeSteps(xp, w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    arithmetic, product = steps.CELLS[cell.name], _product(w_hh.to(dtype).mT, w_hh.dtype)
-    carry = tuple(time.state(x).to(dtype) for x in states)
-    new_states = zip(*(time.new_states(new, x) for new, x in zip(reset_states, carry, strict=True)), strict=True)
-    xp, bias = xp.to(dtype), None
-    x_lasts: Sequence[Tensor | None] = [None] * time.steps
+    arithmetic, before = steps.CELLS[cell.name], tuple(time.state(x).to(dtype) for x in states)
+    returned, new_states = cell.states if cells else cell.states[:1], [f"new_{s}" for s in cell.states]
+    sequences, constants = {"xp": xp.to(dtype)}, {"w": w_hh.to(dtype).mT}
     if b_hn is not None:
         # the last gate is separate: its hidden product gets b_hn, and `step` takes its input projection
-        xp, last_xp = xp.split((xp.shape[-1] - b_hn.shape[-1], b_hn.shape[-1]), -1)
-        x_lasts = time.split(last_xp)
+        hidden = b_hn.shape[-1]
+        sequences["xp"], sequences["last"] = sequences["xp"].split((xp.shape[-1] - hidden, hidden), -1)
         # the bias of all hidden products, zero except for the last gate's
-        bias = pad(b_hn.to(dtype), (xp.shape[-1], 0))[:, None].expand(-1, carry[0].shape[1], -1)
-    history, saved, normed = [], [], []
-    statistics = () if norm is None else (norm.x_norm, norm.x_mean)
-    norm_inputs = time.zip_steps([None if x is None else x.to(dtype)[..., None] for x in statistics])
-    for x, x_last, start, new, norm_of_step in zip(
-        time.split(xp), x_lasts, time.starts(resets), new_states, norm_inputs, strict=True
-    ):
-        if start is not None:
-            carry = tuple([torch.where(start, *each) for each in zip(new, carry, strict=True)])
-        if x_last is None:
-            gates, last = product(x, carry[0]), None
-            if norm is not None:
-                x_norm, x_mean = norm_of_step
-                if norm.w_sum is not None:
-                    gates = gates - x_mean * norm.w_sum.to(dtype)[:, None]
-                scale, mean = _scale_and_mean(carry[0], x_norm, x_mean, norm.width)
-                normed.append((gates * scale, (carry[0] - mean) * scale, scale))
-                gates = normed[-1][0] + norm.bias.to(dtype)[:, None]
+        bias = pad(b_hn.to(dtype), (xp.shape[-1] - hidden, 0))
+        constants["bias"] = bias[:, None].expand(-1, before[0].shape[1], -1)
+    if resets is not None:
+        sequences["starts"] = (resets != 0)[..., None]
+        for name, new, state in zip(new_states, reset_states, before, strict=True):
+            if new is not None and new.ndim == 4:
+                sequences[name] = new.to(dtype)
+            else:
+                constants[name] = torch.zeros_like(state) if new is None else time.state(new.to(dtype))
+    if norm is not None:
+        constants["norm_bias"] = norm.bias.to(dtype)[:, None]
+        sequences["x_norm"] = norm.x_norm.to(dtype)[..., None]
+        if norm.w_sum is not None and norm.x_mean is not None:
+            constants["w_sum"] = norm.w_sum.to(dtype)[:, None]
+            sequences["x_mean"] = norm.x_mean.to(dtype)[..., None]
+
+    def step(states: Tensors, x: Mapping[str, Tensor]) -> tuple[Tensors, Sequence[Tensor]]:
+        if resets is not None:
+            starts = x["starts"]
+            states = tuple([torch.where(starts, x[new], h) for new, h in zip(new_states, states, strict=True)])
+        normalized: Tensors = ()
+        last = None
+        if cell.last_gate_separate:
+            products = _add_product(x["bias"], states[0], x["w"], w_hh.dtype)
+            products, last_product = products.split((x["xp"].shape[-1], x["last"].shape[-1]), -1)
+            gates, last = x["xp"] + products, (x["last"], last_product)
         else:
-            products, h_last = product(bias, carry[0]).split((x.shape[-1], x_last.shape[-1]), -1)
-            gates, last = x + products, (x_last, h_last)
-        carry, activations = arithmetic.step(gates, last, carry)
-        history.append(carry)
-        if save:
-            saved.append(activations)
-    returned = cell.states if cells else cell.states[:1]
-    results = {f"{s}s": time.join(each) for s, each in zip(returned, zip(*history, strict=True), strict=False)}
-    results |= {f"{s}_last": time.groups(x) for s, x in zip(cell.states, carry, strict=True)}
-    if save:
-        local_grads, factors = arithmetic.residuals([time.join(each) for each in zip(*saved, strict=True)])
+            gates = _add_product(x["xp"], states[0], x["w"], w_hh.dtype)
         if norm is not None:
-            normalized, norm_state, scale = (time.join(each) for each in zip(*normed, strict=True))
+            if "w_sum" in x:
+                gates = gates - x["x_mean"] * x["w_sum"]
+            scale, mean = _scale_and_mean(states[0], x["x_norm"], x.get("x_mean"), norm.width)
+            normalized = gates * scale, (states[0] - mean) * scale, scale
+            gates = normalized[0] + x["norm_bias"]
+        states, activations = arithmetic.step(gates, last, states)
+        return states, (*states[: len(returned)], *((*normalized, *activations) if save else ()))
+
+    after, collected = loop(step, before, sequences, constants, time)
+    results = {f"{s}s": x for s, x in zip(returned, collected, strict=False)}
+    results |= {f"{s}_last": time.groups(x) for s, x in zip(cell.states, after, strict=True)}
+    if save:
+        saved = collected[len(returned) :]
+        if norm is None:
+            local_grads, factors = arithmetic.residuals(saved)
+        else:
+            normalized, norm_state, scale, *activations = saved
+            local_grads, factors = arithmetic.residuals(activations)
             each_gate = zip(local_grads, normalized.chunk(cell.gates, -1), strict=True)
             local_grads = *local_grads, torch.stack([f * y for f, y in each_gate]).sum(0)
             factors = norm_state, *factors
@@ -241,7 +294,7 @@ def backward(
     """
     (name, width), *others = cell.residuals
     time, dtype = _TimeSteps(residuals[name], w_hh, order), op_common.accumulation_dtype(w_hh.dtype)
-    product, grad_step = _product(w_hh.to(dtype), w_hh.dtype), steps.CELLS[cell.name].grad_step
+    w, grad_step = w_hh.to(dtype), steps.CELLS[cell.name].grad_step
     by_gate = residuals[name].unflatten(-1, (-1, width)).to(dtype).unbind(-1)
     if cell.last_gate_separate:
         # The stored order of a GRU is r, z, n (of the input projection), n (of the hidden product); an MGU has f for r
@@ -273,9 +326,9 @@ def backward(
         dgates.append(d)
         operand = (d[..., 1:, :] if cell.last_gate_separate else d).flatten(-2)
         if len(dstates) > 1:
-            dstates = product(None, operand), *carried
+            dstates = _add_product(None, operand, w, w_hh.dtype), *carried
         else:
-            dstates = (product(carried[0] if carried else None, operand),)
+            dstates = (_add_product(carried[0] if carried else None, operand, w, w_hh.dtype),)
         if start is not None:
             if reset_gradients:
                 dresets.append([torch.where(start, d, zeros) for d in dstates])

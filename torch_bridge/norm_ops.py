@@ -301,12 +301,25 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         if kernels and dtype != torch.float64 and x.numel() > 0:
             arrays = {"x": x, "residual": residual, "weight": weight, "bias": bias}
             return _run(kind, "fwd", epsilon, arrays, returned)  # type: ignore[return-value]
+        return compute(returned, x, weight, bias, residual, epsilon, dtype)  # type: ignore[return-value]
+
+    def compute(
+        returned: dict[str, tuple[Any, torch.dtype]], x: Tensor, weight: Tensor | None, bias: Tensor | None,
+        residual: Tensor | None, epsilon: float, dtype: torch.dtype,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         found = normalize(x, weight, bias, residual, kind=kind, epsilon=epsilon, dtype=dtype)._asdict()
         # Outputs are contiguous like a kernel's, whatever the strides of x: compilers rely on the strides of the fake.
         return tuple(
             op_common.empty_output(x, wanted) if shape == (0,) else found[key].contiguous()
             for key, (shape, wanted) in returned.items()
-        )  # type: ignore[return-value]
+        )
+
+    def forward_decomposed(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
+        dtype: torch.dtype, *_: Any,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        returned = _forward_outputs(kind, x, residual, dtype, save=False)  # the backward operator has no decomposition
+        return compute(returned, x, weight, bias, residual, epsilon, dtype)
 
     def forward_fake(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
@@ -394,6 +407,7 @@ def _define(kind: Kind) -> tuple[Any, Any]:
     op_common.register(
         forward, forward_op, forward_fake, gradients, setup, _vmap(forward_op, ("weight", "bias"))
     )  # fmt: skip
+    op_common.register_decomposition(forward_op, forward_fake, forward_decomposed)
     op_common.register(
         backward, backward_op, backward_fake, op_common.no_second_order, op_common.no_setup,
         _vmap(backward_op, ("weight",), ("dweight_dtype", "dbias_dtype")),

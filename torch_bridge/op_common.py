@@ -116,9 +116,10 @@ def without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_devices(name: str, x: Tensor, arrays: Mapping[str, Tensor | None]) -> None:
     """Raises ValueError unless all arrays are on the device of `x`: a kernel reads their addresses unchecked."""
+    device = x.device
     for other, y in arrays.items():
-        if y is not None and y.device != x.device:
-            raise ValueError(f"{other} is on {y.device} and {name} is on {x.device}: move one of them")
+        if y is not None and y.device != device:
+            raise ValueError(f"{other} is on {y.device} and {name} is on {device}: move one of them")
 
 
 def define(name: str, schema: str | None = None) -> Callable[[Callable[..., Any]], Any]:
@@ -260,6 +261,16 @@ def register(
     definition.register_vmap(vmap)
     function = definition.function
     _REGISTERED[op] = _Registered(_transformed(op, setup, gradients), function, _eager(function, setup, gradients))
+
+
+def register_decomposition(op: Any, fake: Callable[..., Any], decomposed: Callable[..., Any]) -> None:
+    """Registers what `torch.onnx.export` writes in place of an operator: `decomposed`, in PyTorch operations.
+
+    `fake` is registered as the operator's shape function: without one, PyTorch would run `decomposed` to find the
+    shapes of results where sizes are symbolic.
+    """
+    torch._decomp.register_decomposition(op, type="meta")(fake)
+    torch._decomp.register_decomposition(op)(decomposed)
 
 
 def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:

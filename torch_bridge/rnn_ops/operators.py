@@ -14,6 +14,7 @@ from torch_bridge import choice, loops, op_common, rules, steps
 from torch_bridge.cells import CELLS, CellSpec
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.arguments import (
+    ForwardArguments,
     backward_arguments,
     backward_types,
     check_backward,
@@ -24,6 +25,7 @@ from torch_bridge.rnn_ops.arguments import (
 )
 from torch_bridge.rnn_ops.gradients import norm_gradients, reset_state_gradient, weight_gradient
 from torch_bridge.rnn_ops.implementation import should_launch_kernels
+from torch_bridge.rnn_ops.kernels import Outputs
 from torch_bridge.rnn_ops.outputs import as_outputs, backward_names, backward_outputs, forward_outputs
 from torch_bridge.rnn_ops.vmap import vmap_rule
 
@@ -129,11 +131,21 @@ def _define(cell: CellSpec) -> Operators:
         launch = should_launch_kernels(x.implementation, x.w_hh)
         check_forward(cell, x)
         returned = forward_outputs(cell, x, launch)
-        arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
         if launch and x.xp.numel() > 0:
+            arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
             return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
-        found = loops.forward(*arrays, cell=cell, order=x.order, cells=x.cells, save=x.save)
+        return run_loop(x, returned, loops.unrolled)
+
+    def run_loop(x: ForwardArguments, returned: Outputs, loop: Any) -> tuple[Tensor, ...]:
+        arrays = x.xp, x.w_hh, x.b_hn, x.states, x.resets, x.reset_states, x.norm
+        found = loops.forward(*arrays, cell=cell, order=x.order, cells=x.cells, save=x.save, loop=loop)
         return as_outputs(found, returned, x.xp)
+
+    def forward_decomposed(*arguments: Any) -> tuple[Tensor, ...]:
+        x = forward_arguments(cell, arguments)._replace(save=False)  # the backward operator has no decomposition
+        steps = x.xp.shape[1]
+        is_single = isinstance(steps, int) and steps == 1  # a symbolic number of steps may become any
+        return run_loop(x, forward_outputs(cell, x, kernels=False), loops.unrolled if is_single else loops.scanned)
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_arguments(cell, arguments)
@@ -221,6 +233,7 @@ def _define(cell: CellSpec) -> Operators:
         return tuple(by_name.get(name) for name in names)
 
     op_common.register(forward, forward_op, forward_fake, gradients, setup, vmap_rule(forward_op, "xp"))
+    op_common.register_decomposition(forward_op, forward_fake, forward_decomposed)
     # Gradients computed by the loop have derivatives, see `op_common.differentiable`; those of the kernels have none.
     # The backward operators take `hs` but do not read it. Autograd treats the residuals, which are marked
     # non-differentiable, as constants, although they depend on the inputs. `hs` connects the backward operators to
