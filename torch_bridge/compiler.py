@@ -15,6 +15,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from torch_bridge.kernels.loops import streamed
+from torch_bridge.locks import Lock, Semaphore
 
 POINTER_TYPES = {
     "float64": "*fp64", "float32": "*fp32", "float16": "*fp16", "bfloat16": "*bf16",
@@ -27,7 +28,7 @@ SCALARS = {
 }  # fmt: skip
 
 # Held while the interpreter runs, because it patches triton.language for the whole process.
-interpreter_lock = threading.Lock()
+interpreter_lock = Lock()
 
 
 def interpreting() -> bool:
@@ -37,7 +38,7 @@ def interpreting() -> bool:
 
 # Held while a kernel is parsed: before Python 3.11.8, `ast.parse` fails if another thread parses at the same time
 # (CPython issue 106905).
-_parsing = threading.RLock()
+_parsing = Lock()
 
 
 class _SerializedParsing:
@@ -97,16 +98,16 @@ def load_kernel(compiled: CompiledKernel, ordinal: int | None) -> CompiledKernel
 
 # Kernels that are loaded or being loaded, by the device, the compiling function and its arguments.
 _loading: dict[tuple[Any, ...], Future[CompiledKernel]] = {}
-_loading_lock = threading.Lock()
+_loading_lock = Lock()
 
 
 @functools.cache
-def _compilers() -> threading.Semaphore:
+def _compilers() -> Semaphore:
     """Returns the semaphore that bounds the number of compiling threads.
 
     Threads do run in parallel, because the compiler is outside of Python most of the time.
     """
-    return threading.Semaphore(min(8, _cores()))
+    return Semaphore(min(8, _cores()))
 
 
 def _cores() -> int:
@@ -194,13 +195,5 @@ def ensure_loaded(ordinal: int | None, compile: Callable[..., CompiledKernel], *
             del mine, there  # both reference the exception, whose traceback references this frame
 
 
-def _reset_after_fork() -> None:
-    """Resets locks and compilations after a fork: in the child, the parent's threads that held or ran them are gone."""
-    global interpreter_lock, _parsing, _loading_lock
-    interpreter_lock, _parsing, _loading_lock = threading.Lock(), threading.RLock(), threading.Lock()
-    _loading.clear()
-    _compilers.cache_clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_reset_after_fork)
+if hasattr(os, "register_at_fork"):  # the threads that compile are the parent's alone
+    os.register_at_fork(after_in_child=_loading.clear)

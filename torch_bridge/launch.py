@@ -177,7 +177,7 @@ class Launch:
         self._device = device
         self._ready: dict[int, list[tuple[CompiledKernel, int, Arguments]]] = {}
 
-    @functools.cached_property
+    @property
     def allows_early_start(self) -> bool:
         """Whether a kernel can start before the previous one has ended (programmatic dependent launch)."""
         return self._device.has_early_launch and gpu.can_capture_early_launches()
