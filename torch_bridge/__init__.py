@@ -1,12 +1,14 @@
 """Recurrent cells with episode resets, RMSNorm and LayerNorm, in Triton kernels. This package never imports jax.
 
-`torch_bridge.nn` contains the modules, and `torch_bridge.functional` contains the functions. Importing either registers
-the operators, `torch.ops.torch_bridge`. `torch_bridge.explain` says which implementation a function runs, and why.
+`torch_bridge.nn` contains the modules, and `torch_bridge.functional` contains the functions. `torch_bridge.explain`
+says which implementation a function runs, and why. Importing this package does not import PyTorch. Once both are
+imported, in either order, the operators `torch.ops.torch_bridge` exist, which programs that were saved with them need.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import torch_bridge.registration  # noqa: F401
 from torch_bridge.records import Explanation, ImplementationWarning
 
 if TYPE_CHECKING:

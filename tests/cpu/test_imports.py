@@ -118,6 +118,73 @@ def test_submodules_of_torch_bridge_are_imported_on_first_use():
     run_without(JAX_SIDE, f"import sys, torch_bridge; {code}; {uses}")
 
 
+OPERATORS = [f"{name}{end}" for name in (*CELLS, "rms_norm", "layer_norm") for end in ("", "_backward")]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "lines",
+    ["import torch, torch_bridge", "import torch_bridge, torch", "import torch_bridge.tiling, torch",
+     "import torch_bridge.nn", "import torch_bridge.choice, torch_bridge.nn"],
+)  # fmt: skip
+def test_operators_are_registered_once_pytorch_is_imported_and_triton_is_not(lines):
+    """Whichever of the two is imported first."""
+    run_without(
+        JAX_SIDE,
+        f"""
+{lines}
+import torch
+missing = [name for name in {OPERATORS!r} if not hasattr(torch.ops.torch_bridge, name)]
+assert not missing and "triton" not in sys.modules, missing
+from torch.utils.flop_counter import flop_registry
+assert {{getattr(torch.ops.torch_bridge, name) for name in {list(CELLS)!r}}} <= flop_registry.keys()
+""",
+    )
+
+
+@pytest.mark.torch
+def test_operators_are_registered_in_a_process_of_jax_too():
+    loaded = "hasattr(torch.ops.torch_bridge, 'gru')"
+    run_without((), f"import jaxrnn; assert 'torch' not in sys.modules; import torch; assert {loaded}")
+
+
+@pytest.mark.parametrize("lines", ["import torch, torch_bridge", "import torch_bridge, torch"])
+def test_a_pytorch_that_is_too_old_for_the_operators_is_left_alone(tmp_path, lines):
+    """Users of JAX may have any version."""
+    (tmp_path / "torch.py").write_text(
+        "class OldVersion:\n    __lt__ = lambda self, other: True\n__version__ = OldVersion()"
+    )
+    run_without((), f"sys.path.insert(0, {str(tmp_path)!r})\n{lines}\nassert 'torch_bridge.rnn_ops' not in sys.modules")
+
+
+def test_functions_are_called_once_after_an_import(tmp_path):
+    (tmp_path / "module.py").write_text("import os\nassert os.path.exists(os.environ['FOLDER'])\nvalue = 3")
+    run_without(
+        (),
+        f"""
+import importlib.util, os
+from torch_bridge.registration import call_after_import
+sys.path.insert(0, {str(tmp_path)!r})
+seen = []
+call_after_import("module", lambda: seen.append(sys.modules["module"].value))
+assert importlib.util.find_spec("module") is not None and importlib.util.find_spec("no_module") is None and not seen
+os.environ["FOLDER"] = "/nowhere"
+try:
+    import module
+except AssertionError:
+    assert not seen
+else:
+    raise AssertionError("the module's own error is lost")
+os.environ["FOLDER"] = {str(tmp_path)!r}
+import module
+importlib.reload(module)
+assert seen == [3]
+call_after_import("module", lambda: seen.append(4))
+assert seen == [3, 4]
+""",
+    )
+
+
 PUBLIC = (
     *("jaxrnn", "jaxrnn.convert", "jaxrnn.linen", "jaxrnn.nnx"),
     *("torch_bridge", "torch_bridge.functional", "torch_bridge.nn"),
@@ -318,7 +385,7 @@ def test_modules_of_torch_bridge_import_only_what_they_may(module):
     front = [f"torch_bridge.{name}" for name in rooms]
     room = next((i for i, name in enumerate(front) if within(module, name)), -1)
     forbidden += front[room + 1 :]  # each may import those before it; what launches imports none of them
-    if within(module, "torch_bridge.tiling", *SHARED):
+    if within(module, "torch_bridge.tiling", "torch_bridge.registration", *SHARED):
         forbidden += ["torch", "triton", "torch_bridge.launch", "torch_bridge.kernels"]  # pure functions and data
     assert not [name for name in imports(module) if within(name, *forbidden)]
 

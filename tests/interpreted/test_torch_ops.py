@@ -436,9 +436,11 @@ def test_unused_outputs_and_inputs_need_no_gradient(cell):
 
 @every_operator
 def test_flops_are_counted_in_both_passes(cell):
+    from torch.utils.flop_counter import FlopCounterMode
+
     args, gates = weights(cell), cell_of(cell).gates
     leaves(args)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         loss(cell, *args).backward()
     counts = {str(op): n for op, n in counter.get_flop_counts()["Global"].items()}
     loop, projection = 2 * T * B * gates * H * H, 2 * T * B * gates * H * D

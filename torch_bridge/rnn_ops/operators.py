@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from torch_bridge import choice, loops, op_common, rules, steps
 from torch_bridge.cells import CELLS, CellSpec
+from torch_bridge.registration import call_after_import
 from torch_bridge.rnn_ops import kernels
 from torch_bridge.rnn_ops.arguments import (
     ForwardArguments,
@@ -242,13 +242,21 @@ def _define(cell: CellSpec) -> Operators:
         backward, backward_op, backward_fake, op_common.no_second_order, op_common.no_setup,
         vmap_rule(backward_op, "local_grads"),
     )  # fmt: skip
-    register_flop_formula(forward_op.overloadpacket)(_forward_flops)
-    register_flop_formula(backward_op.overloadpacket)(_backward_flops)
     return Operators(forward_op, backward_op)
 
 
 # The operators of each cell that has arithmetic in PyTorch operations.
 OPERATORS = {name: _define(CELLS[name]) for name in steps.CELLS}
+
+
+def _register_flops() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    register_flop_formula([x.forward.overloadpacket for x in OPERATORS.values()])(_forward_flops)
+    register_flop_formula([x.backward.overloadpacket for x in OPERATORS.values()])(_backward_flops)
+
+
+call_after_import("torch.utils.flop_counter", _register_flops)  # which imports Triton
 
 
 def forward(
