@@ -30,6 +30,10 @@ class Direction(NamedTuple):
     resets: Tensor | None
     reset_states: tuple[Tensor | None, ...]
 
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Returns the arrays in one tuple."""
+        return (*self[:5], *self.states, self.resets, *self.reset_states)
+
 
 def blocks_of(w_hh: Tensor) -> int:
     """Returns the number of blocks of recurrent weights, 1 for a matrix."""

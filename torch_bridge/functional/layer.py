@@ -17,6 +17,7 @@ from torch_bridge.functional.direction import Direction, DirectionResult, blocks
 from torch_bridge.functional.layout import Layout, stack
 from torch_bridge.functional.norm_weights import input_statistics
 from torch_bridge.functional.projection import project, without_projection
+from torch_bridge.functional.sharding import Shards, is_distributed
 from torch_bridge.rnn_ops import Precision
 
 
@@ -165,6 +166,37 @@ def _tell_choice(
     choice.record(cell.name, arguments, *chosen, unavailable)
 
 
+def _run_on_shards(
+    cell: CellSpec, xs: Tensor, layer: Sequence[Direction], layout: Layout, **options: Any
+) -> list[DirectionResult]:
+    """Runs a layer of DTensors with `run_layer` on the sequences of each device."""
+    outer = [axis for axis in range(len(layout.outer)) if axis != layout.time]  # the batch axes of `[*outer, width]`
+    batch = range(len(outer))  # those of `[*batch, width]`
+    shards = Shards(xs, outer)
+
+    def on_shard(one: Direction) -> Direction:
+        def reset_state(x: Tensor | None) -> Any:
+            axes = () if x is None or x.ndim == 1 else outer if layout.is_stepped(x) else batch
+            return shards.local("the reset state", x, axes)
+
+        names = "w_ih", "w_hh", "b_ih", "b_hh", "w_hr"
+        return one._replace(
+            **{name: shards.local("the weights", getattr(one, name)) for name in names},
+            states=tuple(shards.local("the initial state", x, batch) for x in one.states),
+            resets=shards.local("resets", one.resets, outer),
+            reset_states=tuple(map(reset_state, one.reset_states)),
+        )
+
+    results = run_layer(cell, shards.local("the inputs", xs, outer), [on_shard(one) for one in layer], **options)
+    return [
+        DirectionResult(
+            shards.join(one.hs, outer), None if one.cs is None else shards.join(one.cs, outer),
+            tuple(shards.join(x, batch) for x in one.last),
+        )
+        for one in results
+    ]  # fmt: skip
+
+
 def run_layer(
     cell: CellSpec,
     xs: Tensor,
@@ -215,6 +247,11 @@ def run_layer(
     layout = Layout(xs, len(layer), batch_first, blocks_of(layer[0].w_hh))
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
+    if is_distributed(xs, *(x for one in layer for x in one.tensors())):
+        return _run_on_shards(
+            cell, xs, layer, layout, reverse=reverse, batch_first=batch_first, cells=cells, precision=precision,
+            implementation=implementation, epsilon=epsilon,
+        )  # fmt: skip
     if layout.sizes[1] == 1 and implementation is None and precision is None and _can_run_single_step(cell, xs, layer):
         if choice.is_recording():
             reason = "an eager call of a single step runs PyTorch's own cell, which has less host overhead"

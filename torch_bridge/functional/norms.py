@@ -18,6 +18,7 @@ from torch_bridge.functional.checks import (
     check_number,
     check_tensor,
 )
+from torch_bridge.functional.sharding import Shards, is_distributed
 
 # Whether PyTorch's own norm returns float32 under autocast on a GPU. On the CPU neither norm does.
 _AUTOCAST: dict[norm_ops.Kind, bool] = {"layer": True, "rms": TorchVersion(torch.__version__) >= "2.12"}
@@ -232,6 +233,16 @@ def _norm_over(
         ):  # fmt: skip
             if y is not None and tuple(y.shape) != tuple(shape):
                 raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
+
+    if is_distributed(x, weight, bias, residual):
+        rows = range(x.ndim - axes)
+        shards = Shards(x, rows)
+        local_x, local_residual = shards.local("x", x, rows), shards.local("the residual", residual, rows)
+        local_weight, local_bias = shards.local("the weight", weight), shards.local("the bias", bias)
+        results = _norm_over(
+            kind, local_x, normalized_shape, local_weight, local_bias, local_residual, eps, implementation
+        )
+        return shards.join(results, rows) if residual is None else tuple(shards.join(y, rows) for y in results)
 
     def flat(y: Tensor | None) -> Any:
         return y if y is None or axes == 1 else y.flatten(-axes)

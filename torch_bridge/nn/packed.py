@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 
 from torch_bridge import choice
 from torch_bridge.cells import CellSpec
+from torch_bridge.functional.sharding import check_local
 from torch_bridge.nn.checks import check_resets, checked_states
 from torch_bridge.nn.stack import InitialStates, is_backward, resets_of_reversed, run_stack
 
@@ -19,6 +20,7 @@ def forward_packed(
 ) -> tuple[PackedSequence, tuple[Tensor, ...]]:
     """Runs over the padding too, which changes no result: it comes last, or, backward, a reset discards its states."""
     data, batch_sizes, order, inverse = packed
+    check_local("a PackedSequence", data)
     _check_steps("the input", packed)
     states = checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
     if resets is not None:

@@ -41,13 +41,11 @@ def resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) ->
     """Returns the resets of a loop from the last step to the first, which starts each episode at its last step.
 
     A sequence's last episode needs no reset, because the loop itself begins there. `last` is the index of the last step
-    of each sequence; the steps after it are padding.
+    of each sequence, time first; the steps after it are padding.
     """
-    steps = resets.shape[time]
-    begins = (resets != 0).roll(-1, time)
-    number = torch.arange(steps, device=resets.device)
-    number = number if time == 1 else number[:, None]
-    return begins & (number != steps - 1 if last is None else number < last)
+    starts, steps = resets != 0, resets.shape[time]
+    begins = torch.cat((starts.narrow(time, 1, steps - 1), torch.zeros_like(starts.narrow(time, 0, 1))), time)
+    return begins if last is None else begins & (torch.arange(steps, device=resets.device)[:, None] < last)
 
 
 def run_stack(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torch_bridge import cells
 from torch_bridge.functional.checks import check_state_dtype, check_tensor
+from torch_bridge.functional.sharding import check_local
 from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
 # The cells that TorchRL has modules of, by `torch.nn.RNNBase.mode`.
@@ -80,6 +81,7 @@ def run_trajectories(
         raise ValueError(f"{article} {rnn.mode} takes {' and '.join(names)}, got {len(given)} states")
     for name, x in zip(("input", "is_init", *names), (input, is_init, *given), strict=True):
         check_tensor(name, x, optional=False)
+        check_local(name, x)
     outer = tuple(input.shape[:-1])
     if is_init.dim() == 3:
         is_init = is_init.squeeze(-1)
