@@ -88,6 +88,16 @@ class RecurrentModule(torch.nn.RNNBase):
         """Returns the arguments as `torch.nn` shows them, and the number of blocks if there are several."""
         return super().extra_repr() + (f", num_blocks={self.num_blocks}" if self.num_blocks > 1 else "")
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Raises NotImplementedError if `torch.ao.quantization` is to quantize this module."""
+        if name == "qconfig" and value is not None:
+            raise NotImplementedError(
+                f"torch.ao.quantization cannot quantize a {type(self).__name__} of torch_bridge.nn: load the state "
+                "dict into torch.nn.GRU or LSTM and quantize that, or set qconfig = None on this module, which stays "
+                "as it is then"
+            )
+        super().__setattr__(name, value)
+
     if TYPE_CHECKING:  # torch.nn.Module declares that a call returns anything
 
         @overload
