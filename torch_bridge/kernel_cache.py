@@ -4,7 +4,8 @@ Triton finds a kernel of an earlier process by a key that contains hashes of its
 parsed source. Computing that key takes some 0.4 s per process. The key here contains the sizes and modification times
 of the files of Triton and its assembler, a hash of the sources of the kernels, and the arguments of the compilation.
 Installations of Triton in other places, or of other times, have other keys: they compile through Triton's own cache.
-The files are in Triton's cache folder, and are written by its cache manager.
+The files are in Triton's cache folder, and are written by its cache manager. A file is used if no other user could have
+changed it and it begins with the digest of the rest. Otherwise the kernel is compiled, and stored again.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -25,6 +27,10 @@ from triton import knobs
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.cache import get_cache_manager
+
+from torch_bridge import private_files
+
+logger = logging.getLogger("torch_bridge")
 
 _FILE = "kernel"
 # Parts of Triton that decide what a kernel is compiled to.
@@ -63,32 +69,51 @@ def load_or_compile(compile: Callable[[], Any], made_from: Any) -> Any:
     if not _SOURCES or _changes_compilations():  # from here on, the program has turned options off at most
         return compile()
     try:
+        private_files.check_folder(Path(knobs.cache.dir).absolute(), make=True)
         manager = get_cache_manager(key_of(made_from))
         path = manager.get_file(_FILE)
-    except OSError:  # the folder has no entry for this kernel, and takes none
+    except OSError as error:  # the folder has no entry for this kernel, and takes none
+        if isinstance(error, private_files.NotPrivateError):
+            _warn(
+                f"Triton loads code from {knobs.cache.dir}: set TRITON_CACHE_DIR to a private folder, because {error}"
+            )
         return compile()
-    if path and (stored := _read(path)):
+    if path and (stored := _read(Path(path).absolute())):
         return stored
     kernel = compile()
     metadata = {name: getattr(kernel.metadata, name) for name in _METADATA}
     instrumented = metadata["global_scratch_size"] or metadata["profile_scratch_size"]
     if not instrumented and _hash_of_sources() == _SOURCES:  # else a file changed after it was imported
-        described = metadata | {"name": kernel.name, "size": len(kernel.kernel)}
+        content = json.dumps(metadata | {"name": kernel.name}).encode() + b"\n" + kernel.kernel
         with contextlib.suppress(OSError):
-            manager.put(json.dumps(described).encode() + b"\n" + kernel.kernel, _FILE, binary=True)
+            stored_at = Path(manager.put(_digest(content) + b"\n" + content, _FILE, binary=True)).absolute()
+            for made in (stored_at.parent, stored_at):  # by Triton, with the permissions that the umask leaves
+                private_files.make_private(made)
     return kernel
 
 
-def _read(path: str) -> StoredKernel | None:
-    """Returns the kernel in a file, or None if the file is damaged."""
+def _read(path: Path) -> StoredKernel | None:
+    """Returns the kernel in a file, or None if the file is damaged or another user could have changed it."""
     try:
-        line, kernel = Path(path).read_bytes().split(b"\n", 1)
-        described = json.loads(line)
-        whole = described.pop("size") == len(kernel)
-        stored = StoredKernel(kernel, described.pop("name"), SimpleNamespace(**described))
+        with open(private_files.open_file(path), "rb") as file:
+            digest, content = file.read().split(b"\n", 1)
+        line, kernel = content.split(b"\n", 1)
+        described = json.loads(line) if digest == _digest(content) else {}
+        name, metadata = described.pop("name"), {name: described.pop(name) for name in _METADATA}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return stored if whole and described.keys() == set(_METADATA) else None
+    whole = isinstance(name, str) and not described and all(isinstance(x, int) for x in metadata.values())
+    return StoredKernel(kernel, name, SimpleNamespace(**metadata)) if whole else None
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.sha256(content).hexdigest().encode()
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    """Logs a warning once."""
+    logger.warning(text)
 
 
 def key_of(made_from: Any) -> str:

@@ -1,12 +1,16 @@
 """Tests that a process finds the kernels that an earlier one compiled, and no others."""
 
+import hashlib
+import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import damage
 import pytest
 from triton.runtime.cache import FileCacheManager
 
@@ -19,6 +23,7 @@ pytestmark = pytest.mark.compile_only
 
 ROOT = Path(__file__).resolve().parents[2]
 DEVICES = tiling.PROFILES
+OTHER = 12345  # a user and a group that no test runs as
 
 
 @pytest.fixture
@@ -186,13 +191,114 @@ def test_a_kernel_that_needs_scratch_memory_is_not_stored(cache):
     assert not [*cache.rglob(kernel_cache._FILE)]
 
 
-@pytest.mark.parametrize("data", [b"", b"{", b"{}\nbinary", b'{"name": "x"}\n', b"[]\nx", b"null\nx", None])
-def test_a_damaged_file_is_compiled_again(data, cache, compilations):
+def with_digest(content):
+    return hashlib.sha256(content).hexdigest().encode() + b"\n" + content
+
+
+def described(**changes):
+    """Returns a file whose digest is right, with changes of what describes the kernel; None leaves a value out."""
+    values = dict.fromkeys(kernel_cache._METADATA, 0) | {"name": "name"} | changes
+    return with_digest(json.dumps({name: x for name, x in values.items() if x is not None}).encode() + b"\nbinary")
+
+
+WRONG = [
+    *(b"", b"{", b"{}\nbinary", b'{"name": "x"}\n', b"[]\nx", b"null\nx", b"[" * 100_000 + b"\nx"),
+    *map(with_digest, (b"", b"x", b"{}\nx", b"[]\nx", b"null\nx", b"\xff\nx", b'"name"\nx')),
+    *(described(name=x) for x in (None, 1, [])),
+    *(described(shared=x) for x in (None, "1024", 0.5, [])),
+    described(more=1),
+]
+
+
+@pytest.mark.parametrize("data", WRONG, ids=lambda data: repr(data[-40:]))
+def test_a_file_of_another_form_is_compiled_again(data, cache, compilations):
     first = binary_of(make())
     (path,) = cache.rglob(kernel_cache._FILE)
-    path.write_bytes(path.read_bytes()[:-1] if data is None else data)  # None: an end that is missing
+    path.write_bytes(data)
     assert binary_of(make()) == first and len(compilations) == 2
     assert binary_of(make()) == first and len(compilations) == 2  # it was stored again
+
+
+def test_a_damaged_file_is_compiled_again(cache, compilations):
+    first = binary_of(make())
+    (path,) = cache.rglob(kernel_cache._FILE)
+    data = path.read_bytes()
+    for count, damaged in enumerate(damage.damages(data, 12), start=1):
+        path.write_bytes(damaged)
+        assert binary_of(make()) == first and len(compilations) == 1 + count
+        assert path.read_bytes() == data
+    assert count > 30
+
+
+def others_may_write_to_the_folder(cache, path):
+    cache.chmod(0o777)
+
+
+def others_may_write_to_the_folder_of_the_kernel(cache, path):
+    path.parent.chmod(0o777)
+
+
+def others_may_write_to_the_file(cache, path):
+    path.chmod(0o666)
+
+
+def another_user_owns_the_folder(cache, path):
+    os.chown(cache, OTHER, OTHER)
+
+
+def another_user_owns_the_file(cache, path):
+    os.chown(path, OTHER, OTHER)
+    path.chmod(0o644)
+
+
+def another_user_owns_the_file_for_itself(cache, path):
+    os.chown(path, OTHER, OTHER)
+    path.chmod(0o600)
+
+
+# Whether what another user could change is stored again, privately.
+FOREIGN = {
+    others_may_write_to_the_folder: False, others_may_write_to_the_folder_of_the_kernel: True,
+    others_may_write_to_the_file: True, another_user_owns_the_folder: False, another_user_owns_the_file: True,
+    another_user_owns_the_file_for_itself: True,
+}  # fmt: skip
+
+
+two_users = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [pytest.param(x, marks=two_users if "another" in x.__name__ else (), id=x.__name__) for x in FOREIGN],
+)
+def test_a_kernel_that_another_user_could_change_is_compiled_again(change, cache, compilations, caplog, monkeypatch):
+    monkeypatch.setattr(kernel_cache, "_warn", kernel_cache._warn.__wrapped__)
+    first = binary_of(make())
+    (path,) = cache.rglob(kernel_cache._FILE)
+    path.write_bytes(with_digest(path.read_bytes().split(b"\n", 1)[1] + b"of another user"))
+    change(cache, path)
+    assert binary_of(make()) == first and len(compilations) == 2
+    assert binary_of(make()) == first and len(compilations) == (2 if FOREIGN[change] else 3)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == (0 if FOREIGN[change] else 2)
+    assert all("set TRITON_CACHE_DIR to a private folder" in text for text in texts)
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002])
+def test_kernels_are_stored_for_this_user_alone_whatever_the_umask(umask, tmp_path, compilations, monkeypatch):
+    import triton
+
+    folder = tmp_path / "a" / "b"
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(folder))
+    before = os.umask(umask)
+    try:
+        binary_of(make())
+        binary_of(make())
+    finally:
+        os.umask(before)
+    (path,) = folder.rglob(kernel_cache._FILE)
+    assert [stat.S_IMODE(made.stat().st_mode) for made in (folder.parent, folder, path.parent)] == [0o700] * 3
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600 and len(compilations) == 1
 
 
 def test_a_folder_that_takes_no_entries_is_no_error(cache, compilations, monkeypatch):
