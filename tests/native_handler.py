@@ -69,9 +69,12 @@ import native_handler
 from native_handler import ADD
 
 handler = ctypes.CDLL({handler!r})
-execute, initialize = (jax.ffi.pycapsule(f) for f in (handler.host_execute, handler.host_initialize))
-jax.ffi.register_ffi_target(target.TARGET, execute, platform="cpu")
-jax.ffi.register_ffi_target("initialize_only", initialize, platform="cpu")
+def stages(*names):
+    return {{name: jax.ffi.pycapsule(getattr(handler, f"host_{{name}}")) for name in names}}
+
+jax.ffi.register_ffi_target(target.TARGET, stages("instantiate", "execute"), platform="cpu")
+jax.ffi.register_ffi_target("initialize_only", stages("initialize")["initialize"], platform="cpu")
+jax.ffi.register_ffi_target("execute_only", stages("execute"), platform="cpu")
 
 def launch(x, *binaries, name=target.TARGET, **changes):
     function = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(x.shape, x.dtype))

@@ -11,6 +11,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -143,7 +144,7 @@ def test_a_cache_that_is_not_writable_or_not_private_raises(cache, monkeypatch, 
     with pytest.raises(NativeLaunchError, match=r"others may write to it.*chmod it to 700"):
         build.build()
     cache.chmod(0o700)
-    monkeypatch.setattr(build.tempfile, "mkstemp", raise_read_only)
+    monkeypatch.setattr(build.tempfile, "mkdtemp", raise_read_only)
     with pytest.raises(NativeLaunchError, match=r"cannot write its library to .*native .*Read-only.*XDG_CACHE_HOME"):
         build.build()
     monkeypatch.undo()
@@ -153,7 +154,7 @@ def test_a_cache_that_is_not_writable_or_not_private_raises(cache, monkeypatch, 
         build.build()
 
 
-def raise_read_only(**_):
+def raise_read_only(*_, **__):
     raise OSError(30, "Read-only file system")
 
 
@@ -357,6 +358,23 @@ ERRORS = {
     "threads": ({}, "threads=-1", "attributes of kernel 0 of a launch are missing or malformed"),
     "cubin": ({}, "cubin=b''", "attributes of kernel 0 of a launch are missing or malformed"),
     "many parameters": ({}, "parameters=(('null', None),) * 65", "attributes of kernel 0 of a launch are missing"),
+    "empty name": ({}, "name=''", "attributes of kernel 0 of a launch are missing or malformed"),
+    "name with NUL": ({}, "name='add\\0x'", "attributes of kernel 0 of a launch are missing or malformed"),
+    "large threads": ({}, "threads=1025", "attributes of kernel 0 of a launch are missing or malformed"),
+    "few parameters": (
+        {}, "parameters=ADD.parameters[:4]", "the kernel add has 5 parameters, and a launch gives it 4",
+    ),
+    "more parameters": (
+        {}, "parameters=(*ADD.parameters, ('null', None))", "the kernel add has 5 parameters, and a launch gives it 6",
+    ),
+    "wide parameter": (
+        {}, "parameters=(*ADD.parameters[:2], ('i64', 4), *ADD.parameters[3:])",
+        "parameter 2 of the kernel add does not fit: it is 4, of the kind 3",
+    ),
+    "narrow parameter": (
+        {}, "parameters=(('i32', 4), *ADD.parameters[1:])",
+        "parameter 0 of the kernel add does not fit: it is 4, of the kind 2",
+    ),
 }  # fmt: skip
 
 
@@ -373,13 +391,25 @@ def test_malformed_attributes_raise():
     done = run("""
 x = jnp.arange(4.)
 given = call.attributes([ADD], ["x", "y"])
+GRID_X, GRID_Y, GRID_Z, THREADS, SHARED, CLUSTER, COOPERATIVE, EARLY, CAPABILITY = range(9)
+OUT_OF_RANGE = [
+    (GRID_X, 0), (GRID_X, 2**31), (GRID_Y, 65536), (GRID_Z, 65536), (THREADS, 2**32 + 1), (SHARED, -1), (SHARED, 2**31),
+    (CLUSTER, 0), (CLUSTER, 2**32 + 1), (COOPERATIVE, 2), (EARLY, -1), (CAPABILITY, 2**31),
+]
+def changed(field, value):
+    launch = given["launch_0"].copy()
+    launch[field] = value
+    return launch
 for changes in (
     {"kernels": np.int64(0)}, {"kernels": np.int64(17)}, {"kernels": np.int32(1)}, {"kernels": "1"},
     {"kernels": np.int64(2)},
-    {"key_0": "short"}, {"launch_0": np.zeros(9, np.int32)}, {"launch_0": np.ones(8, np.int64)},
+    {"key_0": "short"}, {"key_0": given["key_0"].upper()}, {"key_0": "g" * 64},
+    {"launch_0": np.zeros(9, np.int32)}, {"launch_0": np.ones(8, np.int64)},
     {"name_0": np.int64(1)},
     {"parameters_0": given["parameters_0"][:-1]},
+    *({"launch_0": changed(field, value)} for field, value in OUT_OF_RANGE),
     {"parameters_0": np.array([0, 2])}, {"parameters_0": np.array([0, -1])}, {"parameters_0": np.array([5, 0])},
+    *({"parameters_0": np.array(wide)} for wide in ((2, 2**31), (2, -(2**31) - 1), (4, 2**32), (4, -1))),
 ):
     print(json.dumps(error_of(lambda: launch(x, ADD, **changes))))
 """)
@@ -387,8 +417,145 @@ for changes in (
     assert not done.named("cuLaunchKernelEx")
     assert all('"kernels" of a launch must be an int64 from 1 to 16' in text for text in texts[:4])
     assert "attributes of kernel 1 of a launch are missing" in texts[4]
-    assert all("attributes of kernel 0 of a launch are missing or malformed" in text for text in texts[5:10])
-    assert all("is of the unknown kind" in text for text in texts[10:]) and len(texts) == 13
+    assert all("attributes of kernel 0 of a launch are missing or malformed" in text for text in texts[5:24])
+    assert all("is of the unknown kind" in text for text in texts[24:27])
+    assert all("parameter 0 of the kernel add does not fit" in text for text in texts[27:]) and len(texts) == 31
+
+
+def test_the_programs_of_the_largest_grid_are_counted():
+    """The product of its numbers has 63 bits; the number of programs that run at once is compared with it."""
+    done = run("""
+launch_0 = call.attributes([ADD._replace(cooperative=True)], ["x", "y"])["launch_0"]
+launch_0[:3] = 2**31 - 1, 65535, 65535
+print(error_of(lambda: launch(jnp.arange(4.), ADD, launch_0=launch_0)))
+""")
+    assert f"the {(2**31 - 1) * 65535**2} programs of the kernel add wait for one another" in done.output
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"grid": 2**31}, {"grid": 2**64}, {"threads": 2**31}, {"shared_memory": 2**40}, {"cluster": 2**31},
+        {"capability": 2**31}, {"parameters": (("i32", 2**31),)}, {"parameters": (("i32", -(2**31) - 1),)},
+        {"parameters": (("i64", 2**63),)}, {"parameters": (("fp32", 1e39),)}, {"parameters": (("i32", 0.5),)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_numbers_that_do_not_fit_raise_where_a_program_is_made(changes):
+    with pytest.raises(ValueError, match=r"(do|does) not fit"):
+        call.attributes([ADD._replace(**changes)], ["x", "y"])
+
+
+def test_the_largest_numbers_fit():
+    numbers = (("i32", 2**31 - 1), ("i32", -(2**31)), ("i64", -(2**63)), ("fp32", float("inf")))
+    made = call.attributes([ADD._replace(grid=2**31 - 1, parameters=numbers)], ["x", "y"])
+    assert made["launch_0"][0] == 2**31 - 1
+    assert made["parameters_0"].tolist() == [2, 2**31 - 1, 2, -(2**31), 3, -(2**63), 4, 0x7F800000]
+
+
+# Damage.
+
+DAMAGED = (
+    "the kernel {} of a program is damaged, because its digest is not its key: compile, or export, the program again"
+)
+
+
+@pytest.mark.parametrize("name", ["target.TARGET", "'execute_only'"])
+def test_a_damaged_binary_raises_and_is_not_loaded(name):
+    """XLA refuses the program; where it does not instantiate programs, the load is refused. No driver is to blame."""
+    done = run(f"""
+import damage
+binary = ADD._replace(cubin=bytes(range(1, 200)))
+key_0 = call.attributes([binary], ["x", "y"])["key_0"]
+for cubin in [*damage.flips(binary.cubin, 40), binary.cubin[:-1], binary.cubin + b"\\0"]:
+    print(error_of(lambda: launch(jnp.arange(4.), binary._replace(cubin=cubin), name={name}, key_0=key_0)))
+for changes in ({{"shared_memory": 1}}, {{"name": "sub"}}):
+    print(error_of(lambda: launch(jnp.arange(4.), binary._replace(**changes), name={name}, key_0=key_0)))
+print(error_of(lambda: launch(jnp.arange(4.), binary, name={name}, key_0=key_0[:-1] + "0")))
+""")
+    lines = [line for line in done.output.splitlines() if line]
+    assert len(lines) == 45 and all(DAMAGED.format("sub" if "sub" in line else "add") in line for line in lines)
+    assert not done.named("cuModuleLoadData")
+
+
+def test_a_binary_under_the_key_of_another_raises():
+    """Whether the other one is loaded already or not."""
+    done = run("""
+other = ADD._replace(cubin=b"FAKE bdd\\0")
+key_0 = call.attributes([ADD], ["x", "y"])["key_0"]
+print(error_of(lambda: launch(jnp.arange(4.), other, key_0=key_0)))
+launch(jnp.arange(4.), ADD).block_until_ready()
+print(error_of(lambda: launch(jnp.arange(4.), other, key_0=key_0)))
+print(error_of(lambda: launch(jnp.arange(4.), ADD, other, key_1=key_0)))
+""")
+    lines = [line for line in done.output.splitlines() if line]
+    assert len(lines) == 3 and all(DAMAGED.format("add") in line for line in lines)
+    assert len(done.named("cuLaunchKernelEx")) == 1
+
+
+def test_a_damaged_exported_program_raises():
+    """For bits of the binary, which is most of the program."""
+    done = run("""
+import damage
+binary = ADD._replace(cubin=b"FAKE" + np.random.default_rng(0).bytes(4096))
+check = jax.export.DisabledSafetyCheck.custom_call(target.TARGET)
+data = jax.export.export(jax.jit(lambda x: launch(x, binary)), disabled_checks=[check])(jnp.arange(4.)).serialize()
+print(jax.export.deserialize(bytearray(data)).call(jnp.arange(4.)).tolist())
+# the program has the binary as it is
+at = bytes(data).index(binary.cubin)
+for cubin in damage.flips(binary.cubin, 40):
+    damaged = bytes(data[:at]) + cubin + bytes(data[at + len(cubin):])
+    print(error_of(lambda: jax.export.deserialize(bytearray(damaged)).call(jnp.arange(4.))))
+""")
+    whole, *damaged = (line for line in done.output.splitlines() if line)
+    assert whole == "[0.5, 1.5, 2.5, 3.5]"
+    assert len(damaged) == 40 and all(DAMAGED.format("add") in line for line in damaged)
+
+
+def test_keys_are_checked_with_any_length_of_binary():
+    """SHA-256 pads blocks of 64 bytes."""
+    done = run("""
+for size in range(1, 140):
+    launch(jnp.arange(4.), ADD._replace(cubin=b"F" * size), name="initialize_only").block_until_ready()
+""")
+    assert len(done.named("cuModuleLoadData")) == 139
+
+
+def test_a_driver_that_does_not_say_what_parameters_a_kernel_has_launches():
+    """CUDA before 12.4."""
+    done = run("launch(jnp.arange(4.), ADD)", LD_LIBRARY_PATH=str(driver("-DBEFORE_CUDA_12_4")))
+    assert len(done.named("cuLaunchKernelEx")) == 1
+
+
+SANITIZERS = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+
+@functools.cache
+def has_sanitizers():
+    with tempfile.TemporaryDirectory() as folder:
+        command = [*build._find_compiler(), *SANITIZERS, "-x", "c", "-", "-o", f"{folder}/program"]
+        program = "int main(void) { return 0; }"
+        return subprocess.run(command, input=program, text=True, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not has_sanitizers(), reason="the C compiler has no AddressSanitizer or UndefinedBehaviorSanitizer")
+def test_random_calls_under_sanitizers(tmp_path):
+    options = ["-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *SANITIZERS, "-fPIC"]
+    options += [f"-I{jax.ffi.include_dir()}", f"-I{build.SOURCE.parent}"]
+    for source, name, *more in (("fake_driver.c", "libcuda.so.1", "-shared"), ("random_calls.c", "random_calls")):
+        command = [*build._find_compiler(), *options, *more, str(native_handler.FOLDER / source)]
+        subprocess.run([*command, "-o", str(tmp_path / name), "-ldl", "-lpthread"], check=True)
+    command = [str(tmp_path / "random_calls"), "0", "50000"]
+    environment = os.environ | {"LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    counts = {(stage, code): int(count) for stage, code, count in map(str.split, done.stdout.splitlines())}
+    assert sum(counts.values()) == 50_000
+    instantiate, initialize, execute = "0", "2", "3"
+    unknown, malformed, exhausted, precondition, internal, damaged = "2", "3", "8", "9", "13", "15"
+    for stage in (instantiate, initialize, execute):
+        assert counts[stage, "0"] > 1000 and counts[stage, malformed] > 1000 and counts[stage, damaged] > 10
+    assert all(counts[execute, code] > 10 for code in (unknown, exhausted, precondition, internal))
 
 
 def test_an_error_is_not_remembered():
@@ -415,15 +582,16 @@ def test_a_driver_that_cannot_be_opened_raises(tmp_path):
 
 
 def test_an_old_driver_is_named():
-    done = run("print(error_of(lambda x: launch(x, ADD), jnp.arange(4.)))", LD_LIBRARY_PATH=str(old_driver()))
+    folder = driver("-DcuLaunchKernelEx=cuLaunchKernel")
+    done = run("print(error_of(lambda x: launch(x, ADD), jnp.arange(4.)))", LD_LIBRARY_PATH=str(folder))
     assert "the NVIDIA driver has no cuLaunchKernelEx: install one for CUDA 12 or newer" in done.output
 
 
-def old_driver():
-    """Returns the folder of a driver without `cuLaunchKernelEx`."""
-    folder = native_handler.folder() / "old"
+def driver(option):
+    """Returns the folder of a driver that is compiled with an option."""
+    folder = native_handler.folder() / option
     folder.mkdir(exist_ok=True)
-    command = [*build._find_compiler(), "-std=gnu11", "-fPIC", "-shared", "-DcuLaunchKernelEx=cuLaunchKernel"]
+    command = [*build._find_compiler(), "-std=gnu11", "-fPIC", "-shared", option]
     source = str(native_handler.FOLDER / "fake_driver.c")
     subprocess.run([*command, source, "-o", str(folder / "libcuda.so.1"), "-lpthread"], check=True)
     return folder

@@ -1,4 +1,4 @@
-// A libcuda.so.1 that records the calls it gets, one a line, in the file $FAKE_CUDA_LOG.
+// A libcuda.so.1 that records the calls it gets, one a line, in the file $FAKE_CUDA_LOG if it is set.
 //
 // $FAKE_CUDA_FAIL is "function=status" or "function=status*times". $FAKE_CUDA_DEVICE is "capability,SMs,shared memory,
 // driver version,blocks per SM". A module is "FAKE ..." or anything else; $FAKE_CUDA_PARAMETERS has the parameters of its
@@ -14,24 +14,28 @@
 
 typedef struct { int id, padding; union { int number; unsigned dimensions[3]; char bytes[64]; } value; } Attribute;
 typedef struct { unsigned grid[3], block[3], shared; void* stream; Attribute* attributes; unsigned count; } Config;
-typedef struct { size_t length; } Module;
-typedef struct { char name[256]; } Function;
+typedef struct Module { struct Module* next; int loaded; } Module;
+typedef struct Function { struct Function* next; char name[256]; } Function;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int failures;
+static Module* modules;  // that were loaded, and functions: kept, as a sanitizer takes what is lost for a leak
+static Function* functions;
 static __thread uintptr_t current;
 static __thread int capture_mode;
 
 static int record(const char* function, const char* format, ...) {
   pthread_mutex_lock(&lock);
-  FILE* log = fopen(getenv("FAKE_CUDA_LOG"), "a");
-  va_list arguments;
-  va_start(arguments, format);
-  fprintf(log, "%s ", function);
-  vfprintf(log, format, arguments);
-  va_end(arguments);
-  fputc('\n', log);
-  fclose(log);
+  if (getenv("FAKE_CUDA_LOG")) {
+    FILE* log = fopen(getenv("FAKE_CUDA_LOG"), "a");
+    va_list arguments;
+    va_start(arguments, format);
+    fprintf(log, "%s ", function);
+    vfprintf(log, format, arguments);
+    va_end(arguments);
+    fputc('\n', log);
+    fclose(log);
+  }
   const char* fail = getenv("FAKE_CUDA_FAIL");
   size_t length = strlen(function);
   int status = 0;
@@ -46,6 +50,14 @@ static int record(const char* function, const char* format, ...) {
 static void fail(const char* reason, const char* what) {
   fprintf(stderr, "the fake driver: %s %s\n", reason, what);
   abort();
+}
+
+// Returns the sizes of a kernel's parameters, or NULL if there is no such kernel.
+static const char* sizes_of(const char* name) {
+  size_t length = strlen(name);
+  for (const char* at = getenv("FAKE_CUDA_PARAMETERS"); at; at = strchr(at, ';') ? strchr(at, ';') + 1 : NULL)
+    if (!strncmp(at, name, length) && at[length] == ':') return at + length + 1;
+  return NULL;
 }
 
 static int fact(int index) {
@@ -102,16 +114,38 @@ int cuThreadExchangeStreamCaptureMode(int* mode) {
 int cuModuleLoadData(Module** module, const char* image) {
   int status = record("cuModuleLoadData", "context=%lx mode=%d %.4s", (unsigned long)current, capture_mode, image);
   if (getenv("FAKE_CUDA_SLOW")) usleep(200000);
+  *module = NULL;
+  if (status) return status;
   *module = calloc(1, sizeof **module);
-  return status;
+  pthread_mutex_lock(&lock);
+  (*module)->next = modules, (*module)->loaded = 1, modules = *module;
+  pthread_mutex_unlock(&lock);
+  return 0;
 }
-int cuModuleUnload(Module* module) { free(module); return record("cuModuleUnload", ""); }
+int cuModuleUnload(Module* module) {
+  if (!module->loaded) fail("not loaded:", "a module");
+  module->loaded = 0;
+  return record("cuModuleUnload", "");
+}
 int cuModuleGetFunction(Function** function, Module* module, const char* name) {
-  (void)module;
+  if (!module->loaded) fail("not loaded:", name);
+  if (!sizes_of(name)) return record("cuModuleGetFunction", "%s", name), 500;
   *function = calloc(1, sizeof **function);
   snprintf((*function)->name, sizeof (*function)->name, "%s", name);
+  pthread_mutex_lock(&lock);
+  (*function)->next = functions, functions = *function;
+  pthread_mutex_unlock(&lock);
   return record("cuModuleGetFunction", "%s", name);
 }
+#ifndef BEFORE_CUDA_12_4
+int cuFuncGetParamInfo(Function* function, size_t index, size_t* offset, size_t* size) {
+  const char* sizes = sizes_of(function->name);
+  for (size_t i = 0; i <= index; ++i)
+    if (sizes[i] != '4' && sizes[i] != '8') return 1;
+  *offset = 8 * index, *size = (size_t)(sizes[index] - '0');
+  return 0;
+}
+#endif
 int cuFuncSetAttribute(Function* function, int attribute, int value) {
   return record("cuFuncSetAttribute", "%s %d=%d", function->name, attribute, value);
 }
@@ -128,11 +162,10 @@ int cuLaunchKernelEx(const Config* config, Function* function, void** parameters
   for (unsigned i = 0; i < config->count; ++i)
     at += snprintf(attributes + at, sizeof attributes - (size_t)at, "%s%d:%u", i ? "," : "", config->attributes[i].id,
                    config->attributes[i].value.dimensions[0]);
-  const char* sizes = strstr(getenv("FAKE_CUDA_PARAMETERS"), function->name);
-  if (!sizes || extra) fail("unknown parameters of", function->name);
+  if (extra) fail("extra parameters of", function->name);
   at = 0;
   int i = 0;
-  for (sizes = strchr(sizes, ':') + 1; *sizes == '4' || *sizes == '8'; ++sizes, ++i) {
+  for (const char* sizes = sizes_of(function->name); *sizes == '4' || *sizes == '8'; ++sizes, ++i) {
     size_t size = (size_t)(*sizes - '0');
     if ((uintptr_t)parameters[i] % size) fail("a parameter is not aligned:", function->name);
     uint64_t value = 0;

@@ -27,13 +27,16 @@ static XLA_FFI_Error* handle(XLA_FFI_CallFrame* frame, XLA_FFI_ExecutionStage st
   api.XLA_FFI_Stream_Get = get_stream;
   if (getenv("FAKE_DEVICES")) api.XLA_FFI_DeviceOrdinal_Get = get_ordinal;
   copy.api = &api, copy.stage = stage;
-  if (getenv("FAKE_SHIFT")) {
+  if (getenv("FAKE_SHIFT") && stage == XLA_FFI_ExecutionStage_EXECUTE) {
     XLA_FFI_Buffer* buffer = frame->args.args[0];
     buffer->data = (char*)buffer->data + atoi(getenv("FAKE_SHIFT"));
   }
   return jaxrnn_launch_v1(&copy);
 }
 
+PUBLIC XLA_FFI_Error* host_instantiate(XLA_FFI_CallFrame* frame) {
+  return handle(frame, XLA_FFI_ExecutionStage_INSTANTIATE);
+}
 PUBLIC XLA_FFI_Error* host_execute(XLA_FFI_CallFrame* frame) { return handle(frame, XLA_FFI_ExecutionStage_EXECUTE); }
 PUBLIC XLA_FFI_Error* host_initialize(XLA_FFI_CallFrame* frame) {
   return handle(frame, XLA_FFI_ExecutionStage_INITIALIZE);

@@ -1,10 +1,14 @@
 """Builds the library of XLA's handler that launches kernels from `launch.c`, once, into a private cache folder.
 
 A wheel may have the library prebuilt for several versions of jaxlib, so that no compiler is needed.
+
+The name of a library contains hashes of all that it is made from, and the digest of what it consists of. A library that
+is damaged, or that another user could have changed, is built again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -12,16 +16,23 @@ import os
 import platform
 import shlex
 import shutil
-import stat
+import signal
 import subprocess
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import jax
 
+from torch_bridge import private_files
+
+# XLA's name of the handler, and its symbol in the library. The version changes if the meaning of its attributes does,
+# so that programs that were exported earlier either keep their meaning or fail.
+TARGET = "jaxrnn_launch_v1"
 SOURCE, PREBUILT = (Path(__file__).with_name(name) for name in ("launch.c", "prebuilt"))
 COMPILERS = ("cc", "gcc", "clang")
 _ANY_COMPILER = " or ".join(COMPILERS)
+_COMPILER_SECONDS = 60  # it takes 0.2
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _LIBRARIES = ("-ldl", "-lpthread")
 
@@ -35,72 +46,110 @@ def load() -> ctypes.CDLL:
     """Returns the handler's library, built if no earlier process of this user has built it.
 
     Raises:
-      NativeLaunchError: there is no compiler, it fails, the cache folder cannot be used, or the library cannot be
-        loaded.
+      NativeLaunchError: whatever keeps the library from being built or loaded.
     """
-    path = build()
     try:
-        return ctypes.CDLL(str(path))
-    except OSError as error:
+        return _open(build())
+    except NativeLaunchError:
+        raise
+    except Exception as error:
+        raise NativeLaunchError(
+            f"the native launch cannot be built or loaded, because of {type(error).__name__}: {error}"
+        ) from error
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Loads a library from the file that was checked, whatever its path leads to by then."""
+    try:
+        with contextlib.ExitStack() as stack:
+            descriptor = private_files.open_file(path)
+            stack.callback(os.close, descriptor)
+            library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+            stack.pop_all()  # the dynamic loader knows the library by this name, so no other file may get it
+        getattr(library, TARGET)
+    except (OSError, AttributeError) as error:
         raise NativeLaunchError(
             f"the library of the native launch, {path}, cannot be loaded ({error}): delete it, so that it is built for "
             "this machine; if its file system does not allow programs, set XDG_CACHE_HOME to a folder on another one"
         ) from error
+    return library
 
 
 def build() -> Path:
-    """Returns the path of the library, which it builds if it is missing.
+    """Returns the path of a library that is whole, which it builds if there is none.
 
-    The name contains hashes of all that the library is made from: first the source, XLA's headers, the flags and the
-    processor, then the compiler. Processes may build it at the same time: each writes a file of its own, and then moves
-    it to the name.
+    Processes may build it at the same time: each compiles it in a folder of its own, and then moves it to its name.
 
     Raises:
       NativeLaunchError: there is no compiler, it fails, or the cache folder cannot be used.
     """
-    made_from = _hash_of_inputs(Path(jax.ffi.include_dir()))
-    prebuilt = PREBUILT / f"launch-{made_from}.so"
-    if prebuilt.exists():
+    headers = Path(jax.ffi.include_dir())
+    made_from = _hash_of_inputs(headers)
+    refused: list[str] = []
+    if prebuilt := _first_whole(PREBUILT.glob(f"launch-{made_from}-*.so"), refused):
         return prebuilt
     folder = _cache_folder()
     compiler = _find_compiler()
+    # without a compiler, that of any: a cache folder in a home directory may be shared with machines that have one
+    name = f"launch-{made_from}-{_hash(*compiler, _version(compiler)) if compiler else '*'}"
+    if path := _first_whole(folder.glob(f"{name}-*.so"), refused):
+        return path
     if compiler is None:
-        # the cache folder may be shared with a machine that has a compiler, as a home directory is
-        if built := sorted(folder.glob(f"launch-{made_from}-*.so")):
-            return built[0]
         sought = f"CC, {named!r}, cannot be found" if (named := _named_compiler()) else f"there is no {_ANY_COMPILER}"
         raise NativeLaunchError(
             f"the native launch needs a C compiler, and {sought}: install one (apt install gcc), or set CC to its path"
+            + "".join(f"; {reason}" for reason in refused)
         )
-    path = folder / f"launch-{made_from}-{_hash(*compiler, _version(compiler))}.so"
-    if not path.exists():
-        _compile(compiler, path, Path(jax.ffi.include_dir()))
-    return path
+    return _compile(compiler, folder, name, headers)
 
 
 def prebuild(headers: Path) -> Path:
     """Builds the library for a folder of XLA's headers into `PREBUILT`, which must exist, and returns its path.
 
     Raises:
-      NativeLaunchError: there is no compiler, it fails, or the folder cannot be written to.
+      NativeLaunchError: there is no compiler, or it fails.
     """
-    compiler, path = _find_compiler(), PREBUILT / f"launch-{_hash_of_inputs(headers)}.so"
+    compiler = _find_compiler()
     if compiler is None:
         raise NativeLaunchError("a C compiler is needed to build the native launch: install one (apt install gcc)")
-    _compile(compiler, path, headers)
-    return path
+    with tempfile.TemporaryDirectory() as folder:
+        path = _compile(compiler, Path(folder), f"launch-{_hash_of_inputs(headers)}", headers)
+        path.chmod(0o755)  # all who can read the wheel's files load it
+        return Path(shutil.move(path, PREBUILT / path.name))
+
+
+def _first_whole(paths: Iterable[Path], refused: list[str]) -> Path | None:
+    """Returns the first library whose name has the digest of what it consists of; adds why not to `refused`."""
+    for path in sorted(paths):
+        try:
+            with open(private_files.open_file(path), "rb") as file:
+                digest = hashlib.sha256(file.read()).hexdigest()
+        except OSError as error:
+            refused.append(f"{path} is not used ({error})")
+            continue
+        if path.stem.endswith(f"-{digest}"):
+            return path
+        refused.append(f"{path} is damaged")
+    return None
 
 
 def _hash_of_inputs(headers: Path) -> str:
     """Returns the hash of all that the library is made from, except for the compiler."""
     header = headers / "xla" / "ffi" / "api" / "c_api.h"
-    return _hash(SOURCE.read_bytes(), header.read_bytes(), *_FLAGS, *_LIBRARIES, platform.machine())
+    try:
+        sources = SOURCE.read_bytes(), header.read_bytes()
+    except OSError as error:
+        raise NativeLaunchError(
+            f"the native launch is compiled from {SOURCE} and XLA's headers, and one cannot be read ({error}): install "
+            "jaxrnn and jaxlib from their wheels, which are unpacked into folders"
+        ) from error
+    return _hash(*sources, *_FLAGS, *_LIBRARIES, platform.machine())
 
 
 def _hash(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        data = part.encode() if isinstance(part, str) else part
+        data = part.encode(errors="surrogateescape") if isinstance(part, str) else part
         digest.update(len(data).to_bytes(8, "little") + data)
     return digest.hexdigest()[:16]
 
@@ -126,44 +175,86 @@ def _version(compiler: tuple[str, ...]) -> str:
     return _run(*compiler, "--version").stdout
 
 
-def _run(*command: str) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs a compiler, and all that it starts, for a limited time."""
     try:
-        return subprocess.run(command, capture_output=True, text=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", env=os.environ | environment, process_group=0,
+        )  # fmt: skip
     except OSError as error:
         raise NativeLaunchError(
             f"the native launch needs a C compiler, and {command[0]} does not start ({error}): set CC to the path of "
             "another one"
         ) from error
-
-
-def _compile(compiler: tuple[str, ...], path: Path, headers: Path) -> None:
-    """Compiles the source into a temporary file beside `path`, and moves that to `path`, which is atomic."""
-    try:
-        descriptor, temporary = tempfile.mkstemp(suffix=".tmp", prefix=path.stem, dir=path.parent)
-    except OSError as error:
-        raise NativeLaunchError(_not_writable(path.parent, error)) from error
-    os.close(descriptor)
-    try:
-        command = (*compiler, *_FLAGS, f"-I{headers}", str(SOURCE), "-o", temporary, *_LIBRARIES)
-        done = _run(*command)
-        if done.returncode:
+    with process:
+        try:
+            output, errors = process.communicate(timeout=_COMPILER_SECONDS)
+        except BaseException as error:
+            with contextlib.suppress(OSError):  # it has ended
+                os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             raise NativeLaunchError(
-                "the C compiler cannot build the native launch: repair it, or set CC to another one. "
-                f"{shlex.join(command)} returned {done.returncode}:\n{done.stderr[-2000:]}"
-            )
-        os.chmod(temporary, 0o700)
-        os.replace(temporary, path)
+                f"the C compiler did not end within {_COMPILER_SECONDS} seconds: repair it, or set CC to another one. "
+                f"It was called as {shlex.join(command)}"
+            ) from error
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def _compile(compiler: tuple[str, ...], folder: Path, name: str, headers: Path) -> Path:
+    """Compiles the source in a folder of its own, and moves the library into `folder`, which is atomic.
+
+    Returns its path, which is `name` with its digest.
+    """
+    try:
+        with _folder_of_a_build(folder) as temporary:
+            library = Path(temporary, "launch.so")
+            command = (*compiler, *_FLAGS, f"-I{headers}", str(SOURCE), "-o", str(library), *_LIBRARIES)
+            done = _run(*command, TMPDIR=temporary)
+            if done.returncode or not library.exists() or not library.stat().st_size:
+                raise NativeLaunchError(
+                    "the C compiler cannot build the native launch: repair it, or set CC to another one. "
+                    f"{shlex.join(command)} returned {done.returncode}:\n{done.stderr[-2000:] or 'it wrote no library'}"
+                )
+            library.chmod(0o700)
+            _open(library)
+            with library.open("rb") as file:
+                path = folder / f"{name}-{hashlib.sha256(file.read()).hexdigest()}.so"
+                os.fsync(file.fileno())
+            os.replace(library, path)
+            return path
     except OSError as error:
-        raise NativeLaunchError(_not_writable(path.parent, error)) from error
+        raise NativeLaunchError(_not_writable(folder, error)) from error
+
+
+@contextlib.contextmanager
+def _folder_of_a_build(folder: Path) -> Iterator[str]:
+    """Makes a temporary folder in `folder`, and deletes those of builds that were killed.
+
+    The lock on `folder` is shared by all builds. Where one takes it alone, no other runs.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # another build runs, or the file system has no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in folder.glob("*.tmp"):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with tempfile.TemporaryDirectory(suffix=".tmp", dir=folder, ignore_cleanup_errors=True) as temporary:
+            yield temporary
     finally:
-        Path(temporary).unlink(missing_ok=True)
+        os.close(descriptor)
 
 
 def _cache_folder() -> Path:
-    """Returns the folder for libraries, created if missing; only this user may write to it, as code is loaded from it.
+    """Returns the folder for libraries, made if missing; no other user may write to it, as code is loaded from it.
 
     Raises:
-      NativeLaunchError: the folder cannot be created, or another user may write to it.
+      NativeLaunchError: the folder cannot be made, or another user may change what its path leads to.
     """
     try:
         import platformdirs
@@ -171,22 +262,25 @@ def _cache_folder() -> Path:
         raise NativeLaunchError("the native launch needs platformdirs, to find a cache folder: install it") from error
 
     folder = Path(platformdirs.user_cache_dir("jaxrnn"), "native")
+    if not folder.is_absolute():
+        raise NativeLaunchError(
+            f"the native launch needs a cache folder, and {folder} depends on the working directory: set HOME or "
+            "XDG_CACHE_HOME to an absolute path"
+        )
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.stat()
+        private_files.check_folder(folder, make=True)
+    except private_files.NotPrivateError as error:
+        raise NativeLaunchError(
+            f"{error}, and the native launch would load code from {folder}: chown it to this user and chmod it to 700, "
+            "or set XDG_CACHE_HOME to a private folder"
+        ) from error
     except OSError as error:
         raise NativeLaunchError(_not_writable(folder, error)) from error
-    if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:
-        raise NativeLaunchError(
-            f"{folder} belongs to another user, or others may write to it, and the native launch would load code from "
-            "it: chown it to this user and chmod it to 700, or set XDG_CACHE_HOME to a private folder"
-        )
     return folder
 
 
 def _not_writable(folder: Path, error: OSError) -> str:
     return (
         f"the native launch cannot write its library to {folder} ({error}): make the folder writable, or set "
-        "XDG_CACHE_HOME to one that is"
+        "XDG_CACHE_HOME to a private one that is"
     )

@@ -14,6 +14,8 @@ from jaxrnn._bridge.native import target
 
 # The kinds of parameters, in the order of the enum in `launch.c`, and the types of `torch_bridge.launch.Binary`.
 _KINDS = ("array", "null", "i32", "i64", "fp32")
+# How `struct` packs a number as the kernel takes it, and reads it as the integer that `launch.c` takes.
+_NUMBERS = {"i32": ("<i", "<i"), "i64": ("<q", "<q"), "fp32": ("<f", "<I")}
 
 
 class NativeMethod:
@@ -43,13 +45,19 @@ class NativeMethod:
 
 
 def attributes(binaries: Sequence[Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns the attributes of a call that launches these binaries; `names` are those of its operands and results."""
+    """Returns the attributes of a call that launches these binaries; `names` are those of its operands and results.
+
+    Raises:
+      ValueError: a number does not fit the type in which the kernel or the driver takes it.
+    """
     found: dict[str, Any] = {"kernels": np.int64(len(binaries))}
     for k, binary in enumerate(binaries):
         launch = (
             binary.grid, 1, 1, binary.threads, binary.shared_memory, binary.cluster, binary.cooperative, binary.early,
             binary.capability,
         )  # fmt: skip
+        if not all(-(2**31) <= x < 2**31 for x in launch):
+            raise ValueError(f"the kernel {binary.name} is launched with 32-bit numbers, and {launch} do not fit")
         parameters = [number for kind, value in binary.parameters for number in _encode(kind, value, names)]
         found |= {
             f"cubin_{k}": binary.cubin,
@@ -65,8 +73,12 @@ def _encode(kind: str, value: Any, names: Sequence[str]) -> tuple[int, int]:
     """Returns a parameter's kind and value, as `launch.c` reads them."""
     if kind == "array":
         value = names.index(value)
-    elif kind == "fp32":
-        (value,) = struct.unpack("<I", struct.pack("<f", value))
+    elif kind != "null":
+        packed, read = _NUMBERS[kind]
+        try:
+            (value,) = struct.unpack(read, struct.pack(packed, value))
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"a parameter of a kernel is {kind}, and {value} does not fit ({error})") from error
     return _KINDS.index(kind), value or 0
 
 

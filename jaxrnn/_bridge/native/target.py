@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-
 import jax
 
 from jaxrnn._bridge.native import build
+from jaxrnn._bridge.native.build import TARGET as TARGET
+from jaxrnn._bridge.native.build import NativeLaunchError
+from torch_bridge.locks import Lock
 
-# XLA's name of the handler. The version changes if the meaning of its attributes does, so that programs that were
-# exported earlier either keep their meaning or fail.
-TARGET = "jaxrnn_launch_v1"
-
-
-_registering, _registered = threading.Lock(), False
+_registering, _registered = Lock(), False
 
 
 def register() -> None:
@@ -42,6 +38,12 @@ def register() -> None:
     with _registering:
         if not _registered:
             handler = jax.ffi.pycapsule(getattr(build.load(), TARGET))
-            # XLA calls the first before each run of a program, outside of captures: it loads the kernels
-            jax.ffi.register_ffi_target(TARGET, {"initialize": handler, "execute": handler}, platform="CUDA")
+            stages = dict.fromkeys(("instantiate", "initialize", "execute"), handler)
+            try:
+                jax.ffi.register_ffi_target(TARGET, stages, platform="CUDA")
+            except Exception as error:
+                raise NativeLaunchError(
+                    f"XLA does not take the handler of the native launch ({error}): install jaxlib and its CUDA plugin "
+                    "in the same version"
+                ) from error
             _registered = True
