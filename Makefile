@@ -16,8 +16,6 @@ TRITON := 3.7.1
 TRITON_LOWEST := 3.6.0
 TRITON_NEWEST := 3.9.0
 TORCH_LOWEST := 2.10.0
-# One jaxlib of each interface of XLA for calls of C, for `make wheel`.
-JAXLIBS := 0.8.0 0.9.2 0.10.2 0.11.2
 
 # PyPI's torch brings gigabytes of CUDA, PyTorch's own index has the CPU build; where that cannot be reached, pip's
 # configured index decides. Installed first: what depends on torch later finds it there.
@@ -54,7 +52,7 @@ help:
 	@echo "make format         ruff: fix and format"
 	@echo "make types          mypy"
 	@echo "make docs           build the site of the documentation into outputs/site; a broken link is an error"
-	@echo "make wheel          build a wheel into dist, with the native launch for jaxlib $(JAXLIBS)"
+	@echo "make wheel          build a wheel into dist, with the native launch for the versions of jaxlib in tools/jaxlib.txt"
 	@echo "make stress         run the tests that load a GPU for minutes: launches, threads, streams, failures"
 	@echo "make test-versions  run the tests on triton $(TRITON_LOWEST) with torch $(TORCH_LOWEST), and on triton $(TRITON_NEWEST)"
 	@echo "make test-latest    run the tests that need no torch on the newest JAX and Flax for PYTHON=$(PYTHON), 3.12 or newer"
@@ -87,7 +85,7 @@ docs: $(TEST)
 
 # The handler has the binary interface of this machine's C library, which the wheel's tag names.
 wheel: $(TEST)
-	$(VENV)/bin/python tools/prebuild_launch.py $(JAXLIBS)
+	$(VENV)/bin/python tools/prebuild_launch.py
 	rm -rf dist
 	$(VENV)/bin/hatchling build -t wheel
 	$(VENV)/bin/wheel tags --remove --platform-tag $$($(VENV)/bin/python -c \

@@ -1,9 +1,10 @@
 """Builds the handler of the native launch for several versions of jaxlib, for a wheel to carry; `make wheel` runs it.
 
-    python tools/prebuild_launch.py 0.8.0 0.9.2 0.10.2 0.11.2
+    python tools/prebuild_launch.py
 
-XLA's C interface changes with jaxlib, so the headers of each version give a library, unless they are the same. They go
-to jaxrnn/_bridge/native/prebuilt, where `jaxrnn._bridge.native.build` finds the one of the installed jaxlib.
+XLA's C interface changes with jaxlib, so the headers of each version give a library, unless they are the same. They come
+from the wheels that `jaxlib.txt` lists with their hashes. The libraries go to jaxrnn/_bridge/native/prebuilt, where
+`jaxrnn._bridge.native.build` finds the one of the installed jaxlib.
 """
 
 import subprocess
@@ -14,34 +15,35 @@ from pathlib import Path
 
 from jaxrnn._bridge.native import build
 
-# Every jaxlib that the package supports has wheels for one of these.
-PYTHONS = ("3.12", "3.11")
+WHEELS = Path(__file__).with_name("jaxlib.txt")
+# The wheels that are listed: pip would look for those of this machine.
+KIND = ("--only-binary=:all:", "--python-version=3.12", "--platform=manylinux_2_27_x86_64")
 HEADERS = "jaxlib/include/"
 
 
-def main(versions: list[str]) -> None:
-    """Replaces the prebuilt libraries by those for these versions of jaxlib."""
+def main() -> None:
+    """Replaces the prebuilt libraries by those for the listed versions of jaxlib."""
     build.PREBUILT.mkdir(exist_ok=True)
     for old in build.PREBUILT.glob("*.so"):
         old.unlink()
-    for version in versions:
+    for requirement in WHEELS.read_text().splitlines():
+        if requirement.startswith("#"):
+            continue
         with tempfile.TemporaryDirectory() as folder:
-            with zipfile.ZipFile(download(version, Path(folder))) as wheel:
+            with zipfile.ZipFile(download(requirement, Path(folder))) as wheel:
                 wheel.extractall(folder, [name for name in wheel.namelist() if name.startswith(HEADERS)])
             path = build.prebuild(Path(folder, HEADERS))
-        print(f"jaxlib {version}: {path.relative_to(Path.cwd())}")
+        print(f"{requirement.split()[0]}: {path.relative_to(Path.cwd())}")
 
 
-def download(version: str, folder: Path) -> Path:
-    """Returns the path of a wheel of jaxlib in `folder`."""
-    for python in PYTHONS:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += [f"--python-version={python}", f"--dest={folder}", f"jaxlib=={version}"]
-        if subprocess.run(command).returncode == 0:
-            (wheel,) = folder.glob("jaxlib-*.whl")
-            return wheel
-    sys.exit(f"there is no wheel of jaxlib {version} for Python {' or '.join(PYTHONS)}")
+def download(requirement: str, folder: Path) -> Path:
+    """Returns the path of a wheel in `folder`, which pip takes only if it has the hash of the requirement."""
+    (folder / "requirements.txt").write_text(requirement)
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--require-hashes", *KIND]
+    subprocess.run([*command, f"--dest={folder}", f"--requirement={folder / 'requirements.txt'}"], check=True)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
