@@ -30,6 +30,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -380,6 +381,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         namespace.config = Config(**{name: value for name, value in vars(namespace).items() if name in fields})
         make_env(namespace.config)
         namespace.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
+            pass
     except (OSError, ValueError) as error:
         parser.error(str(error))
     return namespace

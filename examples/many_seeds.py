@@ -27,6 +27,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -312,6 +313,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if namespace.implementation == "triton":
             jax.eval_shape(make_train(namespace.config).init, jnp.arange(1))  # raises if the kernels cannot run
         namespace.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
+            pass
     except (NotImplementedError, OSError, ValueError) as error:
         parser.error(str(error))
     return namespace

@@ -31,6 +31,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -357,6 +358,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         if namespace.implementation == "triton":
             try_jaxrnn(namespace.config)
         namespace.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
+            pass
     except (NotImplementedError, OSError, ValueError) as error:
         parser.error(str(error))
     return namespace

@@ -31,6 +31,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -790,6 +791,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
             jax.eval_shape(ppo.init, 0)  # raises if the kernels cannot run
         if jax.process_index() == 0:
             namespace.out.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
+                pass
     except (NotImplementedError, OSError, ValueError) as error:
         parser.error(str(error))
     return namespace

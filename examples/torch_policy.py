@@ -29,6 +29,7 @@ import json
 import math
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -316,6 +317,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     try:
         namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
         namespace.out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
+            pass
     except (OSError, ValueError) as error:
         parser.error(str(error))
     if reason := unusable(namespace.device):

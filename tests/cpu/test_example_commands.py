@@ -91,6 +91,15 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_the_training(name, tmp_
     assert error.value.code == 2 and "File exists" in capsys.readouterr().err
 
 
+@every_example
+def test_a_folder_that_takes_no_files_is_an_error_before_the_training(name, capsys, monkeypatch):
+    module = load(name)
+    monkeypatch.setattr(module, "train" if hasattr(module, "train") else "measure", None)
+    with pytest.raises(SystemExit) as error:
+        run(module, "/proc")  # a folder in which nobody can make a file, not even root
+    assert error.value.code == 2 and "'/proc" in capsys.readouterr().err
+
+
 def test_ctrl_c_keeps_what_an_agent_has_learned(tmp_path, capsys, interrupt_at):
     module = load("recurrent_ppo")
     interrupt_at(module, 4)  # three calls were reported before

@@ -75,3 +75,10 @@ def test_bad_arguments_exit_with_a_message(example, arguments, message, capsys, 
         example.main([*arguments, "--out", str(tmp_path / "out")])
     assert error.value.code == 2 and message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_takes_no_files_is_an_error_before_the_training(example, capsys, monkeypatch):
+    monkeypatch.setattr(example, "train", None)
+    with pytest.raises(SystemExit) as error:
+        example.main([*SMALL, "--total-steps", "6.4e2", "--out", "/proc"])
+    assert error.value.code == 2 and "'/proc" in capsys.readouterr().err
