@@ -90,6 +90,18 @@ def test_per_sample_gradients_of_expanded_weights_raise_and_those_of_torch_func_
                                    {name: w.grad for name, w in rnn.named_parameters()})  # fmt: skip
 
 
+def test_symbolic_tracing_names_the_remedy_which_works():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return isinstance(module, (nn.GRU, nn.RMSNorm)) or super().is_leaf_module(module, name)
+
+    model, xs = torch.nn.Sequential(nn.RMSNorm(D), nn.GRU(D, H)), torch.randn(T, B, D)
+    with pytest.raises(ValueError, match="is_leaf_module"):
+        torch.fx.symbolic_trace(model[1:])
+    traced = torch.fx.GraphModule(model, Tracer().trace(model))
+    torch.testing.assert_close(traced(xs), model(xs))
+
+
 @every_kind_of_torch_nn
 @pytest.mark.parametrize("change", ["weight_norm", "prune"])
 def test_parameters_may_be_functions_of_others(kind, change):

@@ -2,8 +2,11 @@
 
 import copy
 import itertools
+import subprocess
+import sys
 
 import pytest
+from child import environment
 
 torch = pytest.importorskip("torch")
 # Not by way of `torch_calls`: every process that a test starts imports this file, and JAX takes seconds.
@@ -215,6 +218,12 @@ def check_errors(mesh):
     for call in (lambda: sharded(packed), lambda: nn.run_trajectories(sharded, xs, xs[..., :1], hidden)):
         with pytest.raises(NotImplementedError, match=r"DTensor.*to_local"):
             call()
+
+
+def test_plain_tensors_do_not_import_dtensors():
+    code = "import sys, torch; from torch_bridge import nn; nn.GRU(3, 4)(nn.RMSNorm(3)(torch.randn(5, 2, 3)))"
+    code += "; assert 'torch.distributed.tensor' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment())
 
 
 def test_errors_name_the_remedy(tmp_path):

@@ -29,6 +29,7 @@ def check_tensor(name: str, given: Any, *, optional: bool = True) -> None:
     remedies = {
         "ndarray": ": pass torch.from_numpy of it", "ArrayImpl": ": pass torch.from_dlpack of it",
         "list": ": pass torch.as_tensor of it", "tuple": ": pass one tensor",
+        "Proxy": ": torch.fx cannot trace this call, so make its module a leaf of the torch.fx.Tracer (is_leaf_module)",
     }  # fmt: skip
     remedy = remedies.get(kind, "")
     raise ValueError(f"{name} must be a tensor, got {kind.replace('ArrayImpl', 'an array of JAX')}{remedy}")

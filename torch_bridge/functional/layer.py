@@ -247,7 +247,7 @@ def run_layer(
     layout = Layout(xs, len(layer), batch_first, blocks_of(layer[0].w_hh))
     if layout.sizes[1] == 0:
         raise ValueError(f"a recurrence needs at least one step, and xs {tuple(xs.shape)} has none")
-    if is_distributed(xs, *(x for one in layer for x in one.tensors())):
+    if is_distributed(x for one in layer for x in (xs, *one.tensors())):
         return _run_on_shards(
             cell, xs, layer, layout, reverse=reverse, batch_first=batch_first, cells=cells, precision=precision,
             implementation=implementation, epsilon=epsilon,

@@ -234,7 +234,7 @@ def _norm_over(
             if y is not None and tuple(y.shape) != tuple(shape):
                 raise ValueError(f"{name} must be {tuple(shape)} for x {tuple(x.shape)}, got {tuple(y.shape)}")
 
-    if is_distributed(x, weight, bias, residual):
+    if is_distributed((x, weight, bias, residual)):
         rows = range(x.ndim - axes)
         shards = Shards(x, rows)
         local_x, local_residual = shards.local("x", x, rows), shards.local("the residual", residual, rows)

@@ -7,14 +7,14 @@ are, and no results are communicated. Every other placement is first gathered, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def is_distributed(*arrays: Tensor | None) -> bool:
+def is_distributed(arrays: Iterable[Tensor | None]) -> bool:
     """Whether any of the arrays is a DTensor. There is none before `torch.distributed.tensor` is imported."""
     module: Any = sys.modules.get("torch.distributed.tensor")
     return module is not None and any(isinstance(x, module.DTensor) for x in arrays)
@@ -22,7 +22,7 @@ def is_distributed(*arrays: Tensor | None) -> bool:
 
 def check_local(what: str, x: Tensor) -> None:
     """Raises NotImplementedError if an array is a DTensor, for `what` takes none."""
-    if is_distributed(x):
+    if is_distributed([x]):
         raise NotImplementedError(f"{what} cannot be a DTensor: pass local tensors and parameters, by to_local")
 
 
