@@ -316,9 +316,9 @@ def _define(kind: Kind) -> tuple[Any, Any]:
 
     def forward_decomposed(
         x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, epsilon: float,
-        dtype: torch.dtype, *_: Any,
+        dtype: torch.dtype, save: bool, *_: Any,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        returned = _forward_outputs(kind, x, residual, dtype, save=False)  # the backward operator has no decomposition
+        returned = _forward_outputs(kind, x, residual, dtype, save)
         return compute(returned, x, weight, bias, residual, epsilon, dtype)
 
     def forward_fake(

@@ -3,7 +3,7 @@
 import pytest
 from torch_calls import torch
 
-from torch_bridge import loops, nn
+from torch_bridge import functional, loops, nn
 
 T, B, D, H = 6, 3, 3, 4
 STACK = {"num_layers": 2, "bidirectional": True}
@@ -70,6 +70,18 @@ def test_a_learned_reset_state(kind):
     args = xs, resets, (learned, learned + 1) if kind is nn.LSTM else learned
     program = exported(module, args)
     check(program, module, args)
+
+
+def test_functions_in_reverse_and_with_every_cell_state():
+    w_ih, w_hh = torch.randn(4 * H, D), torch.randn(4 * H, H)
+
+    class Functions(torch.nn.Module):
+        def forward(self, xs, resets):
+            gru = functional.gru(xs, None, w_ih[H:], w_hh[H:], resets=resets, reverse=True)
+            return gru, functional.lstm(xs, None, w_ih, w_hh, resets=resets.long(), return_cells=True)
+
+    program = exported(Functions(), arguments(T, B))
+    check(program, Functions(), arguments(T, B))
 
 
 def test_a_policy_step_is_a_program_without_a_loop():

@@ -212,7 +212,7 @@ def run_layer(
     """Runs a layer of one direction, or of two, forward and reverse, in one launch. Expects valid shapes and dtypes.
 
     Directions are models of the launch, and so are blocks of recurrent weights. Blocks cost a copy of the weights, of
-    the initial states and of the results, by unit.
+    the initial states and of the results, by unit. DTensors run on the shard of each device, see `sharding`.
 
     Args:
       cell: an entry of the cell table.

@@ -84,8 +84,8 @@ def rms_norm(
       `total` has the dtype of `x + residual`, and the norm is computed from that rounded sum.
 
     Raises:
-      ValueError: shapes or devices disagree, a dtype is not floating point, `eps` is not a number, is negative or is
-        infinite, or the implementation is unknown.
+      ValueError: shapes or devices disagree, a dtype is not floating point, some tensors are DTensors and others are
+        not, `eps` is not a number, is negative or is infinite, or the implementation is unknown.
       TypeError: an argument is unknown or is given twice.
       NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
         not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
