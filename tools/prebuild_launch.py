@@ -2,9 +2,9 @@
 
     python tools/prebuild_launch.py
 
-XLA's C interface changes with jaxlib, so the headers of each version give a library, unless they are the same. They come
-from the wheels that `jaxlib.txt` lists with their hashes. The libraries go to jaxrnn/_bridge/native/prebuilt, where
-`jaxrnn._bridge.native.build` finds the one of the installed jaxlib.
+XLA's C interface changes with jaxlib, so the headers of each version give a library, unless they are the same. They
+come from the wheels that `jaxlib.txt` lists with their hashes. The libraries go to jaxrnn/_bridge/native/prebuilt,
+where `jaxrnn._bridge.native.build` finds the one of the installed jaxlib.
 """
 
 import subprocess

@@ -98,6 +98,18 @@ def test_an_exported_program_gives_the_same_bits_without_torch_and_triton(name, 
         np.testing.assert_array_equal(x, y)
 
 
+def test_a_damaged_kernel_of_an_exported_program_raises(monkeypatch):
+    monkeypatch.setenv("JAXRNN_LAUNCH", "native")
+    norm = jax.jit(lambda x: jaxrnn.rms_norm(x, implementation="triton"))
+    x = jnp.ones((8, 256))
+    data = bytes(jax.export.export(norm, disabled_checks=[DisabledSafetyCheck.custom_call(TARGET)])(x).serialize())
+    at = data.index(b"\x7fELF") + 100
+    damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+    np.testing.assert_array_equal(jax.export.deserialize(bytearray(data)).call(x), norm(x))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="is damaged, because its digest is not its key"):
+        jax.block_until_ready(jax.export.deserialize(bytearray(damaged)).call(x))
+
+
 CACHED = """
 import sys
 {before}

@@ -121,8 +121,8 @@ typedef struct Kernel {
   CUfunction function;
   struct Kernel* next;
   int64_t most_blocks;  // that run at once; only for cooperative launches
-  int num_parameters;                 // 0 if the driver does not say
-  size_t sizes[MAX_PARAMETERS + 1];   // of the parameters, in bytes
+  int num_parameters;   // 0 if the driver does not say
+  size_t sizes[MAX_PARAMETERS + 1];  // of the parameters, in bytes
 } Kernel;
 
 typedef struct Device {
@@ -425,13 +425,12 @@ static XLA_FFI_Error* find_kernel(const XLA_FFI_Api* api, Device* device, const 
                  "for this GPU", call->name, (long long)call->launch[SHARED_MEMORY], device->name,
                  device->shared_memory);
   pthread_mutex_lock(&device->loading);
-  if ((*kernel = known_kernel(device, call))) {
-    // another thread has loaded it
-  } else if (device->num_loaded == MAX_LOADED) {
+  *kernel = known_kernel(device, call);  // another thread may have loaded it
+  if (!*kernel && device->num_loaded == MAX_LOADED) {
     failure = error(api, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED,
                     "jaxrnn: %d kernels are loaded on %s, and they stay loaded, so that the kernel %s cannot be: run the "
                     "programs in several processes", MAX_LOADED, device->name, call->name);
-  } else {
+  } else if (!*kernel) {
     Kernel* loaded = calloc(1, sizeof *loaded);
     const char* failed = "calloc";
     CUcontext context;
