@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxrnn._bridge import availability
 from jaxrnn._bridge.launch_kind import NamedOutput, RowLaunchKind, dtypes_of
 from jaxrnn._bridge.primitive import bind
-from jaxrnn._bridge.recurrence import round_weights_to_tf32
+from jaxrnn._bridge.recurrence import map_weights, round_to_tf32
 from jaxrnn.numerics import cast_clamped
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class ProjectionKind(RowLaunchKind):
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
         """Rounds weights in float32 to TF32; the kernel rounds the inputs."""
-        return round_weights_to_tf32(arrays, params, ("w_ih_t",))
+        return map_weights(round_to_tf32, arrays, params, ("w_ih_t",))
 
     def describe(self, params: dict[str, Any]) -> tuple[str, str]:
         return "input projection", "fwd"

@@ -5,7 +5,7 @@ Sequences are `[G, T, B, width]`: G groups of B sequences, each group time first
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -88,15 +88,23 @@ def may_have_float32_residuals(hidden: int, sequences: Any) -> bool:
 
 def round_to_tf32(w: Array) -> Array:
     """Rounds float32 to TF32's 10 bits of mantissa: tensor cores would truncate, which biases the result."""
-    rounded = jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10)
-    # a NaN of which only low bits are set would become infinity; w + w is a NaN of which a high bit is set
-    return jnp.where(jnp.isnan(w), w + w, rounded)
+    return _with_quiet_nans(w, jax.lax.reduce_precision(w, exponent_bits=8, mantissa_bits=10))
 
 
-def round_weights_to_tf32(arrays: Sequence[Array], params: dict[str, Any], weights: tuple[str, ...]) -> list[Array]:
-    """Returns the arrays of a launch, those in float32 that are named in `weights` rounded to TF32."""
+def _with_quiet_nans(w: Array, numbers: Array | None = None) -> Array:
+    """Returns `numbers`, by default `w`, and where `w` is a NaN, a NaN whose high bits are set.
+
+    Tensor cores ignore the low bits, and would read a NaN without the high ones as infinity.
+    """
+    return jnp.where(jnp.isnan(w), w + w, w if numbers is None else numbers)
+
+
+def map_weights(
+    function: Callable[[Array], Array], arrays: Sequence[Array], params: dict[str, Any], weights: tuple[str, ...]
+) -> list[Array]:
+    """Returns the arrays of a launch, with `function` applied to those in float32 that are named in `weights`."""
     return [
-        round_to_tf32(x) if name in weights and x.dtype == jnp.float32 else x
+        function(x) if name in weights and x.dtype == jnp.float32 else x
         for name, x in zip(params["inputs"], arrays, strict=True)
     ]
 
@@ -175,9 +183,10 @@ class RecurrenceKind(LaunchKind):
         return [results[output.name] for output in params["outputs"]]
 
     def operands(self, launch: Any, arrays: Sequence[Array], params: dict[str, Any]) -> Sequence[Array]:
-        if launch.config.loop != "streamed" or params["precision"] != "tf32":
-            return arrays  # the other loops round what they load, or multiply in full float32
-        return round_weights_to_tf32(arrays, params, ("w_hh", "w_hh_t"))
+        if launch.config.loop != "streamed":
+            return arrays  # the other loops prepare what they load
+        prepare = round_to_tf32 if params["precision"] == "tf32" else _with_quiet_nans
+        return map_weights(prepare, arrays, params, ("w_hh", "w_hh_t"))
 
     def array_dtypes(self, launch: Any) -> dict[str, str]:
         return dict(launch.problem.dtypes)

@@ -87,12 +87,14 @@ def test_kernels_match_the_oracle(case):
 def test_weights_are_rounded_to_tf32():
     w = torch.tensor([1.0, 1 + 2**-11, 1 + 2**-11 - 2**-20, -(1 + 3 * 2**-11), 3e38, torch.inf, -torch.inf, 2**-140])
     nans = torch.tensor([0x7FFFFFFF, -1, 0x7F800001]).to(torch.int32).view(torch.float32)
-    got = kernels.round_to_tf32(torch.cat([w, nans]), "tf32")
+    got = kernels.weights_for_tensor_cores(torch.cat([w, nans]), "tf32")
     torch.testing.assert_close(got[:4], torch.tensor([1.0, 1 + 2**-10, 1.0, -(1 + 2**-9)]), rtol=0, atol=0)
     assert abs(got[4] / 3e38 - 1) < 2**-11
     assert got[5] == torch.inf and got[6] == -torch.inf and got[7] == 0
     assert (got.view(torch.int32) & -0x2000).view(torch.float32)[8:].isnan().all()  # tensor cores read NaN too
-    assert kernels.round_to_tf32(w, "tf32x3") is w
+    precise = kernels.weights_for_tensor_cores(torch.cat([w, nans]), "tf32x3")
+    torch.testing.assert_close(precise[:8], w, rtol=0, atol=0)
+    assert (precise.view(torch.int32) & -0x2000).view(torch.float32)[8:].isnan().all()
 
 
 def arguments(cell, dtype=torch.float32, seed=0, **changes):

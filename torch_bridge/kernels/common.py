@@ -24,12 +24,14 @@ def operand(x, DTYPE: tl.constexpr, PRECISION: tl.constexpr):
 
     The tensor core would truncate float32, which is biased. The rounding in integer arithmetic is valid for finite
     numbers only: it turns some NaNs into infinity or -0. `x + x` keeps infinities, and returns a NaN that truncation
-    keeps, because the highest bit of its mantissa is set.
+    keeps, because the highest bit of its mantissa is set. With PRECISION "tf32x3", Triton rounds, and only the NaNs are
+    replaced here.
     """
     x = x.to(DTYPE)
-    if DTYPE == tl.float32 and PRECISION == "tf32":
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    if DTYPE == tl.float32:
+        rounded = x
+        if PRECISION == "tf32":
+            rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
         x = tl.where(tl.abs(x) < float("inf"), rounded, x + x)
     return x
 

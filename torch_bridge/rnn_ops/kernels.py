@@ -72,9 +72,9 @@ def _run(
     dtypes = tuple((name, op_common.dtype_name(x.dtype)) for name, x in tensors.items())
     ordinal = op_common.launch_ordinal(place)
     launch: Any = _launch(cell.name, direction, sizes, dtypes, reset_state, order, precision, norm_width, ordinal)
-    if launch.config.loop == "streamed":  # Gluon kernels round weights on load, if at all
+    if launch.config.loop == "streamed":  # Gluon kernels prepare weights on load
         weights = "w_hh_t" if direction == "fwd" else "w_hh"
-        tensors[weights] = round_to_tf32(tensors[weights], precision)
+        tensors[weights] = weights_for_tensor_cores(tensors[weights], precision)
     op_common.run(launch, tensors, ordinal)
     return results
 
@@ -96,10 +96,15 @@ def _tell_launch(
     return results
 
 
-def round_to_tf32(w: Tensor, precision: str) -> Tensor:
-    """Returns weights for the streamed loop, rounded to TF32: tensor cores truncate them, which would add a bias."""
-    if w.dtype != torch.float32 or precision != "tf32":
+def weights_for_tensor_cores(w: Tensor, precision: str) -> Tensor:
+    """Returns weights for the streamed loop, rounded to TF32: tensor cores truncate them, which would add a bias.
+
+    With "tf32x3" Triton rounds them, and an addition sets high bits of each NaN, which truncation keeps.
+    """
+    if w.dtype != torch.float32:
         return w
+    if precision != "tf32":
+        return w + 0.0
     rounded = (w.contiguous().view(torch.int32) + 0x1000).bitwise_and_(-0x2000).view(torch.float32)
     return torch.where(w == w, rounded, torch.nan)  # rounding changes some NaNs to numbers
 
