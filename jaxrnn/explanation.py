@@ -52,8 +52,8 @@ def explain(
 
     Raises:
       ValueError: `function` is not callable, or there is no GPU with the name `device`.
-      NotImplementedError: "triton" was requested for a call that it cannot run, or `device` was given, but Triton is
-        missing.
+      NotImplementedError: "triton" was requested for a call that it cannot run, the program has a forward-mode or a
+        second derivative of a kernel, or `device` was given, but Triton is missing.
 
     Examples:
       The forward and the backward pass of a module, on an H100 that need not be here:

@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from jaxrnn._bridge.launch_kind import types_of_shard
 from jaxrnn._bridge.primitive import launch_p
+from jaxrnn._bridge.reverse_mode import refuse_to_differentiate, tangent_p
 from torch_bridge.records import DIRECTIONS, LaunchRecord, record_launch
 
 if TYPE_CHECKING:
@@ -35,9 +36,14 @@ def find_launches(
 
     Every record comes with the name of the innermost function around it whose name begins with `prefix`, or with
     `within`. At the begin of each such function, its name comes with None.
+
+    Raises:
+      NotImplementedError: the program has a tangent of a launch, which cannot be lowered.
     """
     for eqn in jaxpr.eqns:
         params = dict(eqn.params)
+        if eqn.primitive is tangent_p:
+            refuse_to_differentiate()
         if eqn.primitive is launch_p:
             yield from ((within, record) for record in _record(eqn, params, device, times))
             continue

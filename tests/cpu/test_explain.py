@@ -238,6 +238,31 @@ def test_explain_reports_a_training_step_as_it_is():
     assert any("gradients=False" in note for note in info.value.__notes__)
 
 
+TANGENTS = {
+    "jvp": lambda f, x: jax.jvp(f, (x,), (x,)),
+    "jvp-of-jit": lambda f, x: jax.jvp(jax.jit(f), (x,), (x,)),
+    "linearize": lambda f, x: jax.linearize(f, x)[1](x),
+    "hessian": lambda f, x: jax.hessian(f)(x),
+    "jvp-of-grad": lambda f, x: jax.jvp(jax.grad(f), (x,), (x,)),
+    "jvp-of-scan": lambda f, x: jax.jvp(
+        lambda x: jax.lax.scan(lambda c, _: (c + f(x), None), 0.0, None, length=2)[0], (x,), (x,)
+    ),
+}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("gradients", [None, False])
+@pytest.mark.parametrize("name", TANGENTS)
+def test_explain_raises_for_a_derivative_that_cannot_be_lowered(name, gradients):
+    def differentiate(params, carry, xs):
+        return TANGENTS[name](lambda xs: jaxrnn.gru(params, carry, xs)[1].sum(), xs)
+
+    arrays = gru_params(), F32((B, H)), F32((T, B, D))
+    with pytest.raises(NotImplementedError, match=r'no forward-mode and no second derivative.*implementation="xla"'):
+        jaxrnn.explain(differentiate, *arrays, device="a100", gradients=gradients)
+    assert jaxrnn.explain(differentiate, *arrays, gradients=False).implementation == "xla"  # on the CPU
+
+
 @pytest.mark.torch
 def test_launches_in_a_while_loop_have_no_number_of_times():
     def run(params, carry, xs):
