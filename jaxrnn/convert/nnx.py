@@ -185,6 +185,13 @@ def _check_formula(source: str, cell: Any, layout: Layout) -> None:
             f"{layout.function} does not. Set residual=False; trained weights then compute the same if you add the "
             "identity matrix to dense_h.kernel"
         )
+    for name in (*FUSED_LAYERS, *UNFUSED_LAYERS):
+        product = getattr(getattr(cell, name, None), "dot_general", jax.lax.dot_general)
+        if product is not jax.lax.dot_general:
+            raise ValueError(
+                f"{source}: {name} of the {type(cell).__name__} has its own dot_general, and {layout.function} "
+                "computes jax.lax.dot_general; set it to that if the weights alone are meant"
+            )
 
 
 def _has_blocks(tree: Mapping[str, Any]) -> bool:

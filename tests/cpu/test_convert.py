@@ -469,6 +469,19 @@ def test_nnx_simple_cell_with_relu():
     same_bits(convert.from_nnx(convert.to_nnx(params, cell)), params)
 
 
+@pytest.mark.parametrize(
+    ("cell", "layer"), [("GRUCell", "dense_h"), ("OptimizedLSTMCell", "dense_i"), ("LSTMCell", "hg")]
+)
+def test_a_layer_of_nnx_with_its_own_product_is_another_formula(cell, layer):
+    cell = getattr(nnx, cell)(D, H, rngs=nnx.Rngs(0))
+    params = convert.from_nnx(cell)
+    getattr(cell, layer).dot_general = lambda *args, **options: 0.5 * jax.lax.dot_general(*args, **options)
+    with pytest.raises(ValueError, match=f"from_nnx: {layer} of the {type(cell).__name__} has its own dot_general"):
+        convert.from_nnx(cell)
+    with pytest.raises(ValueError, match=f"to_nnx: {layer} of the {type(cell).__name__} has its own dot_general"):
+        convert.to_nnx(params, cell)
+
+
 def test_nnx_residual_is_another_formula():
     cell = nnx.SimpleCell(D, H, residual=True, rngs=nnx.Rngs(0))
     nnx.update(cell, randomized(nnx.state(cell)))
