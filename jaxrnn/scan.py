@@ -17,6 +17,7 @@ from jax import Array
 
 from jaxrnn.cells import norm
 from jaxrnn.numerics import accumulation_dtype, broadcast_to_rank, expand_resets, matmul, select_reset
+from jaxrnn.sharding import stack
 
 if TYPE_CHECKING:
     from jax.typing import DTypeLike
@@ -57,7 +58,7 @@ def _stack_padded(arrays: tuple[Array, Array], axis: int) -> Array:
         widths[axis] = (0, length - x.shape[axis])
         return jnp.pad(x, widths)
 
-    return jnp.stack(list(map(pad, arrays)))
+    return stack(list(map(pad, arrays)))
 
 
 def _make_loop(

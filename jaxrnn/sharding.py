@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -93,6 +94,51 @@ def replicate_all(tree: Any) -> Any:
     """
     mesh = _explicit_mesh(tree)
     return tree if mesh is None else reshard(tree, mesh, jax.tree.map(lambda _: PartitionSpec(), tree))
+
+
+def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
+    """Stacks arrays, of which `vmap` over a sharded axis may map only some.
+
+    The rule of `jnp.stack` for `vmap` (JAX 0.11) does not shard the others; that of a concatenation does.
+    """
+    return jnp.concatenate([jnp.expand_dims(x, axis) for x in arrays], axis=axis)
+
+
+def reshard_like(xs: Array, axes: int, time_axis: int, carry: Any, resets: Any, reset_carry: Any) -> tuple[Any, ...]:
+    """Reshards what a loop over `xs` takes to match the batch axes of `xs` on an explicit mesh.
+
+    JAX does not reshard there by itself, but the carry of a loop must keep its sharding.
+
+    Args:
+      xs: the inputs, whose first `axes` axes are batch axes and the time axis.
+      axes: see `xs`.
+      time_axis: the index of the time axis.
+      carry: a list of arrays whose leading axes are the batch axes.
+      resets: `[*batch, T]`, with time at `time_axis`, or None.
+      reset_carry: a list of arrays like those of `carry`, without batch axes, or with a time axis too, or None.
+
+    Returns:
+      `(carry, resets, reset_carry)`.
+    """
+    mesh = _explicit_mesh((xs, carry, resets, reset_carry))
+    if mesh is None:
+        return carry, resets, reset_carry
+    lead = list(spec_of(xs)[:axes])
+    lead[time_axis] = None
+    sequence = PartitionSpec(*lead)
+    state = PartitionSpec(*lead[:time_axis], *lead[time_axis + 1 :])
+
+    def of_reset_carry(new: Array, old: Array) -> PartitionSpec:
+        return sequence if new.ndim > old.ndim else state if new.ndim == old.ndim else PartitionSpec()
+
+    tree = carry, resets, reset_carry
+    specs = (
+        [state for _ in carry],
+        sequence,
+        [None if new is None else of_reset_carry(new, old) for new, old in zip(reset_carry, carry, strict=True)],
+    )
+    # under `jit` with `xs`, so that arrays that are on no mesh can be moved
+    return jax.jit(lambda _, tree: reshard(tree, mesh, specs), keep_unused=True)(xs, tree)
 
 
 _SHARDED_TWICE = (

@@ -95,7 +95,7 @@ def _run_bidirectional_on_device(
         )
 
     directions = zip(params, states, resets, reset_states, strict=True)
-    stacked = jax.tree.map(lambda *pair: jnp.stack(pair), *directions)
+    stacked = jax.tree.map(lambda *pair: sharding.stack(pair), *directions)
     results = jax.vmap(run)(jnp.array([False, True]), stacked)
     return jax.tree.map(lambda x: x[0], results), jax.tree.map(lambda x: x[1], results)
 
