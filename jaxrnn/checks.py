@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrnn.cells import CELLS
+from torch_bridge import rules
 
 if TYPE_CHECKING:
     from jax import Array
@@ -133,17 +134,30 @@ def split_carry(cell: Cell, name: str, carry: Any) -> tuple[Any, ...]:
     """
     if len(cell.states) == 1:
         if not _is_array(carry):
-            remedy = "; pass zeros for a new episode, as initialize_carry of a module returns"
-            if isinstance(carry, (tuple, list)):
-                remedy = "; only an LSTM has a pair (c, h)"
-            raise ValueError(f"{name} must be one array for {cell.title}, [*batch, H], got {describe(carry)}{remedy}")
+            remedy = "pass zeros for a new episode, as initialize_carry of a module returns"
+            if _is_sparse(carry):
+                remedy = "pass its todense()"
+            elif isinstance(carry, (tuple, list)) and all(map(_is_array, carry)):
+                remedy = "pass its only element" if len(carry) == 1 else "only an LSTM has a pair (c, h)"
+            elif isinstance(carry, (tuple, list)):
+                remedy = "convert it with jnp.asarray"
+            raise ValueError(f"{name} must be one array for {cell.title}, [*batch, H], got {describe(carry)}; {remedy}")
         return (carry,)
     if not isinstance(carry, (tuple, list)) or len(carry) != 2:
         raise ValueError(
             f"{name} must be a pair (c, h) for {cell.title}, two arrays [*batch, H], got {describe(carry)}; pass both, "
             "for a new episode the zeros that initialize_carry of a module returns"
         )
+    check_order(name, carry)
     return (carry[1], carry[0])
+
+
+def check_order(name: str, pair: Any) -> None:
+    """Raises ValueError if a pair of states is a named tuple whose fields do not name them in the order (c, h)."""
+    remedy = rules.wrong_order(pair, ("c", "h"))
+    if remedy is not None:
+        fields = ", ".join(pair._fields)
+        raise ValueError(f"{name} must be a pair (c, h), got {type(pair).__name__}({fields}); {remedy}")
 
 
 def join_carry(states: tuple[Any, ...]) -> Any:
@@ -237,7 +251,9 @@ def check_array(name: str, x: Any) -> None:
         remedy = (
             "convert it with jnp.asarray" if isinstance(x, (tuple, list, int, float)) else "pass an array of numbers"
         )
-        if isinstance(x, tuple) and all(map(_is_array, x)) and [len(y.shape) for y in x] in ([3, 2], [2, 1]):
+        if _is_sparse(x):
+            remedy = "pass its todense()"
+        elif isinstance(x, tuple) and all(map(_is_array, x)) and [len(y.shape) for y in x] in ([3, 2], [2, 1]):
             remedy = "pass one array, and resets by its name"
         raise ValueError(f"{name} must be an array, got {describe(x)}; {remedy}")
     if isinstance(x, jax.ShapeDtypeStruct):
@@ -249,13 +265,28 @@ def check_array(name: str, x: Any) -> None:
     except TypeError:  # `issubdtype` rejects the dtypes of other libraries
         is_of_numbers = False
     if not is_of_numbers:
-        remedy = "astype(jnp.float32)" if isinstance(x, np.ndarray) else "jnp.asarray"
-        raise ValueError(f"{name} must be an array of numbers, got dtype {x.dtype}; convert it with {remedy}")
+        remedy = f"convert it with {'astype(jnp.float32)' if isinstance(x, np.ndarray) else 'jnp.asarray'}"
+        if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            remedy = "it holds random keys: pass numbers, such as jax.random.normal draws"
+        raise ValueError(f"{name} must be an array of numbers, got dtype {x.dtype}; {remedy}")
 
 
 def _is_array(x: Any) -> bool:
-    """Whether `x` has the form of an array; modules of NNX have every attribute."""
-    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype")
+    """Whether `x` has the form of a dense array; modules of NNX have every attribute."""
+    return isinstance(getattr(x, "shape", None), tuple) and hasattr(x, "dtype") and not _is_sparse(x)
+
+
+def _is_sparse(x: Any) -> bool:
+    """Whether `x` is a sparse array of JAX or SciPy."""
+    return callable(getattr(type(x), "todense", None))
+
+
+def check_promotes(name: str, x: Any) -> None:
+    """Raises ValueError if JAX does not promote the dtype of `x`, of less than 8 bits or a float8, with others."""
+    dtype = jnp.result_type(x)
+    info: Any = jnp.finfo if jnp.issubdtype(dtype, jnp.inexact) else jnp.iinfo
+    if dtype.name != "bool" and info(dtype).bits < (16 if info is jnp.finfo else 8):
+        raise ValueError(f"{name} must have a dtype that JAX promotes, got {dtype}; convert it, to bfloat16 say")
 
 
 def check_real(name: str, x: Any) -> None:
@@ -270,12 +301,13 @@ def check_floating(name: str, x: Array) -> None:
     check_array(name, x)
     if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
         raise ValueError(f"{name} must be floating point, got {jnp.result_type(x)}; convert it first")
+    check_promotes(name, x)
 
 
 def check_float_dtype(name: str, dtype: Any) -> None:
     """Raises ValueError unless `dtype` is None or a floating-point dtype."""
     try:
-        valid = dtype is None or jnp.issubdtype(jnp.dtype(dtype), jnp.floating)
+        valid = dtype is None or (jnp.issubdtype(jnp.dtype(dtype), jnp.floating) and jnp.finfo(dtype).bits >= 16)
     except TypeError:
         valid = False
     if not valid:

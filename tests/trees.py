@@ -41,4 +41,5 @@ def assert_close(got, want, tol=2e-6, atol=None):
     atol = tol if atol is None else atol
     for a, b in zip(*map(jax.tree.leaves, jax.device_get((got, want))), strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
-        np.testing.assert_allclose(np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=tol, atol=atol)
+        wide = np.complex128 if np.iscomplexobj(a) else np.float64
+        np.testing.assert_allclose(np.asarray(a, wide), np.asarray(b, wide), rtol=tol, atol=atol)

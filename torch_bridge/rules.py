@@ -1,8 +1,12 @@
-"""Rules of numerics that the JAX front and the PyTorch front share. Imports neither torch nor triton."""
+"""Rules that the JAX front and the PyTorch front share: of numerics, and of the order of an LSTM's states.
+
+Imports neither torch nor triton.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
 Precision = Literal["tf32", "tf32x3"]
 
@@ -32,3 +36,36 @@ def residual_fits_float16(name: str, operand_dtype: str, precision: str) -> bool
     """
     reduced = operand_dtype == "bfloat16" or (operand_dtype == "float32" and precision == "tf32")
     return reduced and name != "carry_gate"
+
+
+_WORDS_OF_STATE = {
+    "h": frozenset(("h", "hidden", "hn", "hs", "ht", "hx")),
+    "c": frozenset(("c", "cell", "cn", "cs", "ct", "cx", "memory")),
+}
+
+
+def fields_by_state(pair: Any) -> dict[str, str]:
+    """Returns the fields of a named tuple by the state, "h" or "c", that they name, or by themselves if they name none.
+
+    Returns no fields for a plain tuple.
+    """
+
+    def state_of(field: str) -> str:
+        words = {*re.split(r"[_\d]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", field).lower())}
+        states = [state for state, known in _WORDS_OF_STATE.items() if words & known]
+        return states[0] if len(states) == 1 else field
+
+    return {state_of(field): field for field in getattr(pair, "_fields", ())}
+
+
+def wrong_order(pair: Any, order: tuple[str, str]) -> str | None:
+    """Returns how to pass a pair of states whose fields do not name them in this order, or None.
+
+    A plain tuple has no fields, and is taken in this order.
+    """
+    fields = fields_by_state(pair)
+    if not fields or tuple(fields) == order:
+        return None
+    if not fields.keys() >= {*order}:
+        return f"pass a plain tuple ({', '.join(order)})"
+    return f"pass {' and '.join(fields[state] for state in order)} in a plain tuple, in this order"

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
-from flax.typing import Dtype, Initializer, PRNGKey
+from flax.typing import Initializer, PRNGKey
 from jax import Array
 from jax.typing import ArrayLike
 
@@ -33,28 +33,6 @@ class CellEntry:
     replacements: Mapping[type[nn.RNNCellBase], type[FusedCell[Any]]]
     cell_types: Mapping[str, type[FusedCell[Any]]]
     reason_to_scan: Callable[[Any], str | None]
-
-
-class DenseParams(nn.Module):
-    """The parameters of an `nn.Dense`, without the matrix product."""
-
-    features: int
-    use_bias: bool
-    kernel_init: Initializer
-    bias_init: Initializer
-    param_dtype: Dtype
-
-    @nn.compact
-    def __call__(self, input_features: int) -> tuple[Array, Array | None]:
-        """Returns `(kernel, bias [features] or None)`.
-
-        The kernel has the shape that `kernel_init` returns for `(input_features, features)`: this shape, or that of the
-        blocks of a `block_initializer`.
-        """
-        kernel = self.param("kernel", self.kernel_init, (input_features, self.features), self.param_dtype)
-        if not self.use_bias:
-            return kernel, None
-        return kernel, self.param("bias", self.bias_init, (self.features,), self.param_dtype)
 
 
 def block_initializer(init: Initializer, num_blocks: int) -> Initializer:
@@ -98,8 +76,9 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
         from jaxrnn.linen import cells  # the files of the cells import this one
 
         caller = modules.caller_of(self, xs="inputs")
-        reason = cells.reason_to_scan(self)
+        reason = cells.reason_to_scan(self, (carry, inputs))
         modules.check_blocks_are_fused(caller, self.num_blocks, reason)
+        modules.check_structure(self.recurrence, carry, caller)
         if must_scan(reason, self.precision, self.implementation, "nn.scan", caller):
             return super().__call__(carry, inputs)
         modules.check_dtypes(self)
@@ -131,8 +110,19 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
         """The recurrence of `jaxrnn` that computes the cell: its name, such as "gru", or a cell with its constants."""
         raise NotImplementedError
 
+    @nn.nowrap
+    def layer_param(self, layer: str, name: str, init: Initializer, shape: tuple[int, ...]) -> Array:
+        """Returns a parameter under the name of a layer of Flax's cell, such as `ir/kernel`; creates it if missing.
+
+        It has the shape that `init` returns for `shape`: this shape, or that of the blocks of a `block_initializer`. It
+        is created in the scope of the layer, without a module, so that `tabulate` and interceptors see the cell alone.
+        """
+        scope: Any = self.scope
+        return scope.push(layer, reuse=True).param(name, init, shape, self.param_dtype)
+
+    @nn.nowrap
     def gate_params(
-        self, name: str, input_features: int, hidden: int, use_bias: bool, bias_init: Initializer | None = None
+        self, layer: str, input_features: int, hidden: int, use_bias: bool, bias_init: Initializer | None = None
     ) -> tuple[Array, Array | None]:
         """Returns kernel and bias of one gate, under Flax's name for its product with x (`i*`) or h (`h*`).
 
@@ -144,18 +134,14 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
             divide H.
         """
         modules.check_num_blocks(modules.caller_of(self), self.num_blocks, hidden)
-        self.check_given(name, input_features, hidden)
-        kernel_init = self.kernel_init if name.startswith("i") else self.recurrent_kernel_init
-        if self.num_blocks > 1 and not name.startswith("i"):
+        self.check_given(layer, input_features, hidden)
+        kernel_init = self.kernel_init if layer.startswith("i") else self.recurrent_kernel_init
+        if self.num_blocks > 1 and not layer.startswith("i"):
             kernel_init = block_initializer(kernel_init, self.num_blocks)
-        return DenseParams(
-            features=hidden,
-            use_bias=use_bias,
-            kernel_init=kernel_init,
-            bias_init=self.bias_init if bias_init is None else bias_init,
-            param_dtype=self.param_dtype,
-            name=name,
-        )(input_features)
+        kernel = self.layer_param(layer, "kernel", kernel_init, (input_features, hidden))
+        if not use_bias:
+            return kernel, None
+        return kernel, self.layer_param(layer, "bias", self.bias_init if bias_init is None else bias_init, (hidden,))
 
     @nn.nowrap
     def check_given(self, name: str, input_features: int, hidden: int) -> None:
@@ -187,6 +173,7 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
             "init with this carry"
         )
 
+    @nn.nowrap
     def run(self, carry: Carry, xs: Array, *, caller: Caller, **options: Any) -> tuple[Carry, Array, Carry | None]:
         """Calls `modules.run` with the parameters of this cell."""
         modules.check_dtypes(self)

@@ -151,11 +151,11 @@ def run_norm(norm: Any, kind: str, x: Any, residual: Any, mask: Any, flax_norm: 
     x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:
         raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
-    modules.check_dtypes(norm)
-    if (option := modules.option_of_flax(norm, mask, x.ndim)) is not None:
+    if (option := modules.option_of_flax(norm, mask, x)) is not None:
         # without Flax's wrapper, so that `capture_intermediates` and interceptors see one call
         call = functools.partial(inspect.unwrap(flax_norm), norm, mask=mask)
         return modules.run_flax(norm, option, x, residual, call)
+    modules.check_dtypes(norm)
     for parameter in ("scale", "bias"):
         if norm.has_variable("params", parameter):
             shape = jnp.shape(nn.meta.unbox(norm.get_variable("params", parameter)))

@@ -30,9 +30,9 @@ SCAN_OPTIONS: dict[str, Any] = {
 }
 
 
-def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any]) -> str | None:
-    """Returns why `cell` has to run under `nn.scan` with these options, or None if it can be fused."""
-    if (reason := cells.reason_to_scan(cell)) is not None:
+def reason_to_scan(cell: nn.RNNCellBase, scan_options: Mapping[str, Any], arrays: Any = None) -> str | None:
+    """Returns why `cell` has to run under `nn.scan` with these options on carry and inputs `arrays`, or None."""
+    if (reason := cells.reason_to_scan(cell, arrays)) is not None:
         return reason
     if any(scan_options[name] != default for name, default in SCAN_OPTIONS.items()):
         return f"an RNN with non-default {', '.join(SCAN_OPTIONS)}"
@@ -51,7 +51,6 @@ def run_cell(
     return_carries: bool = False,
     precision: jax.lax.PrecisionLike = None,
     implementation: Implementation = None,
-    init_key: PRNGKey | None = None,
     scan_options: Mapping[str, Any] = SCAN_OPTIONS,
     caller: Caller,
 ) -> tuple[Carry, Array, Carry | None]:
@@ -62,10 +61,7 @@ def run_cell(
     precision = getattr(cell, "precision", None) if precision is None else precision
     implementation = getattr(cell, "implementation", None) if implementation is None else implementation
     time_axis = 0 if time_major else xs.ndim - cell.num_feature_axes - 1
-    modules.check_reset_carry(resets, reset_carry, caller)
-    if resets is not None and reset_carry is None and getattr(cell, "carry_init", None) is not nn.initializers.zeros:
-        reset_carry = initial_carry_of(cell, init_key, xs, time_axis)
-    if must_scan(reason_to_scan(cell, scan_options), precision, implementation, "nn.scan", caller):
+    if must_scan(reason_to_scan(cell, scan_options, (carry, xs)), precision, implementation, "nn.scan", caller):
         return scan_cell(cell, carry, xs, time_axis, resets, reset_carry, reverse, return_carries, scan_options, caller)
     if type(cell) in cells.REPLACEMENTS:
         names = (field.name for field in dataclasses.fields(cell) if field.name not in ("parent", "name"))
@@ -91,6 +87,21 @@ def initial_carry_of(cell: nn.RNNCellBase, key: PRNGKey | None, xs: Array, time_
     return cell.initialize_carry(key, xs.shape[:time_axis] + xs.shape[time_axis + 1 :])
 
 
+def default_carries(
+    cell: nn.RNNCellBase,
+    initial_carry: Carry | None,
+    xs: Array,
+    resets: Any,
+    reset_carry: Carry | None,
+    *,
+    init_key: PRNGKey | None = None,
+    time_axis: int = 0,
+) -> tuple[Carry, Carry | None]:
+    """Returns the initial carry and the reset carry, by default `cell.initialize_carry`."""
+    make = functools.partial(initial_carry_of, cell, init_key, xs, time_axis)
+    return modules.default_carries(make, initial_carry, resets, reset_carry, cells.starts_from_zeros(cell))
+
+
 def scan_cell(
     cell: nn.RNNCellBase,
     carry: Carry,
@@ -104,16 +115,17 @@ def scan_cell(
     caller: Caller,
 ) -> tuple[Carry, Array, Carry | None]:
     """Runs any cell with `nn.scan`; returns what `run_cell` returns."""
-    shape = xs.shape[: xs.ndim - cell.num_feature_axes]
-    stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis, caller)
+    loop = modules.prepare_loop(
+        carry, xs, resets, reset_carry, cell.variables, cell.num_feature_axes, time_axis, caller
+    )
 
-    def step(cell: nn.RNNCellBase, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
+    def step(cell: nn.RNNCellBase, before: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
         x, *of_step = inputs
-        carry, y = cell(reset(carry, *of_step), x)
+        carry, y = cell(loop.start(before, *of_step), x)
+        carry = modules.like_before(carry, before)
         return carry, (y, carry if return_carries else None)
 
-    time_first = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
-    carry, outputs = nn.scan(step, reverse=reverse, **scan_options)(cell, carry, (*time_first, stepped))
+    carry, outputs = nn.scan(step, reverse=reverse, **scan_options)(cell, loop.carry, loop.inputs)
     ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
     return carry, ys, carries
 
@@ -135,8 +147,8 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
     """`flax.linen.RNN` with episode resets: runs `cell` over time in one launch. Its parameters are under `cell/`.
 
     The functions of `jaxrnn` run the cells of this module, and the cells of Flax that they replace. `nn.scan` runs any
-    other cell, a cell with another `gate_fn` or `activation_fn`, and an RNN whose `variable_axes`,
-    `variable_broadcast`, `variable_carry` or `split_rngs` is not the default; these take `resets` too.
+    other cell, a cell with another `gate_fn` or `activation_fn` or on complex numbers, and an RNN whose
+    `variable_axes`, `variable_broadcast`, `variable_carry` or `split_rngs` is not the default; these take `resets` too.
 
     Attributes:
       cell: the cell.
@@ -215,7 +227,8 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
           init_key: the key for `cell.initialize_carry`, which ignores the key unless `carry_init` is random.
           seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
             returned carry is the one at the end of each sequence (`initial_carry` if its length is 0). Outputs beyond
-            the end are not zeroed. With `reverse`, padding stays at the end.
+            the end are not zeroed. With `reverse`, padding stays at the end. NaN and infinities in the padding are read
+            as zeros, so they reach no gradient.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -240,17 +253,19 @@ class RNN(nn.RNN, Generic[ReturnsCarry]):
         keep_order = self.keep_order if keep_order is None else keep_order
         caller = modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
         modules.check_cell(caller, self.cell, nn.RNNCellBase, CELL_EXAMPLE)
-        modules.check_inputs(caller, inputs, time_major, self.cell.num_feature_axes)
+        modules.check_inputs(caller, inputs, time_major, self.cell.num_feature_axes, initial_carry)
         modules.check_unroll(caller, self.unroll)
+        modules.check_reset_carry(resets, reset_carry, caller)
         time_axis = 0 if time_major else inputs.ndim - self.cell.num_feature_axes - 1
-        carry = initial_carry_of(self.cell, init_key, inputs, time_axis) if initial_carry is None else initial_carry
+        carry, reset_carry = default_carries(
+            self.cell, initial_carry, inputs, resets, reset_carry, init_key=init_key, time_axis=time_axis
+        )
         run = functools.partial(
             run_cell,
             self.cell,
             time_major=time_major,
             precision=self.precision,
             implementation=self.implementation,
-            init_key=init_key,
             scan_options={"unroll": self.unroll} | {name: getattr(self, name) for name in SCAN_OPTIONS},
             caller=caller,
         )
@@ -328,12 +343,12 @@ class ResetRNN(nn.Module):
         """
         caller = modules.caller_of(self, has_time_major=False, carry="initial_carry", reset_state="reset_carry")
         modules.check_cell(caller, self.cell, nn.RNNCellBase, CELL_EXAMPLE)
-        xs, resets = modules.check_pair(caller, "inputs", inputs)
-        carry = initial_carry
-        if carry is None:
-            carry = initial_carry_of(self.cell, None, xs, 0)
-            if reset_carry is not None:
-                carry = modules.first_reset_carry(carry, reset_carry, caller)
+        xs, resets = modules.check_pair(caller, "inputs", inputs, initial_carry)
+        modules.check_reset_carry(resets, reset_carry, caller)
+        if initial_carry is None and reset_carry is not None:
+            like = jax.eval_shape(functools.partial(initial_carry_of, self.cell, None, xs, 0))
+            initial_carry = modules.first_reset_carry(like, reset_carry, caller)
+        carry, reset_carry = default_carries(self.cell, initial_carry, xs, resets, reset_carry)
         carry, ys, _ = run_cell(
             self.cell,
             carry,

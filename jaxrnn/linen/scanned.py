@@ -19,7 +19,7 @@ from jaxrnn import modules
 from jaxrnn.checks import Implementation, check_size, describe, shown, suggest
 from jaxrnn.linen.cells import CELL_TYPES, REPLACEMENTS
 from jaxrnn.linen.fused_cell import FusedCell
-from jaxrnn.linen.rnn import run_cell
+from jaxrnn.linen.rnn import default_carries, run_cell
 from jaxrnn.modules import Carry
 
 P = ParamSpec("P")
@@ -56,8 +56,29 @@ def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any, form: str = "an int
         raise ValueError(
             f"ScannedRNN: batch_size must be {form}, got {shown(batch_size)}; pass the sizes of all batch axes"
         )
-    cell = cell_class(rnn.cell_type)(features=hidden_size, param_dtype=rnn.param_dtype, parent=None)
+    make = cell_class(rnn.cell_type)
+    cell = make(**_cell_options(make, hidden_size, param_dtype=rnn.param_dtype), parent=None)
     return cell.initialize_carry(jax.random.key(0), (*batch, hidden_size))
+
+
+def _cell_options(make: Any, features: int, **options: Any) -> dict[str, Any]:
+    """Returns the options of a cell: its width, and those of `options` that its class has.
+
+    Raises:
+      ValueError: the class has no option `features`, or lacks another one that is set to a value other than its default
+        in `ScannedRNN`.
+    """
+    accepted = inspect.signature(make).parameters
+    defaults = {name: ScannedRNN.__dataclass_fields__[name].default for name in options}
+    needed = ["features", *(name for name, value in options.items() if value != defaults[name])]
+    if missing := [name for name in needed if name not in accepted]:
+        has = ", ".join(name for name in accepted if name not in ("parent", "name"))
+        raise ValueError(
+            f"ScannedRNN: cell_type must be a class with the options {', '.join(needed)}, got "
+            f"{make.__module__}.{make.__qualname__}, which lacks {', '.join(missing)} and has {has or 'none'}; add "
+            "what is missing to the class, or run an instance of it with RNN"
+        )
+    return {"features": features, **{name: value for name, value in options.items() if name in accepted}}
 
 
 def _check_attributes(rnn: Any) -> None:
@@ -91,8 +112,9 @@ class ScannedRNN(nn.Module):
     Attributes:
       hidden_state_dim: H, the default `hidden_size` of `initialize_carry`; if set, the carry must have this width.
       cell_type: "gru", "lstm", "optimized_lstm" or another name in `jaxrnn.linen.cells.CELL_TYPES`, or a cell class.
-        Those that `jaxrnn.linen` has are fused, and so is a class of Flax that one of them replaces. The cell has the
-        default options of its class.
+        Those that `jaxrnn.linen` has are fused, and so is a class of Flax that one of them replaces. Of the options of
+        the class, `features`, `dtype`, `param_dtype` and `num_blocks` are set, and the others have their defaults. A
+        class of yours needs the option `features`, and those of the other three that are set here.
       cell_name: the name of the cell's parameters, by default `GRUCell_1` for "gru", `LSTMCell_1` for "lstm", and so
         on. The classes that this one replaces create a dummy cell first, and only the second cell has parameters. If
         your class creates no dummy cell, creates it with `parent=None` or creates it second, the name is "GRUCell_0".
@@ -167,7 +189,7 @@ class ScannedRNN(nn.Module):
         """
         caller = modules.caller_of(self, has_time_major=False, xs="ins")
         _check_attributes(self)
-        ins, resets = modules.check_pair(caller, "x", x)
+        ins, resets = modules.check_pair(caller, "x", x, carry)
         if not (states := jax.tree.leaves(carry)) or not all(getattr(state, "ndim", 0) for state in states):
             raise ValueError(
                 f"{caller('carry')} must be an array [*batch, H], or a pair (c, h) of them for an LSTM, got "
@@ -184,13 +206,15 @@ class ScannedRNN(nn.Module):
             make = REPLACEMENTS.get(make, make)  # the cells of Flax have no blocks
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
         self._check_name(name)
-        options = {"dtype": self.dtype, "param_dtype": self.param_dtype, **self._block_options(make)}
-        cell = make(features=hidden, name=name, **options)
+        options = _cell_options(make, hidden, dtype=self.dtype, param_dtype=self.param_dtype)
+        cell = make(name=name, **options, **self._block_options(make))
+        carry, reset_carry = default_carries(cell, carry, ins, resets, None)
         carry, ys, _ = run_cell(
             cell,
             carry,
             ins,
             resets=resets,
+            reset_carry=reset_carry,
             precision=self.precision,
             implementation=self.implementation,
             caller=caller,

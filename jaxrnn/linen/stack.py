@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, ClassVar, Generic, Literal, TypedDict, overload
 
@@ -120,8 +121,8 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
           init_key: the key for `initialize_carry`, which ignores the key unless `carry_init` is random.
           seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
             returned carry is the one at the end of each sequence (`initial_carry` if its length is 0), and the backward
-            direction starts at that end. Outputs beyond the end are meaningless and are not zeroed. May be combined
-            with `resets`.
+            direction starts at that end. Inputs beyond the end are not used; outputs there are meaningless and are
+            not zeroed. May be combined with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -172,13 +173,13 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
         shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
         if self.learned_carry:
             learned = self.make_carry(self.learned_cell_carry)
-            default = modules.broadcast_carry(learned, shape[:-1])
+            make = functools.partial(modules.broadcast_carry, learned, shape[:-1])
             reset_carry = learned if reset_carry is None else reset_carry
         else:
-            default = self.initialize_carry(jax.random.key(0) if init_key is None else init_key, shape)
-            if reset_carry is None and self.carry_init is not nn.initializers.zeros:
-                reset_carry = default
-        initial_carry = default if initial_carry is None else initial_carry
+            key = jax.random.key(0) if init_key is None else init_key
+            make = functools.partial(self.initialize_carry, key, shape)
+        from_zeros = self.carry_init is nn.initializers.zeros
+        initial_carry, reset_carry = modules.default_carries(make, initial_carry, resets, reset_carry, from_zeros)
         structure = self.named_widths(), self.num_layers, self.bidirectional
         return modules.run_stack(
             layers,

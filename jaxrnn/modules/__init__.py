@@ -14,7 +14,9 @@ from jaxrnn.modules.carries import (
     ReturnsCarry,
     broadcast_batch_axes,
     broadcast_carry,
+    default_carries,
     one_or_tuple,
+    starts_from_zeros,
 )
 from jaxrnn.modules.checks import (
     are_sizes,
@@ -33,9 +35,14 @@ from jaxrnn.modules.checks import (
     check_width,
 )
 from jaxrnn.modules.norms import check_norm_options, normalize, option_of_flax, run_flax
-from jaxrnn.modules.reasons import reason_to_scan_gates, reason_to_scan_unlisted
-from jaxrnn.modules.recurrence import Recurrence, cast, check_carry, run, state_names
-from jaxrnn.modules.resets import check_reset_carry, first_reset_carry, with_resets
+from jaxrnn.modules.reasons import (
+    reason_for_complex,
+    reason_to_scan_gates,
+    reason_to_scan_unknown,
+    reason_to_scan_unlisted,
+)
+from jaxrnn.modules.recurrence import Recurrence, cast, check_carry, check_structure, run, state_names
+from jaxrnn.modules.resets import check_reset_carry, first_reset_carry, like_before, prepare_loop
 from jaxrnn.modules.rnn import run_over_time
 from jaxrnn.modules.stack import check_stack, group_by_direction, run_stack
 
@@ -67,22 +74,28 @@ __all__ = [
     "check_sizes",
     "check_stack",
     "check_step",
+    "check_structure",
     "check_unroll",
     "check_width",
+    "default_carries",
     "first_reset_carry",
     "group_by_direction",
     "initialize_blocks",
     "is_relu",
     "is_tanh",
+    "like_before",
     "normalize",
     "one_or_tuple",
     "option_of_flax",
+    "prepare_loop",
+    "reason_for_complex",
     "reason_to_scan_gates",
+    "reason_to_scan_unknown",
     "reason_to_scan_unlisted",
     "run",
     "run_flax",
     "run_over_time",
     "run_stack",
+    "starts_from_zeros",
     "state_names",
-    "with_resets",
 ]

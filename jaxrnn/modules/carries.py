@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import jax
@@ -24,6 +24,39 @@ ReturnsCarry = TypeVar("ReturnsCarry", Literal[False], Literal[True], bool, defa
 def one_or_tuple(arrays: Sequence[Array]) -> Carry:
     """Returns the only array, for the carry of a cell with one state, or the tuple of all."""
     return tuple(arrays) if len(arrays) > 1 else arrays[0]
+
+
+def default_carries(
+    make: Callable[[], Carry], initial_carry: Carry | None, resets: Any, reset_carry: Carry | None, from_zeros: bool
+) -> tuple[Carry, Carry | None]:
+    """Returns the initial carry and the reset carry, each by default the carry of a new sequence.
+
+    Args:
+      make: returns the carry of a new sequence. It is called once at most, because its random key may be used once, and
+        not at all if nothing needs the result.
+      initial_carry: the carry before the first step, or None.
+      resets: the resets, or None.
+      reset_carry: the carry that an episode starts from, or None.
+      from_zeros: whether `make` returns zeros, which a reset carry of None means, too.
+    """
+    reset_needs_it = resets is not None and reset_carry is None and not from_zeros
+    if initial_carry is None or reset_needs_it:
+        default = make()
+        initial_carry = default if initial_carry is None else initial_carry
+        reset_carry = default if reset_needs_it else reset_carry
+    return initial_carry, reset_carry
+
+
+def starts_from_zeros(cell: Any, zeros: Sequence[Any], known: Iterable[type]) -> bool:
+    """Whether `cell.initialize_carry` is known to return zeros.
+
+    Args:
+      cell: a cell of Flax, of this package, or of the user.
+      zeros: the values of the attribute `carry_init` that stand for zeros.
+      known: the classes whose `initialize_carry` returns what `carry_init` returns.
+    """
+    initializes_as_known = any(type(cell).initialize_carry is cls.initialize_carry for cls in known)  # type: ignore[attr-defined]
+    return initializes_as_known and any(getattr(cell, "carry_init", None) is zero for zero in zeros)
 
 
 def broadcast_carry(carry: Carry, batch: tuple[int, ...]) -> Carry:

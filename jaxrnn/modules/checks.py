@@ -11,6 +11,7 @@ from jaxrnn.checks import (
     Caller,
     check_array,
     check_float_dtype,
+    check_promotes,
     check_rank,
     check_real,
     check_size,
@@ -18,6 +19,7 @@ from jaxrnn.checks import (
     package_of,
     shown,
 )
+from jaxrnn.modules.reasons import has_complex
 from jaxrnn.modules.recurrence import check_carry
 
 if TYPE_CHECKING:
@@ -54,14 +56,22 @@ def check_cell(caller: Caller, cell: Any, base: type, example: str) -> None:
     )
 
 
-def check_inputs(caller: Caller, inputs: Any, time_major: Any, feature_axes: int = 1) -> None:
-    """Raises ValueError unless the inputs are one real array with a time axis."""
-    check_real(caller("xs"), inputs)
+def check_inputs(
+    caller: Caller, inputs: Any, time_major: Any, feature_axes: int = 1, carry: Carry | None = None
+) -> None:
+    """Raises ValueError unless the inputs are one array with a time axis, and real if the initial `carry` is."""
+    check_array(caller("xs"), inputs)
+    check_promotes(caller("xs"), inputs)
+    if not has_complex(carry):
+        check_real(caller("xs"), inputs)
     check_rank(caller("xs"), inputs, bool(time_major), feature_axes)
 
 
-def check_pair(caller: Caller, argument: str, pair: Any) -> tuple[Any, Any]:
-    """Returns inputs and resets; raises ValueError unless `pair` is the two of them, in this order."""
+def check_pair(caller: Caller, argument: str, pair: Any, carry: Carry | None) -> tuple[Any, Any]:
+    """Returns inputs and resets; raises ValueError unless `pair` is the two of them, in this order.
+
+    The inputs are checked with the initial `carry`.
+    """
     inputs = caller.bare("xs")
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         remedy = "pass resets too, which are the dones of the previous steps, and the carry before them"
@@ -69,7 +79,7 @@ def check_pair(caller: Caller, argument: str, pair: Any) -> tuple[Any, Any]:
             remedy = "leave out the others"
         raise ValueError(f"{caller(argument)} must be the pair ({inputs}, resets), got {describe(pair)}; {remedy}")
     xs, resets = pair
-    check_inputs(caller, xs, time_major=True)
+    check_inputs(caller, xs, time_major=True, carry=carry)
     if resets is not None:
         check_real(caller("resets"), resets)
         if np.ndim(resets) == xs.ndim + 1:
@@ -81,6 +91,7 @@ def check_step(caller: Caller, recurrence: Recurrence, carry: Carry, inputs: Any
     """Raises ValueError unless carry and inputs of one step are arrays, and the carry has its structure."""
     check_carry(recurrence, carry, caller)
     check_real(caller("xs"), inputs)
+    check_promotes(caller("xs"), inputs)
     if np.ndim(inputs) < 1:
         raise ValueError(f"{caller('xs')} must be [*batch, D], got a scalar; add the axes that are missing")
 
@@ -146,4 +157,5 @@ def as_array(name: str, x: Any) -> jax.Array:
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be an array, got {describe(x)}; pass an array of numbers") from None
     check_array(name, array)
+    check_promotes(name, array)
     return array

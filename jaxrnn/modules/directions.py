@@ -80,7 +80,7 @@ def run_layer(
     """Runs one layer, of one direction or two.
 
     Returns `(carries by direction, outputs)`; the outputs are in the order of the inputs. The carries are valid only if
-    `return_carry`.
+    `return_carry`, and not for sequences of length 0.
     """
     time_axis = 0 if time_major else xs.ndim - 2
     backward = [reverse] if len(layer) == 1 else [False, True]
@@ -106,12 +106,8 @@ def run_layer(
 
     carries = []
     for one, (last, _, every), is_backward in zip(layer, results, backward, strict=True):
-        if return_carry and seq_lengths is not None:
-            if is_backward:
-                is_empty = jnp.expand_dims(seq_lengths == 0, -1)
-                last = jax.tree.map(functools.partial(jnp.where, is_empty), one.carry, last)
-            else:
-                last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), one.carry, every)
+        if return_carry and seq_lengths is not None and not is_backward:
+            last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), one.carry, every)
         carries.append(last)
     outputs = [ys for _, ys, _ in results]
     return tuple(carries), outputs[0] if len(outputs) == 1 else jnp.concatenate(outputs, axis=-1)

@@ -13,6 +13,8 @@ from jaxrnn.checks import Caller, check_array
 if TYPE_CHECKING:
     from jax import Array
 
+    from jaxrnn.modules.carries import Carry
+
 
 def checked_seq_lengths(seq_lengths: Any, batch: tuple[int, ...], steps: Any, caller: Caller) -> Array | None:
     """Returns lengths as int32, or None.
@@ -69,17 +71,48 @@ def flip_sequences(xs: Array, seq_lengths: Array | None, batch: int, time_axis: 
 
 
 def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Array) -> Array:
-    """Returns the carry after `seq_lengths [*batch]` steps from the carries of all steps; `initial` for length 0."""
+    """Returns the carry after `seq_lengths [*batch]` steps, at least one, from the carries of all steps.
+
+    If there are no steps, it is `initial`.
+    """
     if carries.shape[time_axis] == 0:
         return initial
     index = jnp.expand_dims(seq_lengths, range(seq_lengths.ndim, initial.ndim))
     at = jnp.expand_dims(jnp.maximum(index, 1) - 1, time_axis)
-    last = jnp.take_along_axis(carries, at, axis=time_axis, mode="clip")
-    return jnp.where(index == 0, initial, last.squeeze(time_axis))
+    return jnp.take_along_axis(carries, at, axis=time_axis, mode="clip").squeeze(time_axis)
+
+
+def zeros_if_empty(seq_lengths: Array, carry: Carry) -> Carry:
+    """Returns a carry with zeros for sequences of length 0."""
+    return jax.tree.map(lambda x: jnp.where(_is_empty(seq_lengths, x), 0, x), carry)
+
+
+def initial_if_empty(seq_lengths: Array, initial: Carry, last: Carry) -> Carry:
+    """Returns the last carry, for sequences of length 0 the initial one."""
+    return jax.tree.map(lambda x, y: jnp.where(_is_empty(seq_lengths, y), x, y), initial, last)
+
+
+def _is_empty(seq_lengths: Array, like: Array) -> Array:
+    return jnp.expand_dims(seq_lengths == 0, range(seq_lengths.ndim, jnp.ndim(like)))
 
 
 def is_last_step(seq_lengths: Array | None, shape: tuple[int, ...], time_axis: int) -> Array:
     """Returns a mask of the last step of each sequence, broadcastable to `shape`, which has batch and time axes."""
-    steps = jnp.arange(shape[time_axis]).reshape([-1 if axis == time_axis else 1 for axis in range(len(shape))])
     lengths = shape[time_axis] if seq_lengths is None else jnp.expand_dims(seq_lengths, time_axis)
-    return steps == lengths - 1
+    return _steps(shape, time_axis) == lengths - 1
+
+
+def is_valid_step(seq_lengths: Array, shape: tuple[int, ...], time_axis: int) -> Array:
+    """Returns a mask of the steps before the end of each sequence, of `shape`, which has batch and time axes."""
+    return _steps(shape, time_axis) < jnp.expand_dims(seq_lengths, time_axis)
+
+
+def without_padding(xs: Array, seq_lengths: Array, time_axis: int) -> Array:
+    """Returns `xs` with zeros beyond the end of each sequence, where there may be NaN."""
+    is_valid = is_valid_step(seq_lengths, xs.shape[: seq_lengths.ndim + 1], time_axis)
+    return jnp.where(jnp.expand_dims(is_valid, range(is_valid.ndim, xs.ndim)), xs, 0)
+
+
+def _steps(shape: tuple[int, ...], time_axis: int) -> Array:
+    """Returns the index of each step, broadcastable to `shape`, which has batch and time axes."""
+    return jnp.arange(shape[time_axis]).reshape([-1 if axis == time_axis else 1 for axis in range(len(shape))])

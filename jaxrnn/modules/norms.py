@@ -11,6 +11,7 @@ from jaxrnn import context, norms
 from jaxrnn.checks import Caller, check_implementation, check_size
 from jaxrnn.choice import Choice, record
 from jaxrnn.modules.checks import check_rngs
+from jaxrnn.modules.reasons import reason_for_complex
 
 if TYPE_CHECKING:
     from jax import Array
@@ -25,11 +26,14 @@ def check_norm_options(module: Any, num_features: Any, options: Mapping[str, Any
         check_rngs(caller, options["rngs"])
 
 
-def option_of_flax(module: Any, mask: Array | None, rank: int) -> str | None:
+def option_of_flax(module: Any, mask: Array | None, x: Array) -> str | None:
     """Returns the option of Flax's norm that the functions of `jaxrnn` do not have, as `name=value`, or None.
 
     They compute a norm of the last axis, of every element, in float32, on one device.
     """
+    if reason_for_complex(module, x) is not None:
+        return "complex numbers"
+    rank = x.ndim
     given = {name: getattr(module, name) for name in ("reduction_axes", "feature_axes")}
     wrong = {name: axes for name, axes in given.items() if not _axes(axes) or {*_axes(axes)} - {-1, rank - 1}}
     given = {name: getattr(module, name) for name in ("axis_name", "axis_index_groups")}

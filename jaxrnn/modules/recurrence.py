@@ -31,6 +31,11 @@ def state_names(cell: Recurrence) -> tuple[str, ...]:
     return _cell(cell).states[::-1]
 
 
+def check_structure(cell: Recurrence, carry: Carry, caller: Caller) -> None:
+    """Raises ValueError unless `carry` has the structure of the cell's carry."""
+    split_carry(_cell(cell), caller("carry"), carry)
+
+
 def check_carry(cell: Recurrence, carry: Carry, caller: Caller) -> None:
     """Raises ValueError unless `carry` has the structure of the cell's carry, and its arrays are `[*batch, H]`."""
     for state in split_carry(_cell(cell), caller("carry"), carry):

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxrnn import sharding
 from jaxrnn.checks import Caller, check_array, check_resets, describe
 from jaxrnn.modules.lengths import is_last_step
-from jaxrnn.numerics import expand_resets, is_reset
+from jaxrnn.numerics import expand_resets, is_reset, select_reset
 
 if TYPE_CHECKING:
     from jax import Array
@@ -101,58 +102,87 @@ def flip_reset_carry(flip: Callable[[Array], Array], reset_carry: Carry | None, 
     )
 
 
-def with_resets(
+class Loop(NamedTuple):
+    """What a loop over the steps of any cell starts from.
+
+    Attributes:
+      carry: the carry before the first step.
+      inputs: the inputs of all steps, time first: `(xs, resets or None, values per step of the reset carry)`.
+      start: `start(carry, reset, stepped)`, with `reset` and `stepped` of one step, returns the carry from which the
+        step starts.
+    """
+
+    carry: Carry
+    inputs: tuple[Array, Array | None, list[Array]]
+    start: Callable[[Carry, Array | None, list[Array]], Carry]
+
+
+def prepare_loop(
     carry: Carry,
+    xs: Array,
     resets: Array | None,
     reset_carry: Carry | None,
-    shape: tuple[int, ...],
+    params: Any,
+    feature_axes: int,
     time_axis: int,
     caller: Caller,
-) -> tuple[list[Array], Callable[[Carry, Array | None, list[Array]], Carry]]:
-    """Prepares resets for a loop over the steps of any cell.
+) -> Loop:
+    """Prepares a loop over the steps of any cell.
 
     Args:
       carry: the carry before the first step, a pytree of arrays.
+      xs: the inputs.
       resets: an array with all batch axes and the time axis, or None.
       reset_carry: a pytree like `carry`, or None for zeros, also in place of an array. Its arrays may lack the batch
         axes, or have a time axis as well.
-      shape: the shape that `resets` must have.
-      time_axis: the index of the time axis in `shape`.
+      params: the arrays of the cell.
+      feature_axes: the number of axes of `xs` that are neither batch axes nor the time axis.
+      time_axis: the index of the time axis.
       caller: what the user called, for error messages.
-
-    Returns:
-      `(stepped, start)`. `stepped` are the arrays of `reset_carry` that have a time axis, time first; the loop scans
-      over them. `start(carry, reset, stepped)`, with `reset` and `stepped` of one step, returns the carry from which
-      the step starts.
     """
+    shape = xs.shape[: xs.ndim - feature_axes]
     check_resets(resets, shape, time_axis == 0, caller.bare("xs"), caller)
     leaves: list[Array]
     treedef: Any
     leaves, treedef = jax.tree.flatten(carry)
     try:
-        new_leaves = [0.0] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
+        new_leaves = [None] * len(leaves) if reset_carry is None else treedef.flatten_up_to(reset_carry)
     except ValueError:
         raise ValueError(
             f"{caller('reset_state')} must have the structure of the carry, {describe(carry)}, got "
             f"{describe(reset_carry)}; pass what initialize_carry of the module returns"
         ) from None
-    new_leaves = [0.0 if new is None else new for new in new_leaves]
-    is_stepped = [jnp.ndim(new) > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
+    if resets is not None:  # zeros made in the loop would be on no mesh
+        new_leaves = [jnp.zeros_like(old) if new is None else new for new, old in zip(new_leaves, leaves, strict=True)]
+    leaves, xs, resets, new_leaves = jax.tree.map(jnp.asarray, (leaves, xs, resets, new_leaves))
+    leaves, resets, new_leaves = sharding.reshard_like(xs, len(shape), time_axis, leaves, resets, new_leaves)
+    leaves = sharding.unify_varying_axes(leaves, (xs, resets, new_leaves, params))
+    is_stepped = [new is not None and new.ndim > old.ndim for new, old in zip(new_leaves, leaves, strict=True)]
 
     def start(carry: Carry, reset: Array | None, stepped: list[Array]) -> Carry:
         if reset is None:
             return carry
         rest = iter(stepped)
         new = [next(rest) if is_one else fixed for fixed, is_one in zip(new_leaves, is_stepped, strict=True)]
-        return jax.tree.map(
-            lambda old, new: jnp.where(expand_resets(reset, old.ndim), jnp.asarray(new, old.dtype), old),
-            carry,
-            treedef.unflatten(new),
-        )
+        states = zip(new, jax.tree.leaves(carry), strict=True)
+        return treedef.unflatten([select_reset(expand_resets(reset, old.ndim), one, old) for one, old in states])
 
-    return [
-        jnp.moveaxis(new, time_axis, 0) for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one
-    ], start
+    stepped = [new for new, is_one in zip(new_leaves, is_stepped, strict=True) if is_one]
+    time_first = jax.tree.map(lambda x: jnp.moveaxis(x, time_axis, 0), (xs, resets, stepped))
+    return Loop(treedef.unflatten(leaves), time_first, start)
+
+
+def like_before(after: Carry, before: Carry) -> Carry:
+    """Returns the carry after a step in the dtypes of the one before, which the carry of a loop keeps."""
+    structures: Any = jax.tree.structure(after), jax.tree.structure(before)
+    if structures[0] != structures[1]:
+        return after  # the loop says what is wrong
+
+    def like(new: Array, old: Array) -> Array:
+        are_floats = jnp.issubdtype(new.dtype, jnp.floating) and jnp.issubdtype(old.dtype, jnp.floating)
+        return new.astype(old.dtype) if are_floats else new
+
+    return jax.tree.map(like, after, before)
 
 
 def join_reset_carries(

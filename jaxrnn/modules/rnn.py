@@ -7,10 +7,20 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
+import jax.numpy as jnp
 
 from jaxrnn.checks import check_flags
-from jaxrnn.modules.lengths import carry_at_end, checked_seq_lengths, flip_sequences
+from jaxrnn.modules.lengths import (
+    carry_at_end,
+    checked_seq_lengths,
+    flip_sequences,
+    initial_if_empty,
+    is_valid_step,
+    without_padding,
+    zeros_if_empty,
+)
 from jaxrnn.modules.resets import check_steps, flip_reset_carry
+from jaxrnn.numerics import is_reset
 
 if TYPE_CHECKING:
     from jax import Array
@@ -48,6 +58,14 @@ def run_over_time(
     seq_lengths = checked_seq_lengths(seq_lengths, batch, inputs.shape[time_axis], caller)
     check_steps(resets, reset_carry, carry, batch_and_time, time_major, caller)
 
+    start = carry
+    if seq_lengths is not None:
+        # NaN in padding would reach the gradients of the weights; finite padding gives what it gives in Flax's `RNN`
+        valid = without_padding(inputs, seq_lengths, time_axis), zeros_if_empty(seq_lengths, carry)
+        inputs, start = jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(x), x, y), (inputs, carry), valid)
+        if resets is not None:
+            resets = is_reset(jnp.asarray(resets)) & is_valid_step(seq_lengths, batch_and_time, time_axis)
+
     def flip(x: Array) -> Array:
         return flip_sequences(x, seq_lengths, len(batch), time_axis)
 
@@ -56,7 +74,7 @@ def run_over_time(
         inputs, resets = flip(inputs), None if resets is None else flip(resets)
         reset_carry = flip_reset_carry(flip, reset_carry, carry)
     last, outputs, carries = run(
-        carry,
+        start,
         inputs,
         resets=resets,
         reset_carry=reset_carry,
@@ -69,5 +87,6 @@ def run_over_time(
     if not return_carry:
         return outputs
     if seq_lengths is not None:
-        last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), carry, carries)
+        last = jax.tree.map(functools.partial(carry_at_end, seq_lengths, time_axis), start, carries)
+        last = initial_if_empty(seq_lengths, carry, last)
     return last, outputs

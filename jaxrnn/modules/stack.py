@@ -10,10 +10,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrnn.checks import NORMS, check_flags, check_reset_state, check_resets, check_size, describe, shown, suggest
+from jaxrnn.checks import (
+    NORMS,
+    check_flags,
+    check_order,
+    check_reset_state,
+    check_resets,
+    check_size,
+    describe,
+    shown,
+    suggest,
+)
 from jaxrnn.modules.directions import Direction, run_layer
-from jaxrnn.modules.lengths import checked_seq_lengths, flip_sequences
+from jaxrnn.modules.lengths import (
+    checked_seq_lengths,
+    flip_sequences,
+    initial_if_empty,
+    is_valid_step,
+    without_padding,
+    zeros_if_empty,
+)
 from jaxrnn.modules.recurrence import cast
+from jaxrnn.numerics import is_reset
+from torch_bridge.rules import fields_by_state
 
 if TYPE_CHECKING:
     from jax import Array
@@ -78,14 +97,19 @@ def group_by_direction(
     expected = f"{name} of this stack must be a tuple with one entry for each of {num_layers} layers: {each}"
     remedy = "initialize_carry of the stack returns one"
 
+    states = len(widths)
+
     def split(x: Any, lengths: tuple[int, ...]) -> Any:
         if not lengths and hasattr(x, "shape"):
             return x
-        if lengths and isinstance(x, (tuple, list)) and len(x) == lengths[0]:
+        is_pair_of_states = states > 1 and len(lengths) == 1
+        has_states_outside = not is_pair_of_states and {"c", "h"} <= fields_by_state(x).keys()
+        if lengths and isinstance(x, (tuple, list)) and len(x) == lengths[0] and not has_states_outside:
+            if is_pair_of_states:
+                check_order(f"{name} of each cell", x)
             return tuple(split(part, lengths[1:]) for part in x)
         raise ValueError(f"{expected}; got {_structure(carry)}; {remedy}")
 
-    states = len(widths)
     layers = split(carry, (num_layers, *((2,) * bidirectional), *((states,) * (states > 1))))
     leaves = jax.tree.leaves(layers)
     for width, leaf in zip([*widths.values()] * (len(leaves) // states), leaves, strict=True):
@@ -141,17 +165,24 @@ def run_stack(
     if options["resets"] is not None and reset_carry is not None:
         for new, old in zip(jax.tree.leaves(reset_carry), jax.tree.leaves(carry), strict=True):
             check_reset_state(caller("reset_state"), new, options["resets"], old, xs, time_major)
+    starts = carry
+    if seq_lengths is not None:  # padding may be NaN, which would reach the gradients of the weights
+        time_axis = 0 if time_major else len(batch)
+        xs, starts = without_padding(xs, seq_lengths, time_axis), zeros_if_empty(seq_lengths, carry)
+        if (resets := options["resets"]) is not None:
+            is_valid = is_valid_step(seq_lengths, xs.shape[:-1], time_axis)
+            options |= {"resets": is_reset(jnp.asarray(resets)) & is_valid}
     last = []
     for k, layer in enumerate(layers):
         if k:
             xs = between(k - 1, xs)
         cells, params = zip(*layer, strict=True)
-        hs = [jax.tree.leaves(one)[-1] for one in carry[k]]
+        hs = [jax.tree.leaves(one)[-1] for one in starts[k]]
         layer_dtype = jnp.result_type(xs, *hs, *jax.tree.leaves(params)) if dtype is None else dtype
         weights = [cast(one, layer_dtype) for one in params]
         new = [None] * len(params) if reset_carry is None else reset_carry[k]
         ends, xs = run_layer(
-            list(map(Direction, cells, weights, carry[k], new)),
+            list(map(Direction, cells, weights, starts[k], new)),
             jnp.asarray(xs, layer_dtype),
             seq_lengths=seq_lengths,
             time_major=time_major,
@@ -160,7 +191,7 @@ def run_stack(
             caller=caller,
             **options,
         )
-        last.append(ends)
+        last.append(ends if seq_lengths is None else initial_if_empty(seq_lengths, carry[k], ends))
     if reverse and not keep_order:
         xs = flip_sequences(xs, seq_lengths, len(batch), 0 if time_major else len(batch))
     carry = tuple(ends if len(ends) == 2 else ends[0] for ends in last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import math
 from collections.abc import Callable, Mapping
@@ -33,8 +34,13 @@ class LayerWeights(NamedTuple):
 
     w_ih: Array
     w_hh: Array
-    b_ih: Any
-    b_hh: Any
+    b_ih: Array | None
+    b_hh: Array | None
+
+    def bias(self) -> Array:
+        """Returns the sum of both biases."""
+        present = [b for b in (self.b_ih, self.b_hh) if b is not None]
+        return functools.reduce(jnp.add, present) if present else jnp.zeros(self.w_ih.shape[-1:], self.w_ih.dtype)
 
 
 @dataclass(frozen=True)
@@ -151,8 +157,9 @@ class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
             have to run it.
         """
         caller = modules.caller_of(self, xs="inputs")
-        reason = reason_to_scan(self)
+        reason = reason_to_scan(self, (carry, inputs))
         modules.check_blocks_are_fused(caller, self.num_blocks, reason)
+        modules.check_structure(entry_of(self).recurrence(self), carry, caller)
         if must_scan(reason, self.precision, self.implementation, "nnx.scan", caller):
             return super().__call__(carry, inputs)  # type: ignore[arg-type]  # Flax declares JAX arrays
         modules.check_dtypes(self)
@@ -180,23 +187,30 @@ class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
 
 
 def entry_of(cell: Any) -> CellEntry:
-    """Returns the entry of a cell that can be fused."""
+    """Returns the entry of a cell's class or, for a subclass, of its base."""
     from jaxrnn.nnx import cells  # the files of the cells import this one
 
-    return cells.ENTRY_OF[type(cell)]
+    return next(cells.ENTRY_OF[cls] for cls in type(cell).__mro__ if cls in cells.ENTRY_OF)
 
 
 def packed_params(cell: Any) -> Any:
     """Returns the parameters of a cell that can be fused, as the function of `jaxrnn` takes them."""
 
-    def joined(layers: list[str], name: str) -> Any:
-        parts = [getattr(getattr(cell, layer), name) for layer in layers]
-        return None if parts[0] is None else jnp.concatenate([part[...] for part in parts], axis=-1)
+    def kernels_of(names: list[str]) -> Array:
+        return jnp.concatenate([getattr(cell, name).kernel[...] for name in names], axis=-1)
+
+    def biases_of(names: list[str]) -> Array | None:
+        layers = [getattr(cell, name) for name in names]
+        if all(layer.bias is None for layer in layers):
+            return None
+        kernels = [layer.kernel[...] for layer in layers]
+        zeros = [jnp.zeros(kernel.shape[-1:], kernel.dtype) for kernel in kernels]
+        pairs = zip(layers, zeros, strict=True)
+        return jnp.concatenate([zero if layer.bias is None else layer.bias[...] for layer, zero in pairs], axis=-1)
 
     entry = entry_of(cell)
     of_x, of_h = entry.layers[type(cell)]
-    weights = joined(of_x, "kernel"), joined(of_h, "kernel"), joined(of_x, "bias"), joined(of_h, "bias")
-    return entry.pack(cell, LayerWeights(*weights))
+    return entry.pack(cell, LayerWeights(kernels_of(of_x), kernels_of(of_h), biases_of(of_x), biases_of(of_h)))
 
 
 def run_fused(
@@ -219,22 +233,55 @@ def check_widths(recurrence: modules.Recurrence, params: Any, carry: Carry, xs: 
         modules.check_width(caller("carry"), "hidden_features", hidden, h.shape[-1])
 
 
-def reason_to_scan(cell: Any) -> str | None:
-    """Returns why `cell` has to run under `nnx.scan`, or None if it can be fused."""
+def starts_from_zeros(cell: Any) -> bool:
+    """Whether `cell.initialize_carry` is known to return zeros."""
+    from jaxrnn.nnx import cells  # the files of the cells import this one
+
+    return modules.starts_from_zeros(cell, [None, jax.nn.initializers.zeros], cells.ENTRY_OF)
+
+
+def reason_to_scan(cell: Any, arrays: Any = None) -> str | None:
+    """Returns why `cell` has to run under `nnx.scan` on carry and inputs `arrays`, or None if it can be fused."""
     from jaxrnn.nnx import cells  # the files of the cells import this one
 
     if type(cell) not in cells.ENTRY_OF:
         return modules.reason_to_scan_unlisted(cell, cells.REPLACED)
     entry = entry_of(cell)
-    if (reason := entry.reason_to_scan(cell)) is not None:
+    reason = None
+    for of_flax in (base for base in cells.REPLACED if isinstance(cell, base)):
+        reason = modules.reason_to_scan_unknown(cell, _defaults(of_flax)) or modules.reason_for_complex(cell, arrays)
+    if (reason := reason or entry.reason_to_scan(cell)) is not None:
         return reason
     if getattr(cell, "promote_dtype", dtypes.promote_dtype) is not dtypes.promote_dtype:
         return "a cell with its own promote_dtype"
     layers = [name for names in entry.layers[type(cell)] for name in names]
     for name in layers:
-        layer = getattr(cell, name)
-        if type(layer) is not nnx.Linear or layer.dot_general is not jax.lax.dot_general:
-            return f"a cell whose {name} is not a plain nnx.Linear"
+        if (difference := _difference_to_linear(getattr(cell, name), cell.dtype)) is not None:
+            return f"a cell whose {name} is not a plain nnx.Linear of the cell's dtype: {difference}"
     if unknown := sorted(nnx.state(cell, nnx.Param).keys() - {*layers, *entry.other_params}):
         return f"a cell with the parameter {unknown[0]}, which jaxrnn does not support"
+    return None
+
+
+@functools.cache
+def _defaults(cls: Any) -> dict[str, Any]:
+    """Returns the options of a class that have a default, with it."""
+    parameters = inspect.signature(cls.__init__).parameters.values()
+    return {parameter.name: parameter.default for parameter in parameters if parameter.default is not parameter.empty}
+
+
+def _difference_to_linear(layer: Any, dtype: Dtype | None) -> str | None:
+    """Returns what may make a layer compute something else than `nnx.Linear` does with this dtype, or None."""
+    if type(layer) is not nnx.Linear:
+        return f"it is a {type(layer).__name__}"
+    if layer.dtype != dtype and (None in (layer.dtype, dtype) or jnp.dtype(layer.dtype) != jnp.dtype(dtype)):
+        return "dtype"
+    if layer.use_bias != (layer.bias is not None):
+        return "use_bias"
+    of_flax = _defaults(nnx.Linear)
+    for name, value in vars(layer).items():
+        if name in ("kernel", "bias", "in_features", "out_features", "use_bias", "dtype", "param_dtype"):
+            continue
+        if not name.startswith("_") and (name not in of_flax or value is not of_flax[name]):
+            return name
     return None

@@ -48,7 +48,7 @@ class RMSNorm(nnx.RMSNorm):
     """`flax.nnx.RMSNorm` computed by `jaxrnn.rms_norm`, with the same parameters, initial values and results.
 
     `jaxrnn.rms_norm` normalizes the last axis. With `reduction_axes` or `feature_axes` other than the last axis, a
-    `mask`, `axis_name` or `axis_index_groups`, Flax's own norm runs.
+    `mask`, `axis_name`, `axis_index_groups` or another `promote_dtype`, Flax's own norm runs.
 
     Args:
       num_features: N.
@@ -206,16 +206,18 @@ def run_norm(
     x = modules.as_array(f"{name}: x", x)
     if x.ndim == 0:
         raise ValueError(f"{name}: x must be [*rows, N], got a scalar; add the axes that are missing")
-    modules.check_dtypes(norm)
-    if (option := modules.option_of_flax(norm, mask, x.ndim)) is not None:
+    option = modules.option_of_flax(norm, mask, x)
+    if norm.promote_dtype is not dtypes.promote_dtype:
+        option = "its own promote_dtype"
+    if option is not None:
         return modules.run_flax(norm, option, x, residual, functools.partial(flax_norm, mask=mask))
+    modules.check_dtypes(norm)
     modules.check_width(f"{name}: x", "num_features", norm.num_features, x.shape[-1])
     given = [None if getattr(norm, name) is None else getattr(norm, name)[...] for name in names]
     promoted = norm.promote_dtype((x, *given), dtype=norm.dtype)
     dtype = dtypes.canonicalize_dtype(*promoted, dtype=norm.dtype)
     # the norm reads inputs in their own dtype if promotion would only widen them
-    is_wider = norm.promote_dtype is dtypes.promote_dtype and jnp.promote_types(x.dtype, dtype) == dtype
-    if residual is None and not is_wider:
+    if residual is None and jnp.promote_types(x.dtype, dtype) != dtype:
         x = promoted[0]
     scale, bias = (*promoted[1:], None)[:2]
     options = {"epsilon": norm.epsilon, "implementation": norm.implementation}

@@ -17,7 +17,7 @@ from jaxrnn import modules
 from jaxrnn.checks import Caller, Implementation
 from jaxrnn.choice import must_scan
 from jaxrnn.modules import Carry, ReturnsCarry
-from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused
+from jaxrnn.nnx.fused_cell import reason_to_scan, run_fused, starts_from_zeros
 
 Rngs = nnx.Rngs | nnx.RngStream | None
 
@@ -43,8 +43,9 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
     """`flax.nnx.RNN` with episode resets: runs `cell` over time in one launch.
 
     The functions of `jaxrnn` run the cells of this module, and the cells of Flax that they replace. `nnx.scan` runs any
-    other cell, a cell with another `gate_fn`, `activation_fn`, `promote_dtype` or layers, and an RNN whose `state_axes`
-    or `broadcast_rngs` is not the default; these take `resets` too.
+    other cell, a cell with another `gate_fn`, `activation_fn` or `promote_dtype`, with layers other than `nnx.Linear`
+    or with other settings, or on complex numbers, and an RNN whose `state_axes` or `broadcast_rngs` is not the default;
+    these take `resets` too.
 
     Args:
       cell: the cell.
@@ -154,7 +155,8 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
             `cell.initialize_carry`.
           seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
             returned carry is the one at the end of each sequence (`initial_carry` if its length is 0). Outputs beyond
-            the end are not zeroed. With `reverse`, padding stays at the end.
+            the end are not zeroed. With `reverse`, padding stays at the end. NaN and infinities in the padding are read
+            as zeros, so they reach no gradient.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -176,18 +178,18 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
         """
         time_major = self.time_major if time_major is None else time_major
         caller = modules.caller_of(self, xs="inputs", carry="initial_carry", reset_state="reset_carry")
-        modules.check_inputs(caller, inputs, time_major, self.cell.num_feature_axes)
+        modules.check_inputs(caller, inputs, time_major, self.cell.num_feature_axes, initial_carry)
         modules.check_reset_carry(resets, reset_carry, caller)
-        carry_init = getattr(self.cell, "carry_init", None)
-        is_random = carry_init is not None and carry_init is not jax.nn.initializers.zeros
-        if initial_carry is None or (resets is not None and reset_carry is None and is_random):
+
+        def make_carry() -> Carry:
             time_axis = 0 if time_major else inputs.ndim - self.cell.num_feature_axes - 1
-            rngs = self.rngs if rngs is None else rngs
-            rngs = rngs.carry.fork() if isinstance(rngs, nnx.Rngs) else rngs
-            default = self.cell.initialize_carry(inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :], rngs)
-            if resets is not None and reset_carry is None and is_random:
-                reset_carry = default
-            initial_carry = default if initial_carry is None else initial_carry
+            source = self.rngs if rngs is None else rngs
+            source = source.carry.fork() if isinstance(source, nnx.Rngs) else source
+            return self.cell.initialize_carry(inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :], source)
+
+        initial_carry, reset_carry = modules.default_carries(
+            make_carry, initial_carry, resets, reset_carry, starts_from_zeros(self.cell)
+        )
         return modules.run_over_time(
             functools.partial(self.run, time_major=time_major, caller=caller),
             inputs,
@@ -219,7 +221,7 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
         precision = getattr(self.cell, "precision", None) if self.precision is None else self.precision
         implementation = getattr(self.cell, "implementation", None)
         implementation = implementation if self.implementation is None else self.implementation
-        reason = reason_to_scan(self.cell)
+        reason = reason_to_scan(self.cell, (carry, xs))
         if self.broadcast_rngs is not None or self.state_axes != DEFAULT_STATE_AXES:
             reason = "an RNN with non-default state_axes or broadcast_rngs"
         if must_scan(reason, precision, implementation, "nnx.scan", caller):
@@ -251,20 +253,21 @@ class RNN(nnx.RNN, Generic[ReturnsCarry]):
         caller: Caller,
     ) -> tuple[Carry, Array, Carry | None]:
         """Runs any cell with `nnx.scan`; returns what `run` returns."""
-        shape = xs.shape[: xs.ndim - self.cell.num_feature_axes]
-        stepped, reset = modules.with_resets(carry, resets, reset_carry, shape, time_axis, caller)
+        loop = modules.prepare_loop(
+            carry, xs, resets, reset_carry, nnx.state(self.cell), self.cell.num_feature_axes, time_axis, caller
+        )
         broadcast_rngs = nnx.All(nnx.RngState, self.broadcast_rngs)
         state_axes = nnx.StateAxes({broadcast_rngs: None, **self.state_axes})  # type: ignore[misc]
 
         # as in Flax's `RNN`, every call has new random numbers, and the scan carries the cell's state
         @nnx.split_rngs(splits=1, only=self.broadcast_rngs, squeeze=True)
         @graph_scan(in_axes=(state_axes, nnx.Carry, 0), out_axes=(nnx.Carry, 0), unroll=self.unroll, reverse=reverse)
-        def run(cell: Any, carry: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
+        def run(cell: Any, before: Carry, inputs: Any) -> tuple[Carry, tuple[Array, Carry | None]]:
             x, *of_step = inputs
-            carry, y = cell(reset(carry, *of_step), x)
+            carry, y = cell(loop.start(before, *of_step), x)
+            carry = modules.like_before(carry, before)
             return carry, (y, carry if return_carries else None)
 
-        time_first: list[Any] = [None if x is None else jnp.moveaxis(x, time_axis, 0) for x in (xs, resets)]
-        carry, outputs = run(self.cell, carry, (*time_first, stepped))
+        carry, outputs = run(self.cell, loop.carry, loop.inputs)
         ys, carries = jax.tree.map(lambda x: jnp.moveaxis(x, 0, time_axis), outputs)
         return carry, ys, carries

@@ -200,8 +200,8 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
             `initialize_carry`.
           seq_lengths: `[*batch]` integers from 0 to T. Others raise an error, or are clipped if they are traced. The
             returned carry is the one at the end of each sequence (`initial_carry` if its length is 0), and the backward
-            direction starts at that end. Outputs beyond the end are meaningless and are not zeroed. May be combined
-            with `resets`.
+            direction starts at that end. Inputs beyond the end are not used; outputs there are meaningless and are
+            not zeroed. May be combined with `resets`.
           return_carry: overrides the attribute, as do `time_major`, `reverse` and `keep_order`.
           time_major: see the attribute.
           reverse: see the attribute.
@@ -242,15 +242,12 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
                 xs = self.norms[k](xs)
             return self.dropout(xs, deterministic=deterministic, rngs=rngs) if self.dropout_rate > 0.0 else xs
 
-        is_random = self.carry_init is not jax.nn.initializers.zeros and not self.learned_carry
-        if initial_carry is None or (is_random and resets is not None and reset_carry is None):
-            shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
-            default = self.initialize_carry(shape, rngs)
-            initial_carry = default if initial_carry is None else initial_carry
-            if is_random and resets is not None and reset_carry is None:
-                reset_carry = default
         if self.learned_carry and reset_carry is None:
             reset_carry = self._learned()
+        shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
+        make = functools.partial(self.initialize_carry, shape, rngs)
+        from_zeros = self.carry_init is jax.nn.initializers.zeros
+        initial_carry, reset_carry = modules.default_carries(make, initial_carry, resets, reset_carry, from_zeros)
         layers = self._by_layer("layers")
         for reason in (reason_to_scan(cell) for layer in layers for cell in layer):
             if reason is not None:

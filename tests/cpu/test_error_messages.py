@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental.sparse import BCOO
 
 import jaxrnn
 from jaxrnn import convert, linen
@@ -30,6 +31,7 @@ FUNCTIONS = {
 }  # fmt: skip
 XS, RESETS, H0 = Z((T, B, D)), Z((T, B), bool), Z((B, H))
 BATCH_MAJOR, PAIR = Z((B, T, D)), (H0, H0)
+KEYS, F8 = jax.random.split(KEY, XS.shape), jnp.float8_e4m3fn
 
 # Names that a user of jaxrnn has not written and cannot look up.
 INTERNAL = re.compile("ArrayImpl|Tracer|ShapedArray|NoneType|PyTreeDef|_DimExpr|FusedCell|FusedStack|w_hh must be.*RNN")
@@ -180,6 +182,20 @@ TABLE = {
         (
             wrong("gru", carry=PAIR),
             "carry must be one array for a GRU, [*batch, H], got a tuple of 2; only an LSTM has a pair (c, h)",
+        ),
+        (wrong("gru", carry=[0.0] * H), "got a list of 6; convert it with jnp.asarray"),
+        (wrong("gru", carry=[[0.0] * H] * 2), "got a list of 2; convert it with jnp.asarray"),
+        (wrong("gru", carry=[H0]), "got a list of 1; pass its only element"),
+        (wrong("gru", carry=BCOO.fromdense(H0)), "carry must be one array for a GRU, [*batch, H], got BCOO; pass its"),
+        (wrong("gru", xs=BCOO.fromdense(XS)), "xs must be an array, got BCOO; pass its todense()"),
+        (wrong("gru", resets=BCOO.fromdense(RESETS)), "resets must be an array, got BCOO; pass its todense()"),
+        (wrong("gru", params=GRU._replace(w_ih=BCOO.fromdense(GRU.w_ih))), "params.w_ih must be an array, got BCOO"),
+        (wrong("gru", xs=KEYS), "xs must be an array of numbers, got dtype key<fry>; it holds random keys"),
+        (wrong("gru", carry=XS.astype(F8)[0]), "carry must have a dtype that JAX promotes, got float8_e4m3fn"),
+        (wrong("gru", xs=XS.astype(F8)), "xs must have a dtype that JAX promotes, got float8_e4m3fn; convert it"),
+        (
+            wrong("gru", params=GRU._replace(w_hh=GRU.w_hh.astype(F8))),
+            "params.w_hh must have a dtype that JAX promotes",
         ),
         (wrong("gru", xs=XS.astype(bool)), "xs must be floating point, got bool; convert it first"),
         (wrong("gru", xs=XS.astype(jnp.uint8)), "xs must be floating point, got uint8; convert it first"),
@@ -350,6 +366,13 @@ TABLE = {
         ),
         (apply(linen.RNN(linen.GRUCell(H)), XS, resets=RESETS.astype(complex)), "resets must be real, got complex64"),
         (apply(linen.RNN(linen.GRUCell(H)), XS.astype(complex)), "inputs must be real, got complex64"),
+        (apply(linen.RNN(linen.GRUCell(H)), XS.astype(F8)), "inputs must have a dtype that JAX promotes, got float8"),
+        (
+            apply(linen.RNN(linen.GRUCell(H)), XS.astype(jnp.int4)),
+            "inputs must have a dtype that JAX promotes, got int4",
+        ),
+        (apply(linen.RNN(linen.GRUCell(H)), BCOO.fromdense(XS)), "inputs must be an array, got BCOO; pass its todense"),
+        (apply(linen.RNN(linen.GRUCell(H)), KEYS), "inputs must be an array of numbers, got dtype key<fry>"),
         (
             apply(linen.RNN(linen.GRUCell(H)), [[0.0]]),
             "inputs must be an array, got a list of 1; convert it with jnp.asarray",
@@ -687,6 +710,9 @@ TABLE = {
             lambda: linen.GRU(H, learned_carry=True).initialize_carry(KEY, (B, D)),
             "learned_carry must be False for a stack without variables, got True; call stack.apply",
         ),
+        (apply(linen.GRU(H), XS.astype(F8)), "inputs must have a dtype that JAX promotes, got float8"),
+        (apply(linen.GRU(H), XS.astype(complex)), "inputs must be real, got complex64; pass its real part"),
+        (apply(linen.GRU(H, param_dtype=F8), XS), "param_dtype must be a floating-point dtype or None, got float8"),
         (made("GRU", D, -1), "hidden_features must be at least 1, got -1"),
         (made("GRU", D, H, num_layers=1.5), "num_layers must be an integer, got 1.5"),
         (made("GRU", D, H, norm="batch"), "got 'batch'"),
@@ -732,7 +758,7 @@ TABLE = {
             apply(linen.LayerNorm(), object_array(B, H)),
             "x must be an array, got an array object[3, 6]; pass an array of numbers",
         ),
-        (apply(linen.LayerNorm(), H0.astype(complex)), "x must be floating point, got complex64"),
+        (apply(linen.LayerNorm(), H0.astype(F8)), "x must have a dtype that JAX promotes, got float8"),
         (apply(linen.LayerNorm(), 1.0), "x must be [*rows, N], got a scalar"),
         (apply(linen.LayerNorm(epsilon="small"), H0), "epsilon must be a number, got 'small'"),
         (apply(linen.LayerNorm(dtype=int), H0), "dtype must be a floating-point dtype or None, got int"),

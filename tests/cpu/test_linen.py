@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import trees
 from agents import ActorCritic, agents_rnn
-from flax import serialization
+from flax import nnx, serialization
 from plain_cells import LINEN
 from trees import assert_close, assert_identical, normal, some_resets
 
@@ -240,6 +240,57 @@ def test_cell_name_can_be_that_of_the_first_cell(dummy):
     assert_close(Replacement().apply(variables, carry, x), ScannedRNN().apply(variables, carry, x), tol=1e-5)
     with pytest.raises(ValueError, match=r"must be under GRUCell_1, got GRUCell_0; .* cell_name"):
         linen.ScannedRNN().apply(variables, carry, x)
+
+
+class Elman(nn.RNNCellBase):
+    """A cell of the user's with few options."""
+
+    features: int
+
+    @nn.compact
+    def __call__(self, h, x):
+        h = nn.tanh(nn.Dense(self.features)(x) + nn.Dense(self.features, use_bias=False)(h))
+        return h, h
+
+    @nn.nowrap
+    def initialize_carry(self, rng, input_shape):
+        return jnp.zeros((*input_shape[:-1], self.features))
+
+    @property
+    def num_feature_axes(self):
+        return 1
+
+
+def test_scanned_rnn_gives_a_cell_the_options_that_it_has():
+    class Scanned(linen.ScannedRNN):
+        cell_type: typing.Any = Elman
+
+    x = normal(1, (T, B, D)), some_resets((T, B))
+    carry = Scanned.initialize_carry(B, H)
+    assert carry.shape == (B, H)
+    variables = random_variables(Scanned(), carry, x)
+    of_cell = {"params": {"cell": variables["params"]["Elman_1"]}}
+    want = run(linen.RNN(Elman(H), time_major=True), of_cell, x[0], resets=x[1])
+    assert_close(run(Scanned(), variables, carry, x)[1], want)
+    message = r"with the options features, dtype, got .*Elman, which lacks dtype and has features;"
+    with pytest.raises(ValueError, match=message):
+        Scanned(dtype=jnp.bfloat16).init(jax.random.key(0), carry, x)
+    with pytest.raises(ValueError, match="which lacks param_dtype"):
+        Scanned(param_dtype=jnp.bfloat16).initialize_carry(B, H)
+
+
+class NoWidth(nn.RNNCellBase):
+    """A cell without the option `features`."""
+
+    size: int = 4
+
+
+def test_scanned_rnn_needs_a_cell_with_a_width():
+    scanned = linen.ScannedRNN(cell_type=NoWidth)
+    with pytest.raises(ValueError, match="NoWidth, which lacks features and has size; add what is missing"):
+        scanned.initialize_carry(B, H)
+    with pytest.raises(ValueError, match="which lacks features"):
+        scanned.init(jax.random.key(0), jnp.zeros((B, H)), (normal(1, (T, B, D)), some_resets((T, B))))
 
 
 def test_parameters_of_another_cell_are_rejected():
@@ -513,6 +564,168 @@ def test_rnn_without_a_carry_starts_from_the_carry_of_the_cell():
     assert_close(run(ours, variables, xs, initial_carry=jnp.ones((B, H)), resets=resets, init_key=key), want)
 
 
+RANDOM = nn.initializers.normal(1.0)
+
+
+@pytest.mark.parametrize("resets", [None, jnp.zeros((B, T))], ids=["no_resets", "resets"])
+@pytest.mark.parametrize("cell", CELLS)
+@pytest.mark.parametrize("how", ["fused", "flax_cell", "scanned", "stack", "bidirectional"])
+def test_the_key_of_the_carry_is_used_once(cell, how, resets):
+    if how in ("stack", "bidirectional"):
+        of_cell = {"GRUCell": "GRU", "LSTMCell": "LSTM", "OptimizedLSTMCell": "LSTM", "MGUCell": "MGU",
+                   "SimpleCell": "SimpleRNN", "NormGRUCell": "NormGRU"}  # fmt: skip
+        rnn = getattr(linen, of_cell[cell])(H, carry_init=RANDOM, num_layers=2, bidirectional=how == "bidirectional")
+    else:
+        make = getattr(linen if how == "fused" else LINEN, cell)
+        other = {} if how != "scanned" or cell == "NormGRUCell" else {"activation_fn": lambda x: nn.tanh(x)}
+        rnn = linen.RNN(make(H, carry_init=RANDOM, **other))
+    xs, key = rnn_inputs(False), jax.random.key(0)
+    variables = jax.eval_shape(rnn.init, key, xs)
+    with jax.debug_key_reuse(True):
+        jax.make_jaxpr(lambda v, k: rnn.apply(v, xs, init_key=k, resets=resets))(variables, key)
+        jax.make_jaxpr(lambda k: rnn.init(jax.random.key(1), xs, init_key=k, resets=resets))(key)
+
+
+class OnesCell(nn.GRUCell):
+    """A cell that starts from ones, although its `carry_init` is that of its base."""
+
+    @nn.nowrap
+    def initialize_carry(self, rng, input_shape):
+        return jnp.ones((*input_shape[:-1], self.features))
+
+
+def test_only_a_carry_that_is_used_is_drawn():
+    """The carry of a new sequence is computed if a sequence or an episode starts from it, and once."""
+    draws = []
+
+    def carry_init(key, shape, dtype=jnp.float32):
+        draws.append(shape)
+        return jnp.ones(shape, dtype)
+
+    xs, resets, h = rnn_inputs(True), jnp.zeros((T, B)), jnp.zeros((B, H))
+    rnn = linen.RNN(linen.GRUCell(H, carry_init=carry_init), time_major=True)
+    stack = linen.GRU(H, carry_init=carry_init, time_major=True)
+    reset_rnn = linen.ResetRNN(linen.GRUCell(H, carry_init=carry_init))
+    for module, args, carry in ((rnn, (xs,), h), (stack, (xs,), (h,)), (reset_rnn, ((xs, resets),), h)):
+        with_resets = {} if module is reset_rnn else {"resets": resets}
+        variables = random_variables(module, *args)
+        for given, count in [
+            ({}, 1), (with_resets, 1), ({"initial_carry": carry, **with_resets}, 1),
+            ({"initial_carry": carry, "reset_carry": carry, **with_resets}, 0),
+        ]:  # fmt: skip
+            draws.clear()
+            module.apply(variables, *args, **given)
+            assert len(draws) == count, (module, given)
+        if module is not reset_rnn:
+            draws.clear()
+            module.apply(variables, *args, initial_carry=carry)
+            assert not draws
+
+
+def test_episodes_start_from_what_the_class_of_the_cell_says():
+    xs, starts = rnn_inputs(True), jnp.zeros((T, B)).at[3].set(1)
+    rnn = linen.RNN(OnesCell(H), time_major=True)
+    variables = random_variables(rnn, xs)
+    _, tail = run(rnn, variables, xs[3:], return_carry=True)
+    zeros = jnp.zeros((B, H))
+    assert_close(run(rnn, variables, xs, initial_carry=zeros, resets=starts)[3:], tail)
+    scanned = linen.ScannedRNN(cell_type=OnesCell, cell_name="cell")
+    assert_close(run(scanned, variables, zeros, (xs, starts))[1][3:], tail)
+
+
+class Pair(typing.NamedTuple):
+    """The states of an LSTM in the order of Haiku, which is not that of Flax."""
+
+    hidden: jax.Array
+    cell: jax.Array
+
+
+class FlaxPair(typing.NamedTuple):
+    """The states of an LSTM in the order of Flax."""
+
+    cell_state: jax.Array
+    hidden_state: jax.Array
+
+
+class Unnamed(typing.NamedTuple):
+    """A pair whose fields name no state."""
+
+    first: jax.Array
+    second: jax.Array
+
+
+def calls_with_a_pair(pair):
+    """Yields calls that take the states of an LSTM as a carry or a reset carry."""
+    xs, resets, zeros = rnn_inputs(True), jnp.zeros((T, B)), (jnp.zeros((B, H)),) * 2
+    cell, step = linen.LSTMCell(H), linen.LSTMCell(H, gate_fn=nn.hard_sigmoid)
+    rnn, stack = linen.RNN(cell, time_major=True), linen.LSTM(H, num_layers=2, time_major=True)
+    scanned = replacement("LSTMCell", False)()
+    params = jaxrnn.LSTMParams(jnp.zeros((D, 4 * H)), jnp.zeros((H, 4 * H)), jnp.zeros(4 * H))
+    for module, args in ((cell, (zeros, xs[0])), (step, (zeros, xs[0])), (rnn, (xs,)), (stack, (xs,))):
+        variables = module.init(jax.random.key(0), *args)
+        if module in (cell, step):
+            yield functools.partial(module.apply, variables, pair, xs[0])
+            continue
+        carry = (pair, pair) if module is stack else pair
+        yield functools.partial(module.apply, variables, xs, initial_carry=carry)
+        yield functools.partial(module.apply, variables, xs, resets=resets, reset_carry=carry)
+    yield functools.partial(scanned.init, jax.random.key(0), pair, (xs, resets))
+    yield functools.partial(jaxrnn.lstm, params, pair, xs)
+    yield functools.partial(jaxrnn.lstm, params, zeros, xs, resets=resets, reset_state=pair)
+    both = jaxrnn.nnx.RNN(jaxrnn.nnx.LSTMCell(D, H, rngs=nnx.Rngs(0)), time_major=True)
+    yield functools.partial(both, xs, initial_carry=pair)
+    yield functools.partial(jaxrnn.nnx.LSTMCell(D, H, gate_fn=nnx.elu, rngs=nnx.Rngs(0)), pair, xs[0])
+
+
+def test_states_of_a_named_tuple_are_in_the_order_of_its_fields():
+    h, c = normal(1, (B, H)), normal(2, (B, H))
+    want = [call() for call in calls_with_a_pair((c, h))]
+    for call, result in zip(calls_with_a_pair(FlaxPair(c, h)), want, strict=True):
+        assert_close(jax.tree.leaves(call()), jax.tree.leaves(result), tol=0)
+    for kind, remedy in ((Pair, "pass cell and hidden in a plain tuple"), (Unnamed, "pass a plain tuple")):
+        for call in calls_with_a_pair(kind(h, c)):
+            with pytest.raises(ValueError, match=rf"\(c, h\), got {kind.__name__}\(.*\); {remedy}"):
+                call()
+
+
+def test_a_stack_takes_no_named_states_of_all_layers():
+    """PyTorch has them in this form; of two layers, they would be taken for two pairs."""
+    h = jnp.zeros((B, H))
+    with pytest.raises(ValueError, match="must be a tuple with one entry for each of 2 layers"):
+        linen.LSTM(H, num_layers=2).init(jax.random.key(0), rnn_inputs(False), initial_carry=Pair((h, h), (h, h)))
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"reverse": True, "keep_order": True}], ids=str)
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "scanned"])
+def test_padding_may_be_nan(cell, options):
+    """Loss and gradients are those of zeros in the padding, also where the carry and the resets of padding are NaN."""
+    kind = linen.GRUCell(H, gate_fn=nn.hard_sigmoid) if cell == "scanned" else getattr(linen, cell)(H)
+    rnn = linen.RNN(kind, return_carry=True, **options)
+    lengths = jnp.array([2, T, 0, 3])
+    valid, empty = jnp.arange(T) < lengths[:, None], lengths[:, None] == 0
+    xs, carry, starts = rnn_inputs(False), some_carry(cell), reset_carries(cell, (B, T, H))
+    variables = random_variables(rnn, xs)
+
+    def loss(variables, xs, carry, starts, resets):
+        options = {"seq_lengths": lengths, "resets": resets, "reset_carry": starts}
+        last, ys = rnn.apply(variables, xs, initial_carry=carry, **options)
+        of_ys = jnp.sum(jnp.where(valid[..., None], ys, 0.0) ** 2)
+        return of_ys + sum(jnp.sum(jnp.where(empty, 0.0, x) ** 2) for x in jax.tree.leaves(last))
+
+    def padded(value):
+        at = lambda mask: lambda x: jnp.where(mask, value, x)  # noqa: E731
+        resets = jnp.where(valid, some_resets((B, T)), value)
+        of_carry, of_starts = jax.tree.map(at(empty), carry), jax.tree.map(at(~valid[..., None]), starts)
+        return at(~valid[..., None])(xs), of_carry, of_starts, resets
+
+    both = jax.jit(jax.value_and_grad(loss, range(4)))
+    want = both(variables, *padded(0.0))
+    for value in (jnp.nan, jnp.inf):
+        assert_close(both(variables, *padded(value)), want, tol=0)
+    last, _ = rnn.apply(variables, padded(jnp.nan)[0], initial_carry=padded(jnp.nan)[1], seq_lengths=lengths)
+    assert all(jnp.isnan(x[2]).all() for x in jax.tree.leaves(last))  # an empty sequence keeps its carry
+
+
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_sequence_of_length_zero_keeps_its_carry(cell):
     xs, carry = rnn_inputs(False), some_carry(cell)
@@ -775,6 +988,68 @@ def test_cells_with_other_formulas_run_as_flax_runs_them(cell, options):
         assert_close(run(got, variables, xs, initial_carry=carry), run(want, variables, xs, initial_carry=carry))
     params = {"params": variables["params"]["cell"]}
     assert_close(ours.cell.apply(params, carry, xs[0]), want.cell.apply(params, carry, xs[0]))
+
+
+@pytest.mark.parametrize("cell", WITH_GATE_FN)
+def test_complex_numbers_run_as_in_flax(cell):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape) + 1j * rng.normal(size=shape), jnp.complex64)  # noqa: E731
+    ours, flax_cell, xs = getattr(linen, cell)(H), getattr(nn, cell)(H), draw(T, B, D)
+    carry = jax.tree.map(lambda x: draw(*x.shape), some_carry(cell))
+    variables = random_variables(flax_cell, some_carry(cell), xs[0].real)
+    for start in (carry, some_carry(cell)):
+        assert_close(ours.apply(variables, start, xs[0]), flax_cell.apply(variables, start, xs[0]), tol=0)
+    of_rnn, call = (
+        {"params": {"cell": variables["params"]}},
+        {"initial_carry": carry, "seq_lengths": jnp.arange(1, B + 1)},
+    )
+    got, want = (
+        run(rnn(of, time_major=True, return_carry=True), of_rnn, xs, **call)
+        for rnn, of in ((linen.RNN, ours), (nn.RNN, flax_cell))
+    )
+    assert_close((got[0], got[1]), (want[0], want[1]), tol=0)
+    with pytest.raises(ValueError, match="inputs must be real, got complex64"):
+        linen.RNN(ours).init(jax.random.key(0), xs)
+    with pytest.raises(NotImplementedError, match="cannot run complex numbers"):
+        linen.RNN(ours, implementation="triton").init(jax.random.key(0), xs, initial_carry=carry)
+
+
+@pytest.mark.parametrize("norm", ["LayerNorm", "RMSNorm"])
+def test_norms_of_complex_numbers_are_those_of_flax(norm):
+    x = normal(1, (B, H)) + 1j * normal(2, (B, H))
+    ours, flax_norm = getattr(linen, norm)(), getattr(nn, norm)()
+    variables = flax_norm.init(jax.random.key(0), x)
+    assert_close(ours.apply(variables, x), flax_norm.apply(variables, x), tol=0)
+    ours, flax_norm = (getattr(source, norm)(H, rngs=nnx.Rngs(0)) for source in (jaxrnn.nnx, nnx))
+    assert_close(ours(x), flax_norm(x), tol=0)
+
+
+def test_a_scanned_cell_keeps_the_dtype_of_its_carry():
+    """As a fused one does; Flax's SimpleCell returns its carry in `dtype`, which its scan refuses."""
+    cells = [linen.SimpleCell(H, dtype=jnp.bfloat16, activation_fn=f) for f in (nn.tanh, lambda x: nn.tanh(x))]
+    xs, carry = rnn_inputs(False), some_carry("SimpleCell")
+    variables = random_variables(linen.RNN(cells[0]), xs)
+    fused, scanned = (
+        run(linen.RNN(cell, return_carry=True), variables, xs, initial_carry=carry) for cell in cells
+    )  # fmt: skip
+    assert fused[0].dtype == scanned[0].dtype == jnp.float32
+    assert_close(scanned[0], fused[0], tol=0.05)
+
+
+def test_tabulate_shows_the_modules_that_the_user_made():
+    class Agent(nn.Module):
+        @nn.compact
+        def __call__(self, xs):
+            return linen.GRU(H, norm="rms", num_layers=2)(linen.RNN(linen.LSTMCell(H), name="rnn")(xs))
+
+    for depth in (None, 1):
+        console = {"width": 200, "no_color": True, "force_terminal": False}
+        table = Agent().tabulate(jax.random.key(0), rnn_inputs(False), depth=depth, console_kwargs=console)
+        rows = [line.split("│")[1:3] for line in table.splitlines() if line.count("│") == 6]
+        shown = {path.strip(): module.strip() for path, module in rows if module.strip()}
+        wanted = {"": "Agent", "rnn": "RNN", "GRU_0": "GRU", "GRU_0/norm_0": "RMSNorm"}
+        assert shown == {path: module for path, module in wanted.items() if depth is None or "/" not in path}
+        assert "kernel: float32[5,6]" in table or depth is not None
 
 
 def test_convolutional_cells_run_with_resets():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import warnings
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -284,6 +286,145 @@ def test_traced_lengths_are_clipped(kind, options):
     got = call(rnn, jnp.array([-1, T + 2, 3, 0]))
     assert_close(got, call(rnn, jnp.array([0, T, 3, 0])), tol=0)
     assert_close(jax.tree.map(lambda x: x[0], got[0]), jax.tree.map(lambda x: x[0], carry), tol=0)
+
+
+def half(args, **_):
+    """Halves the operands of a layer, as a fake quantization changes them."""
+    return tuple(None if x is None else 0.5 * x for x in args)
+
+
+def half_product(x, w, dimensions, **options):
+    return 0.5 * jax.lax.dot_general(x, w, dimensions, **options)
+
+
+EDITS = {
+    "promote_dtype": half, "dtype": jnp.bfloat16, "preferred_element_type": jnp.bfloat16, "dot_general": half_product,
+    "precision": jax.lax.Precision.HIGHEST, "use_bias": None, "bias": None, "a_later_option": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("side", ["i", "h"])
+@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("cell", ["GRUCell", "LSTMCell", "OptimizedLSTMCell", "SimpleCell"])
+def test_a_layer_with_other_settings_computes_what_it_does_in_flax(cell, name, side):
+    cells = [make(source, cell) for source in (nnx, fused)]
+    layers = [f"{'if_' if side == 'i' else 'hg'}" if cell == "LSTMCell" else f"dense_{side}"] * 2
+    for one, layer in zip(cells, layers, strict=True):
+        dense = getattr(one, layer)
+        if name in ("use_bias", "bias"):  # the layer has a bias if it had none, and the reverse
+            has_bias = dense.bias is None
+            dense = randomized(nnx.Linear(*dense.kernel.shape, use_bias=has_bias, rngs=nnx.Rngs(0)))
+            setattr(one, layer, dense)
+        else:
+            setattr(dense, name, EDITS[name])
+    xs, carry = normal(1, (B, T, D)), some_carry(cell)
+    if name not in ("use_bias", "bias"):
+        assert f"{layers[0]} is not a plain nnx.Linear of the cell's dtype: {name}" in reason_to_scan(cells[1])
+        with pytest.raises(NotImplementedError, match=name):
+            fused.RNN(cells[1], implementation="triton")(xs)
+    plain, ours = nnx.RNN(cells[0], return_carry=True), fused.RNN(cells[1], return_carry=True)
+    assert_close(ours(xs, initial_carry=carry), plain(xs, initial_carry=carry))
+    assert_close(cells[1](carry, xs[:, 0]), cells[0](carry, xs[:, 0]))
+
+
+def test_a_stack_with_an_edited_layer_raises():
+    stack = fused.GRU(D, H, rngs=nnx.Rngs(0))
+    stack.layers[0].dense_h.dot_general = half_product
+    with pytest.raises(NotImplementedError, match=r"a stack cannot run .* dense_h .*: dot_general; use one RNN"):
+        stack(normal(1, (B, T, D)))
+
+
+@pytest.mark.parametrize("module", [linen, fused], ids=["linen", "nnx"])
+def test_an_option_that_flax_adds_later_is_not_ignored(module, monkeypatch):
+    """`reset_gate` and the like change the formula; an option that is not known may do so, too."""
+    from jaxrnn.modules import reasons
+
+    cell = linen.GRUCell(H, bias_init=nnx.initializers.ones) if module is linen else make(fused, "GRUCell")
+    reason = linen.cells.reason_to_scan if module is linen else reason_to_scan
+    name = "bias_init" if module is linen else "carry_init"
+    if module is fused:
+        cell.carry_init = nnx.initializers.ones
+    assert reason(cell) is None
+    monkeypatch.setattr(reasons, "_OPTIONS", reasons._OPTIONS - {name})
+    assert reason(cell) == f"a cell with the option {name}, which jaxrnn does not know"
+
+
+@pytest.mark.parametrize("cell", [*WITH_GATE_FN, "MGUCell"])
+def test_every_option_of_the_cells_of_this_flax_is_known(cell):
+    from jaxrnn.modules.reasons import _OPTIONS
+
+    of_linen = {field.name for field in dataclasses.fields(getattr(nn, cell))}
+    assert of_linen and of_linen <= _OPTIONS
+    if hasattr(nnx, cell):
+        made = {name for name in vars(getattr(nnx, cell)(D, H, rngs=nnx.Rngs(0))) if not name.startswith("_")}
+        layers = {name for name in made if name.startswith(("dense_", "i", "h"))} - {"in_features", "hidden_features"}
+        assert layers and made - layers - {"rngs"} <= _OPTIONS
+
+
+def test_norms_with_their_own_promote_dtype_run_as_in_flax():
+    x, residual = normal(1, (B, H)), normal(2, (B, H))
+    ours, flax_norm = (source.LayerNorm(H, promote_dtype=half, rngs=nnx.Rngs(0)) for source in (fused, nnx))
+    y, total = ours(x, residual=residual)
+    assert_close((ours(x), y, total), (flax_norm(x), flax_norm(x + residual), x + residual), tol=0)
+    ours.implementation = "triton"
+    with pytest.raises(NotImplementedError, match="its own promote_dtype"):
+        ours(x)
+
+
+class OnesCell(nnx.GRUCell):
+    """A cell that starts from ones."""
+
+    def initialize_carry(self, input_shape, rngs=None, carry_init=None):
+        return jnp.ones((*input_shape[:-1], self.hidden_features))
+
+
+def test_episodes_start_from_what_the_class_of_the_cell_says():
+    cell, xs = OnesCell(D, H, rngs=nnx.Rngs(0)), normal(1, (B, T, D))
+    rnn, resets = fused.RNN(cell), jnp.zeros((B, T)).at[:, 3].set(1)
+    assert_close(rnn(xs, initial_carry=jnp.zeros((B, H)), resets=resets)[:, 3:], rnn(xs[:, 3:]))
+
+
+def test_only_a_carry_that_is_used_is_drawn():
+    draws = []
+
+    def carry_init(key, shape, dtype=jnp.float32):
+        draws.append(shape)
+        return jnp.ones(shape, dtype)
+
+    xs, resets, h = normal(1, (B, T, D)), jnp.zeros((B, T)), jnp.zeros((B, H))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Flax prefers `initialize_carry(carry_init=)`
+        rnn = fused.RNN(make(fused, "GRUCell", carry_init=carry_init))
+    stack = make(fused, "GRU", carry_init=carry_init)
+    for module, carry, options in ((rnn, h, {}), (stack, (h,), {"rngs": nnx.Rngs(0)})):
+        for call, count in [
+            ({}, 1), ({"resets": resets}, 1), ({"initial_carry": carry}, 0),
+            ({"initial_carry": carry, "resets": resets}, 1),
+            ({"initial_carry": carry, "resets": resets, "reset_carry": carry}, 0),
+        ]:  # fmt: skip
+            draws.clear()
+            module(xs, **call, **options)
+            assert len(draws) == count, call
+
+
+@pytest.mark.parametrize("kind", ["GRUCell", "scanned", "GRU", "LSTM"])
+def test_padding_may_be_nan(kind):
+    lengths = jnp.array([2, T, 0, 3])
+    valid = jnp.arange(T) < lengths[:, None]
+    if kind in ("GRU", "LSTM"):
+        rnn = make(fused, kind, num_layers=2, bidirectional=True)
+    else:
+        options = {"gate_fn": nnx.hard_sigmoid} if kind == "scanned" else {}
+        rnn = fused.RNN(make(fused, "GRUCell", **options))
+
+    def loss(rnn, xs):
+        return jnp.sum(jnp.where(valid[..., None], rnn(xs, seq_lengths=lengths), 0.0) ** 2)
+
+    results = []
+    for value in (0.0, jnp.nan):
+        xs = jnp.where(valid[..., None], normal(1, (B, T, D)), value)
+        results.append(nnx.to_pure_dict(nnx.grad(loss)(rnn, xs)))
+    assert_close(*results, tol=0)
 
 
 class NoisyCell(nnx.Module):

@@ -380,6 +380,30 @@ def test_padding_has_no_effect(cell):
         assert_close((jax.tree.map(lambda x, b=b: x[b], last), ys[:length, b]), (want_last, want_ys))
 
 
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"bidirectional": True}], ids=str)
+@pytest.mark.parametrize("cell", STACKS)
+def test_padding_of_any_value_reaches_no_gradient(cell, options):
+    """Padding may also be so large that products with it overflow."""
+    stack, variables, carry = make(cell, num_layers=2, **options)
+    xs, lengths = normal(2, (T, B, D)), jnp.array([7, 0, 4])
+    valid, empty = (jnp.arange(T)[:, None] < lengths)[..., None], (lengths == 0)[:, None]
+    resets, starts = normal(3, (T, B)) > 0.7, jax.tree.map(lambda x: jnp.stack([x] * T), carry)
+
+    def call(variables, xs, carry, starts, resets):
+        options = {"seq_lengths": lengths, "resets": resets, "reset_carry": starts}
+        last, ys = stack.apply(variables, xs, initial_carry=carry, **options)
+        return jax.tree.map(lambda x: jnp.where(empty, 0.0, x), last), jnp.where(valid, ys, 0.0)
+
+    def padded(value):
+        at = lambda mask: lambda x: jnp.where(mask, value, x)  # noqa: E731
+        of_carry, of_starts = jax.tree.map(at(empty), carry), jax.tree.map(at(~valid), starts)
+        return at(~valid)(xs), of_carry, of_starts, jnp.where(valid[..., 0], resets, value)
+
+    results = [outputs_and_gradients(call, variables, *padded(value)) for value in (0.0, jnp.nan, 3e38)]
+    assert_close(results[1], results[0], tol=0)
+    assert_close(results[2], results[0], tol=0)
+
+
 @pytest.mark.parametrize("time_major", [True, False], ids=["time_major", "batch_major"])
 def test_extra_batch_axes_equal_one_flattened_axis(time_major):
     stack, variables, _ = make("LSTM", num_layers=2, bidirectional=True, time_major=time_major)

@@ -6,6 +6,7 @@ The tests run on eight CPU devices, with interpreted kernels, or on the GPUs if 
 
 import contextlib
 import functools
+import itertools
 import re
 
 import calls
@@ -20,7 +21,8 @@ from jax.sharding import PartitionSpec as P
 from meshes import make_mesh
 
 import jaxrnn
-from jaxrnn import _bridge
+from jaxrnn import _bridge, recurrent, scan
+from jaxrnn.cells import CELLS
 from jaxrnn.kernel_vjp import chunks
 from torch_bridge import tiling
 
@@ -283,6 +285,72 @@ def test_modules_make_a_carry_for_an_explicit_mesh(make):
             assert_close(module.apply(put(variables, P()), *given), want)
 
 
+SCANNED = pytest.mark.parametrize(
+    ("package", "cell"), list(itertools.product(["linen", "nnx"], ["GRUCell", "LSTMCell", "SimpleCell"]))
+)
+
+
+def scanned_rnn(package, cell):
+    """Returns functions that initialize and apply an `RNN` whose cell runs under a scan of Flax."""
+    import flax
+
+    import jaxrnn.linen
+    import jaxrnn.nnx
+
+    if package == "linen":
+        rnn = jaxrnn.linen.RNN(getattr(jaxrnn.linen, cell)(H, activation_fn=flax.linen.elu), return_carry=True)
+        return functools.partial(rnn.init, jax.random.key(0)), rnn.apply
+    cell = getattr(jaxrnn.nnx, cell)(D, H, activation_fn=flax.nnx.elu, rngs=flax.nnx.Rngs(0))
+    graph, state = flax.nnx.split(jaxrnn.nnx.RNN(cell, return_carry=True))
+    return lambda xs: state, lambda state, *args, **options: flax.nnx.merge(graph, state)(*args, **options)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@SCANNED
+def test_a_scanned_cell_runs_inside_shard_map_as_a_fused_one_does(package, cell, check_vma):
+    """It makes its own carry, which must vary over the devices as the inputs do."""
+    init, apply = scanned_rnn(package, cell)
+    _, _, xs, _, resets = make_arguments("gru")
+    xs, resets, lengths = xs.swapaxes(0, 1), resets.T, jnp.arange(B) % (T + 1)
+    variables = init(xs)
+    leaves, tree = jax.tree.flatten(variables)
+    floats = [x for x in leaves if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def loss(floats, xs, resets, lengths):
+        given = iter(floats)
+        filled = tree.unflatten([next(given) if jnp.issubdtype(x.dtype, jnp.floating) else x for x in leaves])
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(apply(filled, xs, resets=resets, seq_lengths=lengths)))
+
+    def on_devices(*arguments):
+        return jax.lax.psum(loss(*arguments), "data")
+
+    mesh, row = make_mesh(AxisType.Auto), P("data")
+    sharded = jax.shard_map(on_devices, mesh=mesh, in_specs=(P(), row, row, row), out_specs=P(), check_vma=check_vma)
+    arguments = floats, xs, resets, lengths
+    want = jax.value_and_grad(loss)(*arguments)
+    assert_close(jax.jit(jax.value_and_grad(sharded))(*arguments), want)
+
+
+@pytest.mark.parametrize("mesh_is_set", [False, True])
+@pytest.mark.parametrize("spec", [P("data"), P()], ids=str)
+@SCANNED
+def test_a_scanned_cell_runs_on_an_explicit_mesh_as_a_fused_one_does(package, cell, spec, mesh_is_set):
+    init, apply = scanned_rnn(package, cell)
+    _, _, xs, _, resets = make_arguments("gru")
+    xs, resets, lengths = xs.swapaxes(0, 1), resets.T, jnp.arange(B) % (T + 1)
+    variables, mesh = init(xs), make_mesh(AxisType.Explicit)
+    placed = place(mesh, (spec, spec), (xs, resets))
+    with jax.default_matmul_precision("highest"):
+        want = apply(variables, xs, resets=resets, seq_lengths=lengths)
+        with jax.set_mesh(mesh) if mesh_is_set else contextlib.nullcontext():
+            # without a mesh that is set, constants of Flax's cell would be on one device
+            eager = () if package == "linen" and not mesh_is_set else (apply,)
+            for call in (*eager, jax.jit(apply)):
+                got = call(variables, placed[0], resets=placed[1], seq_lengths=lengths)
+                assert_close(got, want)
+                assert got[1].sharding.spec[:1] == (spec or (None,))[:1]
+
+
 @pytest.mark.parametrize("spec", [P("data"), P(None, "data"), P()], ids=str)
 @pytest.mark.parametrize("norm", ["rms_norm", "layer_norm"])
 def test_norms_reshard_arguments_to_match_the_rows(norm, spec):
@@ -444,6 +512,53 @@ def test_vmap_over_a_sharded_axis_allows_arrays_made_inside(steps, cell, mapped,
         got = call(*sharded)
         assert_close(got, want)
         assert got.sharding.spec == P("data", None, None, None)
+
+
+@pytest.mark.parametrize("mapped", ["examples", "everything"])
+@pytest.mark.parametrize("cell", ["gru", "lstm"])
+def test_one_step_of_xla_on_a_gpu_allows_arrays_made_inside(monkeypatch, cell, mapped):
+    """XLA joins both products of a step there; the inputs are mapped, and the state is not."""
+    monkeypatch.setattr(scan.jax, "default_backend", lambda: "gpu")
+    jax.clear_caches()
+    mesh, in_axes = make_mesh(AxisType.Explicit), (MAPPED[mapped][0], 0)
+    params, _, xs, *_ = make_mapped(cell, MAPPED[mapped], (len(jax.devices()),))
+    _, carry, *_ = make_arguments(cell, (2,))
+
+    def run(params, x):
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), carry)
+        return (jaxrnn.gru if cell == "gru" else jaxrnn.lstm)(params, zeros, x[:1], implementation="xla")[1]
+
+    each = jax.jit(jax.vmap(run, in_axes))
+    sharded = place(mesh, [P() if axis is None else P("data") for axis in in_axes], (params, xs))
+    got, want = each(*sharded), each(params, xs)
+    jax.clear_caches()
+    assert_close(got, want)
+    assert got.sharding.spec == P("data", None, None, None)
+
+
+@IMPLEMENTATIONS
+def test_one_direction_may_have_a_carry_made_inside(implementation):
+    """The arguments of both directions are stacked: `vmap` maps one carry over a sharded axis, and not the other."""
+    mesh, count = make_mesh(AxisType.Explicit), len(jax.devices())
+    params, _, xs, *_ = make_mapped("gru", (None, None, 0, None, None), (count,))
+    _, h, *_ = make_arguments("gru", (2,))
+    given = jnp.stack([h] * count)
+
+    def run(implementation, params, h, x):
+        both = recurrent.run_bidirectional(
+            CELLS["gru"],
+            (params, params),
+            (h, jnp.zeros_like(h)),
+            x,
+            precision="highest",
+            implementation=implementation,
+        )
+        return [ys for _, (ys,) in both]
+
+    each = lambda implementation: jax.vmap(functools.partial(run, implementation), (None, 0, 0))  # noqa: E731
+    want = jax.jit(each("xla"))(params, given, xs)
+    got = jax.jit(each(implementation))(*place(mesh, (P(), P("data"), P("data")), (params, given, xs)))
+    assert_close(got, want)
 
 
 def test_vmap_of_both_directions_over_a_sharded_axis_of_an_explicit_mesh():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import flax.linen as nn
 
 from jaxrnn import modules
@@ -21,8 +24,17 @@ _ENTRY_OF: dict[type[nn.RNNCellBase], CellEntry] = {
 }
 
 
-def reason_to_scan(cell: nn.RNNCellBase) -> str | None:
-    """Returns why `cell` has to run under `nn.scan`, or None if it can be fused."""
-    if (entry := _ENTRY_OF.get(type(cell))) is not None:
-        return entry.reason_to_scan(cell)
-    return modules.reason_to_scan_unlisted(cell, REPLACEMENTS)
+def starts_from_zeros(cell: nn.RNNCellBase) -> bool:
+    """Whether `cell.initialize_carry` is known to return zeros."""
+    return modules.starts_from_zeros(cell, [nn.initializers.zeros], _ENTRY_OF)
+
+
+def reason_to_scan(cell: nn.RNNCellBase, arrays: Any = None) -> str | None:
+    """Returns why `cell` has to run under `nn.scan` on carry and inputs `arrays`, or None if it can be fused."""
+    if (entry := _ENTRY_OF.get(type(cell))) is None:
+        return modules.reason_to_scan_unlisted(cell, REPLACEMENTS)
+    reason = None
+    for of_flax in (base for base in REPLACEMENTS if isinstance(cell, base)):
+        defaults = {field.name: field.default for field in dataclasses.fields(of_flax)}
+        reason = modules.reason_to_scan_unknown(cell, defaults) or modules.reason_for_complex(cell, arrays)
+    return reason or entry.reason_to_scan(cell)

@@ -58,7 +58,7 @@ class GRUCell(FusedCell[Array], nn.GRUCell):
         """The name of the recurrence of `jaxrnn` that computes the cell."""
         return "gru"
 
-    @nn.compact
+    @nn.nowrap
     def packed_params(self, input_features: int, hidden: int) -> GRUParams:
         """Returns the parameters for `jaxrnn.gru`, creating missing ones. The cell has no biases b_hr and b_hz."""
         inputs = [self.gate_params(f"i{gate}", input_features, hidden, use_bias=True) for gate in "rzn"]

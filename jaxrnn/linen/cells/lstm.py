@@ -10,7 +10,7 @@ from jax import Array
 
 from jaxrnn import modules
 from jaxrnn.cells import LSTMParams
-from jaxrnn.linen.fused_cell import CellEntry, DenseParams, FusedCell
+from jaxrnn.linen.fused_cell import CellEntry, FusedCell
 from jaxrnn.linen.stack import FusedStack
 from jaxrnn.modules import ReturnsCarry
 
@@ -23,7 +23,7 @@ class FusedLSTMCell(FusedCell[tuple[Array, Array]]):
         """The name of the recurrence of `jaxrnn` that computes the cell."""
         return "lstm"
 
-    @nn.compact
+    @nn.nowrap
     def packed_params(self, input_features: int, hidden: int, proj_size: int | None = None) -> LSTMParams:
         """Returns the parameters for `jaxrnn.lstm`, creating missing ones. A projection adds `proj` to Flax's names."""
         width = hidden if proj_size is None else proj_size
@@ -33,8 +33,7 @@ class FusedLSTMCell(FusedCell[tuple[Array, Array]]):
         params = LSTMParams(*(jnp.concatenate(x, axis=-1) for x in (w_ih, w_hh, b)))
         if proj_size is None:
             return params
-        dense = DenseParams(proj_size, False, self.kernel_init, self.bias_init, self.param_dtype, name="proj")
-        return params._replace(w_hr=dense(hidden)[0])
+        return params._replace(w_hr=self.layer_param("proj", "kernel", self.kernel_init, (hidden, proj_size)))
 
 
 class LSTMCell(FusedLSTMCell, nn.LSTMCell):

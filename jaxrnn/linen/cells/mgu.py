@@ -52,7 +52,7 @@ class MGUCell(FusedCell[Array], nn.MGUCell):
         """The name of the recurrence of `jaxrnn` that computes the cell."""
         return "mgu"
 
-    @nn.compact
+    @nn.nowrap
     def packed_params(self, input_features: int, hidden: int) -> MGUParams:
         """Returns the parameters for `jaxrnn.mgu`, creating missing ones. The cell has no bias b_hf."""
         inits = {"f": self.forget_bias_init, "n": self.activation_bias_init}

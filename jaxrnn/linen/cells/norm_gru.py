@@ -18,21 +18,6 @@ from jaxrnn.linen.stack import FusedStack
 from jaxrnn.modules import ReturnsCarry
 
 
-class NormParams(nn.Module):
-    """The parameters of the norm of the inputs or of the state, with the names that Flax's norms give them."""
-
-    has_bias: bool
-    param_dtype: Dtype
-
-    @nn.compact
-    def __call__(self, features: int) -> tuple[Array, Array | None]:
-        """Returns `(scale [features], bias [features] or None)`, initially ones and zeros."""
-        scale = self.param("scale", nn.initializers.ones, (features,), self.param_dtype)
-        if not self.has_bias:
-            return scale, None
-        return scale, self.param("bias", nn.initializers.zeros, (features,), self.param_dtype)
-
-
 class PlainNormGRUCell(nn.RNNCellBase):
     """The attributes of `NormGRUCell` that Flax's cells have too."""
 
@@ -102,7 +87,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
         check_norm_and_constants(modules.caller_of(self), self.norm, self.epsilon, self.update_bias)
         return norm_gru_cell(self.norm, self.epsilon, self.update_bias)
 
-    @nn.compact
+    @nn.nowrap
     def packed_params(self, input_features: int, hidden: int) -> NormGRUParams:
         """Returns the parameters for `jaxrnn.norm_gru`, creating missing ones."""
         modules.check_blocks_without_norm(modules.caller_of(self), self.num_blocks)
@@ -121,6 +106,7 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
             shift_h=shift_h,
         )
 
+    @nn.nowrap
     def _norm_params(self, name: str, features: int) -> tuple[Array, Array | None]:
         """Returns scale and bias of the norm for the inputs or for the state. Raises ValueError for another norm's."""
         self.check_given(name, features, features)
@@ -131,7 +117,10 @@ class NormGRUCell(FusedCell[Array], PlainNormGRUCell):
                 f"{modules.caller_of(self)('norm')} must be that of the given parameters, whose {name} has "
                 f'{", ".join(given)}, got "{self.norm}"; "rms" has a scale, and "layer" has a scale and a bias'
             )
-        return NormParams(self.norm == "layer", self.param_dtype, name=name)(features)
+        scale = self.layer_param(name, "scale", nn.initializers.ones, (features,))
+        if self.norm == "rms":
+            return scale, None
+        return scale, self.layer_param(name, "bias", nn.initializers.zeros, (features,))
 
 
 class NormGRU(FusedStack[ReturnsCarry]):

@@ -50,7 +50,7 @@ class SimpleCell(FusedCell[Array], nn.SimpleCell):
         """The name of the recurrence of `jaxrnn` that computes the cell."""
         return "simple_relu" if modules.is_relu(self.activation_fn) else "simple_tanh"
 
-    @nn.compact
+    @nn.nowrap
     def packed_params(self, input_features: int, hidden: int) -> SimpleParams:
         """Returns the parameters for `jaxrnn.simple_rnn`, creating missing ones."""
         b: Any  # a gate without a bias has None

@@ -68,6 +68,7 @@ class GRUCell(FusedCell[Array], nnx.GRUCell):
 def pack(cell: nnx.GRUCell, weights: LayerWeights) -> GRUParams:
     """Returns the parameters for `jaxrnn.gru`. Recurrent biases of r and z, if any, are added to the input biases."""
     w_ih, w_hh, b_i, b_h = weights
+    b_i = jnp.zeros(w_ih.shape[-1:], w_ih.dtype) if b_i is None else b_i
     hn_bias = getattr(cell, "hn_bias", None)
     b_hn = jnp.zeros(cell.hidden_features, b_i.dtype) if hn_bias is None else hn_bias[...]
     if b_h is None:

@@ -115,7 +115,7 @@ class ProjectedLSTMCell(OptimizedLSTMCell):
 def pack(cell: nnx.LSTMCell | nnx.OptimizedLSTMCell, weights: LayerWeights) -> LSTMParams:
     """Returns the parameters for `jaxrnn.lstm`."""
     w_hr: Any = cell.proj.kernel[...] if isinstance(cell, ProjectedLSTMCell) else None
-    return LSTMParams(weights.w_ih, weights.w_hh, weights.b_hh, w_hr)
+    return LSTMParams(weights.w_ih, weights.w_hh, weights.bias(), w_hr)
 
 
 class LSTM(FusedStack[ReturnsCarry]):

@@ -274,7 +274,7 @@ def pack(cell: NormGRUCell, weights: LayerWeights) -> NormGRUParams:
         return norm.scale[...], None if norm.bias is None else norm.bias[...]
 
     (scale_i, shift_i), (scale_h, shift_h) = values(cell.norm_i), values(cell.norm_h)
-    return NormGRUParams(weights.w_ih, weights.w_hh, weights.b_ih, scale_i, scale_h, shift_i, shift_h)
+    return NormGRUParams(weights.w_ih, weights.w_hh, weights.bias(), scale_i, scale_h, shift_i, shift_h)
 
 
 ENTRY = CellEntry(

@@ -194,9 +194,8 @@ def recurrence(cell: nnx.SimpleCell) -> str:
 
 
 def pack(cell: nnx.SimpleCell, weights: LayerWeights) -> SimpleParams:
-    """Returns the parameters for `jaxrnn.simple_rnn`. A recurrent bias, if any, is added to the input bias."""
-    b = weights.b_ih if weights.b_hh is None else weights.b_ih + weights.b_hh
-    return SimpleParams(w_ih=weights.w_ih, w_hh=weights.w_hh, b=b)
+    """Returns the parameters for `jaxrnn.simple_rnn`."""
+    return SimpleParams(w_ih=weights.w_ih, w_hh=weights.w_hh, b=weights.bias())
 
 
 def reason_to_scan(cell: nnx.SimpleCell) -> str | None:
