@@ -3,6 +3,7 @@
 Both errors are against float64.
 """
 
+import dataclasses
 import itertools
 
 import calls
@@ -149,6 +150,30 @@ def test_nonfinite_values_stay_in_their_sequence(case, bad):
             if of_sequence(name, got[name], b) is not None:
                 x, y = of_sequence(name, got[name], b), of_sequence(name, clean[name], b)
                 np.testing.assert_array_equal(x, y, err_msg=name)
+
+
+# Of each size and way to multiply, the cases of float32: kernels round operands in several ways.
+OF_EVERY_PRODUCT = [
+    dataclasses.replace(case, T=5, precision=precision, resets="none")
+    for case in (*cases.OF_EVERY_SIZE, cases.Case("gru", T=5, B=24, H=200))
+    for precision in ("default", "highest")
+    if case.cell in ("gru", "lstm")
+]
+
+
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0xFF801FFF], ids=hex)
+@pytest.mark.parametrize("kind", ["state", "weight"])
+@pytest.mark.parametrize("case", OF_EVERY_PRODUCT, ids=str)
+def test_every_nan_reaches_the_outputs(case, kind, bits):
+    """A weight reaches the unit of its gate, and from there, as a state does, all units of the next step."""
+    inputs, name = cases.make_inputs(case), cases.CARRY[case.cell][-1] if kind == "state" else "w_hh"
+    inputs[name] = inputs[name].copy()
+    inputs[name].view(np.uint32)[3, 7] = bits
+    ys = np.asarray(cases.run_forward(case, inputs, "triton")["ys"])
+    if kind == "state":
+        assert np.isnan(ys[:, 3]).all() and np.isfinite(np.delete(ys, 3, axis=1)).all()
+    else:
+        assert np.isnan(ys[0, :, 7]).all() and np.isnan(ys[1:]).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, 1e30])
