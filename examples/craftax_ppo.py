@@ -36,6 +36,7 @@ class Config(recurrent_ppo.Config):
     num_envs: int = 32
     total_steps: int = 32 * 64 * 4
     rollout_steps: int = 64
+    unroll: int = 1  # a step has thousands of operations
     hidden: int = 64
     minibatches: int = 8
     lr: float = 2e-4

@@ -122,6 +122,7 @@ class Config:
     seed: int = 0
     total_steps: int = 500_000
     rollout_steps: int = 128
+    unroll: int = 8  # steps per iteration of a rollout's loop: XLA copies the carried arrays once per iteration
     hidden: int = 128
     epochs: int = 4
     minibatches: int = 4
@@ -220,8 +221,7 @@ class PPO:
             seen = Trajectory(actors.obs, actors.done, action, log_prob, value, reward, done, episode_return)
             return Actors(env_state, obs, done, carry, jnp.where(done, 0.0, episode_return)), seen
 
-        # XLA copies the carried arrays once per iteration, so several steps per iteration take fewer copies.
-        actors, seen = jax.lax.scan(step, state.actors, (draws, noise), unroll=8)
+        actors, seen = jax.lax.scan(step, state.actors, (draws, noise), unroll=self.config.unroll)
         return state._replace(actors=actors, key=key), seen
 
     def advantages(self, seen: Trajectory, last_value: Array) -> Array:
