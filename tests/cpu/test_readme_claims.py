@@ -522,6 +522,7 @@ def example_commands():
         + re.findall(r"`examples/(\w+)\.py( [^`]+)`", TEXTS[page])
     ]
     markers = {"torch_policy": [pytest.mark.torch], "gymnax_ppo": [pytest.mark.gymnax]}
+    markers |= {name: [pytest.mark.agents] for name in ("craftax_ppo", "jaxmarl_ippo")}
     assert len(found) >= 12 and {"recurrent_ppo", "many_seeds", *markers} <= {name for name, _ in found}
     return [
         pytest.param(
