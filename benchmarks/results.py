@@ -96,6 +96,12 @@ class AccuracyRow:
         return self.rms <= 2 * self.xla_rms + self.allowance
 
 
+def _without_empty(row: Row | AccuracyRow) -> dict[str, Any]:
+    """Returns the fields of a row, without those that are empty by default."""
+    values = ((field, getattr(row, field.name)) for field in dataclasses.fields(row))
+    return {field.name: value for field, value in values if value or value != field.default}
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The results of a suite.
@@ -113,10 +119,13 @@ class Report:
     rows: list[Row | AccuracyRow]
 
     def save(self, folder: Path) -> Path:
-        """Writes `folder/SUITE.json` and returns its path."""
+        """Writes `folder/SUITE.json`, a line for each row, and returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.suite}.json"
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        head = {"suite": self.suite, "machine": self.machine, "settings": self.settings}
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        lines.append('"rows": [\n' + ",\n".join(json.dumps(_without_empty(row)) for row in self.rows) + "\n]")
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return path
 
     def commits(self) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
@@ -806,6 +807,12 @@ def test_results_are_the_same_after_saving_and_loading(tmp_path):
     rows = [AccuracyRow("GRU", "high", "ys", 1e-7, 1e-7, 1e-7, 1e-7)]
     accuracy = Report("accuracy", MACHINE, {}, rows)
     assert Report.load(accuracy.save(tmp_path)) == accuracy
+
+
+def test_each_row_is_a_line_of_the_file(tmp_path):
+    result = headline()
+    lines = [line for line in result.save(tmp_path).read_text().splitlines() if '"case"' in line]
+    assert [Row(**json.loads(line.rstrip(","))) for line in lines] == result.rows
 
 
 def test_markdown_table_has_a_row_for_every_case():
