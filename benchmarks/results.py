@@ -59,6 +59,34 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class AgentRow(Row):
+    """The result of agents that are trained with one recurrence (`provider`): steps per second, and what they learned.
+
+    Attributes:
+      task: the name of the environment.
+      envs: the environments of an agent.
+      seeds: the agents that train at once while `value`, the env steps per second of all of them, is measured.
+      gpus: the GPUs that share the environments.
+      share: `value` divided by that of "no recurrence" in the same case.
+      trained: the number of agents, one for each seed, that were trained for the returns below.
+      steps: the env steps that each of them was trained for.
+      returned: the mean over these agents of their final return, which is that of the last tenth of training.
+      returned_low, returned_high: the bootstrapped 95 % interval of that mean.
+    """
+
+    task: str = ""
+    envs: int = 0
+    seeds: int = 1
+    gpus: int = 1
+    share: float | None = None
+    trained: int = 0
+    steps: int = 0
+    returned: float | None = None
+    returned_low: float | None = None
+    returned_high: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class AccuracyRow:
     """The errors of one output or gradient against float64, of the kernels and of XLA at the same precision.
 
@@ -158,7 +186,7 @@ class Report:
         """
         try:
             report = json.loads(path.read_text())
-            kind = AccuracyRow if report["suite"] == "accuracy" else Row
+            kind = {"accuracy": AccuracyRow, "ppo": AgentRow}.get(report["suite"], Row)
             return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
