@@ -21,7 +21,7 @@ from benchmarks import __main__ as command
 from benchmarks import cases, harness, machine, plot, precompile, providers, report, tilings, timing
 from benchmarks.cases import Case
 from benchmarks.oracle import Oracle, errors, tolerance
-from benchmarks.results import AccuracyRow, Report, Row
+from benchmarks.results import AccuracyRow, AgentRow, Report, Row
 from benchmarks.settings import Settings
 from torch_bridge import tiling
 from torch_bridge.cells import CELLS as SPECS
@@ -614,8 +614,8 @@ def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
         monkeypatch.setenv(name, os.environ.get(name, "0"))
     arguments = ["ppo", "--out", str(tmp_path), "--commit"]
     kept = [
-        Row("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
-        Row("PPO, 16 seeds of 64 envs", "flax", value=2.0),
+        AgentRow("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
+        AgentRow("PPO, 16 seeds of 64 envs", "flax", value=2.0),
     ]
     Report("ppo", machine.describe("abc"), {}, kept).save(tmp_path)
     assert command.main([*arguments, "abc", "--rows", "seeds", "--add"]) == 0
