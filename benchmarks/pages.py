@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md"))
-# The folders of the results that the pages show.
+# The folders of the results that the pages show, and those of this repository's agents among them.
 DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+AGENTS = DEVICE
 AS_OTHERS = {f"as {name}": f"as-{profile}-on-{DEVICE}" for name, profile in (
     ("an A100", "a100"), ("an RTX 3090", "rtx3090"), ("an RTX 4090", "rtx4090"),
 )}  # fmt: skip
@@ -79,9 +80,14 @@ def figures(suite: str, device: str = DEVICE) -> Figures:
     return {(row.case, row.provider): row.value for row in rows_of(suite, device) if row.value is not None}
 
 
-def measured_on(suite: str) -> str:
+def measured_on(suite: str, device: str = DEVICE) -> str:
     """Returns a sentence with the machine and the versions."""
-    return f"Measured on {versions(load(suite))}."
+    return f"Measured on {versions(load(suite, device))}."
+
+
+def gpu(suite: str, device: str = DEVICE) -> str:
+    """Returns the name of the GPU of a suite's results, as in `H200`."""
+    return load(suite, device).machine["gpu"].split()[1]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -149,9 +155,14 @@ def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
 # Whole agents.
 
 
+def agent_rows(device: str) -> list[AgentRow]:
+    """Returns the rows of this repository's agents."""
+    return [row for row in load("ppo", device).rows if isinstance(row, AgentRow) and row.value is not None]
+
+
 def agents() -> list[AgentRow]:
-    """Returns the rows of agents on one GPU, in which recurrences have the order of `RECURRENCES`."""
-    rows = [row for row in load("ppo").rows if isinstance(row, AgentRow) and row.gpus == 1 and row.value is not None]
+    """Returns the rows of agents that were compared on one GPU; recurrences have the order of `RECURRENCES`."""
+    rows = [row for row in agent_rows(AGENTS) if row.gpus == 1 and row.share is not None]
     labels, names = list(dict.fromkeys(row.case for row in rows)), list(RECURRENCES)
     return sorted(rows, key=lambda row: (labels.index(row.case), names.index(row.provider)))
 
@@ -171,13 +182,15 @@ def claim() -> str:
         for (case, name), value in found.items()
         if case.startswith("purejaxrl") and name == "jaxrnn"
     ]
-    several = {row.provider: row for row in agents() if row.seeds > 1}
-    ours, flax, gpu = several["jaxrnn"], several["flax"], load("scripts").machine["gpu"].removeprefix("NVIDIA ")
+    several = [row for row in agents() if row.seeds > 1]
+    ours, flax = (next(row for row in several if row.provider == name) for name in ("jaxrnn", "flax"))
+    where = "" if gpu("ppo", AGENTS) == gpu("scripts") else f" on an {gpu('ppo', AGENTS)}"
     return prose(
         f"**With its recurrent class imported from here, purejaxrl's PPO trains {times(min(ratios))} to "
-        f"{times(max(ratios))} times as fast** on an {gpu}, from the same parameters and seeds. In this repository's "
-        f"PPO, {ours.seeds} agents at once make {steps(ours.value)} environment steps per second, and with Flax's GRU "
-        f"{steps(flax.value)}; their mean final returns are {final_return(ours)} and {final_return(flax)}."
+        f"{times(max(ratios))} times as fast** on an {gpu('scripts')}, from the same parameters and seeds. In this "
+        f"repository's PPO, {ours.seeds} agents at once make {steps(ours.value)} environment steps per second{where}, "
+        f"and with Flax's GRU {steps(flax.value)}; their mean final returns are {final_return(ours)} and "
+        f"{final_return(flax)}."
     )
 
 
@@ -191,12 +204,12 @@ def whole_agents() -> str:
         )
         for row in agents()
     ]  # fmt: skip
-    return together(table(headings, rows), prose(measured_on("ppo")))
+    return together(table(headings, rows), prose(measured_on("ppo", AGENTS)))
 
 
 def several_gpus() -> str:
     """The speed of an agent on several GPUs, with 1024 environments on each."""
-    rows = [row for row in rows_of("ppo", H100) if isinstance(row, AgentRow) and row.envs == 1024 * row.gpus]
+    rows = [row for row in agent_rows(H100) if row.share is None and row.envs == 1024 * row.gpus]
     return prose(
         f"With 1024 environments on each of {listed(str(row.gpus) for row in rows)} H100s, an agent makes "
         f"{listed(steps(row.value) for row in rows)} steps per second. The final returns, of one seed each, are "
@@ -245,7 +258,7 @@ def all_recurrences() -> str:
         for up_to in (True, False)
     )
     unfinished = [
-        f"{row.reason} ({row.case})"
+        f"TorchRL, {row.case}: {row.reason}."
         for row in rows_of("headline")
         if (row.provider, row.status) == ("torchrl", "unfinished")
     ]
@@ -253,7 +266,9 @@ def all_recurrences() -> str:
         ahead(found),
         f"In TF32, Flax's `ScannedRNN` takes {between(narrow, times)} times our time for up to 256 units, and "
         f"{between(wide, times)} times for more.",
-        f"A `-` is not measured. TorchRL's {listed(unfinished)}, so wider states were not tried." if unfinished else "",
+        "A `-` is not measured.",
+        *unfinished,
+        "Wider states were not tried." if unfinished else "",
         measured_on("headline"),
     ]
     return together(recurrences(found, map(str, cases.HEADLINE), PEERS, 2), prose(*filter(None, sentences)))
