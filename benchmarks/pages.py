@@ -137,19 +137,16 @@ def percent(share: float | None) -> str:
 
 
 def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
-    """Returns a sentence that says where another implementation is faster than ours of the same precision."""
+    """Returns a sentence with what is faster than ours of the same precision, and where."""
     faster = []
     for heading, providers in PEERS.items():
         for provider, name, precision in zip(providers, ours, ("TF32", "bfloat16"), strict=False):
             for case in [case for case, other in found if other == provider and (case, name) in found]:
                 ratio = found[case, provider] / found[case, name]
                 if ratio < 1:
-                    faster.append(f"{heading} takes {ratio:.2f} times our time for {case} in {precision}")
-    rows = f"in the {len({case for case, name in found if name in ours})} rows, in TF32 and bfloat16"
-    if not faster:
-        return f"No other implementation is faster {rows}."
-    count = "once" if len(faster) == 1 else f"{len(faster)} times"
-    return f"Another implementation is faster {count} {rows}: {'; '.join(faster)}."
+                    faster.append(f"{heading}, {ratio:.2f} of our time for {case} in {precision}")
+    rows = f"{len({case for case, name in found if name in ours})} rows, TF32 and bfloat16"
+    return f"Faster than ours in {rows}: {'; '.join(faster) or 'none'}."
 
 
 # Whole agents.
@@ -205,6 +202,16 @@ def whole_agents() -> str:
         for row in agents()
     ]  # fmt: skip
     return together(table(headings, rows), prose(measured_on("ppo", AGENTS)))
+
+
+def learning_curves() -> str:
+    """The figure of agents' returns over steps and over seconds, if the results have curves."""
+    if all(row.curve is None for row in agents()):
+        return ""
+    light, dark = (f"benchmarks/results/{AGENTS}/learning-{theme}.svg" for theme in ("light", "dark"))
+    alt = "Mean return of agents with each recurrence, over environment steps and over wall-clock seconds"
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    return f'<picture>{source}<img alt="{alt}" src="{light}" width="830"></picture>'
 
 
 def several_gpus() -> str:
@@ -472,6 +479,7 @@ def torch_modules() -> str:
 
 BLOCKS = {
     "claim": claim,
+    "learning-curves": learning_curves,
     "readme-recurrences": readme_recurrences,
     "whole-agents": whole_agents,
     "several-gpus": several_gpus,

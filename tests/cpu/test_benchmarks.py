@@ -868,6 +868,25 @@ def test_bars_have_the_ratio_to_flax_and_the_limit():
     assert [text.get_text() for text in below.texts] == ["8.0x"] * len(plot.ALONE)
 
 
+def test_learning_curves_are_drawn_over_steps_and_over_seconds(tmp_path):
+    curve = {"steps": [10.0, 20.0], "seconds": [1.0, 2.0], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
+    rows = [
+        AgentRow("PPO, 16 seeds", "flax", value=1e6, trained=16, curve=curve),
+        AgentRow("PPO, 16 seeds", "jaxrnn", value=1e7, trained=16, curve=curve | {"seconds": [0.1, 0.2]}),
+        AgentRow("PPO, 64 envs", "jaxrnn", value=1e6),
+    ]
+    result = Report("ppo", MACHINE, {}, rows)
+    result.save(tmp_path)
+    assert [image.name for image in plot.draw(tmp_path)] == ["learning-light.svg", "learning-dark.svg"]
+    panels = plot.learning(Report.load(tmp_path / "ppo.json")).axes
+    lines = [[(line.get_label(), [*line.get_xdata()]) for line in axes.lines] for axes in panels]
+    labels = "jaxrnn: 10.0 M steps/s", "Flax: 1.00 M steps/s"
+    assert lines[0] == [(label, [10.0, 20.0]) for label in labels]
+    assert lines[1] == [*zip(labels, ([0.1, 0.2], [1.0, 2.0]), strict=True)]
+    Report("ppo", MACHINE, {}, rows[2:]).save(tmp_path)
+    assert plot.draw(tmp_path) == []  # no row has a curve
+
+
 def test_dots_have_the_ratio_to_ours_and_gaps_have_a_reason():
     absent, slow = (str(case) for case in list(cases.HEADLINE)[1:3])
     rows = [row for row in headline().rows if (row.case, row.provider) not in ((absent, "flax"), (slow, "flax"))]

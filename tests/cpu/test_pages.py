@@ -3,6 +3,7 @@
 `test_readme.py` runs the snippets of pages, and `test_orders.py` checks the table of orders.
 """
 
+import dataclasses
 import importlib
 import inspect
 import re
@@ -79,15 +80,19 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
     assert lines[2] == "| PPO, 1 agents | jaxrnn | 8.00 M | 50 % | 0.90 (0.85 to 0.95) | 16 |"
     claim = " ".join(pages.claim().split())
     assert "16 agents at once make 128 M environment steps per second on an H100, and with Flax's GRU 16.0 M" in claim
+    assert pages.learning_curves() == ""
+    curve = {"steps": [1.0], "seconds": [1.0], "mean": [0.9], "low": [0.8], "high": [1.0]}
+    rows[3] = dataclasses.replace(rows[3], curve=curve)
+    assert f"{pages.AGENTS}/learning-light.svg" in pages.learning_curves()
     several = " ".join(pages.several_gpus().split())
     assert "1 and 2 H100s, an agent makes 9.00 M and 17.0 M" in several and "1.00 and 0.80" in several
 
 
 def test_a_sentence_says_where_another_implementation_is_faster():
     found = {("GRU", "jaxrnn"): 1.0, ("GRU", "jaxrnn-bf16"): 0.5, ("GRU", "flax"): 7.0, ("GRU", "torchrl-bf16"): 0.5}
-    assert pages.ahead(found).startswith("No other")
+    assert pages.ahead(found) == "Faster than ours in 1 rows, TF32 and bfloat16: none."
     sentence = pages.ahead(found | {("GRU", "torch-cudnn-bf16"): 0.4})
-    assert "once in the 1 rows" in sentence and "0.80 times our time for GRU in bfloat16" in sentence
+    assert sentence.endswith(": cuDNN (no resets), 0.80 of our time for GRU in bfloat16.")
 
 
 def results(suite, machine="nvidia-h200"):
