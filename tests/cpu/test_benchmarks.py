@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -626,6 +627,24 @@ def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
     ]  # fmt: skip
     assert command.main([*arguments, "abd", "--rows", "seeds", "--add"]) == 0
     assert Report.load(tmp_path / "ppo.json").rows == rows[1:]
+
+
+def test_a_row_has_the_curve_of_agents_that_train_at_once():
+    from benchmarks import suites
+
+    _, training = suites.load_example()
+    outputs = [
+        types.SimpleNamespace(episodes=np.full((2, 1), 4), total_return=np.array([[low], [high]]))
+        for low, high in ((0, 4), (2, 4), (4, 4))
+    ]
+    config = types.SimpleNamespace(num_envs=8, rollout_steps=2)
+    result = training.Result(config, "task", training.Calls(None, outputs, [1.0, 2.0, 4.0], 0.0, True))
+    spread = timing.Spread.of([0.5], 3)
+    one, both = (suites.agent_row(AgentRow("PPO", "flax", seeds=n), spread, 32, "", training, result) for n in (1, 2))
+    assert one.curve is None and (one.value, one.returned, one.trained) == (64.0, 1.0, 2)
+    assert both.curve == {
+        "steps": [16, 32, 48], "seconds": [1, 2, 4], "mean": [0.5, 0.75, 1.0], "low": [0, 0.5, 1.0], "high": [1, 1, 1]
+    }  # fmt: skip
 
 
 def test_failed_ppo_run_is_a_row(monkeypatch):
