@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Figures = dict[tuple[str, str], float]  # by case and provider
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md"))
 # The folders of the results that the pages show, and those of this repository's agents among them.
 DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
@@ -67,7 +68,7 @@ def written(text: str) -> str:
 @functools.cache
 def load(suite: str, device: str = DEVICE) -> Report:
     """Returns the results of a suite."""
-    return Report.load(ROOT / "benchmarks" / "results" / device / f"{suite}.json")
+    return Report.load(RESULTS / device / f"{suite}.json")
 
 
 def rows_of(suite: str, device: str = DEVICE) -> list[Row]:
@@ -153,8 +154,12 @@ def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
 
 
 def agent_rows(device: str) -> list[AgentRow]:
-    """Returns the rows of this repository's agents."""
-    return [row for row in load("ppo", device).rows if isinstance(row, AgentRow) and row.value is not None]
+    """Returns the rows of this repository's agents: those of suite `ppo` and, where they were taken, of examples."""
+    reports = [load("ppo", device)]
+    if (RESULTS / device / "examples.json").exists():
+        reports.append(load("examples", device))
+    rows = [row for report in reports for row in report.rows]
+    return [row for row in rows if isinstance(row, AgentRow) and row.value is not None]
 
 
 def agents() -> list[AgentRow]:
@@ -201,7 +206,9 @@ def whole_agents() -> str:
         )
         for row in agents()
     ]  # fmt: skip
-    return together(table(headings, rows), prose(measured_on("ppo", AGENTS)))
+    tasks = dict.fromkeys(row.task for row in agents() if not row.case.startswith("PPO"))
+    others = f"Of other [examples](../examples/README.md): {listed(tasks)}." if tasks else ""
+    return together(table(headings, rows), prose(*filter(None, (others, measured_on("ppo", AGENTS)))))
 
 
 def learning_curves() -> str:

@@ -189,7 +189,7 @@ class Report:
         """
         try:
             report = json.loads(path.read_text())
-            kind = {"accuracy": AccuracyRow, "ppo": AgentRow}.get(report["suite"], Row)
+            kind = {"accuracy": AccuracyRow, "ppo": AgentRow, "examples": AgentRow}.get(report["suite"], Row)
             return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"

@@ -6,6 +6,7 @@
 import dataclasses
 import importlib
 import inspect
+import json
 import re
 import shlex
 import tomllib
@@ -16,7 +17,7 @@ import pytest
 from example_modules import load
 
 from benchmarks import __main__ as command
-from benchmarks import choice, pages
+from benchmarks import choice, examples, pages
 from benchmarks.results import AgentRow, Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,6 +87,29 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
     assert f"{pages.AGENTS}/learning-light.svg" in pages.learning_curves()
     several = " ".join(pages.several_gpus().split())
     assert "1 and 2 H100s, an agent makes 9.00 M and 17.0 M" in several and "1.00 and 0.80" in several
+
+
+def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
+    def run(implementation, speed, returns):
+        return {
+            "implementation": implementation, "env": "Task", "num_envs": 8, "num_devices": 1, "seeds": [0, 1],
+            "total_steps": 64, "steps_per_second": speed, "final_return": returns, "config": {"hidden": 32},
+        }  # fmt: skip
+
+    example = {"machine": "NVIDIA H200, jax 0.11", "runs": [run("auto", 3e6, [1, 2]), run("none", 4e6, [1, None])]}
+    paths = [tmp_path / name for name in ("one.json", "two.json")]
+    for path, gpu in zip(paths, ("H200", "H100"), strict=True):
+        path.write_text(json.dumps(example).replace("H200", gpu))
+    with pytest.raises(SystemExit, match="name the files of one GPU"):
+        examples.take(paths, tmp_path)
+    path = examples.take(paths[:1], tmp_path)
+    assert path == tmp_path / "nvidia-h200" / "examples.json"
+    Report("ppo", {"gpu": "NVIDIA H200", "jax": "0.11"}, {}, []).save(path.parent)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "load", pages.load.__wrapped__)
+    shown = pages.whole_agents()
+    assert "| Task, GRU 32, 2 seeds of 8 envs | jaxrnn | 3.00 M | 75 % | 1.50 (1.00 to 2.00) | 2 |\n" in shown
+    assert "| none | 4.00 M | 100 % | 1.00 (1.00 to 1.00) | 2 |\n" in shown and ": Task. Measured on NVIDIA H200, jax 0.11." in shown
 
 
 def test_a_sentence_says_where_another_implementation_is_faster():
