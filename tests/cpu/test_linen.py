@@ -238,7 +238,8 @@ def test_cell_name_can_be_that_of_the_first_cell(dummy):
     variables, ours = (rnn().init(jax.random.key(3), carry, x) for rnn in (ScannedRNN, Replacement))
     assert_identical(ours, variables)
     assert_close(Replacement().apply(variables, carry, x), ScannedRNN().apply(variables, carry, x), tol=1e-5)
-    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got GRUCell_0; .* cell_name"):
+    line = r'got GRUCell_0; to load them, set `cell_name: str \| None = "GRUCell_0"` in a subclass'
+    with pytest.raises(ValueError, match=f"must be under GRUCell_1, {line}"):
         linen.ScannedRNN().apply(variables, carry, x)
 
 
@@ -297,7 +298,7 @@ def test_parameters_of_another_cell_are_rejected():
     x = jnp.zeros((T, B, D)), jnp.zeros((T, B))
     lstm = linen.ScannedRNN(cell_type="optimized_lstm")
     variables = lstm.init(jax.random.key(0), linen.ScannedRNN(cell_type="lstm").initialize_carry(B, H), x)
-    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got OptimizedLSTMCell_1; .* cell_type"):
+    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got OptimizedLSTMCell_1; .* set cell_type"):
         linen.ScannedRNN().apply(variables, jnp.zeros((B, H)), x)
 
 
