@@ -451,6 +451,13 @@ def test_bad_options_raise(kind):
         OURS[kind](D, H, implementation="loop")
 
 
+@every_kind
+def test_errors_for_wrong_arguments_name_the_class(kind):
+    rnn = OURS[kind](D, H)
+    with pytest.raises(TypeError, match=rf"^{type(rnn).__name__}\.forward\(\) got an unexpected keyword argument 'k'"):
+        rnn(torch.ones(T, B, D), k=0)
+
+
 @pytest.mark.parametrize(
     ("args", "options"),
     [((D, H, 2, "relu", False), {}), ((D, H), {"nonlinearity": "tanh"}), ((D, H, 1, "cube"), {}),
