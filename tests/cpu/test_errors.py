@@ -155,6 +155,7 @@ def test_wrong_call_raises_a_precise_error(cell, wrong, text, jitted):
         (jax.jit(run) if jitted else run)(call)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_base_call_of_the_wrong_calls_succeeds(cell):
     function, make = CALLS[cell]

@@ -65,6 +65,7 @@ def h200(monkeypatch):
 # explain
 
 
+@pytest.mark.quick
 def test_without_a_gpu_explain_says_that_xla_runs():
     explanation = explain_gru()
     assert explanation.implementation == "xla" and explanation.launches == () and explanation.device is None
@@ -120,6 +121,7 @@ def test_kernels_of_another_gpu_are_explained_without_torch(interpret, monkeypat
     assert "on NVIDIA A100" in done.stdout and "runs triton" in done.stdout
 
 
+@pytest.mark.quick
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("device", "hidden", "forward", "backward"),

@@ -66,6 +66,7 @@ def test_explain_says_what_tensors_on_the_cpu_run_and_what_triton_needs(compiled
     ]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "hidden", "precision", "loop", "products"),
     [

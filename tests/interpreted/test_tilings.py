@@ -44,6 +44,7 @@ def multiply(a, b, dtype):
     return total
 
 
+@pytest.mark.quick("direction")
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "tiling", [KernelConfig(64, 8, 64, 1, 4, 1), KernelConfig(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
@@ -88,6 +89,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
             assert_same(problem, device, fitted, "cuda", sizes)
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("cell", cells.CELLS)
 def test_cells_have_only_the_loops_that_their_entries_name(cell, profile):

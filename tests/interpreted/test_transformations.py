@@ -110,6 +110,7 @@ def is_none(x):
     return x is None
 
 
+@pytest.mark.quick("cell")
 @kernels_only
 @projected_too
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
     assert_close(got, stack([reference(cell, **options)(*element(s)) for s in range(S)]))
 
 
+@pytest.mark.quick
 @kernels_only
 @projected_too
 @pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
@@ -282,6 +284,7 @@ def test_strict_promotion_is_supported_in_16_bits(cell, dtype):
         assert_close(jax.jit(call)(*args), want)
 
 
+@pytest.mark.quick
 @kernels_only
 @every_cell
 def test_scan_around_equals_one_long_run(cell, implementation):
@@ -463,6 +466,7 @@ def plain_with_a_head(cell):
     return jax.jit(jax.value_and_grad(loss_of(with_a_head(runner(cell, "xla"))), range(5)))
 
 
+@pytest.mark.quick
 @kernels_only
 @every_cell
 @pytest.mark.parametrize(
@@ -700,6 +704,7 @@ def loss_of_one(cell, implementation, which, **options):
     return (lambda x: loss(*args[:i], x, *args[i + 1 :])), args[i]
 
 
+@pytest.mark.quick
 @kernels_only
 @projected_too
 @pytest.mark.parametrize(
