@@ -101,10 +101,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Ignores the folders whose files import Triton at their top, if it or PyTorch is not installed."""
-    folders = TESTS / "compiled", TESTS / "gpu"
-    return True if "torch" in left_out and any(map(collection_path.is_relative_to, folders)) else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignores folders whose files import Triton at their top, if it or PyTorch is not installed.
+
+    Also ignores those without quick tests that compile, if only such tests are asked for: collecting takes seconds.
+    """
+    folders = {"compiled", "gpu"} if "torch" in left_out else set()
+    if (config.option.part, config.option.markexpr) == ("quick", "compile_only"):
+        folders |= {"cpu", "gpu", "interpreted"}
+    return True if any(collection_path.is_relative_to(TESTS / name) for name in folders) else None
 
 
 @pytest.fixture(scope="session", autouse=True)

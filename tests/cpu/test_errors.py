@@ -139,6 +139,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
 ]
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("cell", "wrong", "text"), WRONG, ids=[f"{cell}-{'-'.join(wrong)}-{i}" for i, (cell, wrong, _) in enumerate(WRONG)]

@@ -610,6 +610,7 @@ def test_functional_call_takes_parameters_of_another_dtype(kind):
     assert module(xs)[0].dtype == torch.float32
 
 
+@pytest.mark.quick("kind")
 @every_kind
 def test_bad_options_raise(kind):
     with pytest.raises(ValueError, match='precision must be "tf32", "tf32x3" or None'):

@@ -26,7 +26,7 @@ def check(case, got, xla, want):
         cases.check(case, got, xla, want)
 
 
-@pytest.mark.quick("case.cell")
+@pytest.mark.quick("case.cell", "case.reset_state")
 @pytest.mark.parametrize("case", cases.INTERPRETED, ids=str)
 def test_outputs_and_gradients_match_the_oracle(case):
     # of one step of one sequence, the error of one draw is mostly chance

@@ -695,6 +695,7 @@ def test_operators_reject_arrays_on_two_devices(cell, device):
                     op_of(cell)(*mixed)
 
 
+@pytest.mark.quick("cell", "implementation")
 @pytest.mark.parametrize("implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)])
 @every_operator
 def test_resets_may_be_of_any_dtype(cell, implementation):

@@ -262,6 +262,7 @@ def test_numpy_flags_equal_python_flags(cell, implementation, reverse):
     assert got == want and len(want) > 1000
 
 
+@pytest.mark.quick
 @every_implementation
 @every_cell
 @pytest.mark.parametrize("remat", [False, True])
@@ -357,6 +358,7 @@ def test_scan_over_updates_with_the_optimizer_inside(cell, implementation):
     assert np.abs(np.subtract(want[0][0][0].w_hh, state[0][0].w_hh)).max() > 1e-2  # the weights changed
 
 
+@pytest.mark.quick
 @kernels_only
 @every_cell
 def test_vmap_of_training_equals_a_loop_over_seeds(cell, implementation):
