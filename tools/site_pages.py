@@ -96,13 +96,18 @@ def directive(identifier, **options):
     return f"::: {identifier}\n    options: {json.dumps(options)}\n"
 
 
+def methods(package, name):
+    """Returns the methods and properties of a class that its page describes."""
+    if name == "Explanation":
+        return ["implementation", "reason", "launches", "unavailable"]
+    return ["forward"] if package.startswith("torch_bridge") else ["__call__", "initialize_carry"]
+
+
 def family(package, title):
-    """Returns a page: its names and, of classes, the methods that users call."""
-    methods = ["forward"] if package.startswith("torch_bridge") else ["__call__", "initialize_carry"]
-    members = {"Explanation": ["implementation", "reason", "launches", "unavailable"]}
+    """Returns the page of a family of names."""
     described = (
         directive(
-            identifier(package, name), heading=f"{package}.{name}", toc_label=name, members=members.get(name, methods)
+            identifier(package, name), heading=f"{package}.{name}", toc_label=name, members=methods(package, name)
         )
         for name in API[package][title]
     )
