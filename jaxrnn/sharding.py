@@ -97,7 +97,7 @@ def replicate_all(tree: Any) -> Any:
 
 
 def stack(arrays: Sequence[Array], axis: int = 0) -> Array:
-    """Stacks arrays, of which `vmap` over a sharded axis may map only some.
+    """Stacks arrays, all on one mesh or on none, of which `vmap` over a sharded axis may map only some.
 
     The rule of `jnp.stack` for `vmap` (JAX 0.11) does not shard the others; that of a concatenation does.
     """

@@ -20,24 +20,19 @@ from torch_bridge import availability, choice, op_common, tiling
 Kind = Literal["rms", "layer"]
 
 
-@availability.cached_reason
-def _unsupported(
-    profile: tiling.Device | None, device: torch.device, dtypes: tuple[torch.dtype, ...], columns: int
-) -> str | None:
-    """Returns why the kernels cannot run with these dtypes and columns; see `availability.unavailable`."""
-    if reason := availability.unavailable(profile, device, *dtypes):
-        return reason
-    from torch_bridge import norms
-
-    if columns > norms.WIDEST:
-        return f"takes at most {norms.WIDEST} columns, got {columns}: leave implementation out"
-    return None
+_unsupported = availability.cached_reason(availability.unavailable)
 
 
 def unsupported(tensors: Sequence[Tensor], profile: tiling.Device | None = None) -> str | None:
     """Returns why the kernels cannot run on these tensors, of which the first has the rows, or None if they can."""
-    dtypes = tuple(dict.fromkeys(x.dtype for x in tensors))
-    return _unsupported(profile, tensors[0].device, dtypes, int(tensors[0].shape[-1]))
+    if reason := _unsupported(profile, tensors[0].device, *dict.fromkeys(x.dtype for x in tensors)):
+        return reason
+    from torch_bridge import norms
+
+    # compared and not a key of the cache: a compiler would specialize on it
+    if (columns := tensors[0].shape[-1]) > norms.WIDEST:
+        return f"takes at most {norms.WIDEST} columns, got {columns}: leave implementation out"
+    return None
 
 
 def should_launch_kernels(implementation: str | None, *tensors: Tensor | None) -> bool:
@@ -279,7 +274,7 @@ def _vmap(op: Any, per_model: tuple[str, ...], asked: tuple[str, ...] = ()) -> C
         x, dim = args[names.index("x")], in_dims[names.index("x")]
         models, rows = [length for i, length in enumerate(x.shape) if i != dim][:2]
         results = op(*(merge(*each) for each in given))
-        empty = [x.shape == (0,) for x in results]
+        empty = [x.ndim == 1 for x in results]  # outputs that are not requested
         out = tuple(x if e else split(x) for x, e in zip(results, empty, strict=True))
         return out, tuple(None if e else 0 for e in empty)
 

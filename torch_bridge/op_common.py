@@ -217,6 +217,11 @@ def no_second_order(*_: Any) -> Any:
     )
 
 
+def _is_wrapped(x: Tensor) -> bool:
+    """Whether a transformation of `torch.func` has wrapped a tensor."""
+    return torch.func.debug_unwrap(x, recurse=False) is not x
+
+
 def unwrapped_levels(x: Tensor) -> list[Tensor]:
     """Returns `x` and, under transformations of `torch.func`, the tensors inside: `x` is wrapped once by each."""
     found = [x]
@@ -324,7 +329,7 @@ def call(op: Any, *args: Any) -> Any:
         return op(*args)
     tensors = [x for x in args if isinstance(x, Tensor)]
     registered = _REGISTERED[op]
-    if any(len(unwrapped_levels(x)) > 1 for x in tensors):
+    if any(map(_is_wrapped, tensors)):
         return registered.transformed.apply(*args)
     if _is_observed_by_dispatch(tensors):
         return op(*args)
@@ -350,11 +355,7 @@ def is_unobserved(tensors: list[Tensor]) -> bool:
     Possible observers are compilers, forward mode, transformations of `torch.func`, and those of
     `_is_observed_by_dispatch`.
     """
-    if (
-        torch.compiler.is_compiling()
-        or forward_ad._current_level >= 0
-        or any(len(unwrapped_levels(x)) > 1 for x in tensors)
-    ):
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or any(map(_is_wrapped, tensors)):
         return False
     # a listener is a dispatch mode, but `torch_bridge.explain` reports what a call without that mode would run
     return choice.listener() is not None or not _is_observed_by_dispatch(tensors)

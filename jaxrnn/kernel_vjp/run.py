@@ -94,7 +94,7 @@ def _run_bidirectional_on_device(
             cell, in_reverse, params, states, xs, resets, reset_states, reverse="bidirectional", remat=remat, **options
         )
 
-    directions = zip(params, states, resets, reset_states, strict=True)
+    directions = sharding.replicate_all(list(zip(params, states, resets, reset_states, strict=True)))
     stacked = jax.tree.map(lambda *pair: sharding.stack(pair), *directions)
     results = jax.vmap(run)(jnp.array([False, True]), stacked)
     return jax.tree.map(lambda x: x[0], results), jax.tree.map(lambda x: x[1], results)

@@ -142,6 +142,27 @@ assert {{getattr(torch.ops.torch_bridge, name) for name in {list(CELLS)!r}}} <= 
     )
 
 
+def test_registration_knows_the_parts_of_the_operators_that_import_pytorch():
+    """Where one of these is imported first, and imports PyTorch, nothing can be registered at that time."""
+    from torch_bridge import registration
+
+    def imported_at_once(module):
+        path = ROOT.joinpath(*module.split("."))
+        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        names = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+        froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+        return names | {f"{node.module}.{alias.name}" for node in froms for alias in node.names}
+
+    tables = {module: imported_at_once(module) for module in modules("torch_bridge") if module != "torch_bridge"}
+    reached, pending = set(), list(registration._OPERATORS)
+    while pending:
+        reached.add(module := pending.pop())
+        pending += [name for name in tables.keys() - reached if any(within(one, name) for one in tables[module])]
+    importers = [module for module in reached if any(within(one, "torch") for one in tables[module])]
+    known = (*registration._OPERATORS, *registration._PARTS)
+    assert len(importers) > 10 and not [module for module in importers if not within(module, *known)]
+
+
 @pytest.mark.torch
 def test_operators_are_registered_in_a_process_of_jax_too():
     loaded = "hasattr(torch.ops.torch_bridge, 'gru')"

@@ -472,8 +472,8 @@ def test_operators_launch_kernels_again_after_a_failure_of_the_driver(monkeypatc
     device, reasons = torch.device("cuda:0"), ["RuntimeError: out of memory"] * 2 + [None] * 2
     monkeypatch.setattr(gpu, "driver_fails", lambda: reasons.pop(0))
     ask = (
-        lambda: implementation._unsupported(None, device, torch.float32, 77),
-        lambda: norm_ops._unsupported(None, device, (torch.float32,), 77),
+        lambda: implementation._unsupported(None, device, torch.float32),
+        lambda: norm_ops._unsupported(None, device, torch.float32),
     )
     assert all("cannot load kernels here (RuntimeError: out of memory)" in each() for each in ask)
     assert [each() for each in ask] == [None, None]

@@ -411,18 +411,182 @@ def test_meta_tensors_have_shapes(kind):
     assert [x.shape for x in flat(results)] == [x.shape for x in flat(OURS[kind](D, H, 2)(torch.zeros(T, B, D)))]
 
 
+STACK = {"num_layers": 2, "bidirectional": True}
+CHANGES = {  # of a parameter, with the message
+    "float16": (torch.Tensor.half, "{} must have the dtype of the input, torch.float32, got torch.float16: convert"),
+    "float64": (torch.Tensor.double, "{} must have the dtype of the input, torch.float32, got torch.float64: convert"),
+    "complex": (lambda w: w + 0j, "{} must have the dtype of the input, torch.float32, got torch.complex64: convert"),
+    "short": (lambda w: w[1:], r"{} must be \(.*\), got \(.*\)"),
+    "deep": (lambda w: w[None], r"{} must be \(.*\), got \(1, .*\)"),
+    "meta": (lambda w: w.to("meta"), "{} is on meta and the input is on cpu: move one of them"),
+}
+every_change = pytest.mark.parametrize("change", CHANGES)
+
+
+def assert_each_change_raises(module, change, call):
+    """Checks that a call of a module raises an error that names the parameter, whichever is changed."""
+    wrong, message = CHANGES[change]
+    names = [name for name, _ in module.named_parameters()]
+    assert len(names) > 8
+    for name in names:
+        expected = message.format(name)
+        if name == "weight_ih_l0" and change in ("float16", "float64"):
+            expected += r"|input dtype \(torch.float32\) does not match weight dtype"  # of torch.nn
+        if name == "weight_ih_l0" and change == "complex":
+            expected += "|parameters must be floating point, got torch.complex64"
+        with pytest.raises(ValueError, match=expected):
+            call({name: wrong(module.get_parameter(name))})
+
+
+@pytest.mark.parametrize("form", ["batch", "step", "unbatched", "packed"])
+@every_change
 @every_kind
-@pytest.mark.parametrize("bias", [True, False])
-def test_parameters_on_another_device_raise(kind, bias):
-    module = OURS[kind](D, H, bias=bias, device="meta")
-    with pytest.raises(ValueError, match=r"weight_ih_l0 is on meta and the input is on cpu: move one of them"):
-        module(torch.zeros(T, B, D))
+def test_a_parameter_that_does_not_fit_raises(kind, change, form):
+    options = {"proj_size": 2} if kind == "LSTM" else {}
+    implementation = "torch" if form == "unbatched" else None
+    module = OURS[kind](D, H, implementation=implementation, **STACK, **options)
+    xs = torch.randn((*{"unbatched": (T,), "step": (1, B)}.get(form, (T, B)), D))
+    if form == "packed":
+        xs = torch.nn.utils.rnn.pack_padded_sequence(xs, [5, 3, 3, 1])
+    assert_each_change_raises(module, change, lambda changed: torch.func.functional_call(module, changed, (xs,)))
 
 
-def test_weights_on_another_device_raise_in_functions():
-    w_ih, w_hh = torch.zeros(3 * H, D, device="meta"), torch.zeros(3 * H, H)
-    with pytest.raises(ValueError, match=r"w_ih is on meta and xs is on cpu: move one of them"):
-        functional.gru(torch.zeros(T, B, D), None, w_ih, w_hh)
+@every_change
+@pytest.mark.parametrize("table", [OURS, PLAIN], ids=["torch_bridge", "torch"])
+@every_kind_of_torchrl
+def test_a_parameter_that_does_not_fit_raises_in_trajectories(kind, table, change):
+    module = table[kind](D, H, batch_first=True, **STACK)
+    hidden = [torch.zeros(B, T, 4, H)] * (2 if kind == "LSTM" else 1)
+
+    class Trajectories(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = module
+
+        def forward(self):
+            return nn.run_trajectories(self.rnn, torch.randn(B, T, D), torch.zeros(B, T), *hidden)
+
+    def call(changed):
+        return torch.func.functional_call(Trajectories(), {f"rnn.{name}": w for name, w in changed.items()}, ())
+
+    assert_each_change_raises(module, change, call)
+
+
+@pytest.mark.parametrize("implementation", [None, "torch"])
+@pytest.mark.parametrize("steps", [1, T])
+@every_kind
+def test_arguments_on_another_device_raise(kind, steps, implementation):
+    xs, resets, pair = torch.zeros(steps, B, D), torch.zeros(steps, B), kind == "LSTM"
+    module, other = OURS[kind](D, H, implementation=implementation), torch.zeros(1, B, H, device="meta")
+    weights = [torch.zeros_like(w) for w in module.all_weights[0]]
+    run = functools.partial(FUNCTIONS[kind], implementation=implementation)
+    of = "h of reset_state" if pair else "reset_state"
+    for name, call in {
+        "hx": lambda: module(xs, (other, other) if pair else other),
+        "resets": lambda: module(xs, resets=resets.to("meta")),
+        of: lambda: module(xs, resets=resets, reset_state=(other, None) if pair else other),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name} is on meta and the input is on cpu: move one of them"):
+            call()
+    for name, call in {
+        "w_ih": lambda: run(xs, None, weights[0].to("meta"), *weights[1:]),
+        "h0": lambda: run(xs, (other[0], None) if pair else other[0], *weights),
+        "resets": lambda: run(xs, None, *weights, resets=resets.to("meta")),
+        of: lambda: run(xs, None, *weights, resets=resets, reset_state=(other[0], None) if pair else other[0]),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{name} is on meta and (xs|w_hh) is on cpu: move one of them"):
+            call()
+
+
+def test_scales_on_another_device_raise():
+    arrays = torch.zeros(T, B, D), None, torch.zeros(3 * H, D), torch.zeros(3 * H, H)
+    with pytest.raises(ValueError, match="scale_i is on meta and xs is on cpu: move one of them"):
+        functional.norm_gru(*arrays, scale_i=torch.zeros(D, device="meta"))
+
+
+@every_kind_of_torchrl
+def test_trajectories_on_another_device_raise(kind):
+    module, xs, is_init, given = trajectories(kind, False)
+    with pytest.raises(ValueError, match="is_init is on meta and input is on cpu: move one of them"):
+        nn.run_trajectories(module, xs, is_init.to("meta"), *given)
+    with pytest.raises(ValueError, match="hidden is on meta and input is on cpu: move one of them"):
+        nn.run_trajectories(module, xs, is_init, given[0].to("meta"), *given[1:])
+
+
+@every_kind
+def test_packed_arguments_on_another_device_raise(kind):
+    packed = torch.nn.utils.rnn.pack_padded_sequence(torch.zeros(T, B, D), [5, 3, 3, 1])
+    with pytest.raises(ValueError, match="resets is on meta and the input is on cpu: move one of them"):
+        OURS[kind](D, H)(packed, resets=packed._replace(data=torch.zeros(12, device="meta")))
+    for wrong, options in ((packed._replace(data=[0.0]), {}), (packed, {"resets": packed._replace(data=[0.0])})):
+        with pytest.raises(ValueError, match=r"(input|resets) must be a tensor, got list"):
+            OURS[kind](D, H)(wrong, **options)
+
+
+@every_kind
+def test_what_autocast_does_not_convert_raises(kind):
+    module, xs, weights = OURS[kind](D, H), torch.randn(T, B, D), []
+    weights = [w.detach() for w in module.all_weights[0]]
+    h = torch.zeros(1, B, H)
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.int32, torch.bool, torch.complex64):
+            with pytest.raises(ValueError, match=f"input must be floating point, got {dtype}"):
+                module(xs.to(dtype))
+            with pytest.raises(ValueError, match=f"hx must be torch.float32, like the input, or float32, got {dtype}"):
+                module(xs, (h, h.to(dtype)) if kind == "LSTM" else h.to(dtype))
+            with pytest.raises(ValueError, match=f"w_hh must have the dtype of xs, torch.float32, got {dtype}"):
+                FUNCTIONS[kind](xs, None, weights[0], weights[1].to(dtype), *weights[2:])
+        with pytest.raises(ValueError, match=r"w_hh must have the dtype of xs, torch.float32, got torch.float64"):
+            FUNCTIONS[kind](xs, None, weights[0], weights[1].double(), *weights[2:])
+        with pytest.raises(ValueError, match=r"weight_ih_l0 must have the dtype of the input, torch.float64"):
+            module(xs.double())
+        with pytest.raises(ValueError, match=r"weight_ih_l0 must have the dtype of the input, torch.float32"):
+            OURS[kind](D, H).double()(xs)
+
+
+@every_kind
+def test_autocast_takes_parameters_of_several_dtypes(kind):
+    module, xs = OURS[kind](D, H, **STACK), torch.randn(T, B, D)
+    mixed = {name: p.half() if name.endswith("l0") else p.bfloat16() for name, p in module.named_parameters()}
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.func.functional_call(module, mixed, (xs,))[0]
+        torch.testing.assert_close(got, module(xs)[0], rtol=0, atol=0.05)
+
+
+@every_kind
+def test_states_in_float32_beside_half_inputs_pass_through_every_layer(kind):
+    module, xs = OURS[kind](D, H, **STACK).bfloat16(), torch.randn(T, B, D).bfloat16()
+    h = torch.zeros(4, B, H)
+    got, last = module(xs, (h, h) if kind == "LSTM" else h)
+    assert {x.dtype for x in flat((got, last))} == {torch.float32}
+    want = module.float()(xs.float(), (h, h) if kind == "LSTM" else h)[0]
+    torch.testing.assert_close(got, want, rtol=0, atol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.nn.utils.weight_norm.*:FutureWarning")
+@pytest.mark.parametrize("old", [False, True], ids=["parametrization", "hook"])
+@every_kind
+def test_weight_norm_of_any_weight_changes_no_result(kind, old):
+    normalize = torch.nn.utils.weight_norm if old else torch.nn.utils.parametrizations.weight_norm
+    module, xs = OURS[kind](D, H, **STACK), torch.randn(T, B, D)
+    want, names = module(xs)[0], [name for name, _ in module.named_parameters() if name.startswith("weight")]
+    assert len(names) == 8
+    for name in names:
+        normalize(module, name)
+    torch.testing.assert_close(module(xs)[0], want)
+    module(xs)[0].sum().backward()
+    assert module.double()(xs.double())[0].dtype == torch.float64
+
+
+@every_kind_of_torchrl
+def test_trajectories_run_modules_of_torch_nn_under_autocast(kind):
+    module, ours = (table[kind](D, H, batch_first=True, **STACK) for table in (PLAIN, OURS))
+    ours.load_state_dict(module.state_dict())
+    xs, is_init = torch.randn(B, T, D), torch.rand(B, T) < 0.3
+    hidden = [torch.randn(B, T, 4, H)] * (2 if kind == "LSTM" else 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = (nn.run_trajectories(rnn, xs, is_init, *hidden) for rnn in (module, ours))
+    torch.testing.assert_close(got, want)
 
 
 @every_kind

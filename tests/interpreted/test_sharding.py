@@ -327,8 +327,9 @@ def test_a_scanned_cell_runs_inside_shard_map_as_a_fused_one_does(package, cell,
     mesh, row = make_mesh(AxisType.Auto), P("data")
     sharded = jax.shard_map(on_devices, mesh=mesh, in_specs=(P(), row, row, row), out_specs=P(), check_vma=check_vma)
     arguments = floats, xs, resets, lengths
-    want = jax.value_and_grad(loss)(*arguments)
-    assert_close(jax.jit(jax.value_and_grad(sharded))(*arguments), want)
+    with jax.default_matmul_precision("highest"):
+        want = jax.value_and_grad(loss)(*arguments)
+        assert_close(jax.jit(jax.value_and_grad(sharded))(*arguments), want)
 
 
 @pytest.mark.parametrize("mesh_is_set", [False, True])
@@ -526,7 +527,8 @@ def test_one_step_of_xla_on_a_gpu_allows_arrays_made_inside(monkeypatch, cell, m
 
     def run(params, x):
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), carry)
-        return (jaxrnn.gru if cell == "gru" else jaxrnn.lstm)(params, zeros, x[:1], implementation="xla")[1]
+        options = {"precision": "highest", "implementation": "xla"}
+        return (jaxrnn.gru if cell == "gru" else jaxrnn.lstm)(params, zeros, x[:1], **options)[1]
 
     each = jax.jit(jax.vmap(run, in_axes))
     sharded = place(mesh, [P() if axis is None else P("data") for axis in in_axes], (params, xs))

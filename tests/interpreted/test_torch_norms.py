@@ -728,6 +728,11 @@ def test_modules_and_operators_check_shapes(kind):
         module(torch.zeros(3, 5))
     with pytest.raises(ValueError, match=r"the residual must be \(2, 3, 4\), the shape of x, got \(3, 4\)"):
         module(torch.zeros(2, 3, 4), torch.zeros(3, 4))
+    for wrong in ([0.0], None, torch.zeros(3, 4).numpy()):
+        with pytest.raises(ValueError, match=r"x must be a tensor, got (list|None|ndarray)"):
+            module(wrong)
+    with pytest.raises(ValueError, match=r"residual must be a tensor, got list: pass torch.as_tensor of it"):
+        module(torch.zeros(3, 4), [0.0])
     args = arguments()
     for i, wrong in ((0, args[0][0]), (1, args[1][:1]), (3, args[3][:, 1:])):
         with pytest.raises(ValueError, match="must be"):

@@ -66,8 +66,9 @@ def gru(
       float64 if `xs` is.
 
     Raises:
-      ValueError: shapes or dtypes disagree, an argument is not a tensor, some tensors are DTensors and others are not,
-        there are no steps, `reset_state` is given without `resets`, or the implementation or the precision is unknown.
+      ValueError: shapes, dtypes or devices disagree, an argument is not a tensor, some tensors are DTensors and others
+        are not, there are no steps, `reset_state` is given without `resets`, or the implementation or the precision is
+        unknown.
       NotImplementedError: the named implementation cannot run this input, or a derivative is requested that it does
         not have: a second one from the kernels, or one in forward mode; `implementation="torch"` has both.
 

@@ -118,11 +118,11 @@ def _can_run_single_step(cell: CellSpec, xs: Tensor, layer: Sequence[Direction])
     alone = len(layer) == 1 and one.w_hr is None and one.w_hh.ndim == 2 and (one.b_ih is None) == (one.b_hh is None)
     if not alone or xs.dtype not in (torch.float32, torch.float64) or op_common.is_autocasting(xs.device.type):
         return False
-    given = [xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, *one.states, *one.reset_states]
-    tensors = [x for x in given if x is not None]
-    if any(x.dtype != xs.dtype for x in tensors):
+    states = [x for x in (*one.states, *one.reset_states) if x is not None]
+    if any(x.dtype != xs.dtype for x in states):
         return False
-    return op_common.is_unobserved(tensors if one.resets is None else [*tensors, one.resets])
+    others = (xs, one.w_ih, one.w_hh, one.b_ih, one.b_hh, one.resets)
+    return op_common.is_unobserved([*states, *(x for x in others if x is not None)])
 
 
 def _run_single_step(cell: CellSpec, xs: Tensor, one: Direction, layout: Layout) -> DirectionResult:

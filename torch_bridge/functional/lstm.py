@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from torch_bridge import rules
 from torch_bridge.cells import LSTM
 from torch_bridge.functional.checks import Implementation, check_direction
 from torch_bridge.functional.direction import Direction
@@ -152,4 +153,8 @@ def split_state_pair(name: str, given: Any) -> tuple[Any, Any]:
         return None, None
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}: pass both")
+    remedy = rules.wrong_order(given, ("h", "c"))
+    if remedy is not None:
+        fields = ", ".join(given._fields)  # type: ignore[union-attr]
+        raise ValueError(f"{name} of an LSTM is a pair (h, c), got {type(given).__name__}({fields}): {remedy}")
     return given[0], given[1]

@@ -7,9 +7,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from torch_bridge import op_common
 from torch_bridge.cells import LAYER_NORM_GRU, RMS_NORM_GRU, CellSpec
-from torch_bridge.functional.checks import Implementation, check_direction, check_epsilon, check_number, check_tensor
+from torch_bridge.functional.checks import Implementation, check_direction, check_epsilon, check_number, check_weight
 from torch_bridge.functional.direction import Direction
 from torch_bridge.functional.layer import run_layer
 from torch_bridge.functional.norm_weights import NormWeights, fold
@@ -35,19 +34,18 @@ def check_constants(epsilon: Any, update_bias: Any) -> None:
         raise ValueError(f"update_bias must be finite, got {update_bias}")
 
 
-def _check_norm(cell: CellSpec, xs: Tensor, w_hh: Tensor, norm: NormWeights) -> None:
-    """Raises ValueError unless scales and shifts have the shapes and dtypes of a direction's norm."""
+def check_norm(
+    cell: CellSpec, inputs: str, xs: Tensor, one: Direction, norm: NormWeights, suffix: str = ""
+) -> None:  # fmt: skip
+    """Raises ValueError unless scales and shifts fit a direction: shapes, dtypes and devices. Names end in `suffix`."""
+    widths = {"i": one.w_ih.shape[-1], "h": one.w_hh.shape[-1]}
     for name, x in norm._asdict().items():
-        check_tensor(name, x)
         if x is None:
             continue
+        full = name + suffix
         if name.startswith("shift") and cell.norm == "rms":
-            raise ValueError(f'{name} must be None with norm="rms", which has no shifts: pass norm="layer" for shifts')
-        shape = (xs.shape[-1] if name.endswith("_i") else w_hh.shape[-1],)
-        if tuple(x.shape) != shape:
-            raise ValueError(f"{name} must be {shape}, got {tuple(x.shape)}")
-        if x.dtype != xs.dtype and not op_common.is_autocasting(xs.device.type):
-            raise ValueError(f"{name} must have the dtype of xs, {xs.dtype}, got {x.dtype}: convert one of them")
+            raise ValueError(f'{full} must be None with norm="rms", which has no shifts: pass norm="layer" for shifts')
+        check_weight(full, x, (widths[name[-1]],), inputs, xs)
 
 
 def norm_gru(
@@ -126,7 +124,7 @@ def norm_gru(
     one = Direction(w_ih, w_hh, b_ih, b_hh, None, (h0,), resets, (reset_state,))
     check_constants(epsilon, update_bias)
     check_direction(cell, xs, one, batch_first)
-    _check_norm(cell, xs, w_hh, weights)
+    check_norm(cell, "xs", xs, one, weights)
     (out,) = run_layer(
         cell, xs, [fold(cell, one, weights, update_bias)], reverse=reverse, batch_first=batch_first,
         precision=precision, implementation=implementation, epsilon=epsilon,

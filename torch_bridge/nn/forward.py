@@ -9,16 +9,16 @@ from torch.nn.utils.rnn import PackedSequence
 
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.layout import stack
-from torch_bridge.nn.checks import check_resets, check_tensors, checked_states
+from torch_bridge.nn.checks import check_resets, check_states, check_tensors
 from torch_bridge.nn.packed import forward_packed
-from torch_bridge.nn.stack import InitialStates, is_backward, resets_of_reversed, run_stack
+from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack
 
 
 def forward(
     rnn: Any, cell: CellSpec, input: Any, hx: Any, resets: Any, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Any, tuple[Tensor, ...]]:
     """Returns the outputs and the last states `[layers * directions, B, width]`, as `torch.nn` does."""
-    check_tensors(rnn, input, hx)
+    check_tensors(rnn, cell, input, hx, resets, reset_states)
     if isinstance(input, PackedSequence):
         return forward_packed(rnn, cell, input, hx, resets, reset_states)
     if input.dim() not in (2, 3):
@@ -48,18 +48,18 @@ def _forward_batch(
     rnn: Any, cell: CellSpec, xs: Tensor, hx: Any, resets: Tensor | None, reset_states: tuple[Tensor | None, ...]
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     time = 1 if rnn.batch_first else 0
-    states = checked_states(rnn, cell, xs, hx, xs.shape[1 - time], None)
+    check_states(rnn, xs, hx, None)
     if xs.shape[time] == 0:
         raise RuntimeError("Expected sequence length to be larger than 0 in RNN")
     check_resets(rnn, cell, tuple(xs.shape[:2]), (xs.shape[1 - time],), resets, reset_states)
     backward = None if resets is None or not rnn.bidirectional else resets_of_reversed(resets, time)
     starts = [
         InitialStates(
-            (None,) * len(states) if hx is None else tuple(x[i] for x in states),
+            (None,) * len(cell.states) if hx is None else tuple(x[i] for x in hx),
             backward if is_backward(rnn, i) else resets,
             tuple(None if x is None else x[i] for x in reset_states),
         )
-        for i in range(states[0].shape[0])
+        for i in range(rnn.num_layers * directions_of(rnn))
     ]
     ys, outcomes = run_stack(rnn, cell, xs, starts, rnn.batch_first, cells=False)
     return ys, tuple(stack(x) for x in zip(*(one.last for one in outcomes), strict=True))

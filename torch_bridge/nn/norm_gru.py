@@ -6,11 +6,12 @@ import math
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.nn import Parameter
 
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Direction, Implementation
-from torch_bridge.functional.norm_gru import cell_of, check_constants
+from torch_bridge.functional.norm_gru import cell_of, check_constants, check_norm
 from torch_bridge.functional.norm_weights import NormWeights, fold
 from torch_bridge.nn.recurrent import Device
 from torch_bridge.nn.single_state import SingleStateModule
@@ -114,9 +115,13 @@ class NormGRU(SingleStateModule):
             else:
                 torch.nn.init.uniform_(x, -bound, bound)
 
-    def fold_norm(self, one: Direction, suffix: str) -> Direction:
-        """Returns a direction whose weights and bias contain the norm, given that of the parameters with a suffix."""
+    def fold_norm(self, one: Direction, suffix: str, input: Tensor) -> Direction:
+        """Returns a direction whose weights and bias contain the norm, given that of the parameters with a suffix.
+
+        Raises ValueError unless the norm's parameters fit the others, and have the dtype and device of the input.
+        """
         parameters = NormWeights(*(getattr(self, name + suffix, None) for name in NormWeights._fields))
+        check_norm(self._cell, "the input", input, one, parameters, suffix)
         return fold(self._cell, one, parameters, self.update_bias)
 
     def extra_repr(self) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torch_bridge import functional
-from torch_bridge.functional.checks import Implementation, check_implementation
+from torch_bridge.functional.checks import Implementation, check_implementation, check_tensor
 from torch_bridge.nn.recurrent import Device
 
 
@@ -174,6 +174,8 @@ def _normalize(
     norm: Any, module: RMSNorm | LayerNorm, x: Tensor, residual: Tensor | None, weight: Tensor | None,
     bias: Tensor | None,
 ) -> Any:  # fmt: skip
+    check_tensor("x", x, optional=False)
+    check_tensor("residual", residual)
     shape = tuple(module.normalized_shape)
     if tuple(x.shape[-len(shape) :]) != shape:
         raise ValueError(f"x must be [*batch, *normalized_shape] with {shape}, got {tuple(x.shape)}")

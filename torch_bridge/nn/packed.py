@@ -11,8 +11,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_
 from torch_bridge import choice
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional.sharding import check_local
-from torch_bridge.nn.checks import check_resets, checked_states
-from torch_bridge.nn.stack import InitialStates, is_backward, resets_of_reversed, run_stack
+from torch_bridge.nn.checks import check_resets, check_states
+from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
 
 def forward_packed(
@@ -22,7 +22,9 @@ def forward_packed(
     data, batch_sizes, order, inverse = packed
     check_local("a PackedSequence", data)
     _check_steps("the input", packed)
-    states = checked_states(rnn, cell, data, hx, int(batch_sizes[0]), batch_sizes)
+    check_states(rnn, data, hx, batch_sizes)
+    count = rnn.num_layers * directions_of(rnn)
+    states = hx or tuple(data.new_zeros((count, int(batch_sizes[0]), width)) for width in widths_of(rnn, cell))
     if resets is not None:
         if not isinstance(resets, PackedSequence) or not _have_same_order(packed, resets):
             raise ValueError(
@@ -45,7 +47,7 @@ def forward_packed(
     reset_states = tuple(map(sort, reset_states))
     check_resets(rnn, cell, tuple(xs.shape[:2]), xs.shape[1:2], resets, reset_states)
     starts = []
-    for i in range(states[0].shape[0]):
+    for i in range(count):
         first = tuple(sort(x)[i] for x in states)
         one = InitialStates(first, resets, tuple(None if x is None else x[i] for x in reset_states))
         starts.append(_start_at_end(one, last, xs) if is_backward(rnn, i) else one)

@@ -125,14 +125,13 @@ class RecurrentModule(torch.nn.RNNBase):
     def check_input(self, input: Tensor, batch_sizes: Tensor | None) -> None:
         """Checks the input as `torch.nn` does, also against weights that `torch.func.functional_call` substitutes.
 
-        It also raises ValueError if the weights are complex, or on another device than the input.
+        It also raises ValueError if the weights are complex.
         """
         flat: Any = self._flat_weights[0]
         weight: Any = self.weight_ih_l0
         dtype, before = weight.dtype, flat.dtype
         if not dtype.is_floating_point:
             raise ValueError(f"the parameters must be floating point, got {dtype}: convert them")
-        op_common.check_devices("the input", input, {"weight_ih_l0": weight})
         if dtype != before:
             if input.dtype != dtype and not op_common.is_autocasting(input.device.type):
                 raise ValueError(f"RNN input dtype ({input.dtype}) does not match weight dtype ({dtype}): convert one")

@@ -62,8 +62,8 @@ class SingleStateModule(RecurrentModule):
           `[layers * directions, B, H]`, in the dtype of `hx`.
 
         Raises:
-          ValueError: resets or reset states have other shapes or dtypes, or lengths of a `PackedSequence` exceed the
-            steps of its data; see also `torch.nn.GRU`.
+          ValueError: resets, reset states or parameters have other shapes or dtypes, tensors are on several devices, or
+            lengths of a `PackedSequence` exceed the steps of its data; see also `torch.nn.GRU`.
           RuntimeError: see `torch.nn.GRU`.
           NotImplementedError: see `torch_bridge.functional.gru`; also for packed inputs with a reset state for every
             step.

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
+from torch.nn.functional import dropout, pad
 
-from torch_bridge import functional
+from torch_bridge import functional, op_common
 from torch_bridge.cells import CellSpec
 from torch_bridge.functional import Direction, DirectionResult
+from torch_bridge.functional.checks import check_weight
 
 
 class InitialStates(NamedTuple):
@@ -43,29 +44,57 @@ def resets_of_reversed(resets: Tensor, time: int, last: Tensor | None = None) ->
     A sequence's last episode needs no reset, because the loop itself begins there. `last` is the index of the last step
     of each sequence, time first; the steps after it are padding.
     """
-    starts, steps = resets != 0, resets.shape[time]
-    begins = torch.cat((starts.narrow(time, 1, steps - 1), torch.zeros_like(starts.narrow(time, 0, 1))), time)
+    steps = resets.shape[time]
+    after_last = (0, 0) * (resets.ndim - 1 - time) + (0, 1)
+    begins = pad(resets != 0, after_last).narrow(time, 1, steps)  # no array of T - 1 steps: its sizes exclude T = 2
     return begins if last is None else begins & (torch.arange(steps, device=resets.device)[:, None] < last)
+
+
+# The names of parameters without their suffixes, in the order of `Direction`.
+_PARAMETERS = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+
+
+def _directions(
+    rnn: torch.nn.RNNBase, cell: CellSpec, input: Tensor, starts: Sequence[InitialStates]
+) -> list[Direction]:  # fmt: skip
+    """Returns each direction of each layer. Raises ValueError unless the parameters fit each other and the input."""
+    if not input.is_floating_point():
+        raise ValueError(f"the input must be floating point, got {input.dtype}: convert it")
+    count, hidden, width = directions_of(rnn), rnn.hidden_size, rnn.proj_size or rnn.hidden_size
+    rows, blocks = cell.gates * hidden, getattr(rnn, "num_blocks", 1)
+    w_hh = (rows, width) if blocks == 1 else (blocks, rows // blocks, hidden // blocks)
+    directions = []
+    for i, start in enumerate(starts):
+        suffix = f"_l{i // count}_reverse" if is_backward(rnn, i) else f"_l{i // count}"
+        inputs = rnn.input_size if i < count else count * width
+        weights: list[Tensor | None] = []
+        for name, shape in zip(_PARAMETERS, ((rows, inputs), w_hh, (rows,), (rows,), (width, hidden)), strict=True):
+            w = None
+            if rnn.proj_size if name == "weight_hr" else rnn.bias or name.startswith("weight"):
+                w = getattr(rnn, name + suffix)
+                if w is not None or name.startswith("weight"):
+                    check_weight(name + suffix, w, shape, "the input", input)
+            weights.append(w)
+        one = Direction(*weights, *start)  # type: ignore[arg-type, call-arg]  # the parameters are before the rest
+        directions.append(rnn.fold_norm(one, suffix, input) if cell.norm else one)  # type: ignore[operator]
+    return directions
 
 
 def run_stack(
     rnn: torch.nn.RNNBase, cell: CellSpec, xs: Tensor, starts: Sequence[InitialStates], batch_first: bool, cells: bool
 ) -> tuple[Tensor, list[DirectionResult]]:
-    """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer."""
+    """Runs all layers. Returns the outputs of the last layer, and the results of each direction of each layer.
+
+    Raises:
+      ValueError: a parameter has another shape, dtype or device than the module and the input require.
+    """
+    directions, count, dtype = _directions(rnn, cell, xs, starts), directions_of(rnn), xs.dtype
     outcomes: list[DirectionResult] = []
     for layer in range(rnn.num_layers):
-        directions = []
-        for i in range(layer * directions_of(rnn), (layer + 1) * directions_of(rnn)):
-            names = dict.fromkeys(("w_ih", "w_hh", "b_ih", "b_hh", "w_hr"))
-            suffix = f"_l{layer}_reverse" if is_backward(rnn, i) else f"_l{layer}"
-            for name, long in (("w_ih", "weight_ih"), ("w_hh", "weight_hh"), ("b_ih", "bias_ih"), ("b_hh", "bias_hh")):
-                names[name] = getattr(rnn, long + suffix) if rnn.bias or name.startswith("w") else None
-            if rnn.proj_size:
-                names["w_hr"] = getattr(rnn, "weight_hr" + suffix)
-            one = Direction(**names, **starts[i]._asdict())  # type: ignore[arg-type]
-            directions.append(rnn.fold_norm(one, suffix) if cell.norm else one)  # type: ignore[operator]
+        if xs.dtype != dtype and not op_common.is_autocasting(xs.device.type):
+            xs = xs.to(dtype)  # outputs have the dtype of the states, and the next layer's weights that of the input
         results = functional.run_layer(
-            cell, xs, directions, batch_first=batch_first, cells=cells,
+            cell, xs, directions[layer * count : (layer + 1) * count], batch_first=batch_first, cells=cells,
             precision=getattr(rnn, "precision", None), implementation=getattr(rnn, "implementation", None),
             epsilon=getattr(rnn, "epsilon", 0.0),
         )  # fmt: skip

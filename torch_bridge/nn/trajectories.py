@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
 
-from torch_bridge import cells
-from torch_bridge.functional.checks import check_state_dtype, check_tensor
+from torch_bridge import cells, op_common
+from torch_bridge.functional.checks import check_state_dtype, check_tensor, has_shape
 from torch_bridge.functional.sharding import check_local
 from torch_bridge.nn.stack import InitialStates, directions_of, is_backward, resets_of_reversed, run_stack, widths_of
 
@@ -60,7 +60,8 @@ def run_trajectories(
       shape of `hidden`: at the last step of each trajectory they hold the state after that step, at other steps zeros.
 
     Raises:
-      ValueError: shapes disagree, there are no steps, or `rnn` is not a GRU or an LSTM.
+      ValueError: shapes, dtypes or devices of tensors or parameters disagree, there are no steps, or `rnn` is not a GRU
+        or an LSTM.
       RuntimeError: the width of the input is wrong, as in `torch.nn`.
 
     Examples:
@@ -82,19 +83,19 @@ def run_trajectories(
     for name, x in zip(("input", "is_init", *names), (input, is_init, *given), strict=True):
         check_tensor(name, x, optional=False)
         check_local(name, x)
+        op_common.check_devices("input", input, {name: x})
     outer = tuple(input.shape[:-1])
     if is_init.dim() == 3:
         is_init = is_init.squeeze(-1)
-    if len(outer) != 2 or tuple(is_init.shape) != outer:
+    if len(outer) != 2 or not has_shape(is_init, outer):
         raise ValueError(
             f"input must be [B, T, D] and is_init [B, T], got {tuple(input.shape)} and {tuple(is_init.shape)}"
         )
-    weight: Any = rnn.weight_ih_l0
     for name, x in zip(names, given, strict=True):
-        check_state_dtype(name, x, "input", input, weight)
+        check_state_dtype(name, x, "input", input)
     count = rnn.num_layers * directions_of(rnn)
     for x, width in zip(given, widths_of(rnn, kind), strict=True):
-        if tuple(x.shape) != (*outer, count, width):
+        if not has_shape(x, (*outer, count, width)):
             raise ValueError(
                 f"hidden states must be [B, T, layers, H] = {(*outer, count, width)}, got {tuple(x.shape)}"
             )

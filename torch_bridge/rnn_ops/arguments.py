@@ -57,7 +57,7 @@ def forward_types(cell: CellSpec) -> dict[str, str]:
         "resets": "Tensor?",
         **{f"reset_{s}": "Tensor?" for s in cell.states},
         **{"order": "str", "precision": "str"},
-        **({"norm_width": "int"} if cell.norm else {}),
+        **({"norm_width": "SymInt"} if cell.norm else {}),
         **({"cells": "bool"} if len(cell.states) > 1 else {}),
         **{"save": "bool", "implementation": "str?"},
     }
@@ -127,7 +127,7 @@ def backward_types(cell: CellSpec) -> dict[str, str]:
         **{f"d{s}s": "Tensor?" for s in cell.states},
         **{f"d{s}_last": "Tensor?" for s in cell.states},
         **{"order": "str", "precision": "str"},
-        **({"norm_width": "int"} if cell.norm else {}),
+        **({"norm_width": "SymInt"} if cell.norm else {}),
         **{"reset_gradients": "bool", "implementation": "str?"},
     }
 

@@ -17,26 +17,27 @@ PRECISIONS: tuple[str, ...] = get_args(rules.Precision)
 
 
 @availability.cached_reason
-def _unsupported(
-    profile: tiling.Device | None, device: torch.device, dtype: torch.dtype, hidden: int
-) -> str | None:  # fmt: skip
-    """Returns why the kernels cannot run with weights of this dtype and width; see `availability.unavailable`."""
+def _unsupported(profile: tiling.Device | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Returns why the kernels cannot run with weights of this dtype; see `availability.unavailable`."""
     if reason := availability.unavailable(profile, device, dtype):
         return reason
-    facts = availability.device_facts(profile, device)
-    if facts.interpreted and dtype == torch.bfloat16:
+    if availability.device_facts(profile, device).interpreted and dtype == torch.bfloat16:
         return "computes bfloat16 products wrongly in Triton's interpreter: use float32 or float16 there"
+    return None
+
+
+def unsupported(w_hh: Tensor, profile: tiling.Device | None = None) -> str | None:
+    """Returns why the kernels cannot run with these recurrent weights, or None if they can."""
+    if reason := _unsupported(profile, w_hh.device, w_hh.dtype):
+        return reason
+    # compared and not a key of the cache: a compiler would specialize on it
+    facts, hidden = availability.device_facts(profile, w_hh.device), w_hh.shape[-1]
     if hidden > tiling.max_hidden(facts):
         return (
             f"is limited by the device: a hidden width of {hidden} is more than its {facts.multiprocessors} SMs can "
             f"share ({tiling.max_hidden(facts)}); leave implementation out"
         )
     return None
-
-
-def unsupported(w_hh: Tensor, profile: tiling.Device | None = None) -> str | None:
-    """Returns why the kernels cannot run with these recurrent weights, or None if they can."""
-    return _unsupported(profile, w_hh.device, w_hh.dtype, int(w_hh.shape[-1]))
 
 
 def should_launch_kernels(implementation: str | None, w_hh: Tensor) -> bool:

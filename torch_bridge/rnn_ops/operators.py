@@ -153,7 +153,7 @@ def _define(cell: CellSpec) -> Operators:
         launch = should_launch_kernels(x.implementation, x.w_hh)
         returned = forward_outputs(cell, x, launch)
         # with a listener (`torch_bridge.explain`), `kernels.forward` records the launch and runs nothing
-        if launch and x.xp.numel() > 0 and choice.listener() is not None:
+        if launch and choice.listener() is not None and x.xp.numel() > 0:
             arrays = x.xp, x.w_hh, x.b_hn, x.states, _readable_resets(x.resets), x.reset_states, x.norm
             return kernels.forward(*arrays, cell=cell, order=x.order, precision=x.precision, returned=returned)
         return op_common.fake(returned, x.xp)
@@ -180,7 +180,7 @@ def _define(cell: CellSpec) -> Operators:
         x = backward_arguments(cell, arguments)
         returned, like = backward_outputs(cell, x), x.residuals["local_grads"]
         # as in `forward_fake`
-        if like.numel() > 0 and choice.listener() is not None and should_launch_kernels(x.implementation, x.w_hh):
+        if choice.listener() is not None and like.numel() > 0 and should_launch_kernels(x.implementation, x.w_hh):
             arrays = x.w_hh, x.residuals, _readable_resets(x.resets), x.dsequences, x.dlast
             return kernels.backward(
                 *arrays, cell=cell, order=x.order, precision=x.precision, returned=returned, norm_width=x.norm_width

@@ -20,9 +20,9 @@ def vmap_rule(op: Any, groups: str) -> Callable[..., Any]:
     def rule(info: Any, in_dims: tuple[int | None, ...], *args: Any) -> tuple[Any, Any]:
         size = info.batch_size
 
-        def count(name: str) -> int:
+        def count(name: str) -> Any:
             x, dim = args[names.index(name)], in_dims[names.index(name)]
-            return int(x.shape[0 if dim is None or dim > 0 else 1])
+            return x.shape[0 if dim is None or dim > 0 else 1]  # may be symbolic
 
         S, G = count("w_hh"), count(groups)
         new_models = any(n in weights and dim is not None for n, dim in zip(names, in_dims, strict=False))
@@ -41,7 +41,7 @@ def vmap_rule(op: Any, groups: str) -> Callable[..., Any]:
             return x.unflatten(0, (S, size, G // S)).transpose(0, 1).flatten(1, 2)
 
         results = op(*(merge(*each) for each in zip(names, args, in_dims, strict=False)))
-        empty = [x.shape == (0,) for x in results]
+        empty = [x.ndim == 1 for x in results]  # outputs that are not requested
         out = tuple(x if e else split(x) for x, e in zip(results, empty, strict=True))
         return out, tuple(None if e else 0 for e in empty)
 
