@@ -1,9 +1,10 @@
 """Pages of the site beside those in `site/`: one of the API reference for each family of names. `mkdocs.yml` names it.
 
-It also makes `site/home.md` the first page, in place of the README.
+It also makes `site/home.md` the first page, in place of the README, and lets pictures follow the site's dark mode.
 """
 
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,3 +154,12 @@ def on_files(files, config):
             file.name, file.dest_uri = "index", "index.html"
         elif file.src_uri.endswith("README.md"):  # a page like any other
             file.name, file.dest_uri = "README", file.src_uri.replace(".md", ".html")
+
+
+def on_page_content(html, page, config, files):
+    """Replaces a picture, which follows the browser's setting, by two images of which the theme shows one."""
+    return re.sub(
+        r'<picture>\s*<source [^>]*srcset="([^"]+)">\s*(<img [^>]*src=")([^"]+)("[^>]*>)\s*</picture>',
+        r"\2\3#only-light\4\2\1#only-dark\4",
+        html,
+    )

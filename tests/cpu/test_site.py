@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tools import site_pages
 from tools.site_pages import API
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,3 +49,13 @@ def test_links_of_the_site_lead_to_files_of_the_repository():
     assert len(links) >= 10
     for link in links:
         assert link.resolve(strict=True).relative_to(ROOT) == link.relative_to(ROOT / "site")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_pictures_follow_the_dark_mode_of_the_site(page):
+    text = (ROOT / page).read_text()
+    html = site_pages.on_page_content(text, None, None, None)
+    shown = re.findall(r'<img [^>]*src="([^"]+)-(light|dark)\.svg#only-(light|dark)"', html)
+    assert len(shown) == 2 * text.count("<picture>") > 0
+    assert "<picture>" not in html
+    assert {image for image, file, mode in shown if file != mode} == set()
