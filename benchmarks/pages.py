@@ -24,9 +24,11 @@ if TYPE_CHECKING:
     Figures = dict[tuple[str, str], float]  # by case and provider
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md", "site/home.md"))
-# The folders of the results that the pages show.
+# The folders of the results that the pages show, and those of this repository's agents among them.
 DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+AGENTS = DEVICE
 AS_OTHERS = {f"as {name}": f"as-{profile}-on-{DEVICE}" for name, profile in (
     ("an A100", "a100"), ("an RTX 3090", "rtx3090"), ("an RTX 4090", "rtx4090"),
 )}  # fmt: skip
@@ -66,7 +68,7 @@ def written(text: str) -> str:
 @functools.cache
 def load(suite: str, device: str = DEVICE) -> Report:
     """Returns the results of a suite."""
-    return Report.load(ROOT / "benchmarks" / "results" / device / f"{suite}.json")
+    return Report.load(RESULTS / device / f"{suite}.json")
 
 
 def rows_of(suite: str, device: str = DEVICE) -> list[Row]:
@@ -79,9 +81,14 @@ def figures(suite: str, device: str = DEVICE) -> Figures:
     return {(row.case, row.provider): row.value for row in rows_of(suite, device) if row.value is not None}
 
 
-def measured_on(suite: str) -> str:
+def measured_on(suite: str, device: str = DEVICE) -> str:
     """Returns a sentence with the machine and the versions."""
-    return f"Measured on {versions(load(suite))}."
+    return f"Measured on {versions(load(suite, device))}."
+
+
+def gpu(suite: str, device: str = DEVICE) -> str:
+    """Returns the name of the GPU of a suite's results, as in `H200`."""
+    return load(suite, device).machine["gpu"].split()[1]
 
 
 def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -131,27 +138,33 @@ def percent(share: float | None) -> str:
 
 
 def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
-    """Returns a sentence that says where another implementation is faster than ours of the same precision."""
+    """Returns a sentence with what is faster than ours of the same precision, and where."""
     faster = []
     for heading, providers in PEERS.items():
         for provider, name, precision in zip(providers, ours, ("TF32", "bfloat16"), strict=False):
             for case in [case for case, other in found if other == provider and (case, name) in found]:
                 ratio = found[case, provider] / found[case, name]
                 if ratio < 1:
-                    faster.append(f"{heading} takes {ratio:.2f} times our time for {case} in {precision}")
-    rows = f"in the {len({case for case, name in found if name in ours})} rows, in TF32 and bfloat16"
-    if not faster:
-        return f"No other implementation is faster {rows}."
-    count = "once" if len(faster) == 1 else f"{len(faster)} times"
-    return f"Another implementation is faster {count} {rows}: {'; '.join(faster)}."
+                    faster.append(f"{heading}, {ratio:.2f} of our time for {case} in {precision}")
+    rows = f"{len({case for case, name in found if name in ours})} rows, TF32 and bfloat16"
+    return f"Faster than ours in {rows}: {'; '.join(faster) or 'none'}."
 
 
 # Whole agents.
 
 
+def agent_rows(device: str) -> list[AgentRow]:
+    """Returns the rows of this repository's agents: those of suite `ppo` and, where they were taken, of examples."""
+    reports = [load("ppo", device)]
+    if (RESULTS / device / "examples.json").exists():
+        reports.append(load("examples", device))
+    rows = [row for report in reports for row in report.rows]
+    return [row for row in rows if isinstance(row, AgentRow) and row.value is not None]
+
+
 def agents() -> list[AgentRow]:
-    """Returns the rows of agents on one GPU, in which recurrences have the order of `RECURRENCES`."""
-    rows = [row for row in load("ppo").rows if isinstance(row, AgentRow) and row.gpus == 1 and row.value is not None]
+    """Returns the rows of agents that were compared on one GPU; recurrences have the order of `RECURRENCES`."""
+    rows = [row for row in agent_rows(AGENTS) if row.gpus == 1 and row.share is not None]
     labels, names = list(dict.fromkeys(row.case for row in rows)), list(RECURRENCES)
     return sorted(rows, key=lambda row: (labels.index(row.case), names.index(row.provider)))
 
@@ -171,13 +184,15 @@ def claim() -> str:
         for (case, name), value in found.items()
         if case.startswith("purejaxrl") and name == "jaxrnn"
     ]
-    several = {row.provider: row for row in agents() if row.seeds > 1}
-    ours, flax, gpu = several["jaxrnn"], several["flax"], load("scripts").machine["gpu"].removeprefix("NVIDIA ")
+    several = [row for row in agents() if row.seeds > 1]
+    ours, flax = (next(row for row in several if row.provider == name) for name in ("jaxrnn", "flax"))
+    where = "" if gpu("ppo", AGENTS) == gpu("scripts") else f" on an {gpu('ppo', AGENTS)}"
     return prose(
         f"**With its recurrent class imported from here, purejaxrl's PPO trains {times(min(ratios))} to "
-        f"{times(max(ratios))} times as fast** on an {gpu}, from the same parameters and seeds. In this repository's "
-        f"PPO, {ours.seeds} agents at once make {steps(ours.value)} environment steps per second, and with Flax's GRU "
-        f"{steps(flax.value)}; their mean final returns are {final_return(ours)} and {final_return(flax)}."
+        f"{times(max(ratios))} times as fast** on an {gpu('scripts')}, from the same parameters and seeds. In this "
+        f"repository's PPO, {ours.seeds} agents at once make {steps(ours.value)} environment steps per second{where}, "
+        f"and with Flax's GRU {steps(flax.value)}; their mean final returns are {final_return(ours)} and "
+        f"{final_return(flax)}."
     )
 
 
@@ -191,12 +206,24 @@ def whole_agents() -> str:
         )
         for row in agents()
     ]  # fmt: skip
-    return together(table(headings, rows), prose(measured_on("ppo")))
+    tasks = dict.fromkeys(row.task for row in agents() if not row.case.startswith("PPO"))
+    others = f"Of other [examples](../examples/README.md): {listed(tasks)}." if tasks else ""
+    return together(table(headings, rows), prose(*filter(None, (others, measured_on("ppo", AGENTS)))))
+
+
+def learning_curves() -> str:
+    """The figure of agents' returns over steps and over seconds, if the results have curves."""
+    if all(row.curve is None for row in agents()):
+        return ""
+    light, dark = (f"benchmarks/results/{AGENTS}/learning-{theme}.svg" for theme in ("light", "dark"))
+    alt = "Mean return of agents with each recurrence, over environment steps and over wall-clock seconds"
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    return f'<picture>{source}<img alt="{alt}" src="{light}" width="830"></picture>'
 
 
 def several_gpus() -> str:
     """The speed of an agent on several GPUs, with 1024 environments on each."""
-    rows = [row for row in rows_of("ppo", H100) if isinstance(row, AgentRow) and row.envs == 1024 * row.gpus]
+    rows = [row for row in agent_rows(H100) if row.share is None and row.envs == 1024 * row.gpus]
     return prose(
         f"With 1024 environments on each of {listed(str(row.gpus) for row in rows)} H100s, an agent makes "
         f"{listed(steps(row.value) for row in rows)} steps per second. The final returns, of one seed each, are "
@@ -245,7 +272,7 @@ def all_recurrences() -> str:
         for up_to in (True, False)
     )
     unfinished = [
-        f"{row.reason} ({row.case})"
+        f"TorchRL, {row.case}: {row.reason}."
         for row in rows_of("headline")
         if (row.provider, row.status) == ("torchrl", "unfinished")
     ]
@@ -253,7 +280,9 @@ def all_recurrences() -> str:
         ahead(found),
         f"In TF32, Flax's `ScannedRNN` takes {between(narrow, times)} times our time for up to 256 units, and "
         f"{between(wide, times)} times for more.",
-        f"A `-` is not measured. TorchRL's {listed(unfinished)}, so wider states were not tried." if unfinished else "",
+        "A `-` is not measured.",
+        *unfinished,
+        "Wider states were not tried." if unfinished else "",
         measured_on("headline"),
     ]
     return together(recurrences(found, map(str, cases.HEADLINE), PEERS, 2), prose(*filter(None, sentences)))
@@ -457,6 +486,7 @@ def torch_modules() -> str:
 
 BLOCKS = {
     "claim": claim,
+    "learning-curves": learning_curves,
     "readme-recurrences": readme_recurrences,
     "whole-agents": whole_agents,
     "several-gpus": several_gpus,

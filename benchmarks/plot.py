@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import matplotlib as mpl
 from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks import cases, norms
 from benchmarks.report import number, times, versions
-from benchmarks.results import Report, Row
+from benchmarks.results import AgentRow, Report, Row
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +36,12 @@ NORM_STYLES = {
     "torch-compile": ("C2", "^", "torch.compile", "-"),
     "torch": ("C1", "s", "PyTorch", "-"),
     "xla": ("C3", "D", "XLA", "-"),
+}
+AGENT_STYLES = {
+    "jaxrnn": ("C0", "jaxrnn"),
+    "jaxrnn-xla": ("C3", 'jaxrnn, "xla"'),
+    "flax": ("C1", "Flax"),
+    "no recurrence": ("C5", "no recurrence"),
 }
 # The text in place of a figure that is missing.
 GAPS = {
@@ -74,9 +80,11 @@ def draw(folder: Path) -> list[Path]:
             continue
         reports = [Report.load(path) for path in paths]
         for theme, settings in THEMES.items():
-            made.append(folder / f"{name}-{theme}.svg")
             with mpl.rc_context(settings):
-                figure(*reports).savefig(made[-1], metadata={"Date": None})
+                drawn = figure(*reports)
+                if drawn is not None:
+                    made.append(folder / f"{name}-{theme}.svg")
+                    drawn.savefig(made[-1], metadata={"Date": None})
     return made
 
 
@@ -137,6 +145,36 @@ def _bars(axes: Axes, ratios: dict[str, float], limits: list[float]) -> None:
     for place, (ratio, limit) in enumerate(itertools.zip_longest(ratios.values(), limits)):
         text = f"{times(ratio)}x" + (f" of {times(limit)}x" if limit else "")
         axes.annotate(text, (max(ratio, limit or 0), place), (6, 0), textcoords="offset points", va="center")
+
+
+def learning(report: Report) -> Figure | None:
+    """Draws learning curves of agents over env steps and over seconds, with 95 % intervals; None if there are none."""
+    rows = {row.provider: row for row in report.rows if isinstance(row, AgentRow) and row.curve is not None}
+    if not rows:
+        return None
+    first = next(iter(rows.values()))
+    figure = _figure(report, 3.5)
+    over_steps, over_seconds = figure.subplots(1, 2, sharey=True)
+    over_steps.set_title(f"{first.task}, {first.case}", loc="left")
+    for name, (color, label) in AGENT_STYLES.items():
+        if name not in rows:
+            continue
+        value, curve = rows[name].value, rows[name].curve
+        assert value is not None and curve is not None
+        # Curves over steps coincide until rounding separates them: dashes show the one below.
+        style = {"color": color, "linestyle": "-" if name == "jaxrnn" else (0, (4, 1.5))}
+        for axes, x in (over_steps, curve["steps"]), (over_seconds, curve["seconds"]):
+            axes.plot(x, curve["mean"], label=f"{label}: {number(value / 1e6)} M steps/s", **style)
+            axes.fill_between(x, curve["low"], curve["high"], color=color, alpha=0.25, linewidth=0)
+    for axes in (over_steps, over_seconds):
+        axes.set_xlim(left=0)
+        axes.grid()
+    over_steps.xaxis.set_major_formatter(EngFormatter())
+    over_steps.set_xlabel("env steps of an agent")
+    over_steps.set_ylabel("mean return (higher is better)")
+    over_seconds.set_xlabel(f"seconds in which all {first.trained} agents train, without compilation")
+    figure.legend(*over_steps.get_legend_handles_labels(), loc="outside upper center", ncols=len(rows), fontsize=8)
+    return figure
 
 
 def headline(report: Report) -> Figure:
@@ -244,8 +282,9 @@ def norm(report: Report) -> Figure:
 
 
 # The figures, with the suites whose results they show.
-FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure]]] = {
+FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure | None]]] = {
     "speedup": (("scripts", "headline"), speedup),
+    "learning": (("ppo",), learning),
     "headline": (("headline",), headline),
     "small": (("small",), small),
     "norm": (("norm",), norm),

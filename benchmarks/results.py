@@ -72,6 +72,8 @@ class AgentRow(Row):
       steps: the env steps that each of them was trained for.
       returned: the mean over these agents of their final return, which is that of the last tenth of training.
       returned_low, returned_high: the bootstrapped 95 % interval of that mean.
+      curve: their mean return after each update, where all of them trained at once: lists of the `steps` of an agent,
+        of wall-clock `seconds`, and of the `mean` with the ends `low` and `high` of its 95 % interval.
     """
 
     task: str = ""
@@ -84,6 +86,7 @@ class AgentRow(Row):
     returned: float | None = None
     returned_low: float | None = None
     returned_high: float | None = None
+    curve: dict[str, list[float]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +189,7 @@ class Report:
         """
         try:
             report = json.loads(path.read_text())
-            kind = {"accuracy": AccuracyRow, "ppo": AgentRow}.get(report["suite"], Row)
+            kind = {"accuracy": AccuracyRow, "ppo": AgentRow, "examples": AgentRow}.get(report["suite"], Row)
             return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"

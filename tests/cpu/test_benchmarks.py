@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -628,6 +629,24 @@ def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
     assert Report.load(tmp_path / "ppo.json").rows == rows[1:]
 
 
+def test_a_row_has_the_curve_of_agents_that_train_at_once():
+    from benchmarks import suites
+
+    _, training = suites.load_example()
+    outputs = [
+        types.SimpleNamespace(episodes=np.full((2, 1), 4), total_return=np.array([[low], [high]]))
+        for low, high in ((0, 4), (2, 4), (4, 4))
+    ]
+    config = types.SimpleNamespace(num_envs=8, rollout_steps=2)
+    result = training.Result(config, "task", training.Calls(None, outputs, [1.0, 2.0, 4.0], 0.0, True))
+    spread = timing.Spread.of([0.5], 3)
+    one, both = (suites.agent_row(AgentRow("PPO", "flax", seeds=n), spread, 32, "", training, result) for n in (1, 2))
+    assert one.curve is None and (one.value, one.returned, one.trained) == (64.0, 1.0, 2)
+    assert both.curve == {
+        "steps": [16, 32, 48], "seconds": [1, 2, 4], "mean": [0.5, 0.75, 1.0], "low": [0, 0.5, 1.0], "high": [1, 1, 1]
+    }  # fmt: skip
+
+
 def test_failed_ppo_run_is_a_row(monkeypatch):
     from benchmarks import suites
 
@@ -866,6 +885,25 @@ def test_bars_have_the_ratio_to_flax_and_the_limit():
     above, below = plot.speedup(scripts(), headline()).axes
     assert [text.get_text() for text in above.texts] == ["3.0x of 4.0x"] * len(plot.SCRIPTS)
     assert [text.get_text() for text in below.texts] == ["8.0x"] * len(plot.ALONE)
+
+
+def test_learning_curves_are_drawn_over_steps_and_over_seconds(tmp_path):
+    curve = {"steps": [10.0, 20.0], "seconds": [1.0, 2.0], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
+    rows = [
+        AgentRow("PPO, 16 seeds", "flax", value=1e6, trained=16, curve=curve),
+        AgentRow("PPO, 16 seeds", "jaxrnn", value=1e7, trained=16, curve=curve | {"seconds": [0.1, 0.2]}),
+        AgentRow("PPO, 64 envs", "jaxrnn", value=1e6),
+    ]
+    result = Report("ppo", MACHINE, {}, rows)
+    result.save(tmp_path)
+    assert [image.name for image in plot.draw(tmp_path)] == ["learning-light.svg", "learning-dark.svg"]
+    panels = plot.learning(Report.load(tmp_path / "ppo.json")).axes
+    lines = [[(line.get_label(), [*line.get_xdata()]) for line in axes.lines] for axes in panels]
+    labels = "jaxrnn: 10.0 M steps/s", "Flax: 1.00 M steps/s"
+    assert lines[0] == [(label, [10.0, 20.0]) for label in labels]
+    assert lines[1] == [*zip(labels, ([0.1, 0.2], [1.0, 2.0]), strict=True)]
+    Report("ppo", MACHINE, {}, rows[2:]).save(tmp_path)
+    assert plot.draw(tmp_path) == []  # no row has a curve
 
 
 def test_dots_have_the_ratio_to_ours_and_gaps_have_a_reason():

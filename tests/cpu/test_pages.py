@@ -3,8 +3,10 @@
 `test_readme.py` runs the snippets of pages, and `test_orders.py` checks the table of orders.
 """
 
+import dataclasses
 import importlib
 import inspect
+import json
 import re
 import shlex
 import tomllib
@@ -15,8 +17,8 @@ import pytest
 from example_modules import load
 
 from benchmarks import __main__ as command
-from benchmarks import choice, pages
-from benchmarks.results import Report
+from benchmarks import choice, examples, pages
+from benchmarks.results import AgentRow, Report
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -43,6 +45,78 @@ def test_figures_of_a_page_are_those_of_the_results(page):
 def test_every_block_of_figures_is_on_a_page():
     found = [name for page in pages.PAGES for name in re.findall(r"<!-- results: ([\w-]+) -->", page.read_text())]
     assert set(found) == set(pages.BLOCKS)
+
+
+def test_what_is_outside_of_blocks_stays(monkeypatch):
+    monkeypatch.setattr(pages, "BLOCKS", {"a": lambda: "new\n\nlines", "b": lambda: "more"})
+    text = "1\n<!-- results: {} -->\n{}\n<!-- end -->\n2\n<!-- results: {} -->\n<!-- end -->\n"
+    assert pages.written(text.format("a", "old", "b")) == text.format("a", "new\n\nlines", "b").replace(
+        "b -->\n", "b -->\nmore\n"
+    )
+
+
+def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpus(monkeypatch):
+    speeds = {"flax": 1e6, "jaxrnn": 8e6, "no recurrence": 16e6}
+    rows = [
+        AgentRow(f"PPO, {seeds} agents", name, value=seeds * speed, envs=1024, seeds=seeds, share=speed / 16e6,
+                 trained=16, returned=0.9, returned_low=0.85, returned_high=0.951)
+        for seeds in (1, 16) for name, speed in speeds.items()
+    ]  # fmt: skip
+    rows += [
+        AgentRow("PPO, 1024 envs on 1 GPU", "jaxrnn", value=9e6, envs=1024, trained=1, returned=1.0),
+        AgentRow("PPO, 2048 envs on 2 GPUs", "jaxrnn", value=17e6, envs=2048, gpus=2, trained=1, returned=0.8),
+        AgentRow("PPO, 1024 envs on 2 GPUs", "jaxrnn", value=12e6, envs=1024, gpus=2, trained=1, returned=0.7),
+        AgentRow("PPO, 4096 envs on 4 GPUs", "jaxrnn", "unavailable", "needs 4 GPUs", envs=4096, gpus=4),
+    ]
+    reports = {
+        ("ppo", pages.AGENTS): Report("ppo", {"gpu": "NVIDIA H100 80GB HBM3"}, {}, rows),
+        ("ppo", pages.H100): Report("ppo", {"gpu": "NVIDIA H100 80GB HBM3"}, {}, rows),
+        ("scripts", pages.DEVICE): results("scripts"),
+    }
+    monkeypatch.setattr(pages, "load", lambda suite, device=pages.DEVICE: reports[suite, device])
+    lines = pages.whole_agents().splitlines()
+    assert [line.split("|")[1:3] for line in lines[2:8]] == [
+        [f" PPO, {seeds} agents ", f" {name} "] for seeds in (1, 16) for name in ("jaxrnn", "Flax", "none")
+    ]
+    assert lines[2] == "| PPO, 1 agents | jaxrnn | 8.00 M | 50 % | 0.90 (0.85 to 0.95) | 16 |"
+    claim = " ".join(pages.claim().split())
+    assert "16 agents at once make 128 M environment steps per second on an H100, and with Flax's GRU 16.0 M" in claim
+    assert pages.learning_curves() == ""
+    curve = {"steps": [1.0], "seconds": [1.0], "mean": [0.9], "low": [0.8], "high": [1.0]}
+    rows[3] = dataclasses.replace(rows[3], curve=curve)
+    assert f"{pages.AGENTS}/learning-light.svg" in pages.learning_curves()
+    several = " ".join(pages.several_gpus().split())
+    assert "1 and 2 H100s, an agent makes 9.00 M and 17.0 M" in several and "1.00 and 0.80" in several
+
+
+def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
+    def run(implementation, speed, returns):
+        return {
+            "implementation": implementation, "env": "Task", "num_envs": 8, "num_devices": 1, "seeds": [0, 1],
+            "total_steps": 64, "steps_per_second": speed, "final_return": returns, "config": {"hidden": 32},
+        }  # fmt: skip
+
+    example = {"machine": "NVIDIA H200, jax 0.11", "runs": [run("auto", 3e6, [1, 2]), run("none", 4e6, [1, None])]}
+    paths = [tmp_path / name for name in ("one.json", "two.json")]
+    for path, gpu in zip(paths, ("H200", "H100"), strict=True):
+        path.write_text(json.dumps(example).replace("H200", gpu))
+    with pytest.raises(SystemExit, match="name the files of one GPU"):
+        examples.take(paths, tmp_path)
+    path = examples.take(paths[:1], tmp_path)
+    assert path == tmp_path / "nvidia-h200" / "examples.json"
+    Report("ppo", {"gpu": "NVIDIA H200", "jax": "0.11"}, {}, []).save(path.parent)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    monkeypatch.setattr(pages, "load", pages.load.__wrapped__)
+    shown = pages.whole_agents()
+    assert "| Task, GRU 32, 2 seeds of 8 envs | jaxrnn | 3.00 M | 75 % | 1.50 (1.00 to 2.00) | 2 |\n" in shown
+    assert "| none | 4.00 M | 100 % | 1.00 (1.00 to 1.00) | 2 |\n" in shown and ": Task. Measured on NVIDIA H200, jax 0.11." in shown
+
+
+def test_a_sentence_says_where_another_implementation_is_faster():
+    found = {("GRU", "jaxrnn"): 1.0, ("GRU", "jaxrnn-bf16"): 0.5, ("GRU", "flax"): 7.0, ("GRU", "torchrl-bf16"): 0.5}
+    assert pages.ahead(found) == "Faster than ours in 1 rows, TF32 and bfloat16: none."
+    sentence = pages.ahead(found | {("GRU", "torch-cudnn-bf16"): 0.4})
+    assert sentence.endswith(": cuDNN (no resets), 0.80 of our time for GRU in bfloat16.")
 
 
 def results(suite, machine="nvidia-h200"):
