@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, tilings, timing
 from benchmarks.harness import FirstCalls
@@ -500,7 +501,16 @@ def agent_row(row: AgentRow, spread: timing.Spread, steps: int, method: str, tra
         row, value=steps / spread.median, low=steps / spread.high, high=steps / spread.low, calls=spread.calls,
         method=method, task=result.task, trained=len(returns), steps=int(result.steps[-1]),
         returned=float(returns.mean()), returned_low=low, returned_high=high,
+        curve=curve_of(training, result) if row.seeds == len(returns) > 1 else None,
     )  # fmt: skip
+
+
+def curve_of(training: Any, result: Any) -> dict[str, list[float]]:
+    """Returns the learning curve of several agents, as a row has it."""
+    low, high = training.interval(result.curve)
+    mean = np.nanmean(result.curve, axis=0)
+    arrays = {"steps": result.steps, "seconds": result.seconds, "mean": mean, "low": low, "high": high}
+    return {name: [float(f"{x:.6g}") for x in array] for name, array in arrays.items()}
 
 
 def with_shares(rows: Sequence[AgentRow]) -> list[AgentRow]:
