@@ -347,8 +347,14 @@ def interval(values: np.ndarray, axis: int = 0) -> tuple[np.ndarray, np.ndarray]
     known = ~np.isnan(values)
     with np.errstate(invalid="ignore"):  # a sample may have NaN only
         means = np.tensordot(weights, np.where(known, values, 0), 1) / np.tensordot(weights, known, 1)
-    low, high = np.nanpercentile(means, [2.5, 97.5], axis=0)
-    return low, high
+    anything = known.any(axis=0)
+    low, high = np.nanpercentile(np.where(anything, means, 0), [2.5, 97.5], axis=0)
+    return np.where(anything, low, np.nan), np.where(anything, high, np.nan)
+
+
+def mean(values: np.ndarray) -> np.ndarray:
+    """Returns the mean over the first axis, ignoring NaN; NaN where there is nothing else."""
+    return mean_return((~np.isnan(values)).sum(axis=0), np.nansum(values, axis=0))
 
 
 # The name and the color in tables and figures.
@@ -464,7 +470,7 @@ def table_of(results: Sequence[Result]) -> Table:
         ratio = [f"{result.steps_per_second / flax.steps_per_second:.2f}"] if flax and ratios else []
         name = LABELS[result.config.implementation][0] + ("" if result.finished else ", stopped")
         speed, compiled = f"{result.steps_per_second:,.0f}", f"{result.calls.compile_seconds:.1f} s"
-        rows.append([name, f"{np.nanmean(returns):.2f}{spread}", speed, *ratio, compiled])
+        rows.append([name, f"{mean(returns):.2f}{spread}", speed, *ratio, compiled])
     title = f"{describe(results[0])}, {results[0].config.total_steps:,} steps each"
     return table(title, machine(), ["recurrence", "final return", "env steps/s", *ratios, "compile"], rows)
 
@@ -507,7 +513,7 @@ def plot(runs: Sequence[Mapping[str, Any]], title: str, path: Path, dark: bool =
             style = {"linewidth": 2, "linestyle": "-" if color == LABELS["auto"][1] else (0, (4, 1.5))}
             style["label"] = f"{name}: {run['steps_per_second']:,.0f} steps/s"
             for panel, x in (over_steps, run["curve"]["steps"]), (over_seconds, run["curve"]["seconds"]):
-                panel.plot(x, np.nanmean(curves, axis=0), color=color, **style)
+                panel.plot(x, mean(curves), color=color, **style)
                 if len(curves) > 1:
                     panel.fill_between(x, *interval(curves), color=color, alpha=0.2, linewidth=0)
         over_steps.set(xlabel="environment steps of an agent", ylabel="mean return (higher is better)", xlim=(0, None))

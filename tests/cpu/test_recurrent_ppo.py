@@ -248,6 +248,13 @@ def test_intervals_cover_the_mean_of_ninety_five_percent():
     assert (low[0], high[0]) == (1.0, 1.0) and 2 <= low[1] < 3 < high[1] <= 4
 
 
+def test_what_no_episode_has_ended_in_is_nan():
+    values = np.array([[np.nan, 1.0], [np.nan, 3.0]])
+    np.testing.assert_array_equal(training.mean(values), [np.nan, 2.0])
+    low, high = training.interval(values)
+    assert np.isnan([low[0], high[0]]).all() and (low[1], high[1]) == (1.0, 3.0)
+
+
 def test_main_shows_that_a_gru_remembers_and_the_control_cannot(tmp_path, capsys):
     task = ["--env", "repeat", "--k", "1", "--lr", "3e-3"]
     size = ["--num-envs", "32", "--rollout-steps", "52", "--hidden", "32", "--total-steps", str(32 * 52 * 60)]
