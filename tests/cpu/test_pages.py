@@ -55,7 +55,7 @@ def test_what_is_outside_of_blocks_stays(monkeypatch):
     )
 
 
-def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpus(monkeypatch):
+def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpus(monkeypatch, tmp_path):
     speeds = {"flax": 1e6, "jaxrnn": 8e6, "no recurrence": 16e6}
     rows = [
         AgentRow(f"PPO, {seeds} agents", name, value=seeds * speed, envs=1024, seeds=seeds, share=speed / 16e6,
@@ -69,10 +69,11 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
         AgentRow("PPO, 4096 envs on 4 GPUs", "jaxrnn", "unavailable", "needs 4 GPUs", envs=4096, gpus=4),
     ]
     reports = {
-        ("ppo", pages.AGENTS): Report("ppo", {"gpu": "NVIDIA H100 80GB HBM3"}, {}, rows),
         ("ppo", pages.H100): Report("ppo", {"gpu": "NVIDIA H100 80GB HBM3"}, {}, rows),
         ("scripts", pages.DEVICE): results("scripts"),
     }
+    monkeypatch.setattr(pages, "AGENTS", pages.H100)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)  # without results of examples
     monkeypatch.setattr(pages, "load", lambda suite, device=pages.DEVICE: reports[suite, device])
     lines = pages.whole_agents().splitlines()
     assert [line.split("|")[1:3] for line in lines[2:8]] == [
@@ -84,7 +85,7 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
     assert pages.learning_curves() == ""
     curve = {"steps": [1.0], "seconds": [1.0], "mean": [0.9], "low": [0.8], "high": [1.0]}
     rows[3] = dataclasses.replace(rows[3], curve=curve)
-    assert f"{pages.AGENTS}/learning-light.svg" in pages.learning_curves()
+    assert f"{pages.H100}/learning-light.svg" in pages.learning_curves()
     several = " ".join(pages.several_gpus().split())
     assert "1 and 2 H100s, an agent makes 9.00 M and 17.0 M" in several and "1.00 and 0.80" in several
 
@@ -105,6 +106,7 @@ def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
     path = examples.take(paths[:1], tmp_path)
     assert path == tmp_path / "nvidia-h200" / "examples.json"
     Report("ppo", {"gpu": "NVIDIA H200", "jax": "0.11"}, {}, []).save(path.parent)
+    monkeypatch.setattr(pages, "AGENTS", pages.DEVICE)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     monkeypatch.setattr(pages, "load", pages.load.__wrapped__)
     shown = pages.whole_agents()
