@@ -42,12 +42,13 @@ PYTEST := -m pytest -n logical --maxprocesses $(WORKERS) $(ARGS)
 
 CHECK_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxrnn needs Python 3.11+; name one: make PYTHON=python3.12 ...")'
 
-.PHONY: help demo test wheel stress lint format types docs test-versions test-latest resolve clean
+.PHONY: help demo test test-all wheel stress lint format types docs test-versions test-latest resolve clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo           train a recurrent PPO agent, print a table, draw its learning curve (DEMO_ARGS=\"...\")"
-	@echo "make test           run the tests (ARGS=\"-k gru\")"
+	@echo "make test           run the quick tests, some minutes: every cell, time loop and front once (ARGS=\"-k gru\")"
+	@echo "make test-all       run these and all other tests, half an hour"
 	@echo "make lint           ruff: lint and format, check only"
 	@echo "make format         ruff: fix and format"
 	@echo "make types          mypy"
@@ -64,9 +65,16 @@ demo: $(DEMO)
 	$(VENV)/bin/python examples/recurrent_ppo.py $(DEMO_ARGS)
 
 # Triton compiles or interprets for a whole process, so the tests that need the other way run in a second one.
+define run_part
+$(VENV)/bin/python $(PYTEST) --part $(1) $(if $(ARGS),|| [ $$? -eq 5 ]) # 5: ARGS chose none of them
+$(VENV)/bin/python $(PYTEST) --part $(1) -m $(SECOND_RUN) $(if $(ARGS),|| [ $$? -eq 5 ])
+endef
+
 test: $(TEST)
-	$(VENV)/bin/python $(PYTEST)
-	$(VENV)/bin/python $(PYTEST) -m $(SECOND_RUN) $(if $(ARGS),|| [ $$? -eq 5 ]) # 5: ARGS chose none of them
+	$(call run_part,quick)
+
+test-all: test
+	$(call run_part,rest)
 
 lint: $(TEST)
 	$(VENV)/bin/ruff check .

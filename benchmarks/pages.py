@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md"))
+PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md", "site/home.md"))
 # The folders of the results that the pages show, and those of this repository's agents among them.
 DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
 AGENTS = DEVICE

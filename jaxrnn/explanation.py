@@ -40,8 +40,8 @@ def explain(
         argument: `explain(lambda module, xs: module(xs), module, xs)`.
       *args: its arguments; arrays may be replaced by `jax.ShapeDtypeStruct`. Arguments that are no arrays, such as
         flags and strings, are passed unchanged.
-      device: None explains this process. The name of a GPU explains that GPU, which need not be present: "a100",
-        "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". It needs Triton and no GPU.
+      device: None explains this process. The name of a GPU, such as "a100" or "rtx4090", explains that GPU, which need
+        not be present. It needs Triton and no GPU. The error for an unknown name lists all names.
       gradients: whether to trace the gradient of the function to its floating-point arguments, with the launches of a
         training step. With None it is traced unless the function itself computes gradients with kernels, or cannot be
         differentiated because of a `jax.lax.while_loop`.

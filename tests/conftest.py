@@ -25,6 +25,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import quick
 from accelerator import nvidia_gpus
 
 CHECKERS = ("mypy", "pyright", "hatchling", "torch")
@@ -39,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--as", dest="profile", choices=("a100", "rtx3090", "rtx4090"),
         help="choose and compile kernels for this GPU, and assemble them for the GPU at hand",
     )  # fmt: skip
+    parser.addoption("--part", choices=("quick", "rest"), help="run what the marker `quick` chooses, or the others")
     parser.addoption(
         "--full", action="store_true",
         help="compile_only: compile all configurations for every GPU, not only a part for GPUs that differ little",
@@ -66,12 +68,12 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
         # Much of the time is spent on compiling small programs. It takes a third less without LLVM's optimizations, and
         # a sixth less again if LLVM gets a program in one part.
-        quick = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-        quick += " --xla_cpu_parallel_codegen_split_count=1"
+        flags = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+        flags += " --xla_cpu_parallel_codegen_split_count=1"
         if version("jaxlib").startswith(("0.8.", "0.9.", "0.10.")):  # halves the rest; JAX 0.12 has no such flag
-            quick += " --xla_cpu_use_fusion_emitters=false"
+            flags += " --xla_cpu_use_fusion_emitters=false"
         devices = "--xla_force_host_platform_device_count=8"
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), quick, devices])
+        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), flags, devices])
         left_out |= {"gpu", "several_gpus"}
     else:
         left_out |= {"several_gpus"} if gpus < 2 else set()
@@ -101,10 +103,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Ignores the folders whose files import Triton at their top, if it or PyTorch is not installed."""
-    folders = TESTS / "compiled", TESTS / "gpu"
-    return True if "torch" in left_out and any(map(collection_path.is_relative_to, folders)) else None
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Ignores folders whose files import Triton at their top, if it or PyTorch is not installed.
+
+    Also ignores those without quick tests that compile, if only such tests are asked for: collecting takes seconds.
+    """
+    folders = {"compiled", "gpu"} if "torch" in left_out else set()
+    if (config.option.part, config.option.markexpr) == ("quick", "compile_only"):
+        folders |= {"cpu", "gpu", "interpreted"}
+    return True if any(collection_path.is_relative_to(TESTS / name) for name in folders) else None
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -168,9 +175,10 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    dropped = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
-    if dropped:
-        config.hook.pytest_deselected(items=dropped)
-        items[:] = [item for item in items if item not in set(dropped)]
+    kept = [item for item in items if not any(item.get_closest_marker(name) for name in left_out)]
+    kept = quick.part(kept, config.option.part)
+    if len(kept) < len(items):
+        config.hook.pytest_deselected(items=[*set(items) - set(kept)])
+        items[:] = kept
     # The longest tests run first, so that no worker is left alone with them at the end.
     items.sort(key=lambda item: item.path.name != "test_recurrent_ppo.py")

@@ -48,11 +48,11 @@ def unavailable(profile: tiling.Device | None, device: torch.device, *dtypes: to
     Raises:
       DriverFailsError: Triton cannot load kernels now.
     """
-    if reason := _triton_fails():
-        return f"{reason}: pip install 'triton>=3.6'"
+    if reason := triton_fails():
+        return reason
     if unsupported := [dtype for dtype in dtypes if dtype not in _KERNEL_DTYPES]:
         return f"takes float32, bfloat16 and float16, not {unsupported[0]}: convert, or leave implementation out"
-    return _unusable(device) if profile is None else None
+    return _unusable(device) if profile is None else _before_ampere(profile)
 
 
 def _unusable(device: torch.device) -> str | None:
@@ -70,12 +70,12 @@ def _unusable(device: torch.device) -> str | None:
         )
     if reason := gpu.driver_fails():
         raise DriverFailsError(f"cannot load kernels here ({reason}): fix that, or leave implementation out")
-    if (capability := gpu.device(ordinal(device)).capability) < rules.LOWEST_CAPABILITY:
-        return (
-            f"needs compute capability 8.0 (Ampere) or newer, this GPU has {capability / 10}: "
-            "leave implementation out"
-        )  # fmt: skip
-    return None
+    return _before_ampere(gpu.device(ordinal(device)))
+
+
+def _before_ampere(gpu: tiling.Device) -> str | None:
+    reason = rules.before_ampere(gpu.capability, gpu.name)
+    return None if reason is None else f"{reason}: leave implementation out"
 
 
 def device_facts(profile: tiling.Device | None, device: torch.device) -> tiling.Device:
@@ -126,14 +126,15 @@ def should_launch_kernels(
 
 
 @functools.cache
-def _triton_fails() -> str | None:
-    """Returns why Triton cannot be used, or None if it can; the reason lacks its subject, as in `unavailable`."""
+def triton_fails() -> str | None:
+    """Returns why Triton cannot be used, and a remedy, or None; the reason lacks its subject, as in `unavailable`."""
     try:
         from torch_bridge import gpu  # noqa: F401
     except (ImportError, AttributeError) as error:
+        reason = f"needs Triton 3.6 or newer, and the installed one lacks what the kernels use ({error})"
         if isinstance(error, ModuleNotFoundError) and error.name == "triton":
-            return "needs triton, which is not installed"
-        return f"needs Triton 3.6 or newer, and the installed one lacks what the kernels use ({error})"
+            reason = "needs triton, which is not installed"
+        return f"{reason}: pip install 'triton>=3.6'"
     return None
 
 

@@ -31,9 +31,9 @@ def explain(
     Args:
       function: a module, a function, or a training step up to `backward()`.
       *args: its arguments.
-      device: None for the devices of the tensors, or the name of a GPU, for which the kernels are then chosen although
-        the tensors are elsewhere: "a100", "rtx3090", "rtx4090", "h100", "h200", "b200", "b300" or "rtx5090". This needs
-        Triton, but no GPU.
+      device: None for the devices of the tensors, or the name of a GPU, such as "a100" or "rtx4090", for which the
+        kernels are then chosen although the tensors are elsewhere. This needs Triton, but no GPU. The error for an
+        unknown name lists all names.
       gradients: whether to add the backward pass of the results, with the launches of a training step. None adds it if
         a result requires a gradient and the function itself launches no backward kernel.
       **kwargs: its keyword arguments.
@@ -101,7 +101,7 @@ def explain(
 def _profile(name: str) -> tiling.Device:
     """Returns the GPU of this name; raises NotImplementedError if kernels cannot be chosen here, without Triton."""
     found = tiling.profile(name)
-    if reason := availability.unavailable(found, torch.device("cpu")):
+    if reason := availability.triton_fails():
         raise NotImplementedError(f"to choose kernels for {found.name}, the Triton implementation {reason}")
     return found
 

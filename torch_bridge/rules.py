@@ -24,6 +24,13 @@ LOWEST_CAPABILITY = 80
 FULL_PRECISION_WIDTH = 32
 
 
+def before_ampere(capability: int, gpu: str) -> str | None:
+    """Returns why the kernels do not run on a GPU of this capability times ten, or None; callers append a remedy."""
+    if capability >= LOWEST_CAPABILITY:
+        return None
+    return f"needs compute capability 8.0 (Ampere) or newer, {gpu or 'this GPU'} has {capability / 10}"
+
+
 def kernel_precision(allows_tf32: bool, hidden: int) -> Precision:
     """Returns the precision of float32 products in a kernel: "tf32", or "tf32x3" for the accuracy of float32."""
     return "tf32" if allows_tf32 and hidden > FULL_PRECISION_WIDTH else "tf32x3"

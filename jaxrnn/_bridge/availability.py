@@ -87,8 +87,8 @@ def _fails_here() -> str | None:
         return reason + _OR_XLA
     from torch_bridge import cuda_driver, gpu
 
-    if context.other_device() is not None:
-        return None
+    if (other := context.other_device()) is not None:
+        return _before_ampere(other)
     if runs_interpreter():
         if jax.default_backend() == "cpu":
             return None
@@ -113,12 +113,12 @@ def _fails_here() -> str | None:
             f"needs all GPUs of a process to be of one kind, got {names}: hide all but one kind with "
             'CUDA_VISIBLE_DEVICES, or pass implementation="xla"'
         )
-    if device.capability < rules.LOWEST_CAPABILITY:
-        return (
-            f"needs compute capability 8.0 (Ampere) or newer, this GPU has {device.capability / 10}: "
-            'pass implementation="xla"'
-        )
-    return None
+    return _before_ampere(device)
+
+
+def _before_ampere(device: Any) -> str | None:
+    reason = rules.before_ampere(device.capability, device.name)
+    return None if reason is None else f'{reason}: pass implementation="xla"'
 
 
 def _callback_fails() -> str | None:

@@ -205,7 +205,7 @@ class ScannedRNN(nn.Module):
         if self.num_blocks != 1:
             make = REPLACEMENTS.get(make, make)  # the cells of Flax have no blocks
         name = f"{make.__name__}_{self._cell_index}" if self.cell_name is None else self.cell_name
-        self._check_name(name)
+        self._check_name(name, make)
         options = _cell_options(make, hidden, dtype=self.dtype, param_dtype=self.param_dtype)
         cell = make(name=name, **options, **self._block_options(make))
         carry, reset_carry = default_carries(cell, carry, ins, resets, None)
@@ -232,13 +232,15 @@ class ScannedRNN(nn.Module):
             )
         return {"num_blocks": self.num_blocks}
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, cell: Any) -> None:
         """Raises ValueError if the given parameters belong to another cell or have another name."""
         given = self.variables.get("params", {})
         if given and name not in given and not self.is_mutable_collection("params"):
+            first = next(iter(given))
+            cell_type = "" if first.rpartition("_")[0] == cell.__name__ else "cell_type to their cell, and "
             raise ValueError(
-                f"{type(self).__name__}: the given parameters must be under {name}, got {', '.join(given)}; "
-                "subclass this class, and set cell_type to the cell of these parameters and cell_name to their name"
+                f"{type(self).__name__}: the given parameters must be under {name}, got {', '.join(given)}; to load "
+                f'them, set {cell_type}`cell_name: str | None = "{first}"` in a subclass of this class'
             )
 
     @ClassOrInstanceMethod

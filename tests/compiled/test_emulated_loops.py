@@ -174,6 +174,7 @@ def arrays_of(problem: Problem) -> dict[str, torch.Tensor]:
     return arrays
 
 
+@pytest.mark.quick("case.loop", "cell", "direction")
 @pytest.mark.parametrize(("case", "cell", "direction"), LAUNCHES)
 def test_loops_match_float64_without_races(case, cell, direction):
     launch = launch_of(case, cell, direction)

@@ -52,6 +52,7 @@ CASES = [
 ]
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize(("cell", "dtype", "reset_state", "reverse"), CASES)
 def test_sums_equal_those_of_float64(cell, dtype, reset_state, reverse):
     launch = Launch(problem_of(cell, dtype, reset_state, reverse, models=2), PROFILES["a100"])

@@ -53,6 +53,7 @@ def make(cell="gru", direction="fwd", kind="tf32", hidden=48, device="a100", **o
     return Launch(make_problem(cell, direction, kind, hidden, 8, **options), DEVICES[device])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "options", [{}, {"hidden": 256, "direction": "bwd"}, {"hidden": 512, "kind": "bf16", "device": "h200"}], ids=str
 )

@@ -38,6 +38,7 @@ def test_name_of_a_time_loop_says_cell_direction_and_family(cell, loop, directio
     assert call.name == f"{of_cell}_{direction}_{loop}"
 
 
+@pytest.mark.quick("loop")
 @pytest.mark.compile_only
 @pytest.mark.parametrize("loop", LOOPS)
 def test_compiled_time_loop_has_its_name(loop):
@@ -64,6 +65,7 @@ def test_name_of_the_kernel_of_a_norm_says_norm_and_direction(kind):
     assert norm(kind, "bwd", 16384).kernels[0].name == f"{kind}_norm_bwd_staged"
 
 
+@pytest.mark.quick
 @pytest.mark.compile_only
 def test_compiled_kernels_of_a_norm_have_their_names():
     result = norm("layer", "bwd")

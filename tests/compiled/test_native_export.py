@@ -107,6 +107,7 @@ def parameter_sizes(binary, ptx):
     return "".join(sizes[kind] for kind in re.findall(r"\.param \.(\w+)", entry[: entry.index(")\n")]))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_exported_program_launches_its_kernels_without_torch_and_triton(name, native, monkeypatch, tmp_path):
     from torch_bridge.launch import Binary

@@ -61,6 +61,7 @@ def test_fused_multiply_adds_to_received_numbers_are_found():
     assert shuffles_and_fused((name, operands.split(", ")) for name, operands in INSTRUCTION.findall(text)) == (3, 1)
 
 
+@pytest.mark.quick("kind", "direction")
 @pytest.mark.parametrize("columns", [17, 33, 100, 255])
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 @pytest.mark.parametrize("kind", ["rms", "layer"])

@@ -1,5 +1,6 @@
 """Tests `benchmarks`, mostly without a GPU: cases, providers against the oracle, statistics, tables, figures, JSON."""
 
+import argparse
 import dataclasses
 import functools
 import io
@@ -65,7 +66,10 @@ def test_every_suite_has_its_cases():
         assert dataclasses.replace(shape, reset_rate=0.01) in cases.TORCH and shape in cases.TORCH
     for axis in ("T", "H", "reset_rate"):
         assert len({getattr(case, axis) for case in cases.SWEEP}) >= 4
-    assert cases.Agents(seeds=16, envs=64) in cases.PPO_AGENTS
+    assert [str(agents) for agents in cases.PPO_AGENTS] == [
+        "PPO, 64 envs", "PPO, 16 seeds of 64 envs", "PPO, 1024 envs"
+    ]  # fmt: skip
+    assert cases.PPO_UPDATES % cases.PPO_UPDATES_A_CALL == 0
     assert {split.gpus for split in cases.PPO_SPLITS} == {1, 2, 4}
     assert [split.envs for split in cases.PPO_SPLITS if split.envs == 1024 * split.gpus] == [1024, 2048, 4096]
     assert [split.gpus for split in cases.PPO_SPLITS if split.envs == 1024] == [1, 2, 4]
@@ -533,100 +537,75 @@ def test_ppo_has_a_row_for_each_number_of_devices(monkeypatch):
     here = len(jax.devices())
     splits = [cases.Split(8, 1), *([cases.Split(16, 2)] if here > 1 else []), cases.Split(8 * (here + 1), here + 1)]
     assert str(cases.Split(1024, 1)) == "PPO, 1024 envs on 1 GPU" and str(splits[-1]).endswith(f" on {here + 1} GPUs")
-    trained, example = [], suites.load_example()
-
-    def train(config):
-        trained.append(config)
-        return real_train(config)
-
-    real_train = example.train
-    monkeypatch.setattr(example, "train", train)
-    monkeypatch.setattr(suites, "load_example", lambda: example)
     monkeypatch.setitem(suites.PPO_IMPLEMENTATIONS, "jaxrnn", "none")
     monkeypatch.setattr(cases, "PPO_SPLITS", splits)
-    monkeypatch.setattr(cases, "PPO_STEPS_AN_ENV", 256)
+    monkeypatch.setattr(cases, "PPO_STEPS_AN_ENV", 512)
     settings = Settings(only=("jaxrnn",), rows=(" GPU",))
     *rows, missing = suites.ppo(settings, lambda _: None)
-    assert [(config.num_envs, config.num_devices) for config in trained] == splits[:-1]
+    assert [(row.envs, row.gpus) for row in [*rows, missing]] == splits
     assert [row.case for row in [*rows, missing]] == [str(split) for split in splits]
     for row in rows:
         assert row.status == "measured" and row.value > 0 and row.unit == "steps/s" and row.provider == "jaxrnn"
+        assert (row.trained, row.steps, row.returned_low) == (1, 512 * row.envs, None) and 0 < row.returned <= 1
     for row in rows[1:]:
-        assert row.note.startswith(f"{row.value / rows[0].value:.2f}x 1 GPU; final return ")
+        assert row.note == f"{row.value / rows[0].value:.2f}x 1 GPU"
     assert missing.status == "unavailable" and missing.value is None and not report.broken(missing)
     assert missing.reason == f"needs {here + 1} GPUs, {here} here"
     assert f"unavailable: {missing.reason}" in printed(Report("ppo", MACHINE, {}, [*rows, missing]))
 
 
-def test_ppo_of_several_agents_has_a_row_for_each_recurrence(monkeypatch):
-    """Trains two agents at once, and adds up their steps."""
+@pytest.fixture
+def small_agents(monkeypatch):
+    """Makes the suite train two agents for a few updates, with a dense layer as every recurrence."""
     from benchmarks import suites
 
-    results, example = [], suites.load_example()
+    example, training = suites.load_example()
+    config = functools.partial(example.Config, unroll=1, hidden=8, epochs=1, minibatches=1)
+    config.rollout_steps = example.Config.rollout_steps
+    monkeypatch.setattr(
+        suites, "load_example", lambda: (argparse.Namespace(Config=config, make_ppo=example.make_ppo), training)
+    )
+    for name in suites.PPO_IMPLEMENTATIONS:
+        monkeypatch.setitem(suites.PPO_IMPLEMENTATIONS, name, "none")
+    monkeypatch.setattr(cases, "PPO_AGENTS", {cases.Agents(8): 4.0, cases.Agents(8, 2): 5.0})
+    for name, value in {"SPLITS": (), "SEEDS": 2, "UPDATES": 4, "UPDATES_A_CALL": 2}.items():
+        monkeypatch.setattr(cases, f"PPO_{name}", value)
+    return suites, training, config, example.make_ppo
 
-    def train(config):
-        results.append(real_train(config))
-        return results[-1]
 
-    real_train = example.train
-    agents = cases.Agents(seeds=2, envs=8)
-    monkeypatch.setattr(example, "train", train)
-    monkeypatch.setattr(suites, "load_example", lambda: example)
-    monkeypatch.setitem(suites.PPO_IMPLEMENTATIONS, "jaxrnn", "none")
-    monkeypatch.setitem(suites.PPO_IMPLEMENTATIONS, "flax", "none")
-    monkeypatch.setattr(cases, "PPO_AGENTS", {agents: 5.0})
-    monkeypatch.setattr(cases, "PPO_RUNS", 1)
-    monkeypatch.setitem(cases.PPO_STEPS, 8, 2048)
-    monkeypatch.setattr(cases, "PPO_LONGER", {"jaxrnn": 2, "no recurrence": 2})
-    rows = list(suites.ppo(Settings(rows=("seeds",)), lambda _: None))
+def test_ppo_has_a_row_for_each_recurrence_with_its_return_and_its_share(small_agents):
+    suites, training, config, make_ppo = small_agents
+    settings = Settings(seconds=0.01, rounds=2, skip=("jaxrnn-xla",))
+    rows = list(suites.ppo(settings, lambda _: None))
+    names = ("flax", "jaxrnn", "no recurrence")
     assert [(row.case, row.provider) for row in rows] == [
-        ("PPO, 2 seeds of 8 envs", name) for name in ("flax", "jaxrnn", "no recurrence")
+        (case, name) for case in ("PPO, 8 envs", "PPO, 2 seeds of 8 envs") for name in names
     ]
-    for row, result in zip(rows, results, strict=True):
-        config = result.config
-        steps = 2048 if row.provider == "flax" else 4096
-        assert (config.num_envs, config.num_seeds, config.num_devices, config.total_steps) == (8, 2, 1, steps)
-        assert result.episodes.shape == (2, config.updates)
-        each = config.updates * config.steps_per_update
-        assert row.status == "measured" and row.unit == "steps/s" and row.calls == config.calls - 1
-        assert row.value == pytest.approx(2 * each / config.calls * row.calls / result.seconds)
-        assert row.method == f"one training run of 2 x {each:,} steps"
-        assert row.target == (5.0 if row.provider == "jaxrnn" else None)
-    assert list(suites.ppo(Settings(rows=("seeds",), only=("jaxrnn-xla",)), lambda _: None)) == []
+    steps = 4 * 8 * config.rollout_steps
+    want = training.train(make_ppo, config(implementation="none", num_envs=8, num_seeds=2, total_steps=steps))
+    low, high = training.interval(want.final_return)
+    for row in rows:
+        assert (row.status, row.unit, row.task, row.envs) == ("measured", "steps/s", "StatelessCartPole", 8)
+        assert row.low <= row.value <= row.high and row.calls >= 2 and row.gpus == 1
+        assert (row.trained, row.steps) == (2, steps)
+        np.testing.assert_allclose(
+            [row.returned, row.returned_low, row.returned_high], [want.final_return.mean(), low, high], rtol=1e-5
+        )
+        none = next(other for other in rows if other.case == row.case and other.provider == "no recurrence")
+        assert row.share == row.value / none.value
+    assert [row.seeds for row in rows] == [1] * 3 + [2] * 3
+    assert [row.target for row in rows] == [None, 4.0, None, None, 5.0, None]
 
 
-def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
-    """Rows of another commit are dropped, because they no longer hold."""
-    from benchmarks import suites
-
-    example = suites.load_example()
-    trained = []
-    monkeypatch.setattr(cases, "PPO_RUNS", 1)
-
-    def train(config):
-        trained.append((config.implementation, config.num_seeds, config.num_envs))
-        return example.Result(config, 0.0, 1.0, 1000.0 * config.num_seeds, *np.ones((2, config.num_seeds, 1)))
-
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(suites, "check_kernels_run", lambda config: None)
-    monkeypatch.setattr(example, "train", train)
-    monkeypatch.setattr(suites, "load_example", lambda: example)
-    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "TRITON_CACHE_AUTOTUNING"):
-        monkeypatch.setenv(name, os.environ.get(name, "0"))
-    arguments = ["ppo", "--out", str(tmp_path), "--commit"]
-    kept = [
-        AgentRow("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
-        AgentRow("PPO, 16 seeds of 64 envs", "flax", value=2.0),
-    ]
-    Report("ppo", machine.describe("abc"), {}, kept).save(tmp_path)
-    assert command.main([*arguments, "abc", "--rows", "seeds", "--add"]) == 0
-    assert trained == [("flax", 16, 64), ("auto", 16, 64), ("none", 16, 64)]
-    rows = Report.load(tmp_path / "ppo.json").rows
-    assert rows[0] == kept[0] and [(row.provider, row.value) for row in rows[1:]] == [
-        ("flax", 16_000.0), ("jaxrnn", 16_000.0), ("no recurrence", 16_000.0)
-    ]  # fmt: skip
-    assert command.main([*arguments, "abd", "--rows", "seeds", "--add"]) == 0
-    assert Report.load(tmp_path / "ppo.json").rows == rows[1:]
+def test_a_recurrence_that_fails_is_a_row_beside_the_others(small_agents, monkeypatch):
+    suites, *_ = small_agents
+    monkeypatch.setitem(suites.PPO_IMPLEMENTATIONS, "jaxrnn", "auto")
+    monkeypatch.setattr(suites._bridge, "unsupported", lambda *_: "is out of order")
+    settings = Settings(seconds=0.01, rounds=2, only=("jaxrnn", "flax"), rows=("PPO, 8",))
+    flax, ours = suites.ppo(settings, lambda _: None)
+    assert flax.status == "measured" and flax.share is None
+    assert ours.status == "failed" and report.broken(ours) and ours.share is None and ours.returned is None
+    assert ours.reason == "NotImplementedError: the Triton implementation is out of order"
 
 
 def test_a_row_has_the_curve_of_agents_that_train_at_once():
@@ -647,23 +626,6 @@ def test_a_row_has_the_curve_of_agents_that_train_at_once():
     }  # fmt: skip
 
 
-def test_failed_ppo_run_is_a_row(monkeypatch):
-    from benchmarks import suites
-
-    example = suites.load_example()
-
-    def train(config):
-        raise RuntimeError("out of order")
-
-    monkeypatch.setattr(example, "train", train)
-    monkeypatch.setattr(suites, "load_example", lambda: example)
-    monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
-    with monkeypatch.context() as patch:
-        patch.setattr(suites, "check_kernels_run", lambda config: None)
-        row, *others = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
-    assert (row.status, row.reason, others) == ("failed", "RuntimeError: out of order", []) and report.broken(row)
-
-
 @pytest.mark.parametrize(
     ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what implementation=None chooses")]
 )
@@ -674,27 +636,29 @@ def test_ppo_fails_where_a_scan_would_replace_the_kernels(monkeypatch, missing, 
     monkeypatch.setattr(suites._bridge, "is_preferred", lambda steps: False)
     monkeypatch.setattr(cases, "PPO_SPLITS", (cases.Split(1024, 1),))
     (row,) = suites.ppo(Settings(rows=("on 1 GPU",)), lambda _: None)
-    assert row.status == "failed"
+    assert row.status == "failed" and report.broken(row)
     assert row.reason.startswith(f"NotImplementedError: the Triton implementation {reason}")
 
 
-def test_ppo_row_with_a_target_is_the_median_of_several_runs(monkeypatch):
+def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
+    """Rows of another commit are dropped, because they no longer hold."""
     from benchmarks import suites
 
-    example = suites.load_example()
-    speeds = {"flax": [1.0], "auto": [30.0, 10.0, 20.0], "none": [5.0, 7.0, 6.0]}
-
-    def train(config):
-        return example.Result(config, 0.0, 1.0, speeds[config.implementation].pop(0), *np.ones((2, 1, 1)))
-
-    monkeypatch.setattr(suites, "check_kernels_run", lambda config: None)
-    monkeypatch.setattr(example, "train", train)
-    monkeypatch.setattr(suites, "load_example", lambda: example)
-    rows = list(suites.ppo(Settings(rows=("PPO, 64 envs",), skip=("jaxrnn-xla",)), lambda _: None))
-    assert [(row.provider, row.value, row.low, row.high) for row in rows] == [
-        ("flax", 1.0, 1.0, 1.0), ("jaxrnn", 20.0, 15.0, 25.0), ("no recurrence", 6.0, 5.5, 6.5)
-    ]  # fmt: skip
-    assert rows[0].method.startswith("one training run of ") and rows[1].method.startswith("3 training runs of ")
+    new = [AgentRow("PPO, 16 seeds of 64 envs", name, unit="steps/s", value=16_000.0) for name in ("flax", "jaxrnn")]
+    monkeypatch.setitem(suites.SUITES, "ppo", lambda settings, progress: iter(new))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    for name in ("XLA_PYTHON_CLIENT_PREALLOCATE", "TRITON_CACHE_AUTOTUNING"):
+        monkeypatch.setenv(name, os.environ.get(name, "0"))
+    arguments = ["ppo", "--out", str(tmp_path), "--commit"]
+    kept = [
+        AgentRow("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
+        AgentRow("PPO, 16 seeds of 64 envs", "flax", value=2.0),
+    ]
+    Report("ppo", machine.describe("abc"), {}, kept).save(tmp_path)
+    assert command.main([*arguments, "abc", "--rows", "seeds", "--add"]) == 0
+    assert Report.load(tmp_path / "ppo.json").rows == [kept[0], *new]
+    assert command.main([*arguments, "abd", "--rows", "seeds", "--add"]) == 0
+    assert Report.load(tmp_path / "ppo.json").rows == new
 
 
 def test_clocks_are_interleaved():

@@ -174,6 +174,7 @@ def test_your_own_class(implementation):
     assert "network_0/params/ScannedRNN_0/LSTMCell_0/hi/bias" in paths
 
 
+@pytest.mark.quick("implementation")
 @pytest.mark.parametrize("seeds", [None, 3], ids=["jit", "jit-vmap"])
 @IMPLEMENTATIONS
 def test_purejaxrl_and_popjaxrl(implementation, seeds):

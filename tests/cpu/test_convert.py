@@ -117,6 +117,7 @@ def load_torch(torch, module, arrays):
     return module
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.torch
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("cell", TORCH)
@@ -131,6 +132,7 @@ def test_from_torch(torch, cell, bias):
     assert bias or not np.any(params[-1])
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.torch
 @pytest.mark.parametrize("cell", TORCH)
 def test_to_torch(torch, cell):
@@ -322,6 +324,7 @@ LINEN = {
 }
 
 
+@pytest.mark.quick("name")
 @pytest.mark.parametrize("name", LINEN)
 def test_linen(name):
     rnn = linen.RNN(getattr(linen, name)(H), time_major=True)
@@ -422,6 +425,7 @@ NNX = {
 }
 
 
+@pytest.mark.quick("make")
 @pytest.mark.parametrize("make", NNX, ids=lambda make: make.__name__)
 def test_nnx(make):
     cell = make(D, H, rngs=nnx.Rngs(0))
@@ -539,6 +543,7 @@ def equinox_outputs(cell, hidden):
     return jax.vmap(one, in_axes=1, out_axes=1)(jnp.asarray(XS))
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize(("cell", "name"), [("gru", "GRUCell"), ("lstm", "LSTMCell")])
 def test_equinox(equinox, cell, name, use_bias):
@@ -576,6 +581,7 @@ def haiku_unrolled(haiku, make):
     return haiku.without_apply_rng(haiku.transform(forward))
 
 
+@pytest.mark.quick
 def test_haiku(haiku):
     net = haiku_unrolled(haiku, haiku.LSTM)
     weights = randomized(net.init(jax.random.key(0), XS))
@@ -648,6 +654,7 @@ def keras_weights(layer):
     return [np.asarray(variable.value) for variable in layer.weights if "seed" not in variable.path]
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("use_bias", [True, False])
 @pytest.mark.parametrize("cell", KERAS)
 def test_keras(keras, cell, use_bias):
@@ -798,6 +805,7 @@ ROUND_TRIPS = {
 NNX_CLASSES = {"gru": ("GRUCell",), "lstm": ("LSTMCell", "OptimizedLSTMCell"), "simple": ("SimpleCell",)}
 
 
+@pytest.mark.quick("name")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("name", "cell"), [(name, cell) for name in ROUND_TRIPS for cell in KINDS if (name, cell) not in MISSING]
@@ -990,6 +998,7 @@ FROM = {
 }
 
 
+@pytest.mark.quick("name")
 @pytest.mark.parametrize("name", FROM)
 def test_class_of_the_result_may_be_requested(name):
     read, write = FROM[name]

@@ -910,6 +910,7 @@ TABLE = {
 ROWS = [(name, *row) for name, rows in TABLE.items() for row in rows]
 
 
+@pytest.mark.quick("name")
 @pytest.mark.parametrize(("name", "wrong_call", "text"), ROWS, ids=[f"{name}-{i}" for i, (name, *_) in enumerate(ROWS)])
 def test_message_names_the_argument_and_the_remedy(name, wrong_call, text):
     with pytest.raises(ValueError) as caught:

@@ -139,6 +139,7 @@ WRONG = [(cell, *wrong) for cell in ("gru", "lstm") for wrong in BOTH] + [
 ]
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize(
     ("cell", "wrong", "text"), WRONG, ids=[f"{cell}-{'-'.join(wrong)}-{i}" for i, (cell, wrong, _) in enumerate(WRONG)]
@@ -155,6 +156,7 @@ def test_wrong_call_raises_a_precise_error(cell, wrong, text, jitted):
         (jax.jit(run) if jitted else run)(call)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_base_call_of_the_wrong_calls_succeeds(cell):
     function, make = CALLS[cell]

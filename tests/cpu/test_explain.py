@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import warnings
+from pathlib import Path
 
 import flax.errors
 import flax.linen as nn
@@ -64,6 +65,7 @@ def h200(monkeypatch):
 # explain
 
 
+@pytest.mark.quick
 def test_without_a_gpu_explain_says_that_xla_runs():
     explanation = explain_gru()
     assert explanation.implementation == "xla" and explanation.launches == () and explanation.device is None
@@ -119,6 +121,7 @@ def test_kernels_of_another_gpu_are_explained_without_torch(interpret, monkeypat
     assert "on NVIDIA A100" in done.stdout and "runs triton" in done.stdout
 
 
+@pytest.mark.quick
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("device", "hidden", "forward", "backward"),
@@ -381,8 +384,27 @@ def test_explain_needs_a_function():
 
 
 def test_explain_rejects_an_unknown_gpu():
-    with pytest.raises(ValueError, match=r"one of a100, rtx3090, .*got 'a1000'"):
+    with pytest.raises(ValueError, match=r"one of a10, a100, .*got 'a1000'"):
         explain_gru(device="a1000")
+
+
+@pytest.mark.torch
+def test_explain_says_that_xla_runs_on_a_gpu_before_ampere():
+    explanation = explain_gru(device="t4")
+    assert explanation.implementation == "xla" and explanation.launches == ()
+    assert explanation.unavailable.startswith("needs compute capability 8.0 (Ampere) or newer, Tesla T4 has 7.5: ")
+    assert explanation.unavailable in explanation.reason
+    with pytest.raises(NotImplementedError, match=r"Tesla V100 has 7\.0"):
+        explain_gru(device="v100", implementation="triton")
+
+
+def test_the_table_of_gpus_lists_all_of_them():
+    from torch_bridge import tiling
+
+    text = (Path(__file__).parents[2] / "docs/choice.md").read_text()
+    table = text[text.index("| | `device` |") : text.index("`there` is:")]
+    names = re.findall('"(.+?)"', table)
+    assert sorted(tiling.profile(name).name for name in names) == sorted(gpu.name for gpu in tiling.GPUS.values())
 
 
 def test_explain_of_a_function_without_recurrences():

@@ -369,6 +369,7 @@ ARROWS = {
 }
 
 
+@pytest.mark.quick("module")
 @pytest.mark.parametrize("module", modules("jaxrnn"))
 def test_modules_of_jaxrnn_import_only_what_they_may(module):
     name = ".".join(module.split(".")[1:2])  # a package counts as one module
@@ -398,6 +399,7 @@ def test_files_of_cells_are_imported_by_their_list_alone(package):
     assert importers == {package, f"{package}.cells"}
 
 
+@pytest.mark.quick("module")
 @pytest.mark.parametrize("module", modules("torch_bridge"))
 def test_modules_of_torch_bridge_import_only_what_they_may(module):
     forbidden = [*JAX_SIDE, *NOT_DEPENDENCIES]

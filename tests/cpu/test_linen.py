@@ -99,6 +99,7 @@ def agents(cell, hidden_first, batch=(B,)):
         yield ActorCritic(rnn), rnn.initialize_carry(*sizes)
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize(("cell", "hidden_first"), AGENTS)
 def test_changing_the_import_changes_no_initial_value(cell, hidden_first):
     x = jnp.zeros((1, B, 3)), jnp.zeros((1, B))  # resets are float32 here, bool later
@@ -111,6 +112,7 @@ def test_changing_the_import_changes_no_initial_value(cell, hidden_first):
     assert_close(got_carry, want_carry, tol=0)
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize(("steps", "batch"), [(1, (B,)), (T, (2, 3))], ids=["T1-B4", "T7-B2-A3"])
 @pytest.mark.parametrize(("cell", "hidden_first"), AGENTS[::2])
 def test_agents_with_the_replacement_compute_the_same(cell, hidden_first, steps, batch):
@@ -122,6 +124,7 @@ def test_agents_with_the_replacement_compute_the_same(cell, hidden_first, steps,
     assert_close(outputs_and_gradients(agent, variables, carry, x), want, tol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("cell", "hidden_first"), AGENTS)
 def test_a_checkpoint_of_the_agents_loads(cell, hidden_first):
     (flax_agent, carry), (agent, _) = agents(cell, hidden_first)
@@ -238,7 +241,8 @@ def test_cell_name_can_be_that_of_the_first_cell(dummy):
     variables, ours = (rnn().init(jax.random.key(3), carry, x) for rnn in (ScannedRNN, Replacement))
     assert_identical(ours, variables)
     assert_close(Replacement().apply(variables, carry, x), ScannedRNN().apply(variables, carry, x), tol=1e-5)
-    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got GRUCell_0; .* cell_name"):
+    line = r'got GRUCell_0; to load them, set `cell_name: str \| None = "GRUCell_0"` in a subclass'
+    with pytest.raises(ValueError, match=f"must be under GRUCell_1, {line}"):
         linen.ScannedRNN().apply(variables, carry, x)
 
 
@@ -297,7 +301,7 @@ def test_parameters_of_another_cell_are_rejected():
     x = jnp.zeros((T, B, D)), jnp.zeros((T, B))
     lstm = linen.ScannedRNN(cell_type="optimized_lstm")
     variables = lstm.init(jax.random.key(0), linen.ScannedRNN(cell_type="lstm").initialize_carry(B, H), x)
-    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got OptimizedLSTMCell_1; .* cell_type"):
+    with pytest.raises(ValueError, match=r"must be under GRUCell_1, got OptimizedLSTMCell_1; .* set cell_type"):
         linen.ScannedRNN().apply(variables, jnp.zeros((B, H)), x)
 
 
@@ -397,6 +401,7 @@ def test_cells_have_flax_parameters(cell, options):
     assert_identical(got.init(jax.random.key(3), carry, x), want.init(jax.random.key(3), carry, x))
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
 @pytest.mark.parametrize(
     ("cell", "gates"), [*((cell, "standard") for cell in CELLS), *((cell, "custom") for cell in WITH_GATE_FN)]
@@ -516,6 +521,7 @@ def rnn_inputs(time_major, batch=(B,)):
     return normal(1, (T, *batch, D) if time_major else (*batch, T, D))
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize(
     ("cell", "lengths"),
     [("GRUCell", None), ("GRUCell", [7, 1, 3, 5]), ("LSTMCell", [7, 1, 3, 5])],

@@ -62,6 +62,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.quick("name")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_every_loaded_kernel_was_begun_when_it_was_traced(name, h200):
     make, of, count = PROGRAMS[name]

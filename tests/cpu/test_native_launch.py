@@ -217,6 +217,7 @@ def field(text: str, name: str) -> str:
     return re.search(rf"\b{name}=(\S*)", text)[1]
 
 
+@pytest.mark.quick
 def test_a_program_launches_its_kernels_with_their_arguments():
     done = run("""
 x = jnp.arange(4.)

@@ -100,12 +100,14 @@ def test_cells_have_flax_parameters(cell, options):
     assert rngs[0].params() == rngs[1].params()  # values that are drawn next are the same too
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("cell", CELLS)
 def test_cells_have_flax_initial_values(cell):
     assert_identical(*(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)) for m in (fused, NNX)))
     assert_identical(*(m.RNN(getattr(m, cell)(D, H, rngs=nnx.Rngs(3)), rngs=nnx.Rngs(1)) for m in (fused, NNX)))
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("batch", [(), (2, 3)], ids=["no_batch", "two_batch_axes"])
 @pytest.mark.parametrize(
     ("cell", "gates"), [*((cell, "standard") for cell in CELLS), *((cell, "custom") for cell in WITH_GATE_FN)]
@@ -242,6 +244,7 @@ def test_a_cell_with_an_unknown_parameter_runs_as_flax_runs_it(cell):
 # --- RNN -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize(
     ("cell", "lengths"),
     [
@@ -571,6 +574,7 @@ def as_linen(cell, params, gates):
     return tree
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("lengths", [None, [7, 0, 3, 5]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("cell", ["GRU", "LSTM", "LSTM-proj", "SimpleRNN", "NormGRU"])
 def test_stacks_equal_those_of_linen(cell, lengths):
@@ -738,6 +742,7 @@ def test_rnn_rejects_wrong_arguments(cell, call, message):
         fused.RNN(make(NNX, cell))(normal(1, (B, T, D)), **call)
 
 
+@pytest.mark.quick
 @pytest.mark.interpret
 @pytest.mark.parametrize("cell", CELLS[::2])
 def test_triton_runs_an_rnn_as_xla_does(cell):

@@ -60,6 +60,7 @@ CELLS = {
 }
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("reset_state", [None, "h", "bh", "tbh"])
 @pytest.mark.parametrize("cell", CELLS)

@@ -145,6 +145,7 @@ def test_resets_equal_the_previous_dones():
     np.testing.assert_array_equal(states[1].actors.done, first.done[-1])
 
 
+@pytest.mark.quick("implementation")
 @pytest.mark.parametrize("implementation", ["xla", "flax", "none"])
 def test_update_reproduces_the_rollout(implementation):
     """Checks that the network on the whole sequence gives the log-probabilities and values of the single steps."""

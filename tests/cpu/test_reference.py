@@ -89,6 +89,7 @@ SMALL = [
 BOUND = {"f32": CLOSE, "bf16": 2.0**-7, "f16": 2.0**-9}
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_matches_the_oracle_in_float64(case):
     inputs = cases.make_inputs(case)
@@ -97,6 +98,7 @@ def test_matches_the_oracle_in_float64(case):
     cases.compare(got, want, lambda name: EXACT)
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_matches_the_oracle(case):
     inputs = cases.make_inputs(case)
@@ -124,6 +126,7 @@ def from_flax_lstm(tree):
     )
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize(
     ("cell", "function", "convert"),
     [

@@ -178,6 +178,7 @@ def test_dropout_is_between_layers_and_drawn_per_step():
 # --- against Flax ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("lengths", [None, [7, 1, 4]], ids=["whole", "lengths"])
 @pytest.mark.parametrize("cell", STACKS)
 def test_bidirectional_layer_matches_flax(cell, lengths):
@@ -587,6 +588,7 @@ def test_bad_shapes_of_a_projection_raise(changes, message):
         )
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     ("cell", "proj"), [*((cell, {}) for cell in STACKS), ("LSTM", {"proj_size": 4})], ids=[*STACKS, "LSTM-projected"]

@@ -126,6 +126,7 @@ every_form = pytest.mark.parametrize(
 either_mode = pytest.mark.parametrize("strict", [True, False], ids=["strict", "non-strict"])
 
 
+@pytest.mark.quick
 @either_mode
 @every_form
 def test_an_exported_recurrence_is_general_in_length_and_batch(cell, kind, layout, reset_state, options, strict):

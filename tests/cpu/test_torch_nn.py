@@ -1,5 +1,6 @@
 """Tests `torch_bridge.nn` against `torch.nn`: whole sequences without resets, separate episodes with resets."""
 
+import collections
 import copy
 import functools
 import itertools
@@ -69,6 +70,7 @@ every_stack = pytest.mark.parametrize(("kind", "options"), ALL, ids=str)
 LENGTHS = {"packed": ([5, 3, 3, 1], True), "packed-unsorted": ([3, 5, 1, 4], False)}
 
 
+@pytest.mark.quick("kind")
 @pytest.mark.parametrize("form", ["batch", "unbatched", *LENGTHS])
 @every_stack
 def test_modules_without_resets_match_torch_nn(kind, options, form):
@@ -122,6 +124,7 @@ def episodes(plain, xs, hx, resets, reset_state):
 SHAPES = (None, "learned", "each", "stepped")  # shapes of reset states; packed inputs do not support one per step
 
 
+@pytest.mark.quick("kind")
 @pytest.mark.parametrize(
     ("form", "shape"),
     [*itertools.product(("batch", "unbatched"), SHAPES), *itertools.product(("packed-unsorted",), SHAPES[:3])],
@@ -198,6 +201,18 @@ def test_outputs_share_no_memory(kind, options, steps):
     assert len(set(places)) == len(places)
 
 
+def test_states_of_a_named_tuple_are_in_the_order_of_pytorch():
+    module, xs = nn.LSTM(D, H, dtype=torch.float64), torch.randn(T, B, D, dtype=torch.float64)
+    h, c = states(module, B)
+    named = collections.namedtuple("Named", ("hidden", "cell"))(h, c)
+    assert_same(flat(module(xs, named)), flat(module(xs, (h, c))))
+    for fields in (("cell", "hidden"), ("first", "second")):
+        with pytest.raises(ValueError, match=rf"\({', '.join(fields)}\)"):
+            module(xs, collections.namedtuple("Named", fields)(h, c))
+        with pytest.raises(ValueError, match=rf"^reset_state .*\({', '.join(fields)}\)"):
+            module(xs, resets=torch.ones(T, B), reset_state=collections.namedtuple("Named", fields)(h, c))
+
+
 @every_kind_of_torch_nn
 @pytest.mark.parametrize("steps", [1, 3])
 def test_outputs_of_functions_share_no_memory(kind, steps):
@@ -271,6 +286,7 @@ def test_initial_values_match_torch_nn_and_copies_compute_the_same(kind):
     assert {x.dtype for x in flat(modules[1].double()(xs.double()))} == {torch.float64}
 
 
+@pytest.mark.quick("kind")
 @every_kind
 def test_ensemble_under_vmap_matches_its_modules(kind):
     modules = [OURS[kind](D, H, 2, bidirectional=True) for _ in range(3)]
@@ -607,12 +623,20 @@ def test_functional_call_takes_parameters_of_another_dtype(kind):
     assert module(xs)[0].dtype == torch.float32
 
 
+@pytest.mark.quick("kind")
 @every_kind
 def test_bad_options_raise(kind):
     with pytest.raises(ValueError, match='precision must be "tf32", "tf32x3" or None'):
         OURS[kind](D, H, precision="high")
     with pytest.raises(ValueError, match='implementation must be "triton", "torch" or None'):
         OURS[kind](D, H, implementation="loop")
+
+
+@every_kind
+def test_errors_for_wrong_arguments_name_the_class(kind):
+    rnn = OURS[kind](D, H)
+    with pytest.raises(TypeError, match=rf"^{type(rnn).__name__}\.forward\(\) got an unexpected keyword argument 'k'"):
+        rnn(torch.ones(T, B, D), k=0)
 
 
 @pytest.mark.parametrize(
@@ -790,6 +814,7 @@ def trajectories(kind, bidirectional):
     return module, xs, is_init, given
 
 
+@pytest.mark.quick("kind")
 @pytest.mark.parametrize("bidirectional", [False, True])
 @every_kind_of_torchrl
 def test_trajectories_match_separate_episodes(kind, bidirectional):
@@ -857,6 +882,7 @@ def test_bad_trajectories_raise():
         nn.run_trajectories(torch.nn.RNN(D, H), xs, is_init, *given)
 
 
+@pytest.mark.quick("norm")
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 def test_a_normed_gru_runs_its_function_in_every_layer_and_direction(norm):
     options = {"epsilon": 0.3, "update_bias": 0.5}

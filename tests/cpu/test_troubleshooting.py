@@ -161,6 +161,7 @@ def test_a_quoted_message_is_raised(text, monkeypatch):
         wrong_call(monkeypatch)
 
 
+@pytest.mark.quick
 @pytest.mark.interpret
 def test_the_calls_succeed_where_nothing_is_wrong():
     assert gru()[1].shape == (T, B, H)

@@ -38,6 +38,7 @@ def check_draws(case, inputs, got, xla):
     return cases.check_draws(case, got, xla, wanted)
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.parametrize("case", cases.GPU, ids=str)
 def test_outputs_and_gradients_match_the_oracle(case):
     inputs = [cases.make_inputs(case, draw) for draw in range(cases.draws(case))]

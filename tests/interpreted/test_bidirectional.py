@@ -354,6 +354,7 @@ GPU += [
 ]
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.parametrize(
     "case",
     [

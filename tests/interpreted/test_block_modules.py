@@ -108,6 +108,7 @@ def test_stacks_with_blocks_equal_a_matrix_with_zeros(package, stack, name, impl
     assert_close(got, with_zeros(package, stack, name), 2e-5)
 
 
+@pytest.mark.quick("implementation")
 @every_implementation
 @pytest.mark.parametrize("cell", LINEN_CELLS)
 def test_scanned_rnn_with_blocks(cell, implementation):

@@ -70,6 +70,7 @@ def with_zeros(cell, name):
     return run(*arguments_of(cell, OPTIONS[name]))
 
 
+@pytest.mark.quick("implementation")
 @every_implementation
 @pytest.mark.parametrize("name", OPTIONS)
 @every_cell

@@ -102,6 +102,7 @@ every_device = pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES)
 HIDDEN = (1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 100, 128, 129, 192, 256, 500, 512, 513, 1000, 1024, 1536, 2048, 4096)
 
 
+@pytest.mark.quick("problem")
 @pytest.mark.interpret
 @every_device
 def test_tiling_covers_all_units_and_fits_the_device(problem, device):
@@ -430,6 +431,7 @@ def test_view_has_the_address_of_the_array():
     assert len({address for _, address in addresses}) >= 11  # addresses include offsets
 
 
+@pytest.mark.quick("problem")
 @pytest.mark.interpret
 def test_launch_passes_all_arguments_in_the_order_of_the_kernel(problem):
     from torch_bridge.recurrences import Launch

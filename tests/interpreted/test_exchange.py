@@ -177,6 +177,7 @@ def tensors_of(numbers, device):
     return {name: torch.tensor(x, device=device) for name, x in numbers.items()}
 
 
+@pytest.mark.quick
 @every_device
 @every_cell
 def test_tensors_keep_the_memory_of_deleted_arrays(cell, device):

@@ -49,6 +49,7 @@ WIDE = [{"T": 9, "H": 128, "B": 70}, {"T": 10, "H": 128, "B": 1100}, {"T": 9, "H
 KINDS = [{}, {"reverse": True}, {"reset_state": "tbh"}, {"models": 2}, {"remat": True}]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes",
     [

@@ -58,6 +58,7 @@ def check_product(dtype, out, **sizes):
     np.testing.assert_array_equal(got, run(*arguments))
 
 
+@pytest.mark.quick
 @interpreted_or_not
 @of_either_output
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ def check(case, got, xla, want):
         cases.check(case, got, xla, want)
 
 
+@pytest.mark.quick("case.cell", "case.reset_state")
 @pytest.mark.parametrize("case", cases.INTERPRETED, ids=str)
 def test_outputs_and_gradients_match_the_oracle(case):
     # of one step of one sequence, the error of one draw is mostly chance
@@ -38,6 +39,7 @@ def test_outputs_and_gradients_match_the_oracle(case):
     check(case, got, xla, want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", cases.INTERPRETED[::3], ids=str)
 def test_outputs_without_gradients_match_the_oracle(case):
     inputs = cases.make_inputs(case)
@@ -46,6 +48,7 @@ def test_outputs_without_gradients_match_the_oracle(case):
     check(case, got, xla, want)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("cell", ["gru", "lstm"])
 def test_programs_process_several_tiles_in_turn(cell, monkeypatch):
     """On a device with two SMs, each model has two tiles, and there is room for one tile at a time."""
@@ -72,6 +75,7 @@ CHUNKED += [in_chunks(cell="lstm", proj=5, reverse=reverse, reset_state=state, r
             for reverse in (False, True) for resets, state in (("none", None), ("some", "h"))]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", CHUNKED, ids=str)
 def test_remat_in_chunks_equals_remat_in_one_chunk(case, monkeypatch):
     inputs = cases.make_inputs(case)
@@ -105,6 +109,7 @@ SEGMENTED += [in_chunks(T=8, cell=cell, **changes) for cell in ("gru", "lstm") f
 )]  # fmt: skip
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", SEGMENTED, ids=str)
 def test_remat_recomputes_segments_side_by_side(case, monkeypatch):
     inputs, counts = cases.make_inputs(case), []

@@ -32,6 +32,7 @@ from jaxrnn import kernel_vjp
 from jaxrnn.kernel_vjp import projected_state
 
 
+@pytest.mark.quick("implementation")
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN:UserWarning")
 @every_implementation
 @pytest.mark.parametrize("hidden", [H, 70], ids=["one-program", "programs-that-share"])

@@ -74,6 +74,7 @@ def assert_alike(got, want, tol=None):
         np.testing.assert_allclose(np.asarray(x, np.float32), np.asarray(y, np.float32), rtol=bound, atol=bound)
 
 
+@pytest.mark.quick("kind", "implementation")
 @every_case
 @every_kind
 def test_linen_modules_equal_those_of_flax(kind, options, inputs, implementation):
@@ -96,6 +97,7 @@ def test_linen_modules_equal_those_of_flax(kind, options, inputs, implementation
     assert_alike(gradients(ours), gradients(theirs), tol=1e-4)
 
 
+@pytest.mark.quick("kind", "implementation")
 @every_case
 @every_kind
 def test_nnx_modules_equal_those_of_flax(kind, options, inputs, implementation):

@@ -157,6 +157,7 @@ for kind in FUNCTIONS:
         ON_GPU += [Case(kind, N, (300,), "bf16", given, y_dtype="f32") for given in ("wb", "wbr")]
 
 
+@pytest.mark.quick("case.kind")
 @pytest.mark.parametrize("case", SMALL, ids=str)
 def test_xla_is_near_float64(case):
     inputs = [make_inputs(case, draw) for draw in range(draws_of(case))]
@@ -182,6 +183,7 @@ def hold_to_twice_xla(case, interpreted=False):
     jax.tree.map(np.testing.assert_array_equal, got, again)
 
 
+@pytest.mark.quick("case.kind")
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", SMALL + WIDE, ids=str)
 def test_interpreted_kernels_have_at_most_twice_the_error_of_xla(case):
@@ -341,6 +343,7 @@ MAPPED = {
 }  # fmt: skip
 
 
+@pytest.mark.quick("kind")
 @kernels_only
 @pytest.mark.parametrize("in_axes", MAPPED.values(), ids=MAPPED)
 @every_kind

@@ -36,6 +36,7 @@ def cell(request):
     return request.param
 
 
+@pytest.mark.quick("implementation")
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 def test_nothing_crosses_a_reset(cell, implementation, reverse):
     """After a reset of all sequences, no bit depends on the steps before it, and no gradient flows to those steps."""
@@ -69,6 +70,7 @@ def test_two_runs_are_bit_identical(cell, implementation):
     assert_same(run(*args), first)
 
 
+@pytest.mark.quick("implementation")
 def test_permuting_the_batch_permutes_the_result(cell, implementation):
     params, carry, xs, resets, state = arguments(cell)
     order = np.array([2, 0, 1])

@@ -49,6 +49,7 @@ def check(case, got, inputs):
         cases.check(case, got, cases.run(case, inputs, "xla"), want)
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", cases.INTERPRETED, ids=str)
 def test_outputs_and_gradients_match_the_oracle(scans, case):

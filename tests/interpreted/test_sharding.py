@@ -109,6 +109,7 @@ def compiled(function, arguments):
     return program(*arguments), program.as_text()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("implementation", ["triton", "scan"], indirect=True)
 @pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -173,6 +174,7 @@ def test_pmap_equals_vmap(cell, implementation):
     assert_close(got, want)
 
 
+@pytest.mark.quick
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("axes", [("data",), ("data", "agents")])
 @pytest.mark.parametrize("cell", ["gru", "lstm", "lstm-projected"])
@@ -621,6 +623,7 @@ def test_triton_rejects_time_sharded_inputs_of_an_explicit_mesh():
         jaxrnn.gru(params, carry, xs, implementation="triton")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("cell", "options"), [("gru", {}), ("lstm", {"time_major": False}), ("gru", {"remat": True})],
     ids=["gru", "lstm-batch-major", "gru-remat"],

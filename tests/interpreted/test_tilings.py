@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from tilings import COMPILED, DIRECTIONS, fits, for_width, outputs
 
-from torch_bridge import cells
-from torch_bridge.tiling import PROFILES, Device, KernelConfig, candidates, heuristic, with_residual_dtypes
+from torch_bridge import cells, rules
+from torch_bridge.tiling import GPUS, PROFILES, Device, KernelConfig, candidates, heuristic, with_residual_dtypes
 
 CELLS = ("gru", "lstm")
 # The sequences of two models, with two groups each, fill whole tiles and parts of tiles.
@@ -44,6 +44,7 @@ def multiply(a, b, dtype):
     return total
 
 
+@pytest.mark.quick("direction")
 @pytest.mark.interpret
 @pytest.mark.parametrize(
     "tiling", [KernelConfig(64, 8, 64, 1, 4, 1), KernelConfig(16, 8, 32, 3, 4, 2)], ids=["one-program", "shared"]
@@ -88,6 +89,7 @@ def test_tiles_of_any_size_give_the_same_bits(cell, direction, variant, kind):
             assert_same(problem, device, fitted, "cuda", sizes)
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.parametrize("profile", PROFILES)
 @pytest.mark.parametrize("cell", cells.CELLS)
 def test_cells_have_only_the_loops_that_their_entries_name(cell, profile):
@@ -98,6 +100,14 @@ def test_cells_have_only_the_loops_that_their_entries_name(cell, profile):
         found |= {c.loop for c in candidates(make_problem(cell, direction, kind, hidden, batch), device)}
     named = set(cells.CELLS[cell].loops)
     assert found == (named if device.has_wgmma else named - {"split", "rows"})
+
+
+def test_a_gpu_that_is_no_profile_runs_the_kernels_of_one():
+    """They differ in the number of SMs, which no kernel is compiled for."""
+    compiled = {(gpu.capability, gpu.shared_memory, gpu.threads) for gpu in PROFILES.values()}
+    others = [gpu for gpu in GPUS.values() if gpu.capability >= rules.LOWEST_CAPABILITY]
+    assert len(others) > len(PROFILES)
+    assert {(gpu.capability, gpu.shared_memory, gpu.threads) for gpu in others} == compiled
 
 
 @pytest.mark.parametrize("hidden", [24, 64, 128, 300])

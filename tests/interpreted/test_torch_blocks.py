@@ -84,6 +84,7 @@ def parameters(cell, module, seed=2):
     return given, lambda: {name: dense(w) if name.startswith("weight_hh") else w for name, w in given.items()}
 
 
+@pytest.mark.quick("implementation")
 @every_implementation
 @every_cell
 def test_modules_equal_those_with_a_matrix(cell, implementation):

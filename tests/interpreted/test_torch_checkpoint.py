@@ -47,6 +47,7 @@ def gradients(rnn, wrap, steps=T):
     return [*outputs, *found]
 
 
+@pytest.mark.quick
 @every_implementation
 @every_module
 def test_gradients_with_a_checkpoint_are_those_without(name, implementation):

@@ -169,6 +169,7 @@ def implementation_of(kind, implementation):
     return function
 
 
+@pytest.mark.quick("case.kind")
 @pytest.mark.parametrize("implementation", [None, "torch"])
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_pytorch_operations_match_the_formula(case, implementation):
@@ -193,6 +194,7 @@ def interpreted_cases():
     return found
 
 
+@pytest.mark.quick("case.kind")
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", interpreted_cases(), ids=str)
 def test_kernels_match_the_formula(case):
@@ -592,6 +594,7 @@ MODULES = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("kind")
 @pytest.mark.parametrize("dtype", ["f64", "f32", "bf16"])
 @pytest.mark.parametrize(("kind", "args", "options"), MODULES, ids=str)
 def test_modules_match_pytorch(kind, args, options, dtype):

@@ -40,6 +40,7 @@ def variations(cell):
 CASES = list(dict.fromkeys(case for cell in WITH_ORACLE for case in variations(cell)))
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.parametrize("implementation", [None, "torch"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_loops_match_the_oracle(case, implementation):
@@ -76,6 +77,7 @@ INTERPRETED = [
 ]
 
 
+@pytest.mark.quick("case.cell")
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", INTERPRETED, ids=str)
 def test_kernels_match_the_oracle(case):
@@ -141,6 +143,7 @@ def op_of(cell):
     return rnn_ops.OPERATORS[cell].forward
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("order", ["forward", "reverse", "bidirectional"])
 @every_device
 @every_operator
@@ -408,6 +411,7 @@ def test_vmap_equals_a_loop_in_one_call(cell, axes, transform, monkeypatch):
     close(found, wanted)
 
 
+@pytest.mark.quick("cell")
 @every_operator
 def test_nan_and_gradients_do_not_cross_a_reset(cell):
     xs, states, given, resets, new = weights(cell)
@@ -480,6 +484,7 @@ def counting(graphs):
     return backend
 
 
+@pytest.mark.quick
 @every_operator
 def test_compiled_call_is_one_graph_for_any_length_and_batch(cell):
     graphs = []
@@ -686,6 +691,7 @@ def test_operators_reject_arrays_on_two_devices(cell, device):
                     op_of(cell)(*mixed)
 
 
+@pytest.mark.quick("cell", "implementation")
 @pytest.mark.parametrize("implementation", [None, "torch", pytest.param("triton", marks=pytest.mark.interpret)])
 @every_operator
 def test_resets_may_be_of_any_dtype(cell, implementation):

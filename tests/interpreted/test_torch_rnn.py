@@ -130,6 +130,7 @@ INTERPRETED = [
 ]  # fmt: skip
 
 
+@pytest.mark.quick("cell")
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", INTERPRETED, ids=lambda case: "-".join(map(str, case)))
 @every_cell

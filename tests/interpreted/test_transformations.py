@@ -110,6 +110,7 @@ def is_none(x):
     return x is None
 
 
+@pytest.mark.quick("cell")
 @kernels_only
 @projected_too
 @pytest.mark.parametrize(
@@ -128,6 +129,7 @@ def test_vmap_equals_a_loop(cell, implementation, mapped, batch_major):
     assert_close(got, stack([reference(cell, **options)(*element(s)) for s in range(S)]))
 
 
+@pytest.mark.quick
 @kernels_only
 @projected_too
 @pytest.mark.parametrize("mapped", ["all", "weights-xs", "carry-xs-resets", "resets"])
@@ -260,6 +262,7 @@ def test_numpy_flags_equal_python_flags(cell, implementation, reverse):
     assert got == want and len(want) > 1000
 
 
+@pytest.mark.quick
 @every_implementation
 @every_cell
 @pytest.mark.parametrize("remat", [False, True])
@@ -282,6 +285,7 @@ def test_strict_promotion_is_supported_in_16_bits(cell, dtype):
         assert_close(jax.jit(call)(*args), want)
 
 
+@pytest.mark.quick
 @kernels_only
 @every_cell
 def test_scan_around_equals_one_long_run(cell, implementation):
@@ -354,6 +358,7 @@ def test_scan_over_updates_with_the_optimizer_inside(cell, implementation):
     assert np.abs(np.subtract(want[0][0][0].w_hh, state[0][0].w_hh)).max() > 1e-2  # the weights changed
 
 
+@pytest.mark.quick
 @kernels_only
 @every_cell
 def test_vmap_of_training_equals_a_loop_over_seeds(cell, implementation):
@@ -463,6 +468,7 @@ def plain_with_a_head(cell):
     return jax.jit(jax.value_and_grad(loss_of(with_a_head(runner(cell, "xla"))), range(5)))
 
 
+@pytest.mark.quick
 @kernels_only
 @every_cell
 @pytest.mark.parametrize(
@@ -700,6 +706,7 @@ def loss_of_one(cell, implementation, which, **options):
     return (lambda x: loss(*args[:i], x, *args[i + 1 :])), args[i]
 
 
+@pytest.mark.quick
 @kernels_only
 @projected_too
 @pytest.mark.parametrize(

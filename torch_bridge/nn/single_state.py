@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any, overload
 
 from torch import Tensor
@@ -14,6 +15,16 @@ from torch_bridge.nn.recurrent import RecurrentModule
 
 class SingleStateModule(RecurrentModule):
     """Base class of `GRU`, `MGU`, `RNN` and `NormGRU`, which differ in their cell."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Gives a module a `forward` of its own name, which Python's errors for wrong arguments contain."""
+        super().__init_subclass__(**options)
+        if SingleStateModule in cls.__bases__:
+            inherited: Any = SingleStateModule.forward
+            own: Any = types.FunctionType(inherited.__code__, inherited.__globals__, argdefs=inherited.__defaults__)
+            own.__kwdefaults__, own.__annotations__ = inherited.__kwdefaults__, inherited.__annotations__
+            own.__qualname__ = f"{cls.__name__}.forward"
+            cls.forward = own  # type: ignore[method-assign]
 
     @property
     def _cell(self) -> CellSpec:
@@ -58,7 +69,7 @@ class SingleStateModule(RecurrentModule):
             (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
 
         Returns:
-          `(output, h_n)`, see `torch.nn.GRU`: `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
+          `(output, h_n)`, see `torch.nn.GRU`, `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
           `[layers * directions, B, H]`, in the dtype of `hx`.
 
         Raises:

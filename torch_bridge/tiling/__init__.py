@@ -8,7 +8,7 @@ and `rows`.
 
 from torch_bridge.tiling.candidates import candidates, heuristic, may_have_float32_residuals, with_residual_dtypes
 from torch_bridge.tiling.config import KernelConfig, Loop
-from torch_bridge.tiling.devices import PROFILES, Device, profile
+from torch_bridge.tiling.devices import GPUS, PROFILES, Device, profile
 from torch_bridge.tiling.problem import (
     RESET_STATES,
     Direction,
@@ -23,6 +23,7 @@ from torch_bridge.tiling.scan import prefers_scan
 from torch_bridge.tiling.streamed import max_hidden
 
 __all__ = [
+    "GPUS",
     "PROFILES",
     "RESET_STATES",
     "Device",

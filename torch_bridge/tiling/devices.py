@@ -46,8 +46,8 @@ class Device:
         return max(1, min(wanted, self.threads // (32 * num_warps)))
 
 
-# Facts from NVIDIA's data sheets and the CUDA programming guide (table "Technical Specifications per Compute
-# Capability"). The A40 and A6000 have the chip of the RTX 3090; the L40S has that of the RTX 4090.
+# Capability, SMs, shared memory and threads: NVIDIA's architecture white papers, and the CUDA programming guide (table
+# "Technical Specifications per Compute Capability"). The tests compile every kernel for these GPUs.
 PROFILES = {
     "a100": Device(80, 108, 166_912, 2048, name="NVIDIA A100"),
     "rtx3090": Device(86, 82, 101_376, 1536, name="NVIDIA GeForce RTX 3090"),
@@ -59,18 +59,31 @@ PROFILES = {
     "rtx5090": Device(120, 170, 101_376, 1536, name="NVIDIA GeForce RTX 5090"),
 }
 
-
-_SAME_CHIP = {"a40": "rtx3090", "a6000": "rtx3090", "rtxa6000": "rtx3090", "l40s": "rtx4090"}
+# Every GPU that has a name here. Those that are no profiles have the capability of one, but for those before Ampere.
+GPUS = PROFILES | {
+    "v100": Device(70, 80, 98_304, 2048, name="Tesla V100"),
+    "t4": Device(75, 40, 65_536, 1024, name="Tesla T4"),
+    "rtx3080": Device(86, 68, 101_376, 1536, name="NVIDIA GeForce RTX 3080"),
+    "a10": Device(86, 72, 101_376, 1536, name="NVIDIA A10"),
+    "a10g": Device(86, 80, 101_376, 1536, name="NVIDIA A10G"),
+    "a40": Device(86, 84, 101_376, 1536, name="NVIDIA A40"),
+    "rtxa6000": Device(86, 84, 101_376, 1536, name="NVIDIA RTX A6000"),
+    "l4": Device(89, 58, 101_376, 1536, name="NVIDIA L4"),
+    "rtx4080": Device(89, 76, 101_376, 1536, name="NVIDIA GeForce RTX 4080"),
+    "l40s": Device(89, 142, 101_376, 1536, name="NVIDIA L40S"),
+    "rtx6000ada": Device(89, 142, 101_376, 1536, name="NVIDIA RTX 6000 Ada Generation"),
+    "gh200": Device(90, 132, 232_448, 2048, name="NVIDIA GH200 480GB"),
+}
 
 
 def profile(name: str) -> Device:
-    """Returns the profile of this name. Case, spaces and hyphens do not matter: "RTX 4090" is "rtx4090".
+    """Returns the GPU of this name. Case, spaces, hyphens and "RTX" do not matter: "RTX A6000" is "a6000".
 
     Raises:
       ValueError: there is none.
     """
     key = re.sub("[ _-]", "", name).lower() if isinstance(name, str) else ""
-    if key not in PROFILES:
-        remedy = f'; pass "{_SAME_CHIP[key]}", which has the same chip' if key in _SAME_CHIP else ""
-        raise ValueError(f"device must be None or one of {', '.join(PROFILES)}, got {name!r}{remedy}")
-    return PROFILES[key]
+    for known in (key, f"rtx{key}"):
+        if known in GPUS:
+            return GPUS[known]
+    raise ValueError(f"device must be None or one of {', '.join(sorted(GPUS))}, got {name!r}")
