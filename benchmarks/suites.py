@@ -436,12 +436,14 @@ def ppo_beside(
             for count in {cases.PPO_SEEDS, *(agents.seeds for agents in wanted)}
         }
     results: dict[str, Any] = {}
+    compiled: dict[str, dict[int, Any]] = {}
     errors: dict[str, Exception] = {}
     for name, config in configs.items():
         progress(f"{envs} envs, {name}: {cases.PPO_SEEDS} agents")
         try:
+            compiled[name] = {count: program.result() for (of, count), program in programs.items() if of == name}
             state, task = inits[name].result()(seeds), example.make_ppo(config).env.name
-            calls = train_agents(training, programs[name, cases.PPO_SEEDS].result(), state)
+            calls = train_agents(training, compiled[name][cases.PPO_SEEDS], state)
             results[name] = training.Result(config, task, calls)
         except Exception as error:
             errors[name] = error
@@ -452,9 +454,7 @@ def ppo_beside(
         for agents in wanted
     }
     for agents in wanted:
-        clocks = {
-            name: agents_clock(programs[name, agents.seeds].result(), states.pop((name, agents))) for name in results
-        }
+        clocks = {name: agents_clock(compiled[name][agents.seeds], states.pop((name, agents))) for name in results}
         times = errors | timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
         rows: list[AgentRow] = []
         for name in names:

@@ -222,8 +222,9 @@ def plot(result: Result, single: Result, path: Path) -> None:
         axes.set(
             ylim=(0, None), xlabel="updates" if milliseconds is None else "seconds of training, without compilation"
         )
-    alone_x = updates * alone / 1e3
-    panes[1].plot(alone_x[: len(single.losses[0])], single.losses[0], color="#d55e00", linewidth=1, label="one alone")
+    (losses,) = single.losses
+    seconds = (1 + np.arange(len(losses))) * alone / 1e3
+    panes[1].plot(seconds, losses, color="#d55e00", linewidth=1, label="one alone")
     panes[0].set(ylabel="cross entropy (lower is better)")
     panes[1].legend(frameon=False, loc="best")
     figure.savefig(path, dpi=150)
