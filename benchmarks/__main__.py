@@ -9,10 +9,10 @@
     python -m benchmarks show headline
     # print the tables of the results in FOLDER
     python -m benchmarks show --out FOLDER headline
-    # print the README's table
-    python -m benchmarks table
     # draw the figures
     python -m benchmarks plot
+    # write the tables and sentences with figures into README.md and docs
+    python -m benchmarks pages
 
 Suites: headline small sweep cells vmap torch torch-step acting dispatch memory
 compile accuracy ppo norm choice tilings. The default is all of them. Results go to
@@ -44,9 +44,8 @@ SUITES = (
     "headline", "small", "sweep", "cells", "vmap", "torch", "torch-step", "acting", "dispatch", "memory", "compile",
     "accuracy", "ppo", "norm", "choice", "tilings",
 )  # fmt: skip
-VIEWS = ("show", "table", "plot")
-# The options that a view accepts; measuring accepts all options.
-VIEW_OPTIONS = ("out", "profile")
+# The actions on existing results, with the options that each accepts; measuring accepts all options.
+VIEWS = {"show": ("out", "profile"), "plot": ("out", "profile"), "pages": ()}
 RESULTS = Path(__file__).parent / "results"
 # The end of the names of the folders that are shown if there are several: the machine of README.md.
 REFERENCE = "nvidia-h200"
@@ -58,7 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], table, plot")
+    add("commands", nargs="*", metavar="SUITE", help="suites; or show [suites], plot, pages")
     add("--out", type=Path, help="folder of the results (default: benchmarks/results/GPU)")
     # The default of every option is None, which shows that the option was not given.
     add("--only", action="extend", type=_names, metavar="A,B", help="measure only these providers; repeatable")
@@ -76,13 +75,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--commit", help="commit of the code (default: JAXRNN_COMMIT, else the commit that git reports)")
     options = parser.parse_intermixed_args(arguments)
     options.view = options.commands.pop(0) if options.commands[:1] and options.commands[0] in VIEWS else None
-    if options.view in ("table", "plot") and options.commands:
+    if options.view in ("plot", "pages") and options.commands:
         parser.error(f"{options.view} takes no suites")
     given = [name for name, value in vars(options).items() if name not in ("commands", "view") and value is not None]
-    if ignored := [name for name in given if options.view and name not in VIEW_OPTIONS]:
+    if ignored := [name for name in given if options.view and name not in VIEWS[options.view]]:
         flags = ", ".join(_flag(name) for name in ignored)
-        taken = ", ".join(_flag(name) for name in VIEW_OPTIONS)
-        parser.error(f"{options.view} does not take {flags}; it takes only {taken}")
+        taken = ", ".join(_flag(name) for name in VIEWS[options.view]) or "none"
+        parser.error(f"{options.view} does not take {flags}; the options that it takes: {taken}")
     options.suites = options.commands or SUITES
     if unknown := [name for name in options.suites if name not in SUITES]:
         parser.error(f"no suite {', '.join(unknown)}; there are {', '.join(SUITES)}, and {', '.join(VIEWS)}")
@@ -130,12 +129,15 @@ def results_folder(out: Path | None, profile: str | None = None) -> Path:
 
 
 def view(options: argparse.Namespace) -> None:
-    """Prints or draws existing results."""
-    from benchmarks import plot, report
+    """Prints existing results, draws them or writes them into pages."""
+    from benchmarks import pages, plot, report
     from benchmarks.results import Report
 
+    if options.view == "pages":
+        print(*pages.write(), sep="\n")
+        return
     folder = results_folder(options.out, options.profile)
-    suites = {"plot": plot.FIGURES, "table": ("headline",)}.get(options.view, options.suites)
+    suites = plot.SUITES if options.view == "plot" else options.suites
     paths = [path for path in (folder / f"{suite}.json" for suite in suites) if path.exists()]
     if not paths:
         raise SystemExit(f"no results of {', '.join(suites)} in {folder}: measure first")
@@ -143,11 +145,7 @@ def view(options: argparse.Namespace) -> None:
         print(*plot.draw(folder), sep="\n")
         return
     for path in paths:
-        result = Report.load(path)
-        if options.view == "table":
-            print(report.markdown(result))
-        else:
-            report.console().print(report.table(result))
+        report.console().print(report.table(Report.load(path)))
 
 
 def measure(options: argparse.Namespace) -> int:
@@ -164,7 +162,7 @@ def measure(options: argparse.Namespace) -> int:
     if jax.default_backend() != "gpu":
         raise SystemExit(
             f'the suites need an NVIDIA GPU, but JAX computes on "{jax.default_backend()}" here: run them on a machine '
-            "with an NVIDIA GPU, after pip install '.[bench,cuda13]'; show, table and plot work everywhere"
+            f"with an NVIDIA GPU, after pip install '.[bench,cuda13]'; {', '.join(VIEWS)} work everywhere"
         )
     if options.profile:
         from torch_bridge import gpu

@@ -156,26 +156,22 @@ ACCURACY = (
     Case("lstm", 16, 4096, 128),
 )
 
-PPO_TARGETS = {64: 1_150_000.0, 1024: 11_000_000.0}  # env steps/s, keyed by the number of environments
-# Env steps of a training run, which takes the slowest recurrence seconds. The recurrences in `PPO_LONGER` train for
-# that many times as many steps, and in cases with a target they train `PPO_RUNS` times.
-PPO_STEPS = {64: 400_000, 1024: 8_000_000}
-PPO_LONGER = {"jaxrnn": 4, "no recurrence": 4}
-PPO_RUNS = 3
-
 
 class Agents(NamedTuple):
-    """Agents that are trained at once, one per seed, each with its own environments."""
+    """Agents that are timed at once, one per seed, each with its own environments."""
 
-    seeds: int
     envs: int
+    seeds: int = 1
 
     def __str__(self) -> str:
-        """Returns a label such as `PPO, 16 seeds of 64 envs`."""
-        return f"PPO, {self.seeds} seeds of {self.envs} envs"
+        """Returns a label such as `PPO, 64 envs` or `PPO, 16 seeds of 64 envs`."""
+        return f"PPO, {f'{self.seeds} seeds of ' if self.seeds > 1 else ''}{self.envs} envs"
 
 
-PPO_AGENTS = {Agents(16, 64): 10_000_000.0}  # with the target in env steps/s of all agents together
+# With the targets in env steps/s of all agents together.
+PPO_AGENTS = {Agents(64): 1_150_000.0, Agents(64, 16): 10_000_000.0, Agents(1024): 11_000_000.0}
+PPO_SEEDS = 16  # agents of every row, which train for their returns
+PPO_UPDATES, PPO_UPDATES_A_CALL = 50, 2
 
 
 class Split(NamedTuple):

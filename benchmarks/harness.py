@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from benchmarks.settings import Settings
 
 T = TypeVar("T")
+AnyRow = TypeVar("AnyRow", bound=Row)
 
 # A pass of JAX is timed in a loop inside one program if at least two passes take less than `_LOOPED_SECONDS`. The loop
 # has as many passes as fit into that time, but at most `_MOST_PASSES`. A single short pass would measure the host,
@@ -457,7 +458,7 @@ def time_rows(
             rows[name] = timed(rows[name], *found, scale=scale, method=method or clocks[name].method)
 
 
-def failed(row: Row, error: Exception) -> Row:
+def failed(row: AnyRow, error: Exception) -> AnyRow:
     """Returns `row` marked as failed by `error`."""
     return dataclasses.replace(row, status="failed", reason=timing.first_line(error))
 

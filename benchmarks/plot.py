@@ -1,32 +1,49 @@
-"""Draws figures of the results, as PNG files beside the JSON files."""
+"""Draws figures of the results, each as an SVG file for a light page and one for a dark page, beside the JSON files."""
 
 from __future__ import annotations
 
+import itertools
 import math
-import textwrap
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
+import matplotlib as mpl
+from cycler import cycler
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 
 from benchmarks import cases, norms
-from benchmarks.report import measured_on
-from benchmarks.results import AccuracyRow, Report, Row
+from benchmarks.report import number, times, versions
+from benchmarks.results import AgentRow, Report, Row
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
-# Colour, marker and legend of the providers in figures, all of which use TF32. The palette is that of Okabe and Ito,
-# which color-blind readers can tell apart.
+    from matplotlib.axes import Axes
+
+# Color, marker and legend of the providers in figures, all of which use TF32. The colors are those of a theme.
 STYLES = {
-    "jaxrnn": ("#0072b2", "o", "jaxrnn"),
-    "flax": ("#d55e00", "s", "Flax ScannedRNN"),
-    "hoisted-scan": ("#e69f00", "^", "lax.scan, hoisted"),
-    "torchrl": ("#009e73", "D", "TorchRL Triton"),
-    "torch-cudnn-packed": ("#cc79a7", "v", "cuDNN, packed"),
-    "torch-cudnn": ("#999999", "X", "cuDNN, no resets"),
+    "jaxrnn": ("C0", "o", "jaxrnn"),
+    "flax": ("C1", "s", "Flax ScannedRNN"),
+    "hoisted-scan": ("C2", "^", "lax.scan (hoisted)"),
+    "torchrl": ("C3", "D", "TorchRL Triton"),
+    "torch-cudnn-packed": ("C4", "v", "cuDNN (packed)"),
+    "torch-cudnn": ("C5", "X", "cuDNN (no resets)"),
 }
-# The text in place of a bar.
+NORM_STYLES = {
+    "torch_bridge": ("C0", "o", "torch_bridge", "-"),
+    "jaxrnn": ("C4", "P", "jaxrnn in jit", "--"),
+    "torch-compile": ("C2", "^", "torch.compile", "-"),
+    "torch": ("C1", "s", "PyTorch", "-"),
+    "xla": ("C3", "D", "XLA", "-"),
+}
+AGENT_STYLES = {
+    "jaxrnn": ("C0", "jaxrnn"),
+    "jaxrnn-xla": ("C3", 'jaxrnn, "xla"'),
+    "flax": ("C1", "Flax"),
+    "no recurrence": ("C5", "no recurrence"),
+}
+# The text in place of a figure that is missing.
 GAPS = {
     "unavailable": "not installed",
     "unsupported": "not supported",
@@ -36,36 +53,45 @@ GAPS = {
     "failed": "raises an error",
 }
 
+# The palette of Okabe and Ito, which color-blind readers can tell apart; its blue is another one on dark pages.
+_COLORS = ["#d55e00", "#e69f00", "#009e73", "#cc79a7", "#8a8a8a"]
+
+
+def _theme(paper: str, ink: str, blue: str) -> dict[Any, Any]:
+    of_ink = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "grid.color")
+    return {
+        "figure.facecolor": paper, "savefig.facecolor": paper, "axes.facecolor": paper, **dict.fromkeys(of_ink, ink),
+        "axes.prop_cycle": cycler(color=[blue, *_COLORS]), "font.size": 9, "axes.titlesize": 10,
+        "axes.spines.top": False, "axes.spines.right": False, "grid.alpha": 0.2, "legend.frameon": False,
+        "svg.fonttype": "none", "svg.hashsalt": "jaxrnn",
+    }  # fmt: skip
+
+
+THEMES = {"light": _theme("#ffffff", "#24292f", "#0072b2"), "dark": _theme("#0d1117", "#d1d7e0", "#58a6ff")}
+_WIDTH = 8.3  # 830 pixels, the width of a page on GitHub, at 100 to the inch
+
 
 def draw(folder: Path) -> list[Path]:
-    """Draws the figures of the suites that have results in `folder`, and returns their paths."""
+    """Draws the figures whose suites have results in `folder`, and returns their paths."""
     made = []
-    for suite, figure in FIGURES.items():
-        path = folder / f"{suite}.json"
-        if path.exists():
-            image = path.with_suffix(".png")
-            figure(Report.load(path)).savefig(image, dpi=150)
-            made.append(image)
+    for name, (suites, figure) in FIGURES.items():
+        paths = [folder / f"{suite}.json" for suite in suites]
+        if not all(path.exists() for path in paths):
+            continue
+        reports = [Report.load(path) for path in paths]
+        for theme, settings in THEMES.items():
+            with mpl.rc_context(settings):
+                drawn = figure(*reports)
+                if drawn is not None:
+                    made.append(folder / f"{name}-{theme}.svg")
+                    drawn.savefig(made[-1], metadata={"Date": None})
     return made
 
 
-def _say_where(figure: Figure, report: Report) -> None:
-    """Writes below a figure what it was measured on, wrapped to the figure's width."""
-    figure.supxlabel(textwrap.fill(measured_on(report), int(20 * figure.get_figwidth())), fontsize=6, color="0.4")
-
-
-def _figure(report: Report, title: str, width: float) -> Figure:
-    figure = Figure(figsize=(width, 4.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_title(title)
-    axes.grid(axis="y", alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    axes.set_ylabel("milliseconds (log scale; lower is better)")
-    _say_where(figure, report)
+def _figure(report: Report, height: float) -> Figure:
+    """Returns an empty figure of the width of a page, with the machine and the versions below."""
+    figure = Figure(figsize=(_WIDTH, height), layout="constrained")
+    figure.supxlabel(versions(report), fontsize=6.5, alpha=0.7)
     return figure
 
 
@@ -75,55 +101,134 @@ def _values(report: Report) -> dict[tuple[str, str], float]:
     }
 
 
-def headline(report: Report) -> Figure:
-    """Draws bars of the milliseconds of forward and backward in TF32, by case and provider.
+# The bars of the README's figure: cases of the results of scripts and of suite `headline`.
+SCRIPTS = {
+    "purejaxrl ppo_rnn.py, CartPole, GRU 128, 64 envs": "purejaxrl's PPO, 64 environments",
+    "purejaxrl ppo_rnn.py, CartPole, GRU 128, 8 seeds of 64 envs": "purejaxrl's PPO, 8 seeds of 64 environments",
+    "Craftax_Baselines ppo_rnn.py, Craftax-Symbolic, GRU 512, 1024 envs": "Craftax_Baselines' PPO, 1024 environments",
+}
+ALONE = {
+    "GRU 64,128,128": "GRU, 64 sequences of 128 steps, 128 units",
+    "GRU 2048,256,128": "GRU, 2048 sequences of 256 steps, 128 units",
+}
 
-    The text over a bar is its time divided by that of `jaxrnn`. The text in place of a bar says why there is none.
+
+def speedup(scripts: Report, headline: Report) -> Figure:
+    """Draws bars of the speed divided by that with Flax's cell: of whole scripts, and of recurrences alone.
+
+    A mark shows what a script reaches without any recurrence, which is the most that a recurrence can bring.
     """
-    figure = _figure(report, "Forward and backward with every gradient, TF32", 13)
-    (axes,) = figure.axes
-    values = _values(report)
-    gaps = {(row.case, row.provider): GAPS[row.status] for row in report.rows if _has_gap(row)}
-    labels = [str(case) for case in cases.HEADLINE if any(label == str(case) for label, _ in values)]
-    shown = [name for name in STYLES if any(provider == name for _, provider in values)]
-    width = 0.85 / max(len(shown), 1)
-    for k, name in enumerate(shown):
-        color, _, legend = STYLES[name]
-        at = [i for i, label in enumerate(labels) if (label, name) in values]
-        places = [i + (k - (len(shown) - 1) / 2) * width for i in at]
-        heights = [values[labels[i], name] for i in at]
-        axes.bar(places, heights, width, color=color, label=legend)
-        for i, place, height in zip(at, places, heights, strict=True):
-            ours = values.get((labels[i], "jaxrnn"))
-            if ours is not None and name != "jaxrnn":
-                axes.text(place, height * 1.05, f"{height / ours:.1f}x", **_VERTICAL)
-        for i in sorted({*range(len(labels))} - {*at}):
-            place = i + (k - (len(shown) - 1) / 2) * width
-            text = gaps.get((labels[i], name), "not measured")
-            # at the bottom of the axes: x in data coordinates, y in those of the axes
-            axes.text(place, 0.01, text, color=color, transform=axes.get_xaxis_transform(), **_VERTICAL)
-    axes.set_xticks(range(len(labels)), [label.replace(" ", "\n", 1) for label in labels], fontsize=8)
-    axes.set_xlabel("B, T, H: sequences, steps, units")
-    axes.margins(x=0.01, y=0.12)
-    axes.legend(
-        frameon=False, ncols=len(shown), fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2),
-        title="2.0x over a bar: 2.0 times the time of jaxrnn", title_fontsize=8,
-    )  # fmt: skip
+    whole, alone = _values(scripts), _values(headline)
+    figure = Figure(figsize=(_WIDTH, 3.3), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(len(SCRIPTS), len(ALONE)))
+    limits = [whole[case, "no recurrence"] / whole[case, "flax"] for case in SCRIPTS]
+    above.set_title("Whole training scripts", loc="left", weight="bold")
+    _bars(above, {label: whole[case, "jaxrnn"] / whole[case, "flax"] for case, label in SCRIPTS.items()}, limits)
+    above.scatter(
+        limits, range(len(limits)), 180, color="C1", marker="|", linewidths=2.5, label="without any recurrence"
+    )
+    above.legend(loc="lower right")
+    above.spines["bottom"].set_visible(False)
+    above.tick_params(axis="x", length=0)
+    below.set_title("The recurrence alone, with its gradients", loc="left", weight="bold")
+    _bars(below, {label: alone[case, "flax"] / alone[case, "jaxrnn"] for case, label in ALONE.items()}, [])
+    below.set_xlabel(f"times as fast as with Flax's cell ({scripts.machine['gpu']})")
     return figure
 
 
-_VERTICAL: dict[str, Any] = {"ha": "center", "va": "bottom", "fontsize": 5.5, "rotation": 90}
+def _bars(axes: Axes, ratios: dict[str, float], limits: list[float]) -> None:
+    """Draws a bar for each ratio, with its number behind it and, if there is one, behind its limit."""
+    axes.barh(list(ratios), list(ratios.values()), 0.62, color="C0")
+    axes.axvline(1, color="C5", linewidth=1)
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    for place, (ratio, limit) in enumerate(itertools.zip_longest(ratios.values(), limits)):
+        text = f"{times(ratio)}x" + (f" of {times(limit)}x" if limit else "")
+        axes.annotate(text, (max(ratio, limit or 0), place), (6, 0), textcoords="offset points", va="center")
 
 
-def _has_gap(row: Row | AccuracyRow) -> TypeGuard[Row]:
-    """Returns whether a row has no value, because its provider could not be measured."""
-    return isinstance(row, Row) and row.value is None
+def learning(report: Report) -> Figure | None:
+    """Draws learning curves of agents over env steps and over seconds, with 95 % intervals; None if there are none."""
+    rows = {row.provider: row for row in report.rows if isinstance(row, AgentRow) and row.curve is not None}
+    if not rows:
+        return None
+    first = next(iter(rows.values()))
+    figure = _figure(report, 3.5)
+    over_steps, over_seconds = figure.subplots(1, 2, sharey=True)
+    over_steps.set_title(f"{first.task}, {first.case}", loc="left")
+    for name, (color, label) in AGENT_STYLES.items():
+        if name not in rows:
+            continue
+        value, curve = rows[name].value, rows[name].curve
+        assert value is not None and curve is not None
+        # Curves over steps coincide until rounding separates them: dashes show the one below.
+        style = {"color": color, "linestyle": "-" if name == "jaxrnn" else (0, (4, 1.5))}
+        for axes, x in (over_steps, curve["steps"]), (over_seconds, curve["seconds"]):
+            axes.plot(x, curve["mean"], label=f"{label}: {number(value / 1e6)} M steps/s", **style)
+            axes.fill_between(x, curve["low"], curve["high"], color=color, alpha=0.25, linewidth=0)
+    for axes in (over_steps, over_seconds):
+        axes.set_xlim(left=0)
+        axes.grid()
+    over_steps.xaxis.set_major_formatter(EngFormatter())
+    over_steps.set_xlabel("env steps of an agent")
+    over_steps.set_ylabel("mean return (higher is better)")
+    over_seconds.set_xlabel(f"seconds in which all {first.trained} agents train, without compilation")
+    figure.legend(*over_steps.get_legend_handles_labels(), loc="outside upper center", ncols=len(rows), fontsize=8)
+    return figure
+
+
+def headline(report: Report) -> Figure:
+    """Draws a row of dots for each case: the time of a provider divided by that of `jaxrnn`.
+
+    The text at the end of a row says which providers have no time, and why.
+    """
+    values = _values(report)
+    labels = [str(case) for case in cases.HEADLINE if (str(case), "jaxrnn") in values]
+    shown = [name for name in STYLES if any(provider == name for _, provider in values)]
+    reasons = {
+        (row.case, row.provider): GAPS[row.status] for row in report.rows if isinstance(row, Row) and row.value is None
+    }
+    figure = _figure(report, 5.4)
+    axes = figure.add_subplot()
+    for name in shown:
+        color, marker, legend = STYLES[name]
+        at = [i for i, label in enumerate(labels) if (label, name) in values]
+        ratios = [values[labels[i], name] / values[labels[i], "jaxrnn"] for i in at]
+        axes.scatter(ratios, at, 34, color=color, marker=marker, label=legend, zorder=3)
+    for i, label in enumerate(labels):
+        gaps = [
+            f"{STYLES[name][2]}: {reasons.get((label, name), 'not measured')}"
+            for name in shown
+            if (label, name) not in values
+        ]
+        axes.annotate(
+            "\n".join(gaps), (1, i), (4, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=7
+        )
+    axes.set_yticks(range(len(labels)), [f"{label} ({number(values[label, 'jaxrnn'])} ms)" for label in labels])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.grid(axis="both")
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("time divided by that of jaxrnn, which is in brackets (log scale; right is slower)")
+    axes.set_title("Forward and backward with every gradient, TF32; rows are B, T, H")
+    figure.legend(loc="outside upper center", ncols=len(shown), fontsize=8, columnspacing=1, handletextpad=0.1)
+    return figure
 
 
 def small(report: Report) -> Figure:
     """Draws lines of milliseconds against B, for a GRU with T=128 and H=128."""
-    figure = _figure(report, "GRU, T=128, H=128: forward and backward with every gradient, TF32", 7.5)
-    (axes,) = figure.axes
+    figure = _figure(report, 4)
+    axes = figure.add_subplot()
+    axes.set_title("GRU, T=128, H=128: forward and backward with every gradient, TF32")
+    axes.grid(axis="y")
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_ylabel("milliseconds (log scale; lower is better)")
     values = _values(report)
     chosen = [case for case in cases.SMALL if (case.T, case.H) == (128, 128) and not case.reset_state]
     for name, (color, marker, legend) in STYLES.items():
@@ -133,17 +238,8 @@ def small(report: Report) -> Figure:
     axes.set_xscale("log", base=2)
     axes.set_xticks([case.B for case in chosen], [str(case.B) for case in chosen])
     axes.set_xlabel("B, the number of sequences (log scale)")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
-
-
-NORM_STYLES = {
-    "torch_bridge": ("#0072b2", "o", "torch_bridge", "-"),
-    "jaxrnn": ("#56b4e9", "P", "jaxrnn in jit", "--"),
-    "torch-compile": ("#e69f00", "^", "torch.compile", "-"),
-    "torch": ("#d55e00", "s", "PyTorch", "-"),
-    "xla": ("#009e73", "D", "XLA", "-"),
-}
 
 
 def norm(report: Report) -> Figure:
@@ -151,16 +247,15 @@ def norm(report: Report) -> Figure:
 
     For each length, it shows the case with the most rows.
     """
-    figure = Figure(figsize=(10, 7), layout="constrained")
+    figure = _figure(report, 6)
     values = _values(report)
     panels = figure.subplots(2, 2, sharex=True, sharey=True, squeeze=False)
     for i, (kind, title) in enumerate(norms.NAMES.items()):
         for j, direction in enumerate(("fwd", "bwd")):
             axes = panels[i][j]
-            axes.set_title(f"{title}, {'forward' if direction == 'fwd' else 'backward'}, bfloat16", fontsize=10)
-            axes.grid(alpha=0.25)
-            axes.spines[["top", "right"]].set_visible(False)
-            axes.axhline(1, color="0.6", linewidth=0.8)
+            axes.set_title(f"{title}, {'forward' if direction == 'fwd' else 'backward'}, bfloat16")
+            axes.grid()
+            axes.axhline(1, color="C5", linewidth=0.8)
             chosen = [
                 case for case in norms.cases() if (case.kind, case.direction, case.dtype) == (kind, direction, "bf16")
             ]
@@ -177,15 +272,21 @@ def norm(report: Report) -> Figure:
                         linestyle=line,
                     )
             axes.set_xscale("log", base=2)
-            axes.set_xticks(sorted(largest), [str(n) for n in sorted(largest)], fontsize=7)
+            axes.set_xticks(sorted(largest), [str(n) for n in sorted(largest)], fontsize=7, rotation=45)
             axes.set_ylim(0, 1.15)
     for axes in panels[1]:
         axes.set_xlabel("length of a row, in the case with the most rows (log scale)")
-    figure.supylabel("bandwidth divided by that of a device copy (higher is better; 1 is a copy)", fontsize=10)
-    panels[0][0].legend(frameon=False, fontsize=8, loc="lower right")
-    _say_where(figure, report)
+    figure.supylabel("bandwidth divided by that of a device copy (higher is better)", fontsize=9)
+    panels[0][0].legend(fontsize=8, loc="lower right")
     return figure
 
 
-# The functions that draw figures, keyed by suite.
-FIGURES = {"headline": headline, "small": small, "norm": norm}
+# The figures, with the suites whose results they show.
+FIGURES: dict[str, tuple[tuple[str, ...], Callable[..., Figure | None]]] = {
+    "speedup": (("scripts", "headline"), speedup),
+    "learning": (("ppo",), learning),
+    "headline": (("headline",), headline),
+    "small": (("small",), small),
+    "norm": (("norm",), norm),
+}
+SUITES = tuple(dict.fromkeys(suite for suites, _ in FIGURES.values() for suite in suites))

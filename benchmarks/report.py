@@ -1,4 +1,4 @@
-"""Formats results as tables for the terminal, and as Markdown for the README."""
+"""Formats results as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,6 @@ if TYPE_CHECKING:
 
     from benchmarks.results import Report
 
-# The columns of the README's table: heading, provider in TF32, provider in bfloat16.
-COLUMNS = (
-    ("jaxrnn", "jaxrnn", "jaxrnn-bf16"),
-    ("Flax `ScannedRNN`", "flax", None),
-    ("`lax.scan`, hoisted", "hoisted-scan", None),
-    ("TorchRL Triton", "torchrl", "torchrl-bf16"),
-    ("cuDNN, packed", "torch-cudnn-packed", "torch-cudnn-packed-bf16"),
-    ("cuDNN, no resets", "torch-cudnn", "torch-cudnn-bf16"),
-)
-
 
 def measured_on(report: Report) -> str:
     """Returns the machine, the versions and the commit in one line.
@@ -41,6 +31,11 @@ def measured_on(report: Report) -> str:
     return machine.line({**report.machine, "commit": f"{', '.join(parts)} and {rest}"})
 
 
+def versions(report: Report) -> str:
+    """Returns the machine and the versions in one line, without the commit: what a user needs to know."""
+    return machine.line({name: value for name, value in report.machine.items() if name != "commit"})
+
+
 def console() -> Console:
     """Returns a console of the terminal's width, or a wide one if the output is not a terminal."""
     console = Console()
@@ -52,6 +47,11 @@ def number(x: float) -> str:
     if x == 0 or not math.isfinite(x):
         return f"{x:g}"
     return f"{x:,.{max(2 - math.floor(math.log10(abs(x))), 0)}f}"
+
+
+def times(ratio: float) -> str:
+    """Formats a ratio with two digits or more: `10.5`, `1.31`."""
+    return f"{ratio:.1f}" if ratio >= 2 else f"{ratio:.2f}"
 
 
 def advantage(row: Row, rows: Sequence[Row]) -> float | None:
@@ -102,7 +102,7 @@ def target_of(row: Row) -> float | None:
     now = {
         (str(case), name): limit
         for case, target in cases.HEADLINE.items()
-        for name, limit in zip(COLUMNS[0][1:], target, strict=True)
+        for name, limit in zip(("jaxrnn", "jaxrnn-bf16"), target, strict=True)
     }
     return None if row.target is None else now.get((row.case, row.provider), row.target)
 
@@ -166,40 +166,3 @@ def accuracy_table(report: Report) -> Table:
         verdict = row.reason or ("within 2x" if row.good else "OVER 2x")
         result.add_row(*labels, row.array, *figures[:2], ratio, *figures[2:], verdict)
     return result
-
-
-def markdown(report: Report) -> str:
-    """Returns the headline table of the README.
-
-    It gives milliseconds in TF32 (the fastest in bold) and, after the slash, in bfloat16.
-    """
-    found = {(row.case, row.provider): row for row in report.rows if isinstance(row, Row)}
-
-    def value(case: str, provider: str) -> str:
-        row = found.get((case, provider))
-        return "-" if row is None or row.value is None else number(row.value)
-
-    headings = ["B, T, H", *(heading for heading, _, _ in COLUMNS), "target"]
-    lines = [f"| {' | '.join(headings)} |", f"| --- |{' ---: |' * (len(headings) - 1)}"]
-    for case, target in cases.HEADLINE.items():
-        if not any(label == str(case) for label, _ in found):
-            continue
-        cells = []
-        for _, tf32, bf16 in COLUMNS:
-            values = [value(str(case), name) for name in (tf32, bf16) if name is not None]
-            cells.append("-" if set(values) == {"-"} else " / ".join(values))
-        rows = [found.get((str(case), tf32)) for _, tf32, _ in COLUMNS]
-        times = [float("inf") if row is None or row.value is None else row.value for row in rows]
-        if min(times) < float("inf"):
-            fastest = times.index(min(times))
-            cells[fastest] = f"**{cells[fastest]}**"
-        lines.append(f"| {case} | {' | '.join(cells)} | {target.tf32:g} / {target.bf16:g} |")
-    verdicts = [met(row) for row in found.values() if row.provider in COLUMNS[0][1:] and met(row) is not None]
-    about = (
-        "The table gives milliseconds of forward and backward with every gradient, in TF32 / bfloat16. In each row, "
-        "the figures of the implementation that is fastest in TF32 are bold. The target is what we want to reach next; "
-        f"{verdicts.count(False)} of {len(verdicts)} figures miss it. 1 % of steps begin an episode, except for cuDNN "
-        "without resets, its best case. The times are device times: where a pass takes less than 2.5 "
-        "ms, one program runs and times many."
-    )
-    return "\n".join([*lines, "", about, f"Measured on {measured_on(report)}."])

@@ -59,6 +59,37 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class AgentRow(Row):
+    """The result of agents that are trained with one recurrence (`provider`): steps per second, and what they learned.
+
+    Attributes:
+      task: the name of the environment.
+      envs: the environments of an agent.
+      seeds: the agents that train at once while `value`, the env steps per second of all of them, is measured.
+      gpus: the GPUs that share the environments.
+      share: `value` divided by that of "no recurrence" in the same case.
+      trained: the number of agents, one for each seed, that were trained for the returns below.
+      steps: the env steps that each of them was trained for.
+      returned: the mean over these agents of their final return, which is that of the last tenth of training.
+      returned_low, returned_high: the bootstrapped 95 % interval of that mean.
+      curve: their mean return after each update, where all of them trained at once: lists of the `steps` of an agent,
+        of wall-clock `seconds`, and of the `mean` with the ends `low` and `high` of its 95 % interval.
+    """
+
+    task: str = ""
+    envs: int = 0
+    seeds: int = 1
+    gpus: int = 1
+    share: float | None = None
+    trained: int = 0
+    steps: int = 0
+    returned: float | None = None
+    returned_low: float | None = None
+    returned_high: float | None = None
+    curve: dict[str, list[float]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class AccuracyRow:
     """The errors of one output or gradient against float64, of the kernels and of XLA at the same precision.
 
@@ -96,6 +127,12 @@ class AccuracyRow:
         return self.rms <= 2 * self.xla_rms + self.allowance
 
 
+def _without_empty(row: Row | AccuracyRow) -> dict[str, Any]:
+    """Returns the fields of a row, without those that are empty by default."""
+    values = ((field, getattr(row, field.name)) for field in dataclasses.fields(row))
+    return {field.name: value for field, value in values if value or value != field.default}
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
     """The results of a suite.
@@ -113,10 +150,13 @@ class Report:
     rows: list[Row | AccuracyRow]
 
     def save(self, folder: Path) -> Path:
-        """Writes `folder/SUITE.json` and returns its path."""
+        """Writes `folder/SUITE.json`, a line for each row, and returns its path."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.suite}.json"
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        head = {"suite": self.suite, "machine": self.machine, "settings": self.settings}
+        lines = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+        lines.append('"rows": [\n' + ",\n".join(json.dumps(_without_empty(row)) for row in self.rows) + "\n]")
+        path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
         return path
 
     def commits(self) -> dict[str, list[str]]:
@@ -149,7 +189,7 @@ class Report:
         """
         try:
             report = json.loads(path.read_text())
-            kind = AccuracyRow if report["suite"] == "accuracy" else Row
+            kind = {"accuracy": AccuracyRow, "ppo": AgentRow, "examples": AgentRow}.get(report["suite"], Row)
             return cls(**report | {"rows": [kind(**row) for row in report["rows"]]})
         except (KeyError, TypeError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"

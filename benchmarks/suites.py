@@ -5,20 +5,22 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import importlib.util
-import statistics
+import importlib
+import operator
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from benchmarks import cases, choice, first_call, harness, norms, oracle, scans, tilings, timing
 from benchmarks.harness import FirstCalls
 from benchmarks.oracle import Oracle
 from benchmarks.providers import ALL, PROVIDERS, Inputs
-from benchmarks.results import AccuracyRow, Row
+from benchmarks.results import AccuracyRow, AgentRow, Row
 from jaxrnn import _bridge
 
 if TYPE_CHECKING:
@@ -388,39 +390,143 @@ def begin_comparison(
 
 # Ours is `implementation=None`, as users have it: the kernels for sequences, XLA for the single steps of a rollout.
 PPO_IMPLEMENTATIONS = {"flax": "flax", "jaxrnn-xla": "xla", "jaxrnn": "auto", "no recurrence": "none"}
-PPO_OF_SEVERAL_SEEDS = ("flax", "jaxrnn", "no recurrence")
 
 
-def ppo(settings: Settings, progress: Progress) -> Iterator[Row]:
-    """Measures env steps per second of `examples/recurrent_ppo.py`, with rollouts and updates."""
-    example = load_example()
+def ppo(settings: Settings, progress: Progress) -> Iterator[AgentRow]:
+    """Trains agents of `examples/recurrent_ppo.py` with each recurrence, and measures their env steps per second."""
+    example, training = load_example()
+    names = [name for name in PPO_IMPLEMENTATIONS if settings.wants(name)]
+    for envs in dict.fromkeys(agents.envs for agents in cases.PPO_AGENTS):
+        wanted = [agents for agents in cases.PPO_AGENTS if agents.envs == envs and settings.wants_case(str(agents))]
+        if wanted and names:
+            yield from ppo_beside(example, training, wanted, names, settings, progress)
+    yield from ppo_on_several(example, training, settings, progress)
 
-    def beside(label: str, names: Iterable[str], target: float, envs: int, **sizes: int) -> Iterator[Row]:
+
+def ppo_beside(
+    example: Any, training: Any, wanted: Sequence[cases.Agents], names: Sequence[str], settings: Settings,
+    progress: Progress,
+) -> Iterator[AgentRow]:  # fmt: skip
+    """Yields rows of agents that have the same environments: trains one for each seed, then times them in turns.
+
+    All programs are compiled before anything is timed.
+    """
+    envs, updates = wanted[0].envs, cases.PPO_UPDATES_A_CALL
+    steps = envs * example.Config.rollout_steps
+    configs = {
+        name: example.Config(
+            implementation=PPO_IMPLEMENTATIONS[name], num_envs=envs, num_seeds=cases.PPO_SEEDS,
+            total_steps=cases.PPO_UPDATES * steps,
+        )
+        for name in names
+    }  # fmt: skip
+    trains = {name: training.make_train(example.make_ppo, config, updates) for name, config in configs.items()}
+    seeds = jnp.arange(cases.PPO_SEEDS)
+
+    def lower(name: str, count: int) -> Any:
+        if configs[name].implementation == "auto":
+            check_kernels_run(configs[name])
+        return trains[name].run.lower(jax.eval_shape(trains[name].init, seeds[:count]))
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        inits = {name: harness.compile_in(pool, functools.partial(trains[name].init.lower, seeds)) for name in names}
+        programs = {
+            (name, count): harness.compile_in(pool, functools.partial(lower, name, count))
+            for name in names
+            for count in {cases.PPO_SEEDS, *(agents.seeds for agents in wanted)}
+        }
+    results: dict[str, Any] = {}
+    errors: dict[str, Exception] = {}
+    for name, config in configs.items():
+        progress(f"{envs} envs, {name}: {cases.PPO_SEEDS} agents")
+        try:
+            state, task = inits[name].result()(seeds), example.make_ppo(config).env.name
+            calls = train_agents(training, programs[name, cases.PPO_SEEDS].result(), state)
+            results[name] = training.Result(config, task, calls)
+        except Exception as error:
+            errors[name] = error
+    # Sliced before anything is timed, because a timed program is given the arrays of its state to overwrite.
+    states = {
+        (name, agents): jax.tree.map(operator.itemgetter(slice(agents.seeds)), result.calls.state)
+        for name, result in results.items()
+        for agents in wanted
+    }
+    for agents in wanted:
+        clocks = {
+            name: agents_clock(programs[name, agents.seeds].result(), states.pop((name, agents))) for name in results
+        }
+        times = errors | timing.interleave(clocks, rounds=settings.rounds, seconds=settings.seconds, progress=progress)
+        rows: list[AgentRow] = []
         for name in names:
-            if settings.wants_case(label) and settings.wants(name):
-                progress(f"{label}, {name}")
-                row = Row(label, name, unit="steps/s", target=target if name == "jaxrnn" else None)
-                steps = cases.PPO_STEPS[envs] * cases.PPO_LONGER.get(name, 1)
-                config = example.Config(
-                    implementation=PPO_IMPLEMENTATIONS[name], num_envs=envs, total_steps=steps, **sizes
-                )
-                yield ppo_row(example, config, row, cases.PPO_RUNS if target and name in cases.PPO_LONGER else 1)
-
-    for envs, target in cases.PPO_TARGETS.items():
-        yield from beside(f"PPO, {envs} envs", PPO_IMPLEMENTATIONS, target, envs)
-    for agents, target in cases.PPO_AGENTS.items():
-        yield from beside(str(agents), PPO_OF_SEVERAL_SEEDS, target, agents.envs, num_seeds=agents.seeds)
-    yield from ppo_on_several(example, settings, progress)
+            row = AgentRow(
+                str(agents), name, unit="steps/s", target=cases.PPO_AGENTS[agents] if name == "jaxrnn" else None,
+                envs=envs, seeds=agents.seeds,
+            )  # fmt: skip
+            measured = times[name]
+            if isinstance(measured, Exception):
+                rows.append(harness.failed(row, measured))
+                continue
+            method = f"calls of {updates} updates, enqueued"
+            rows.append(agent_row(row, measured[0], updates * steps * agents.seeds, method, training, results[name]))
+        yield from with_shares(rows)
 
 
-def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iterator[Row]:
+def train_agents(training: Any, program: Any, state: Any) -> Any:
+    """Trains agents with a compiled program, and returns its calls."""
+    outputs, ended = [], []
+    began = time.perf_counter()
+    for _ in range(cases.PPO_UPDATES // cases.PPO_UPDATES_A_CALL):
+        state, metrics = program(state)
+        outputs.append(jax.device_get(metrics))
+        ended.append(time.perf_counter() - began)
+    return training.Calls(state, outputs, ended, 0.0, True)
+
+
+def agents_clock(program: Any, state: Any) -> timing.Clock:
+    """Returns a clock of a program that trains agents, each time from the state that it returned before."""
+
+    def run() -> Any:
+        nonlocal state
+        state, metrics = program(state)
+        return metrics
+
+    return timing.jax_clock(run)
+
+
+def agent_row(row: AgentRow, spread: timing.Spread, steps: int, method: str, training: Any, result: Any) -> AgentRow:
+    """Returns `row` with the speed of calls of so many steps, and with what the agents of `result` have learned."""
+    returns = result.final_return
+    low, high = map(float, training.interval(returns)) if len(returns) > 1 else (None, None)
+    return dataclasses.replace(
+        row, value=steps / spread.median, low=steps / spread.high, high=steps / spread.low, calls=spread.calls,
+        method=method, task=result.task, trained=len(returns), steps=int(result.steps[-1]),
+        returned=float(returns.mean()), returned_low=low, returned_high=high,
+        curve=curve_of(training, result) if row.seeds == len(returns) > 1 else None,
+    )  # fmt: skip
+
+
+def curve_of(training: Any, result: Any) -> dict[str, list[float]]:
+    """Returns the learning curve of several agents, as a row has it."""
+    low, high = training.interval(result.curve)
+    mean = np.nanmean(result.curve, axis=0)
+    arrays = {"steps": result.steps, "seconds": result.seconds, "mean": mean, "low": low, "high": high}
+    return {name: [float(f"{x:.6g}") for x in array] for name, array in arrays.items()}
+
+
+def with_shares(rows: Sequence[AgentRow]) -> list[AgentRow]:
+    """Returns the rows of a case with their shares of what is reached without a recurrence, if that is measured."""
+    most = next((row.value for row in rows if row.provider == "no recurrence"), None)
+    return [dataclasses.replace(row, share=row.value / most if row.value and most else None) for row in rows]
+
+
+def ppo_on_several(example: Any, training: Any, settings: Settings, progress: Progress) -> Iterator[AgentRow]:
     """Measures env steps per second of one agent on 1, 2 and 4 GPUs, summed over the GPUs."""
     here, alone = len(jax.devices()), None
     for split in cases.PPO_SPLITS:
         if not settings.wants_case(str(split)) or not settings.wants("jaxrnn"):
             continue
         progress(str(split))
-        row = Row(str(split), "jaxrnn", unit="steps/s")
+        row = AgentRow(str(split), "jaxrnn", unit="steps/s", envs=split.envs, gpus=split.gpus)
         if here < split.gpus:
             yield dataclasses.replace(row, status="unavailable", reason=f"needs {split.gpus} GPUs, {here} here")
             continue
@@ -428,33 +534,23 @@ def ppo_on_several(example: Any, settings: Settings, progress: Progress) -> Iter
             implementation=PPO_IMPLEMENTATIONS["jaxrnn"], num_envs=split.envs, num_devices=split.gpus,
             total_steps=split.envs * cases.PPO_STEPS_AN_ENV,
         )  # fmt: skip
-        row = ppo_row(example, config, row)
+        try:
+            if config.implementation == "auto":
+                check_kernels_run(config)
+            result = training.train(example.make_ppo, config)
+            if not result.finished:
+                raise KeyboardInterrupt  # `train` catches it, and returns early
+        except Exception as error:
+            yield harness.failed(row, error)
+            continue
+        calls = len(result.calls.ended) - 1
+        spread = timing.Spread.of([result.calls.seconds], calls)
+        row = agent_row(row, spread, result.steps_per_call, "one training run", training, result)
         if split.gpus == 1:
             alone = row.value
         elif alone and row.value:
-            row = dataclasses.replace(row, note=f"{row.value / alone:.2f}x 1 GPU; {row.note}")
+            row = dataclasses.replace(row, note=f"{row.value / alone:.2f}x 1 GPU")
         yield row
-
-
-def ppo_row(example: Any, config: Any, row: Row, runs: int = 1) -> Row:
-    """Returns `row` with the speed of training runs."""
-    try:
-        if config.implementation == "auto":
-            check_kernels_run(config)
-        results = [example.train(config) for _ in range(runs)]
-        if not all(result.finished for result in results):
-            raise KeyboardInterrupt  # `train` catches it, and returns early
-    except Exception as error:
-        return harness.failed(row, error)
-    speed = timing.Spread.of([result.steps_per_second for result in results], runs)  # all seeds together
-    seeds = f"{config.num_seeds} x " if config.num_seeds > 1 else ""
-    final_return = statistics.fmean(float(result.final_return.mean()) for result in results)
-    return dataclasses.replace(
-        row, value=speed.median, low=speed.low, high=speed.high, calls=runs * (config.calls - 1),
-        method=f"{f'{runs} training runs' if runs > 1 else 'one training run'} of "
-        f"{seeds}{config.updates * config.steps_per_update:,} steps",
-        note=f"final return {final_return:.2f}",
-    )  # fmt: skip
 
 
 def check_kernels_run(config: Any) -> None:
@@ -466,14 +562,14 @@ def check_kernels_run(config: Any) -> None:
         raise NotImplementedError(f"the Triton implementation {reason}")
 
 
-def load_example() -> Any:
-    """Imports `examples/recurrent_ppo.py` as a module."""
-    path = Path(__file__).parents[1] / "examples" / "recurrent_ppo.py"
-    spec = importlib.util.spec_from_file_location("recurrent_ppo", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["recurrent_ppo"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def load_example() -> tuple[Any, Any]:
+    """Imports `examples/recurrent_ppo.py` and `examples/training.py` as modules."""
+    folder = str(Path(__file__).parents[1] / "examples")
+    sys.path.append(folder)
+    try:
+        return importlib.import_module("recurrent_ppo"), importlib.import_module("training")
+    finally:
+        sys.path.remove(folder)
 
 
 # Names that `--only` and `--skip` accept besides those of the providers.

@@ -1,5 +1,6 @@
 """Trains 16 recurrent networks at once with `jax.vmap`, beside one alone.
 
+    # half a minute on 2 CPU cores
     python examples/many_seeds.py
     # on a GPU
     python examples/many_seeds.py --seeds 64 --hidden 128 --batch 64
@@ -22,27 +23,20 @@ The example needs `pip install '.[examples]'` in a checkout.
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
-import json
 import math
-import os
-import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from command_line import parse, run_all, show, table, write_json
 from jax import Array
-from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
-from tqdm import tqdm
+from training import call_repeatedly, machine, panels
 
 from jaxrnn.linen import ScannedRNN
 
@@ -59,16 +53,11 @@ class Config:
     mean_length: int = 16  # mean length of an episode, in steps
     lr: float = 5e-3
     seed: int = 0
-    implementation: str | None = None
+    implementation: Literal["triton", "xla"] | None = None
 
     def __post_init__(self):
-        for name in ("seeds", "updates", "updates_per_call", "steps", "batch", "hidden", "mean_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.symbols < 2:
             raise ValueError(f"symbols must be at least 2, got {self.symbols}")
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be above 0 and finite, got {self.lr}")
         if self.updates % self.updates_per_call:
             raise ValueError(
                 f"updates must be a multiple of updates_per_call = {self.updates_per_call}, got {self.updates}"
@@ -168,15 +157,9 @@ def make_train(config: Config) -> Train:
 class Result:
     config: Config
     compile_seconds: float
-    seconds: float  # total of all calls except the first, which warms up
+    milliseconds_per_update: float  # of all seeds together
     losses: np.ndarray  # [S, updates]
     finished: bool = True  # False if Ctrl-C ended the training
-
-    @property
-    def milliseconds_per_update(self) -> float:
-        """Milliseconds of an update of all seeds together."""
-        timed = self.losses.shape[1] - self.config.updates_per_call
-        return 1e3 * self.seconds / max(timed, 1)
 
     @property
     def final_loss(self) -> np.ndarray:
@@ -190,40 +173,17 @@ def train(config: Config) -> Result:
     Raises:
       KeyboardInterrupt: Ctrl-C was pressed before the second call ended.
     """
-    name = f"{config.seeds:>3} at once"
-    print(f"{name}: compiling ...", end="\r", file=sys.stderr, flush=True)  # the progress bar replaces it
     init, run = make_train(config)
-    began = time.perf_counter()
-    state = init(config.seed + jnp.arange(config.seeds))
-    run = run.lower(state).compile()
-    compile_seconds = time.perf_counter() - began
-
-    losses: list[np.ndarray] = []
-    finished, started, ended = False, time.perf_counter(), 0.0
-    with tqdm(total=config.updates, desc=name, unit=" updates") as bar:
-        try:
-            for call in range(config.updates // config.updates_per_call):
-                state, submitted = run(state)
-                losses.append(np.asarray(submitted))
-                if call == 0:
-                    started = time.perf_counter()
-                ended = time.perf_counter()
-                bar.set_postfix_str(f"loss {losses[-1].mean():.2f}", refresh=False)
-                bar.update(config.updates_per_call)
-            finished = True
-        except KeyboardInterrupt:
-            if len(losses) < 2:
-                raise
-    return Result(config, compile_seconds, ended - started, np.concatenate(losses, axis=1), finished)
+    state, size = init(config.seed + jnp.arange(config.seeds)), config.updates_per_call
+    calls = call_repeatedly(
+        f"{config.seeds:>3} at once", run, state, config.updates // size,
+        lambda call, losses, seconds: f"loss {losses.mean():.2f}", amount=size, unit="updates",
+    )  # fmt: skip
+    losses = np.concatenate(calls.outputs, axis=1)
+    return Result(config, calls.compile_seconds, 1e3 * calls.seconds / size, losses, calls.finished)
 
 
 # Output.
-
-
-def machine() -> str:
-    device = jax.devices()[0]
-    kind = f"CPU ({os.cpu_count()} cores)" if device.platform == "cpu" else device.device_kind
-    return ", ".join([kind, *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax"))])
 
 
 def describe(config: Config) -> str:
@@ -233,131 +193,87 @@ def describe(config: Config) -> str:
 
 
 def table_of(results: Sequence[Result]) -> Table:
-    table = Table(title=describe(results[0].config), caption=machine())
-    for header in ("networks", "ms / update", "ms / network", "final loss", "guessing", "compile"):
-        table.add_column(header, justify="right")
+    rows = []
     for result in results:
         count, loss = result.config.seeds, result.final_loss
-        table.add_row(
+        rows.append([
             str(count) if result.finished else f"{count}, stopped",
             f"{result.milliseconds_per_update:.2f}",
             f"{result.milliseconds_per_update / count:.2f}",
             f"{loss.mean():.2f}" + (f" ± {loss.std():.2f}" if count > 1 else ""),
             f"{result.config.chance:.2f}",
             f"{result.compile_seconds:.1f} s",
-        )
-    return table
+        ])  # fmt: skip
+    headers = ["networks", "ms / update", "ms / network", "final loss", "guessing", "compile"]
+    return table(describe(results[0].config), machine(), headers, rows, left=0)
 
 
 def plot(result: Result, single: Result, path: Path) -> None:
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
-    axes = figure.add_subplot()
-    updates = 1 + np.arange(result.losses.shape[1])
-    axes.axhline(result.config.chance, color="0.6", linewidth=1, linestyle=":", label="guessing")
-    for i, losses in enumerate(result.losses):
-        axes.plot(updates, losses, color="#0072b2", linewidth=0.7, alpha=0.3, label="one seed" if i == 0 else None)
-    axes.plot(updates, result.losses.mean(axis=0), color="#0072b2", linewidth=2, label=f"mean of {len(result.losses)}")
-    axes.set(xlabel="updates", ylabel="cross entropy (lower is better)", ylim=(0, None), xmargin=0.01)
     together, alone = result.milliseconds_per_update, single.milliseconds_per_update
-    axes.set_title(f"{result.config.seeds} networks in {together:.1f} ms per update, one in {alone:.1f} ms")
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="best")
+    title = f"{result.config.seeds} networks in {together:.1f} ms per update, one in {alone:.1f} ms"
+    figure, panes = panels(2, title, (9, 3.8))
+    updates = 1 + np.arange(result.losses.shape[1])
+    for axes, milliseconds in zip(panes, (None, together), strict=True):
+        x = updates if milliseconds is None else updates * milliseconds / 1e3
+        axes.axhline(result.config.chance, color="0.6", linewidth=1, linestyle=":", label="guessing")
+        for i, losses in enumerate(result.losses):
+            axes.plot(x, losses, color="#0072b2", linewidth=0.7, alpha=0.3, label="one seed" if i == 0 else None)
+        axes.plot(x, result.losses.mean(axis=0), color="#0072b2", linewidth=2, label=f"mean of {len(result.losses)}")
+        axes.set(
+            ylim=(0, None), xlabel="updates" if milliseconds is None else "seconds of training, without compilation"
+        )
+    alone_x = updates * alone / 1e3
+    panes[1].plot(alone_x[: len(single.losses[0])], single.losses[0], color="#d55e00", linewidth=1, label="one alone")
+    panes[0].set(ylabel="cross entropy (lower is better)")
+    panes[1].legend(frameon=False, loc="best")
     figure.savefig(path, dpi=150)
 
 
-def whole_number(text: str) -> int:
-    """Returns the int that `text` is in any notation, such as 1000000, 1_000_000 or 1e6."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000, 1_000 or 1e3, got {text!r}")
-    return int(value)
+HELPS = {
+    "seeds": "networks trained at once",
+    "updates": "updates of each network",
+    "updates_per_call": "updates per call",
+    "symbols": "number of symbols",
+    "steps": "steps per update",
+    "batch": "sequences per update",
+    "hidden": "width of the GRU",
+    "mean_length": "mean steps per episode",
+    "lr": "Adam's learning rate",
+    "seed": "first seed; the others count up from it",
+    "implementation": "GRU implementation; None is the fastest that works here",
+}
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--seeds", type=whole_number, default=Config.seeds, help="networks trained at once (default: %(default)s)")
-    add("--updates", type=whole_number, default=Config.updates, help="updates of each network (default: %(default)s)")
-    add(
-        "--updates-per-call",
-        type=whole_number,
-        default=Config.updates_per_call,
-        help="updates per call (default: %(default)s)",
-    )
-    add("--symbols", type=whole_number, default=Config.symbols, help="number of symbols (default: %(default)s)")
-    add("--steps", type=whole_number, default=Config.steps, help="steps per update (default: %(default)s)")
-    add("--batch", type=whole_number, default=Config.batch, help="sequences per update (default: %(default)s)")
-    add("--hidden", type=whole_number, default=Config.hidden, help="width of the GRU (default: %(default)s)")
-    add(
-        "--mean-length",
-        type=whole_number,
-        default=Config.mean_length,
-        help="mean steps per episode (default: %(default)s)",
-    )
-    add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
-    add(
-        "--seed",
-        type=whole_number,
-        default=Config.seed,
-        help="first seed; the others count up from it (default: %(default)s)",
-    )
-    add("--implementation", choices=["triton", "xla"], help="GRU implementation (default: the fastest that works here)")
-    add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
-    namespace = parser.parse_args(arguments)
-    try:
-        namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
-        if namespace.implementation == "triton":
-            jax.eval_shape(make_train(namespace.config).init, jnp.arange(1))  # raises if the kernels cannot run
-        namespace.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
-            pass
-    except (NotImplementedError, OSError, ValueError) as error:
-        parser.error(str(error))
-    return namespace
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def check(options: argparse.Namespace) -> None:
+        if options.implementation == "triton":
+            jax.eval_shape(make_train(options.config).init, jnp.arange(1))  # raises if the kernels cannot run
 
-
-def write(config: Config, results: Sequence[Result], stem: Path) -> None:
-    """Writes the figures of the trainings so far, and the plot once there are both."""
-    runs = [
-        {
-            "seeds": result.config.seeds,
-            "finished": result.finished,
-            "milliseconds_per_update": result.milliseconds_per_update,
-            "compile_seconds": result.compile_seconds,
-            "final_loss": result.final_loss.tolist(),
-            "losses": result.losses.tolist(),
-        }
-        for result in results
-    ]
-    report = {"machine": machine(), "config": dataclasses.asdict(config), "runs": runs}
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    if len(results) == 2:
-        plot(results[1], results[0], stem.with_suffix(".png"))
+    return parse(arguments, __doc__, Config(), HELPS, check=check)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     config, stem = options.config, options.out / "many_seeds"
-    results: list[Result] = []
-    try:
-        for count in (1, config.seeds):
-            results.append(train(dataclasses.replace(config, seeds=count)))
-            write(config, results, stem)
-            if not results[-1].finished:
-                break
-    except KeyboardInterrupt:
-        pass
-    console = Console()
-    if results:
-        console.print(table_of(results))
-        console.print(f"learning curves and figures: {stem}.*", soft_wrap=True)
-    if len(results) < 2 or not results[-1].finished:
-        sys.exit("interrupted")
-    return results
+
+    def write(results: list[Result]) -> None:
+        runs = [
+            {
+                "seeds": result.config.seeds,
+                "finished": result.finished,
+                "milliseconds_per_update": result.milliseconds_per_update,
+                "compile_seconds": result.compile_seconds,
+                "final_loss": result.final_loss.tolist(),
+                "losses": result.losses.tolist(),
+            }
+            for result in results
+        ]
+        write_json(stem.with_suffix(".json"), machine=machine(), config=dataclasses.asdict(config), runs=runs)
+        if len(results) == 2:
+            plot(results[1], results[0], stem.with_suffix(".png"))
+
+    tasks = [functools.partial(train, dataclasses.replace(config, seeds=count)) for count in (1, config.seeds)]
+    return run_all(tasks, write, lambda results: show(table_of(results), f"learning curves and figures: {stem}.*"))
 
 
 if __name__ == "__main__":

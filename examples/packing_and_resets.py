@@ -1,5 +1,6 @@
 """Compares three ways to run a GRU over a rollout of several episodes.
 
+    # a minute on 2 CPU cores
     python examples/packing_and_resets.py
     # on a GPU
     python examples/packing_and_resets.py --steps 256 --envs 1024 --hidden 256
@@ -26,26 +27,20 @@ The example needs `pip install '.[examples]'` in a checkout.
 import argparse
 import dataclasses
 import functools
-import importlib.metadata
-import json
-import math
-import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from command_line import parse, run_all, show, table, write_json
 from jax import Array
-from matplotlib.figure import Figure
-from rich.console import Console
 from rich.table import Table
 from tqdm import tqdm
+from training import machine, panels
 
 import jaxrnn
 import jaxrnn.linen
@@ -63,15 +58,8 @@ class Config:
     rollouts: int = 20  # rollouts to count shapes over
     repeats: int = 7
     seed: int = 0
-    implementation: str | None = None
-    precision: str = "highest"
-
-    def __post_init__(self):
-        for name in ("steps", "envs", "features", "hidden", "rollouts", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if min(self.mean_lengths, default=0) < 1:
-            raise ValueError(f"mean_lengths must be one or more, each at least 1, got {self.mean_lengths}")
+    implementation: Literal["triton", "xla"] | None = None
+    precision: Literal["default", "highest"] = "highest"
 
 
 class Rollout(NamedTuple):
@@ -257,41 +245,32 @@ def check(config: Config, name: str, got: Any, want: Any) -> None:
 # Output.
 
 
-def machine() -> str:
-    device = jax.devices()[0]
-    kind = f"CPU ({os.cpu_count()} cores)" if device.platform == "cpu" else device.device_kind
-    return ", ".join([kind, *(f"{name} {importlib.metadata.version(name)}" for name in ("jax", "flax"))])
-
-
 def describe(config: Config) -> str:
     return f"{config.steps} steps of {config.envs} environments, {config.hidden} units"
 
 
 def table_of(config: Config, measurements: Sequence[Measurement]) -> Table:
+    rows = [
+        [
+            str(mean_length) if name == METHODS[0] else "",
+            name,
+            f"{cost.milliseconds:.2f}",
+            f"{cost.host_milliseconds:.2f}",
+            f"{cost.compile_seconds:.1f} s",
+            str(cost.programs),
+            str(cost.sequential),
+            f"{1 - steps / cost.computed:.0%}",
+        ]
+        for mean_length, steps, costs in measurements
+        for name, cost in costs.items()
+    ]
     title = f"GRU forward and backward, {describe(config)}; programs for {config.rollouts} rollouts"
-    table = Table(title=title, caption=machine())
-    headers = ("mean length", "method", "ms", "host ms", "compile", "programs", "steps in turn", "wasted steps")
-    for header in headers:
-        table.add_column(header, justify="left" if header == "method" else "right")
-    for mean_length, steps, costs in measurements:
-        for name, cost in costs.items():
-            table.add_row(
-                str(mean_length) if name == METHODS[0] else "",
-                name,
-                f"{cost.milliseconds:.2f}",
-                f"{cost.host_milliseconds:.2f}",
-                f"{cost.compile_seconds:.1f} s",
-                str(cost.programs),
-                str(cost.sequential),
-                f"{1 - steps / cost.computed:.0%}",
-                end_section=name == METHODS[-1],
-            )
-    return table
+    headers = ["mean length", "method", "ms", "host ms", "compile", "programs", "steps in turn", "wasted steps"]
+    return table(title, machine(), headers, rows, left=2)
 
 
 def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> None:
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, describe(config), (9, 3.8))
     lengths = [m.mean_length for m in measurements]
     styles = (("#0072b2", "o-"), ("#d55e00", "s-"), ("#009e73", "^--"))
     for name, (color, style) in zip(METHODS, styles, strict=True):
@@ -306,99 +285,55 @@ def plot(config: Config, measurements: Sequence[Measurement], path: Path) -> Non
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.minorticks_off()
         axes.set_xlabel("mean length of an episode (log scale)")
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
     left.legend(frameon=False)
-    figure.suptitle(describe(config))
     figure.savefig(path, dpi=150)
 
 
-def whole_number(text: str) -> int:
-    """Returns the int that `text` is in any notation, such as 1000000, 1_000_000 or 1e6."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000, 1_000 or 1e3, got {text!r}")
-    return int(value)
+HELPS = {
+    "steps": "steps per rollout",
+    "envs": "environments per rollout",
+    "features": "width of the inputs",
+    "hidden": "width of the GRU",
+    "mean_lengths": "mean steps per episode, one or more",
+    "rollouts": "rollouts to count programs over",
+    "repeats": "calls per timing, fastest counts",
+    "seed": "seed of all random numbers",
+    "implementation": "jaxrnn implementation; None is the fastest that works here",
+    "precision": "precision of all products",
+}
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--steps", type=whole_number, default=Config.steps, help="steps per rollout (default: %(default)s)")
-    add("--envs", type=whole_number, default=Config.envs, help="environments per rollout (default: %(default)s)")
-    add("--features", type=whole_number, default=Config.features, help="width of the inputs (default: %(default)s)")
-    add("--hidden", type=whole_number, default=Config.hidden, help="width of the GRU (default: %(default)s)")
-    add(
-        "--mean-lengths", type=whole_number, nargs="+", default=Config.mean_lengths,
-        help="mean steps per episode, one or more (default: %(default)s)",
-    )  # fmt: skip
-    add(
-        "--rollouts",
-        type=whole_number,
-        default=Config.rollouts,
-        help="rollouts to count programs over (default: %(default)s)",
-    )
-    add(
-        "--repeats",
-        type=whole_number,
-        default=Config.repeats,
-        help="calls per timing, fastest counts (default: %(default)s)",
-    )
-    add("--seed", type=whole_number, default=Config.seed, help="seed of all random numbers (default: %(default)s)")
-    add("--implementation", choices=["triton", "xla"], help="jaxrnn implementation (default: fastest that works here)")
-    add("--precision", choices=["default", "highest"], default=Config.precision, help="precision of all products")
-    add("--out", type=Path, default=Path("outputs"), help="folder for the PNG and the JSON (default: %(default)s)")
-    namespace = parser.parse_args(arguments)
-    fields = {field.name: getattr(namespace, field.name) for field in dataclasses.fields(Config)}
-    try:
-        namespace.config = Config(**(fields | {"mean_lengths": tuple(namespace.mean_lengths)}))
-        if namespace.implementation == "triton":
-            try_jaxrnn(namespace.config)
-        namespace.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
-            pass
-    except (NotImplementedError, OSError, ValueError) as error:
-        parser.error(str(error))
-    return namespace
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def check(options: argparse.Namespace) -> None:
+        if options.implementation == "triton":
+            try_jaxrnn(options.config)
 
-
-def write(config: Config, measurements: Sequence[Measurement], stem: Path) -> None:
-    """Writes the plot and the figures of the measurements so far."""
-    plot(config, measurements, stem.with_suffix(".png"))
-    costs = [
-        {"mean_length": m.mean_length, "steps": m.steps} | {name: cost._asdict() for name, cost in m.costs.items()}
-        for m in measurements
-    ]
-    report = {"machine": machine(), "config": dataclasses.asdict(config), "measurements": costs}
-    stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    return parse(arguments, __doc__, Config(), HELPS, check=check)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Measurement]:
     options = parse_arguments(arguments)
     config, stem = options.config, options.out / "packing_and_resets"
+    plotted, figures = stem.with_suffix(".png"), stem.with_suffix(".json")
     programs: dict[Any, tuple[Any, float]] = {}
-    measurements: list[Measurement] = []
-    try:
-        with (
-            jax.default_matmul_precision(config.precision),
-            tqdm(total=len(METHODS) * len(config.mean_lengths)) as bar,
-        ):
-            for mean_length in config.mean_lengths:
-                measurements.append(measure(config, mean_length, programs, bar))
-                write(config, measurements, stem)
-    except KeyboardInterrupt:
-        pass
-    console = Console()
-    if measurements:
-        console.print(table_of(config, measurements))
-        plotted, figures = stem.with_suffix(".png"), stem.with_suffix(".json")
-        console.print(f"plot: {plotted}, figures: {figures}", soft_wrap=True)
-    if len(measurements) < len(config.mean_lengths):
-        sys.exit("interrupted")
-    return measurements
+
+    def write(measurements: list[Measurement]) -> None:
+        plot(config, measurements, plotted)
+        costs = [
+            {"mean_length": m.mean_length, "steps": m.steps} | {name: cost._asdict() for name, cost in m.costs.items()}
+            for m in measurements
+        ]
+        write_json(figures, machine=machine(), config=dataclasses.asdict(config), measurements=costs)
+
+    def show_all(measurements: list[Measurement]) -> None:
+        bar.close()
+        show(table_of(config, measurements), f"plot: {plotted}, figures: {figures}")
+
+    with jax.default_matmul_precision(config.precision), tqdm(total=len(METHODS) * len(config.mean_lengths)) as bar:
+        return run_all(
+            [functools.partial(measure, config, length, programs, bar) for length in config.mean_lengths],
+            write, show_all,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

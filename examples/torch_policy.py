@@ -25,19 +25,15 @@ The example needs `pip install '.[torch]' rich tqdm` in a checkout.
 
 import argparse
 import dataclasses
-import json
-import math
+import functools
 import platform
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.utils.benchmark
-from rich.console import Console
+from command_line import announce, parse, run_all, show, table, write_json
 from rich.table import Table
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
@@ -49,7 +45,7 @@ from torch_bridge import nn
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    cell: str = "gru"
+    cell: Literal["gru", "lstm"] = "gru"
     updates: int = 150
     symbols: int = 4
     steps: int = 32  # T, per update
@@ -62,17 +58,8 @@ class Config:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        for name in ("updates", "steps", "batch", "hidden", "mean_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.symbols < 2:
             raise ValueError(f"symbols must be at least 2, got {self.symbols}")
-        if self.cell not in ("gru", "lstm"):
-            raise ValueError(f'cell must be "gru" or "lstm", got {self.cell!r}')
-        if not 0 < self.lr < math.inf:
-            raise ValueError(f"lr must be above 0 and finite, got {self.lr}")
-        if not math.isfinite(self.entropy):
-            raise ValueError(f"entropy must be finite, got {self.entropy}")
 
 
 class Data(NamedTuple):
@@ -209,7 +196,7 @@ def train(
 
     torch.manual_seed(config.seed)
     if "compiled" in name:
-        print(f"{name:>22}: compiling ...", end="\r", file=sys.stderr, flush=True)  # the progress bar replaces it
+        announce(f"{name:>22}")
     started = time.perf_counter()
     for i in tqdm(range(config.updates), desc=f"{name:>22}", unit=" updates"):
         reward, state = update(episodes.draw(), state)
@@ -240,29 +227,24 @@ def machine(config: Config) -> str:
 
 def table_of(config: Config, results: Sequence[Result], flops: dict[str, int]) -> Table:
     size = f"{config.cell.upper()}-{config.hidden}, {config.batch} x {config.steps} steps per update"
-    table = Table(
-        title=f"RepeatFirst, {config.symbols} symbols, {size}",
-        caption=f"reward: mean of the last tenth; first: first update, with compilation. {machine(config)}",
-    )
-    for header in ("policy", "reward", "ms / update", "steps/s", "GFLOP/s", "first"):
-        table.add_column(header, justify="left" if header == "policy" else "right")
+    rows = []
     for result in results:
         rate = 1e3 / result.milliseconds
-        table.add_row(
+        rows.append([
             result.name, f"{result.final_reward:.2f}", f"{result.milliseconds:.2f}",
             f"{rate * config.batch * config.steps:,.0f}", f"{rate * sum(flops.values()) / 1e9:.1f}",
             f"{result.first_seconds:.1f} s",
-        )  # fmt: skip
-    return table
+        ])  # fmt: skip
+    return table(
+        f"RepeatFirst, {config.symbols} symbols, {size}",
+        f"reward: mean of the last tenth; first: first update, with compilation. {machine(config)}",
+        ["policy", "reward", "ms / update", "steps/s", "GFLOP/s", "first"], rows,
+    )  # fmt: skip
 
 
 def flops_table(flops: dict[str, int]) -> Table:
-    table = Table(title="FLOPs of an update")
-    table.add_column("operator")
-    table.add_column("MFLOP", justify="right")
-    for op, count in sorted(flops.items(), key=lambda item: -item[1]):
-        table.add_row(op, f"{count / 1e6:.2f}")
-    return table
+    rows = [[op, f"{count / 1e6:.2f}"] for op, count in sorted(flops.items(), key=lambda item: -item[1])]
+    return table("FLOPs of an update", "", ["operator", "MFLOP"], rows)
 
 
 def unusable(device: str) -> str | None:
@@ -274,96 +256,65 @@ def unusable(device: str) -> str | None:
     return None
 
 
-def whole_number(text: str) -> int:
-    """Returns the int that `text` is in any notation, such as 1000000, 1_000_000 or 1e6."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value.is_integer():
-        raise argparse.ArgumentTypeError(f"must be a whole number, such as 1000, 1_000 or 1e3, got {text!r}")
-    return int(value)
+HELPS = {
+    "cell": "the recurrence",
+    "updates": "updates of each policy",
+    "symbols": "number of symbols",
+    "steps": "steps per update",
+    "batch": "environments per update",
+    "hidden": "width of the recurrence",
+    "mean_length": "mean steps per episode",
+    "lr": "Adam's learning rate",
+    "entropy": "weight of the entropy bonus",
+    "seed": "seed of weights, episodes and actions",
+    "device": "device that PyTorch computes on",
+}
 
 
-def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--cell", choices=["gru", "lstm"], default=Config.cell, help="default: %(default)s")
-    add("--updates", type=whole_number, default=Config.updates, help="updates of each policy (default: %(default)s)")
-    add("--symbols", type=whole_number, default=Config.symbols, help="number of symbols (default: %(default)s)")
-    add("--steps", type=whole_number, default=Config.steps, help="steps per update (default: %(default)s)")
-    add("--batch", type=whole_number, default=Config.batch, help="environments per update (default: %(default)s)")
-    add("--hidden", type=whole_number, default=Config.hidden, help="width of the recurrence (default: %(default)s)")
-    add(
-        "--mean-length",
-        type=whole_number,
-        default=Config.mean_length,
-        help="mean steps per episode (default: %(default)s)",
-    )
-    add("--lr", type=float, default=Config.lr, help="Adam's learning rate (default: %(default)s)")
-    add("--entropy", type=float, default=Config.entropy, help="weight of the entropy bonus (default: %(default)s)")
-    add(
-        "--seed",
-        type=whole_number,
-        default=Config.seed,
-        help="seed of weights, episodes and actions (default: %(default)s)",
-    )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    add("--device", default=device, help="device that PyTorch computes on (default here: %(default)s)")
-    add("--compile", action="store_true", help="train a compiled policy too")
-    add("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
-    add("--out", type=Path, default=Path("outputs"), help="folder for the JSON (default: %(default)s)")
-    namespace = parser.parse_args(arguments)
-    try:
-        namespace.config = Config(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(Config)})
-        namespace.out.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=namespace.out):  # raises if the folder takes no files
-            pass
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    if reason := unusable(namespace.device):
-        parser.error(f"PyTorch cannot compute on device {namespace.device!r}: {reason}")
-    if namespace.compile and namespace.backend not in torch.compiler.list_backends(exclude_tags=()):
-        known = ", ".join(torch.compiler.list_backends())
-        parser.error(f"torch.compile has no backend {namespace.backend!r} here; there are {known}")
-    return namespace
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    def more(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--compile", action="store_true", help="train a compiled policy too")
+        parser.add_argument("--backend", default="inductor", help="backend of torch.compile (default: %(default)s)")
+
+    def check(options: argparse.Namespace) -> None:
+        if reason := unusable(options.device):
+            raise ValueError(f"PyTorch cannot compute on device {options.device!r}: {reason}")
+        if options.compile and options.backend not in torch.compiler.list_backends(exclude_tags=()):
+            known = ", ".join(torch.compiler.list_backends())
+            raise ValueError(f"torch.compile has no backend {options.backend!r} here; there are {known}")
+
+    defaults = Config(device="cuda" if torch.cuda.is_available() else "cpu")
+    return parse(arguments, __doc__, defaults, HELPS, more=more, check=check)
 
 
 def main(arguments: Sequence[str] | None = None) -> list[Result]:
     options = parse_arguments(arguments)
     config: Config = options.config
 
-    def make(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    def run(name: str, kind: type[torch.nn.Module], wrap: Callable[[Step], Step]) -> Result:
         torch.manual_seed(config.seed)
-        return kind(config).to(config.device)
+        return train(config, name, kind(config).to(config.device), wrap)
 
     def compiled(step: Step) -> Step:
         graphs = {"mode": "reduce-overhead"} if options.backend == "inductor" else {}
         return torch.compile(step, fullgraph=True, backend=options.backend, **graphs)
 
-    plans: list[tuple[str, type[torch.nn.Module], Callable[[Step], Step]]] = [
-        ("torch.nn, packed", PackedPolicy, lambda step: step),
-        ("torch_bridge", Policy, lambda step: step),
+    tasks = [
+        functools.partial(run, "torch.nn, packed", PackedPolicy, lambda step: step),
+        functools.partial(run, "torch_bridge", Policy, lambda step: step),
     ]
     if options.compile:
-        plans.append(("torch_bridge, compiled", Policy, compiled))
+        tasks.append(functools.partial(run, "torch_bridge, compiled", Policy, compiled))
     flops, path = count_flops(config), options.out / "torch_policy.json"
-    results: list[Result] = []
-    try:
-        for name, kind, wrap in plans:
-            results.append(train(config, name, make(kind), wrap))
-            report = {"machine": machine(config), "config": dataclasses.asdict(config), "flops": flops}
-            path.write_text(json.dumps(report | {"runs": [dataclasses.asdict(r) for r in results]}, indent=1) + "\n")
-    except KeyboardInterrupt:
-        pass
-    console = Console()
-    if results:
-        console.print(table_of(config, results, flops))
-        console.print(flops_table(flops))
-        console.print(f"figures: {path}", soft_wrap=True)
-    if len(results) < len(plans):
-        sys.exit("interrupted")
-    return results
+
+    def write(results: list[Result]) -> None:
+        runs = [dataclasses.asdict(result) for result in results]
+        write_json(path, machine=machine(config), config=dataclasses.asdict(config), flops=flops, runs=runs)
+
+    def show_all(results: list[Result]) -> None:
+        show(table_of(config, results, flops), flops_table(flops), f"figures: {path}")
+
+    return run_all(tasks, write, show_all)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@
 only one GPU. The marker `stress` is left out unless it is asked for. Without PyTorch or Triton, all tests that need
 either are left out: those with the marker `torch` or a marker of kernels, and the folders `compiled` and `gpu`. All
 other tests must pass without both, and files in other folders must import without both. The marker `gymnax` is left out
-if gymnax is not installed.
+if gymnax is not installed, and `agents` if Craftax or JaxMARL is not.
 Without the type checkers, which the extra `dev` installs, those with the marker `types` are left out.
 
 A file is in the folder of what most of its tests need: `cpu`, `interpreted` for those that run kernels, which a GPU
@@ -87,6 +87,8 @@ def pytest_configure(config: pytest.Config) -> None:
         left_out |= NEED_TORCH
     if importlib.util.find_spec("gymnax") is None:
         left_out |= {"gymnax"}
+    if not all(importlib.util.find_spec(name) for name in ("craftax", "jaxmarl")):
+        left_out |= {"agents"}
     if not all(importlib.util.find_spec(name) for name in CHECKERS):
         left_out |= {"types"}
 

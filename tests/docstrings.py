@@ -17,6 +17,12 @@ def names_in(described, section):
     return sorted(re.findall(r"^  \*{0,2}(\w+): ", entries, re.MULTILINE))
 
 
+def type_of_result(described):
+    """Returns what the site shows as the type of the result: what a colon in the first line of `Returns` follows."""
+    first_line = inspect.getdoc(described).split("\nReturns:\n")[1].split("\n")[0]
+    return first_line.rpartition(": ")[0]
+
+
 def parameters_of(function):
     """Returns the names of a function's parameters, sorted."""
     return sorted(name for name in inspect.signature(function).parameters if name != "self")

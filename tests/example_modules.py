@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+sys.path.append(str(EXAMPLES))  # as for a program that is run from there: examples import what they share
 
 
 def load(name):

@@ -400,9 +400,8 @@ def _define(kind: Kind) -> tuple[Any, Any]:
         return dx.to(of_x) if needs[0] else None, dweight, dbias, dresidual, None, None, None, None
 
     op_common.register(
-        forward, forward_op, forward_fake, gradients, setup, _vmap(forward_op, ("weight", "bias"))
-    )  # fmt: skip
-    op_common.register_decomposition(forward_op, forward_fake, forward_decomposed)
+        forward, forward_op, forward_fake, gradients, setup, _vmap(forward_op, ("weight", "bias")), forward_decomposed
+    )
     op_common.register(
         backward, backward_op, backward_fake, op_common.no_second_order, op_common.no_setup,
         _vmap(backward_op, ("weight",), ("dweight_dtype", "dbias_dtype")),

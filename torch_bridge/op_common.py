@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -249,7 +250,7 @@ _REGISTERED: dict[Any, _Registered] = {}
 
 def register(
     definition: Any, op: Any, fake: Callable[..., Any], gradients: Callable[..., Any], setup: Callable[..., None],
-    vmap: Callable[..., Any],
+    vmap: Callable[..., Any], decomposed: Callable[..., Any] | None = None,
 ) -> None:  # fmt: skip
     """Registers an operator made by `define`: its fake, gradient and vmap rule, and the functions that `call` runs.
 
@@ -260,7 +261,11 @@ def register(
       gradients: `backward` of a `torch.autograd.Function`, for all outputs and arguments.
       setup: `setup_context` of a `torch.autograd.Function`, which saves what `gradients` reads.
       vmap: the rule of `torch.vmap`.
+      decomposed: what `torch.onnx.export` writes in place of the operator, in PyTorch operations.
     """
+    if decomposed is not None:
+        _register_decomposition(op, fake, decomposed)
+        fake = _lowered_as_an_operator(op, fake)
     definition.register_fake(fake)
     definition.register_autograd(gradients, setup_context=setup)
     definition.register_vmap(vmap)
@@ -268,14 +273,31 @@ def register(
     _REGISTERED[op] = _Registered(_transformed(op, setup, gradients), function, _eager(function, setup, gradients))
 
 
-def register_decomposition(op: Any, fake: Callable[..., Any], decomposed: Callable[..., Any]) -> None:
-    """Registers what `torch.onnx.export` writes in place of an operator: `decomposed`, in PyTorch operations.
+def _register_decomposition(op: Any, fake: Callable[..., Any], decomposed: Callable[..., Any]) -> None:
+    """Registers a decomposition for `torch.onnx.export`, the only user of PyTorch's table of all decompositions.
 
     `fake` is registered as the operator's shape function: without one, PyTorch would run `decomposed` to find the
     shapes of results where sizes are symbolic.
     """
     torch._decomp.register_decomposition(op, type="meta")(fake)
     torch._decomp.register_decomposition(op)(decomposed)
+
+
+def _lowered_as_an_operator(op: Any, fake: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `fake`, which first tells Inductor, if it is in use, to call the operator as it is.
+
+    Inductor does so by itself, but where the variable CI is set it raises for an operator of that table that it has no
+    lowering for: it takes the operator for one of PyTorch's own. It lowers only what it has traced, through `fake`.
+    """
+
+    def traced(*args: Any) -> Any:
+        inductor = sys.modules.get("torch._inductor.lowering")
+        if inductor is not None and op not in inductor.lowerings:
+            tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
+            inductor.make_fallback(op, layout_constraint=inductor.tag_to_layout_constraint(tag), warn=False)
+        return fake(*args)
+
+    return traced
 
 
 def _transformed(op: Any, setup: Callable[..., None], gradients: Callable[..., Any]) -> type[torch.autograd.Function]:

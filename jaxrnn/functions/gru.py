@@ -63,7 +63,7 @@ def gru(
     kernels support first-order reverse mode only, and raise for other derivatives even if None picked them.
 
     Returns:
-      `(carry, ys)`, as from `lax.scan`: the last hidden state `[*batch, H]` and the hidden states of all steps
+      `(carry, ys)`, as from `lax.scan`, the last hidden state `[*batch, H]` and the hidden states of all steps
       `[T, *batch, H]` (`[*batch, T, H]`), in the dtype of `carry`. Between steps the hidden state is float32, or
       float64 if `carry`, `xs` or any of `params` is. Matrices are multiplied in the dtype that `xs`, `w_ih` and `w_hh`
       promote to.

@@ -107,7 +107,7 @@ def lstm(
       implementation: as in `gru`.
 
     Returns:
-      `((c, h), hs)`, or `((c, h), (hs, cs))` if `return_cells`: the last carry and the hidden (and cell) states of all
+      `((c, h), hs)`, or `((c, h), (hs, cs))` if `return_cells`, the last carry and the hidden (and cell) states of all
       steps, each in the dtype of its carry.
 
     Raises:

@@ -98,6 +98,9 @@ class FusedCell(nn.RNNCellBase, Generic[CarryT]):
           rng: the key for `carry_init`.
           input_shape: the shape of the inputs of one step, `[*batch, D]`.
 
+        Returns:
+          `[*batch, H]` or, for an LSTM, `(c, h)` of two such arrays, of the dtype `param_dtype`.
+
         Raises:
           ValueError: `features` is not a positive integer, or `input_shape` is no shape.
         """

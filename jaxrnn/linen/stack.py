@@ -211,7 +211,7 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
           input_shape: the shape of the inputs of one step, `[*batch, D]`.
 
         Returns:
-          A tuple with an entry for each layer: `[*batch, H]` or, for an LSTM, `(c, h)`; if `bidirectional`, a pair
+          A tuple with an entry for each layer, `[*batch, H]` or, for an LSTM, `(c, h)`; if `bidirectional`, a pair
           (forward, backward) of these. The arrays have the dtype `param_dtype`.
 
         Raises:

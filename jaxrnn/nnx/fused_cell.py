@@ -179,6 +179,9 @@ class FusedCell(nnx.RNNCellBase, Generic[CarryT]):
           args: Flax's other arguments, such as the random number generator of `carry_init`.
           options: the same by name.
 
+        Returns:
+          `[*batch, H]` or, for an LSTM, `(c, h)` of two such arrays, of the dtype `param_dtype`.
+
         Raises:
           ValueError: `input_shape` is no shape.
         """

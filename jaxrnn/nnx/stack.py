@@ -282,7 +282,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
           rngs: the random number generator of `carry_init`, needed unless `carry_init` is zeros.
 
         Returns:
-          A tuple with an entry for each layer: `[*batch, H]` or, for an LSTM, `(c, h)`; if `bidirectional`, a pair
+          A tuple with an entry for each layer, `[*batch, H]` or, for an LSTM, `(c, h)`; if `bidirectional`, a pair
           (forward, backward) of these. The arrays have the dtype `param_dtype`.
 
         Raises:

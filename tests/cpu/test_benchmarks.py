@@ -4,12 +4,14 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -20,7 +22,7 @@ from benchmarks import __main__ as command
 from benchmarks import cases, harness, machine, plot, precompile, providers, report, tilings, timing
 from benchmarks.cases import Case
 from benchmarks.oracle import Oracle, errors, tolerance
-from benchmarks.results import AccuracyRow, Report, Row
+from benchmarks.results import AccuracyRow, AgentRow, Report, Row
 from benchmarks.settings import Settings
 from torch_bridge import tiling
 from torch_bridge.cells import CELLS as SPECS
@@ -613,8 +615,8 @@ def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
         monkeypatch.setenv(name, os.environ.get(name, "0"))
     arguments = ["ppo", "--out", str(tmp_path), "--commit"]
     kept = [
-        Row("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
-        Row("PPO, 16 seeds of 64 envs", "flax", value=2.0),
+        AgentRow("PPO, 64 envs", "jaxrnn", unit="steps/s", value=1.0),
+        AgentRow("PPO, 16 seeds of 64 envs", "flax", value=2.0),
     ]
     Report("ppo", machine.describe("abc"), {}, kept).save(tmp_path)
     assert command.main([*arguments, "abc", "--rows", "seeds", "--add"]) == 0
@@ -625,6 +627,24 @@ def test_add_keeps_existing_rows_of_the_same_commit(monkeypatch, tmp_path):
     ]  # fmt: skip
     assert command.main([*arguments, "abd", "--rows", "seeds", "--add"]) == 0
     assert Report.load(tmp_path / "ppo.json").rows == rows[1:]
+
+
+def test_a_row_has_the_curve_of_agents_that_train_at_once():
+    from benchmarks import suites
+
+    _, training = suites.load_example()
+    outputs = [
+        types.SimpleNamespace(episodes=np.full((2, 1), 4), total_return=np.array([[low], [high]]))
+        for low, high in ((0, 4), (2, 4), (4, 4))
+    ]
+    config = types.SimpleNamespace(num_envs=8, rollout_steps=2)
+    result = training.Result(config, "task", training.Calls(None, outputs, [1.0, 2.0, 4.0], 0.0, True))
+    spread = timing.Spread.of([0.5], 3)
+    one, both = (suites.agent_row(AgentRow("PPO", "flax", seeds=n), spread, 32, "", training, result) for n in (1, 2))
+    assert one.curve is None and (one.value, one.returned, one.trained) == (64.0, 1.0, 2)
+    assert both.curve == {
+        "steps": [16, 32, 48], "seconds": [1, 2, 4], "mean": [0.5, 0.75, 1.0], "low": [0, 0.5, 1.0], "high": [1, 1, 1]
+    }  # fmt: skip
 
 
 def test_failed_ppo_run_is_a_row(monkeypatch):
@@ -808,12 +828,10 @@ def test_results_are_the_same_after_saving_and_loading(tmp_path):
     assert Report.load(accuracy.save(tmp_path)) == accuracy
 
 
-def test_markdown_table_has_a_row_for_every_case():
-    lines = report.markdown(headline()).split("\n")
-    assert len([line for line in lines if line.startswith(("| GRU", "| LSTM"))]) == len(cases.HEADLINE)
-    assert lines[2] == "| GRU 2048,256,128 | **1.00 / 0.500** | 8.00 | - | - | - | - / 2.00 | 2 / 1.2 |"
-    assert "; 0 of 1 figures miss it" in lines[-2]
-    assert lines[-1] == "Measured on NVIDIA H200, driver 580.1, jax 0.11.2, commit abc."
+def test_each_row_is_a_line_of_the_file(tmp_path):
+    result = headline()
+    lines = [line for line in result.save(tmp_path).read_text().splitlines() if '"case"' in line]
+    assert [Row(**json.loads(line.rstrip(","))) for line in lines] == result.rows
 
 
 def test_targets_are_those_of_now():
@@ -824,7 +842,7 @@ def test_targets_are_those_of_now():
     assert report.target_of(dataclasses.replace(old, provider="jaxrnn-default")) == 0.35
 
 
-def test_markdown_table_lists_the_cases_of_another_commit():
+def test_caption_lists_the_cases_of_another_commit():
     rows = [
         dataclasses.replace(row, note="without resets; at 1234567" if "LSTM" in row.case else "it was at 7654321 once")
         for row in headline().rows
@@ -832,27 +850,74 @@ def test_markdown_table_lists_the_cases_of_another_commit():
     result = Report("headline", MACHINE, {}, rows)
     lstms = [str(case) for case in cases.HEADLINE if "LSTM" in str(case)]
     assert result.commits()["1234567"] == lstms and set(result.commits()) == {"abc", "1234567"}
-    assert report.markdown(result).endswith(f"commit 1234567 ({'; '.join(lstms)}) and abc (all others).")
+    assert report.measured_on(result).endswith(f"commit 1234567 ({'; '.join(lstms)}) and abc (all others)")
+    assert report.versions(result) == "NVIDIA H200, driver 580.1, jax 0.11.2"
 
 
-def test_figures_are_drawn(tmp_path):
+def scripts():
+    speeds = {"jaxrnn": 30.0, "flax": 10.0, "no recurrence": 40.0}
+    return Report(
+        "scripts", MACHINE, {}, [Row(case, name, value=x) for case in plot.SCRIPTS for name, x in speeds.items()]
+    )
+
+
+def test_figures_are_drawn_for_light_and_dark_pages(tmp_path):
     headline().save(tmp_path)
     rows = [row for case in cases.SMALL for row in rows_of(case, jaxrnn=1.0, flax=3.0)]
     Report("small", MACHINE, {}, rows).save(tmp_path)
+    names = ["headline-light.svg", "headline-dark.svg", "small-light.svg", "small-dark.svg"]
+    assert [image.name for image in plot.draw(tmp_path)] == names
+    scripts().save(tmp_path)
     images = plot.draw(tmp_path)
-    assert [image.name for image in images] == ["headline.png", "small.png"]
-    assert all(image.read_bytes().startswith(b"\x89PNG") for image in images)
+    assert [image.name for image in images] == ["speedup-light.svg", "speedup-dark.svg", *names]
+    for light, dark in zip(images[::2], images[1::2], strict=True):
+        texts = [image.read_text() for image in (light, dark)]
+        assert [[paper in text for paper in ("fill: #ffffff", "fill: #0d1117")] for text in texts] == [
+            [True, False],
+            [False, True],
+        ]
+        assert "abc" not in texts[0]  # no commit in a figure for users
+    before = [image.read_bytes() for image in images]
+    assert [image.read_bytes() for image in plot.draw(tmp_path)] == before
 
 
-def test_bars_have_the_ratio_to_ours_and_gaps_have_a_reason():
+def test_bars_have_the_ratio_to_flax_and_the_limit():
+    above, below = plot.speedup(scripts(), headline()).axes
+    assert [text.get_text() for text in above.texts] == ["3.0x of 4.0x"] * len(plot.SCRIPTS)
+    assert [text.get_text() for text in below.texts] == ["8.0x"] * len(plot.ALONE)
+
+
+def test_learning_curves_are_drawn_over_steps_and_over_seconds(tmp_path):
+    curve = {"steps": [10.0, 20.0], "seconds": [1.0, 2.0], "mean": [0.1, 0.9], "low": [0.0, 0.8], "high": [0.2, 1.0]}
+    rows = [
+        AgentRow("PPO, 16 seeds", "flax", value=1e6, trained=16, curve=curve),
+        AgentRow("PPO, 16 seeds", "jaxrnn", value=1e7, trained=16, curve=curve | {"seconds": [0.1, 0.2]}),
+        AgentRow("PPO, 64 envs", "jaxrnn", value=1e6),
+    ]
+    result = Report("ppo", MACHINE, {}, rows)
+    result.save(tmp_path)
+    assert [image.name for image in plot.draw(tmp_path)] == ["learning-light.svg", "learning-dark.svg"]
+    panels = plot.learning(Report.load(tmp_path / "ppo.json")).axes
+    lines = [[(line.get_label(), [*line.get_xdata()]) for line in axes.lines] for axes in panels]
+    labels = "jaxrnn: 10.0 M steps/s", "Flax: 1.00 M steps/s"
+    assert lines[0] == [(label, [10.0, 20.0]) for label in labels]
+    assert lines[1] == [*zip(labels, ([0.1, 0.2], [1.0, 2.0]), strict=True)]
+    Report("ppo", MACHINE, {}, rows[2:]).save(tmp_path)
+    assert plot.draw(tmp_path) == []  # no row has a curve
+
+
+def test_dots_have_the_ratio_to_ours_and_gaps_have_a_reason():
     absent, slow = (str(case) for case in list(cases.HEADLINE)[1:3])
     rows = [row for row in headline().rows if (row.case, row.provider) not in ((absent, "flax"), (slow, "flax"))]
     rows.append(Row(slow, "flax", "unfinished", "first call unfinished after 25 s"))
     (axes,) = plot.headline(Report("headline", MACHINE, {}, rows)).axes
-    texts = [text.get_text() for text in axes.texts]
-    assert sorted(texts) == ["8.0x"] * (len(cases.HEADLINE) - 2) + ["first call unfinished", "not measured"]
-    assert "lower is better" in axes.get_ylabel() and "log scale" in axes.get_ylabel()
-    assert "the time of jaxrnn" in axes.get_legend().get_title().get_text() and "TF32" in axes.get_title()
+    ours, flax = (dots.get_offsets() for dots in axes.collections)
+    assert [x for x, _ in ours] == [1.0] * len(cases.HEADLINE) and [x for x, _ in flax] == [8.0] * (
+        len(cases.HEADLINE) - 2
+    )
+    gaps = [text.get_text() for text in axes.texts]
+    assert gaps[1:3] == ["Flax ScannedRNN: not measured", "Flax ScannedRNN: first call unfinished"]
+    assert not any(gaps[:1] + gaps[3:])
 
 
 def test_lines_have_a_marker_each_and_stop_where_a_figure_is_missing():
@@ -900,12 +965,12 @@ def test_options_may_be_anywhere(tmp_path):
         ("no-such-suite", "no suite no-such-suite; there are headline"),
         ("show no-such-suite", "no suite no-such-suite; there are headline"),
         ("plot small", "plot takes no suites"),
-        ("table headline", "table takes no suites"),
-        ("show torch-step --rows zzz", "show does not take --rows; it takes only --out"),
+        ("pages headline", "pages takes no suites"),
+        ("show torch-step --rows zzz", "show does not take --rows; the options that it takes: --out, --as"),
         ("--rounds -3 show", "show does not take --rounds"),
-        ("table --only flax --add", "table does not take --only, --add"),
+        ("show --only flax --add", "show does not take --only, --add"),
         ("plot --commit abc", "plot does not take --commit"),
-        ("table --skip flax --first-call-limit 9", "table does not take --skip, --first-call-limit"),
+        ("pages --out x --as a100", "pages does not take --out, --as; the options that it takes: none"),
         ("--rounds 0", "rounds must be at least 1, got 0"),
         ("--seconds -1", "seconds must be above 0 and finite, got -1.0"),
         ("--first-call-limit nan", "first_call_limit must be above 0 and finite, got nan"),
@@ -941,7 +1006,7 @@ def test_rows_option_applies_to_every_suite(name):
     assert list(_suites()[name](Settings(rows=("no such case",)), None)) == []
 
 
-@pytest.mark.parametrize("what", [["show", "small"], ["table"], ["plot"]])
+@pytest.mark.parametrize("what", [["show", "small"], ["plot"]])
 def test_missing_results_exit_with_a_message(what, tmp_path):
     with pytest.raises(SystemExit, match=r"no results of .*: measure first"):
         command.main([*what, "--out", str(tmp_path)])
@@ -954,21 +1019,20 @@ def test_missing_results_exit_with_a_message(what, tmp_path):
 def test_damaged_results_exit_with_their_path(text, tmp_path):
     path = tmp_path / "headline.json"
     path.write_text(text, encoding="latin-1")
-    for what in ("show", "table", "plot"):
+    for what in ("show", "plot"):
         with pytest.raises(SystemExit, match=f"^{re.escape(str(path))} does not hold a suite's results"):
             command.main([what, "--out", str(tmp_path)])
     with pytest.raises(SystemExit, match=re.escape(str(path))):
         headline().others(tmp_path)
 
 
-@pytest.mark.parametrize("what", ["table", "show"])
-def test_closed_output_pipe_exits_without_a_traceback(what, tmp_path):
+def test_closed_output_pipe_exits_without_a_traceback(tmp_path):
     headline().save(tmp_path)
     reader, writer = os.pipe()
     os.close(reader)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "TRITON_INTERPRET": "0"}
     result = subprocess.run(
-        [sys.executable, "-m", "benchmarks", what, "--out", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks", "show", "--out", str(tmp_path)],
         cwd=ROOT, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     os.close(writer)
@@ -1121,7 +1185,7 @@ def test_larger_share_of_a_copy_is_better_and_is_drawn(tmp_path):
     result = Report("norm", MACHINE, {}, rows)
     assert Report.load(result.save(tmp_path)) == result
     assert "0.920 missed" in printed(result) and "0.850 met" in printed(result) and "3.00x" in printed(result)
-    assert [image.name for image in plot.draw(tmp_path)] == ["norm.png"]
+    assert [image.name for image in plot.draw(tmp_path)] == ["norm-light.svg", "norm-dark.svg"]
 
 
 @pytest.mark.compile_only

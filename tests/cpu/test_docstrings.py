@@ -6,9 +6,7 @@ that of an NNX module, the arguments of the constructor. All have examples.
 
 import dataclasses
 import inspect
-import re
 import typing
-from pathlib import Path
 
 import docstrings
 import pytest
@@ -17,6 +15,7 @@ from flax import nnx as flax_nnx
 
 import jaxrnn
 from jaxrnn import convert, linen, nnx
+from tools import site_pages
 
 PACKAGES = {"jaxrnn": jaxrnn, "linen": linen, "nnx": nnx, "convert": convert}
 PUBLIC = {
@@ -35,19 +34,13 @@ RECORDS = {
 }
 # Their examples use PyTorch's modules, or choose kernels for a GPU that is not here.
 NEED_TORCH = {"jaxrnn.explain", "convert.from_torch", "convert.to_torch"}
-PAGES = Path(__file__).resolve().parents[2] / "site" / "api"
-
-
-def members_on_pages():
-    """Returns the methods that the pages of the API list, by name."""
-    texts = "".join((PAGES / f"{page}.md").read_text() for page in ("linen", "nnx"))
-    found = re.findall(r"^::: jaxrnn\.(\S+)\n(?:    .*\n)*?      members: \[(.*)\]", texts, re.MULTILINE)
-    return {
-        f"{name}.{member}": getattr(PUBLIC[name], member) for name, members in found for member in members.split(", ")
-    }
-
-
-MEMBERS = members_on_pages()
+# The methods that the pages of the API describe.
+MEMBERS = {
+    f"{name}.{method}": getattr(module, method)
+    for name, module in (LINEN | NNX).items()
+    for method in site_pages.methods("jaxrnn", name)
+    if hasattr(module, method)
+}
 
 
 def constructor_arguments(module):
@@ -78,6 +71,8 @@ def test_docstrings_of_functions_describe_every_argument_the_result_and_the_erro
     assert docstrings.missing_sections(described, ["Args"] * bool(arguments) + returns + ["Raises"]) == []
     if arguments:
         assert docstrings.names_in(described, "Args") == arguments
+    if returns:
+        assert docstrings.type_of_result(described) == ""  # the annotation has it
 
 
 @each(LINEN)

@@ -1,4 +1,4 @@
-"""The orders of time and batch, and of an LSTM's carry, that the table in README.md gives for each API."""
+"""The orders of time and batch, and of an LSTM's carry, that the table in docs/layouts.md gives for each API."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,9 @@ import jaxrnn.nnx
 
 T, B, D, H = 3, 2, 5, 4
 ROWS = re.findall(
-    r"^\| (.+?) \| (.+?) \| (.+?) \| `(\(\w, \w\))` \|$", (Path(__file__).parents[2] / "README.md").read_text(), re.M
+    r"^\| (.+?) \| (.+?) \| (.+?) \| `(\(\w, \w\))` \|$",
+    (Path(__file__).parents[2] / "docs" / "layouts.md").read_text(),
+    re.MULTILINE,
 )
 TIME_FIRST = {"xs": jnp.ones((T, B, D)), "resets": jnp.zeros((T, B), bool)}
 BATCH_FIRST = {"xs": jnp.ones((B, T, D)), "resets": jnp.zeros((B, T), bool)}

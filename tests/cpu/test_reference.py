@@ -424,7 +424,8 @@ def test_float32_recurrent_weights_are_multiplied_in_float32(cell):
 @pytest.mark.parametrize("cell", ["gru", "lstm", "mgu"])
 def test_one_step_computes_one_product_on_a_gpu(monkeypatch, cell, hidden, dtype, products):
     """With `calls.D` units, the weights of inputs and of state have equal widths; else zeros pad the narrower ones."""
-    params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=hidden)
+    # a reset state for each sequence, whose gradient is no sum in which terms cancel
+    params, carry, xs, resets, state = calls.arguments(cell, steps=1, hidden=hidden, stepped=True)
     if dtype != "float32":
         params, xs = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, xs))
     if dtype == "mixed":

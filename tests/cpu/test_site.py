@@ -9,16 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tools import site_pages
+from tools.site_pages import API
+
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = {
-    "jaxrnn": "jaxrnn",
-    "jaxrnn.linen": "linen",
-    "jaxrnn.nnx": "nnx",
-    "jaxrnn.convert": "convert",
-    "torch_bridge": "torch_bridge",
-    "torch_bridge.nn": "torch_bridge_nn",
-    "torch_bridge.functional": "torch_bridge_functional",
-}
 
 
 def public_names(package):
@@ -32,19 +26,22 @@ def public_names(package):
     return names
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_in_the_api_reference(package):
-    page = (ROOT / "site" / "api" / f"{PACKAGES[package]}.md").read_text()
-    documented = re.findall(rf"^::: {re.escape(package)}\.(\w+)$", page, re.MULTILINE)
-    # a package inside has its own page
-    linked = re.findall(rf"^- `{re.escape(package)}\.(\w+)`: \[", page, re.MULTILINE)
-    assert sorted(documented + linked) == sorted(public_names(package))
+@pytest.mark.parametrize("package", API)
+def test_every_public_name_is_on_one_page_of_the_api_reference(package):
+    documented = [name for names in API[package].values() for name in names]
+    packages = [name for name in public_names(package) if f"{package}.{name}" in API]
+    assert sorted(documented + packages) == sorted(public_names(package))
+
+
+def test_the_api_reference_links_every_package():
+    links = re.findall(r"\]\((\S+)/index\.md\)", (ROOT / "site" / "api" / "index.md").read_text())
+    assert links == list(API)
 
 
 def test_every_package_that_pages_import_is_in_the_api_reference():
     texts = "".join(path.read_text() for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     imported = set(re.findall(r"(?:from|import) ((?:jaxrnn|torch_bridge)(?:\.\w+)*)", texts))
-    assert imported <= set(PACKAGES)
+    assert imported <= set(API)
 
 
 def test_links_of_the_site_lead_to_files_of_the_repository():
@@ -52,3 +49,13 @@ def test_links_of_the_site_lead_to_files_of_the_repository():
     assert len(links) >= 10
     for link in links:
         assert link.resolve(strict=True).relative_to(ROOT) == link.relative_to(ROOT / "site")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_pictures_follow_the_dark_mode_of_the_site(page):
+    text = (ROOT / page).read_text()
+    html = site_pages.on_page_content(text, None, None, None)
+    shown = re.findall(r'<img [^>]*src="([^"]+)-(light|dark)\.svg#only-(light|dark)"', html)
+    assert len(shown) == 2 * text.count("<picture>") > 0
+    assert "<picture>" not in html
+    assert {image for image, file, mode in shown if file != mode} == set()

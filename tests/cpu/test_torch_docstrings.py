@@ -26,6 +26,8 @@ def test_every_room_has_public_functions_or_modules():
 def test_docstrings_describe_every_argument_the_results_and_the_errors(described):
     sections = ["Args", "Raises"] if inspect.isclass(described) else ["Args", "Returns", "Raises"]
     assert docstrings.missing_sections(described, sections) == []
+    if "Returns" in sections:
+        assert docstrings.type_of_result(described) == ""  # the annotation has it
     takes_arguments = described.__init__ if inspect.isclass(described) else described
     assert docstrings.names_in(described, "Args") == docstrings.parameters_of(takes_arguments)
 

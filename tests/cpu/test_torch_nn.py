@@ -1,5 +1,6 @@
 """Tests `torch_bridge.nn` against `torch.nn`: whole sequences without resets, separate episodes with resets."""
 
+import collections
 import copy
 import functools
 import itertools
@@ -198,6 +199,18 @@ def test_outputs_share_no_memory(kind, options, steps):
         results = flat(ours(torch.randn(shape, dtype=torch.float64)))
     places = [x.untyped_storage().data_ptr() for x in results]
     assert len(set(places)) == len(places)
+
+
+def test_states_of_a_named_tuple_are_in_the_order_of_pytorch():
+    module, xs = nn.LSTM(D, H, dtype=torch.float64), torch.randn(T, B, D, dtype=torch.float64)
+    h, c = states(module, B)
+    named = collections.namedtuple("Named", ("hidden", "cell"))(h, c)
+    assert_same(flat(module(xs, named)), flat(module(xs, (h, c))))
+    for fields in (("cell", "hidden"), ("first", "second")):
+        with pytest.raises(ValueError, match=rf"\({', '.join(fields)}\)"):
+            module(xs, collections.namedtuple("Named", fields)(h, c))
+        with pytest.raises(ValueError, match=rf"^reset_state .*\({', '.join(fields)}\)"):
+            module(xs, resets=torch.ones(T, B), reset_state=collections.namedtuple("Named", fields)(h, c))
 
 
 @every_kind_of_torch_nn

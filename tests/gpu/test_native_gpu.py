@@ -36,8 +36,9 @@ def loss_with_gradient():
 
 def training_step():
     """Returns an update of a recurrent PPO agent, rollout included, and its state."""
-    ppo = load("recurrent_ppo")
-    init, run = ppo.make_train(ppo.Config(implementation="triton", num_envs=16, rollout_steps=16, total_steps=512))
+    ppo, training = load("recurrent_ppo"), load("training")
+    config = ppo.Config(implementation="triton", num_envs=16, rollout_steps=16, total_steps=512)
+    init, run = training.make_train(ppo.make_ppo, config)
     return run, (init(jnp.arange(1)),)
 
 

@@ -14,6 +14,7 @@ from torch_bridge.cells import CellSpec
 from torch_bridge.functional.direction import Direction
 
 Implementation = Literal["triton", "torch"] | None
+"""The type of the argument `implementation`, which `gru` describes."""
 
 
 def check_implementation(name: Any) -> None:

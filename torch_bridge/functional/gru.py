@@ -61,7 +61,7 @@ def gru(
         overhead. If you name an implementation that cannot run the input, a `NotImplementedError` says why.
 
     Returns:
-      `(ys, h_n)`: the hidden states of all steps in the layout of `xs`, and `[*batch, H]`, the one after the step that
+      `(ys, h_n)`, the hidden states of all steps in the layout of `xs`, and `[*batch, H]`, the one after the step that
       ran last, both in the dtype of `h0`, or of `xs` if `h0` is None. Between steps the hidden state is float32, or
       float64 if `xs` is.
 

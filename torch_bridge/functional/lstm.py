@@ -121,7 +121,7 @@ def lstm(
       implementation: see `gru`.
 
     Returns:
-      `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`: the hidden (and the cell) states of all steps
+      `(ys, (h_n, c_n))`, or `((ys, cs), (h_n, c_n))` if `return_cells`, the hidden (and the cell) states of all steps
       in the layout of `xs`, and the last ones `[*batch, width]`, in the dtypes of `h0` and `c0`, or in
       that of `xs` without them.
 

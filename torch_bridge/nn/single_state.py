@@ -69,7 +69,7 @@ class SingleStateModule(RecurrentModule):
             (`[..., B, T, H]`, `[..., T, H]`). It is differentiable.
 
         Returns:
-          `(output, h_n)`, see `torch.nn.GRU`: `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
+          `(output, h_n)`, see `torch.nn.GRU`, `[T, B, directions * H]` (`[B, T, ...]`, `[T, ...]`, packed) and
           `[layers * directions, B, H]`, in the dtype of `hx`.
 
         Raises:

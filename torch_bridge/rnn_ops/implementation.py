@@ -67,13 +67,20 @@ _matmul_precision._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def kernel_precision(precision: Precision, hidden: int) -> str:
     """Returns the precision of float32 products in a kernel, by Triton's name.
 
-    None follows `torch.backends.cuda.matmul`: "tf32" if that setting allows it and H is above 32, else "tf32x3".
+    None follows `torch.backends.cuda.matmul`: "tf32" if that setting allows it and H is above 32, else "tf32x3". If a
+    compiler leaves H open, "tf32" if the setting allows it.
 
     Raises:
       ValueError: the precision is unknown.
     """
     if precision is None:
-        return rules.kernel_precision(_matmul_precision() == "tf32", hidden)
+        allowed = _matmul_precision() == "tf32"
+        if allowed and torch.compiler.is_compiling():
+            from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+            # comparing a symbolic width would bind the program to the widths that compare alike
+            return "tf32x3" if statically_known_true(hidden <= rules.FULL_PRECISION_WIDTH) else "tf32"
+        return rules.kernel_precision(allowed, hidden)
     if precision not in PRECISIONS:
         lower = str(precision).lower()
         meant = {"medium": "tf32", "high": "tf32", "highest": "tf32x3"}.get(lower, lower)

@@ -232,8 +232,9 @@ def _define(cell: CellSpec) -> Operators:
         by_name = dict(zip(wanted, returned, strict=True))
         return tuple(by_name.get(name) for name in names)
 
-    op_common.register(forward, forward_op, forward_fake, gradients, setup, vmap_rule(forward_op, "xp"))
-    op_common.register_decomposition(forward_op, forward_fake, forward_decomposed)
+    op_common.register(
+        forward, forward_op, forward_fake, gradients, setup, vmap_rule(forward_op, "xp"), forward_decomposed
+    )
     # Gradients computed by the loop have derivatives, see `op_common.differentiable`; those of the kernels have none.
     # The backward operators take `hs` but do not read it. Autograd treats the residuals, which are marked
     # non-differentiable, as constants, although they depend on the inputs. `hs` connects the backward operators to

@@ -1,0 +1,506 @@
+"""Writes the tables and the sentences with measured figures into the pages for users.
+
+A page says where they go: what is between the lines `<!-- results: NAME -->` and `<!-- end -->` is what the function of
+that name in `BLOCKS` returns.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks import cases, norms
+from benchmarks.oracle import tolerance
+from benchmarks.report import number, times, versions
+from benchmarks.results import AgentRow, Report, Row
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    Figures = dict[tuple[str, str], float]  # by case and provider
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = tuple(ROOT / page for page in ("README.md", "docs/performance.md", "docs/pytorch.md", "site/home.md"))
+# The folders of the results that the pages show, and those of this repository's agents among them.
+DEVICE, H100 = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+AGENTS = DEVICE
+AS_OTHERS = {f"as {name}": f"as-{profile}-on-{DEVICE}" for name, profile in (
+    ("an A100", "a100"), ("an RTX 3090", "rtx3090"), ("an RTX 4090", "rtx4090"),
+)}  # fmt: skip
+
+# The providers of a column, in TF32 and in bfloat16.
+OURS, OUR_DEFAULT = ("jaxrnn", "jaxrnn-bf16"), ("jaxrnn-default", "jaxrnn-default-bf16")
+PEERS = {
+    "Flax": ("flax",),
+    "`lax.scan` (hoisted)": ("hoisted-scan",),
+    "TorchRL Triton": ("torchrl", "torchrl-bf16"),
+    "cuDNN (packed)": ("torch-cudnn-packed", "torch-cudnn-packed-bf16"),
+    "cuDNN (no resets)": ("torch-cudnn", "torch-cudnn-bf16"),
+}
+RECURRENCES = {"jaxrnn": "jaxrnn", "jaxrnn-xla": 'jaxrnn, `"xla"`', "flax": "Flax", "no recurrence": "none"}
+CELLS = {
+    "GRU": "GRU", "MGU": "MGU", "SIMPLE_TANH": "simple RNN (tanh)", "SIMPLE_RELU": "simple RNN (ReLU)",
+    "RMS_NORM_GRU": "normed GRU (RMSNorm)", "LAYER_NORM_GRU": "normed GRU (LayerNorm)",
+}  # fmt: skip
+_BLOCK = re.compile(r"(<!-- results: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def write() -> list[Path]:
+    """Writes the blocks of all pages anew, and returns the pages."""
+    for page in PAGES:
+        page.write_text(written(page.read_text()))
+    return list(PAGES)
+
+
+def written(text: str) -> str:
+    """Returns the text of a page with its blocks written anew."""
+    return _BLOCK.sub(lambda block: f"{block[1]}{BLOCKS[block[2]]()}\n{block[3]}", text)
+
+
+# What blocks are made of.
+
+
+@functools.cache
+def load(suite: str, device: str = DEVICE) -> Report:
+    """Returns the results of a suite."""
+    return Report.load(RESULTS / device / f"{suite}.json")
+
+
+def rows_of(suite: str, device: str = DEVICE) -> list[Row]:
+    """Returns the rows of a suite."""
+    return [row for row in load(suite, device).rows if isinstance(row, Row)]
+
+
+def figures(suite: str, device: str = DEVICE) -> Figures:
+    """Returns the figures of a suite."""
+    return {(row.case, row.provider): row.value for row in rows_of(suite, device) if row.value is not None}
+
+
+def measured_on(suite: str, device: str = DEVICE) -> str:
+    """Returns a sentence with the machine and the versions."""
+    return f"Measured on {versions(load(suite, device))}."
+
+
+def gpu(suite: str, device: str = DEVICE) -> str:
+    """Returns the name of the GPU of a suite's results, as in `H200`."""
+    return load(suite, device).machine["gpu"].split()[1]
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table whose first column is aligned to the left."""
+    lines = [headings, ["---", *["---:"] * (len(headings) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def prose(*sentences: str) -> str:
+    """Returns a paragraph."""
+    return textwrap.fill(" ".join(sentences), 120, break_long_words=False, break_on_hyphens=False)
+
+
+def together(*parts: str) -> str:
+    """Returns tables and paragraphs below one another."""
+    return "\n\n".join(parts)
+
+
+def listed(items: Iterable[str]) -> str:
+    """Returns items as in `one, two and three`."""
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def between(values: Iterable[float], form: Callable[[float], str] = number) -> str:
+    """Returns the smallest and the largest value, as in `36.6 to 39.8`, or one text if both have the same."""
+    low, *_, high = sorted(values) * 2
+    return form(low) if form(low) == form(high) else f"{form(low)} to {form(high)}"
+
+
+def cell(found: Figures, case: str, providers: Iterable[str]) -> str:
+    """Returns the figures of several providers, as in `2.62 / 1.73`, or `-` if there is none."""
+    values = [found.get((case, provider)) for provider in providers]
+    texts = ["-" if value is None else number(value) for value in values]
+    return "-" if {*texts} == {"-"} else " / ".join(texts)
+
+
+def steps(value: float | None) -> str:
+    """Returns steps per second, as in `1.38 M`."""
+    assert value is not None
+    return f"{number(value / 1e6)} M" if value >= 1e6 else f"{number(value / 1e3)} k"
+
+
+def percent(share: float | None) -> str:
+    """Returns a share, as in `71 %`."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def ahead(found: Figures, ours: Sequence[str] = OURS) -> str:
+    """Returns a sentence with what is faster than ours of the same precision, and where."""
+    faster = []
+    for heading, providers in PEERS.items():
+        for provider, name, precision in zip(providers, ours, ("TF32", "bfloat16"), strict=False):
+            for case in [case for case, other in found if other == provider and (case, name) in found]:
+                ratio = found[case, provider] / found[case, name]
+                if ratio < 1:
+                    faster.append(f"{heading}, {ratio:.2f} of our time for {case} in {precision}")
+    rows = f"{len({case for case, name in found if name in ours})} rows, TF32 and bfloat16"
+    return f"Faster than ours in {rows}: {'; '.join(faster) or 'none'}."
+
+
+# Whole agents.
+
+
+def agent_rows(device: str) -> list[AgentRow]:
+    """Returns the rows of this repository's agents: those of suite `ppo` and, where they were taken, of examples."""
+    reports = [load("ppo", device)]
+    if (RESULTS / device / "examples.json").exists():
+        reports.append(load("examples", device))
+    rows = [row for report in reports for row in report.rows]
+    return [row for row in rows if isinstance(row, AgentRow) and row.value is not None]
+
+
+def agents() -> list[AgentRow]:
+    """Returns the rows of agents that were compared on one GPU; recurrences have the order of `RECURRENCES`."""
+    rows = [row for row in agent_rows(AGENTS) if row.gpus == 1 and row.share is not None]
+    labels, names = list(dict.fromkeys(row.case for row in rows)), list(RECURRENCES)
+    return sorted(rows, key=lambda row: (labels.index(row.case), names.index(row.provider)))
+
+
+def final_return(row: AgentRow) -> str:
+    """Returns the mean final return with its interval, as in `0.99 (0.98 to 1.00)`."""
+    assert row.returned is not None
+    bounds = "" if row.returned_low is None else f" ({row.returned_low:.2f} to {row.returned_high:.2f})"
+    return f"{row.returned:.2f}{bounds}"
+
+
+def claim() -> str:
+    """What the import swap brings in a whole agent."""
+    found = figures("scripts")
+    ratios = [
+        value / found[case, "flax"]
+        for (case, name), value in found.items()
+        if case.startswith("purejaxrl") and name == "jaxrnn"
+    ]
+    several = [row for row in agents() if row.seeds > 1]
+    ours, flax = (next(row for row in several if row.provider == name) for name in ("jaxrnn", "flax"))
+    where = "" if gpu("ppo", AGENTS) == gpu("scripts") else f" on an {gpu('ppo', AGENTS)}"
+    return prose(
+        f"**With its recurrent class imported from here, purejaxrl's PPO trains {times(min(ratios))} to "
+        f"{times(max(ratios))} times as fast** on an {gpu('scripts')}, from the same parameters and seeds. In this "
+        f"repository's PPO, {ours.seeds} agents at once make {steps(ours.value)} environment steps per second{where}, "
+        f"and with Flax's GRU {steps(flax.value)}; their mean final returns are {final_return(ours)} and "
+        f"{final_return(flax)}."
+    )
+
+
+def whole_agents() -> str:
+    """The speed and the returns of agents with each recurrence."""
+    headings = ("agent", "recurrence", "env steps/s", "of no recurrence", "final return (95 % interval)", "seeds")
+    rows = [
+        (
+            row.case, RECURRENCES[row.provider], steps(row.value), percent(row.share), final_return(row),
+            str(row.trained),
+        )
+        for row in agents()
+    ]  # fmt: skip
+    tasks = dict.fromkeys(row.task for row in agents() if not row.case.startswith("PPO"))
+    others = f"Of other [examples](../examples/README.md): {listed(tasks)}." if tasks else ""
+    return together(table(headings, rows), prose(*filter(None, (others, measured_on("ppo", AGENTS)))))
+
+
+def learning_curves() -> str:
+    """The figure of agents' returns over steps and over seconds, if the results have curves."""
+    if all(row.curve is None for row in agents()):
+        return ""
+    light, dark = (f"benchmarks/results/{AGENTS}/learning-{theme}.svg" for theme in ("light", "dark"))
+    alt = "Mean return of agents with each recurrence, over environment steps and over wall-clock seconds"
+    source = f'<source media="(prefers-color-scheme: dark)" srcset="{dark}">'
+    return f'<picture>{source}<img alt="{alt}" src="{light}" width="830"></picture>'
+
+
+def several_gpus() -> str:
+    """The speed of an agent on several GPUs, with 1024 environments on each."""
+    rows = [row for row in agent_rows(H100) if row.share is None and row.envs == 1024 * row.gpus]
+    return prose(
+        f"With 1024 environments on each of {listed(str(row.gpus) for row in rows)} H100s, an agent makes "
+        f"{listed(steps(row.value) for row in rows)} steps per second. The final returns, of one seed each, are "
+        f"{listed(map(final_return, rows))}."
+    )
+
+
+def scripts() -> str:
+    """The speed of other projects' scripts with each recurrence."""
+    found, rows = figures("scripts"), []
+    for case in dict.fromkeys(case for case, _ in found):
+        ours, flax, none = (found[case, name] for name in ("jaxrnn", "flax", "no recurrence"))
+        rows.append((case, steps(ours), steps(flax), steps(none), times(ours / flax), percent(ours / none)))
+    headings = ("script", "jaxrnn", "its own class", "no recurrence", "times as fast", "of no recurrence")
+    return together(table(headings, rows), prose(measured_on("scripts")))
+
+
+# Recurrences.
+
+
+def recurrences(found: Figures, labels: Iterable[str], peers: Iterable[str], precisions: int) -> str:
+    """Returns a table of milliseconds, in which the figures of the implementation that is fastest in TF32 are bold."""
+    columns = {"jaxrnn": OURS} | {heading: PEERS[heading] for heading in peers}
+    rows = []
+    for case in labels:
+        cells = [cell(found, case, providers[:precisions]) for providers in columns.values()]
+        values = [found.get((case, providers[0]), math.inf) for providers in columns.values()]
+        fastest = values.index(min(values))
+        cells[fastest] = f"**{cells[fastest]}**"
+        rows.append((case, *cells))
+    return table(("B, T, H", *columns), rows)
+
+
+def readme_recurrences() -> str:
+    """Five rows of suite `headline` in TF32."""
+    labels = "GRU 64,128,128", "GRU 2048,256,128", "GRU 512,32,1024", "GRU 8,1024,256", "LSTM 1024,128,256"
+    found = figures("headline")
+    return together(recurrences(found, labels, [*PEERS][:4], 1), prose(ahead(found)))
+
+
+def all_recurrences() -> str:
+    """All rows of suite `headline`."""
+    found = figures("headline")
+    narrow, wide = (
+        [found[str(case), "flax"] / found[str(case), "jaxrnn"] for case in cases.HEADLINE if (case.H <= 256) == up_to]
+        for up_to in (True, False)
+    )
+    unfinished = [
+        f"TorchRL, {row.case}: {row.reason}."
+        for row in rows_of("headline")
+        if (row.provider, row.status) == ("torchrl", "unfinished")
+    ]
+    sentences = [
+        ahead(found),
+        f"In TF32, Flax's `ScannedRNN` takes {between(narrow, times)} times our time for up to 256 units, and "
+        f"{between(wide, times)} times for more.",
+        "A `-` is not measured.",
+        *unfinished,
+        "Wider states were not tried." if unfinished else "",
+        measured_on("headline"),
+    ]
+    return together(recurrences(found, map(str, cases.HEADLINE), PEERS, 2), prose(*filter(None, sentences)))
+
+
+def few_sequences() -> str:
+    """The time of cuDNN for few sequences, divided by ours."""
+    found = figures("small")
+    labels = [str(case) for case in cases.SMALL if (case.T, case.H, case.reset_state) == (128, 128, "")]
+    plain, packed = (
+        between([found[x, name] / found[x, "jaxrnn"] for x in labels if (x, name) in found], times)
+        for name in ("torch-cudnn", "torch-cudnn-packed")
+    )
+    return prose(
+        f"For 1 to 64 sequences of 128 steps and 128 units, cuDNN takes {plain} times our time without any reset, and "
+        f"{packed} times with its episodes packed."
+    )
+
+
+def other_cells() -> str:
+    """The times of every cell but the LSTM."""
+    found, rows = figures("cells"), []
+    for case in dict.fromkeys(case for case, _ in found):
+        name, _, shape = case.partition(" ")
+        ratios = [f"{found[case, ours] / found[f'GRU {shape}', ours]:.2f}" for ours in OURS]
+        peers = [cell(found, case, PEERS[heading]) for heading in ("Flax", "`lax.scan` (hoisted)")]
+        rows.append((f"{CELLS[name]} {shape}", cell(found, case, OURS), " / ".join(ratios), *peers))
+    errors = [
+        row.error for row in rows_of("cells")
+        if row.case.startswith("SIMPLE_RELU") and row.error is not None and not row.provider.endswith("bf16")
+    ]  # fmt: skip
+    relu = (
+        f"With a ReLU, all implementations are off by {between(errors, '{:.3f}'.format)} from float64 in TF32, because "
+        "rounded products change the signs of sums near zero, and so the derivative. The check before the timing "
+        f"allows {tolerance('simple_relu', 'tf32'):g}."
+    )
+    headings = ("B, T, H", "jaxrnn, TF32 / bfloat16", "times the GRU's time", "Flax", "`lax.scan` (hoisted)")
+    return together(table(headings, rows), prose(relu))
+
+
+def many_agents() -> str:
+    """The times of many models under vmap."""
+    found = figures("vmap")
+    columns = OURS, PEERS["`lax.scan` (hoisted)"], PEERS["Flax"]
+    rows = [(str(case.models), *(cell(found, str(case), names) for names in columns)) for case in cases.VMAP]
+    return table(("agents", "jaxrnn, TF32 / bfloat16", "`lax.scan` (hoisted)", "Flax `ScannedRNN`"), rows)
+
+
+def memory() -> str:
+    """The memory of a pass, and what recomputing costs."""
+    found, headline, case = figures("memory"), figures("headline"), str(cases.MEMORY)
+    columns = {"jaxrnn": OURS, "jaxrnn, `remat=True`": ("jaxrnn-remat",), **PEERS}
+    longer, shorter = (number(headline[case, name]) for name in ("jaxrnn-remat", "jaxrnn"))
+    remat = (
+        "`remat=True` recomputes in chunks of time: the forward kernel runs a second time, and the pass takes "
+        f"{longer} ms instead of {shorter} ms in TF32."
+    )
+    row = case, *(cell(found, case, names) for names in columns.values())
+    return together(table(("B, T, H", *columns), [row]), prose(remat))
+
+
+def first_call() -> str:
+    """The seconds of a first call."""
+    found, columns = figures("compile"), (OURS, PEERS["Flax"], PEERS["`lax.scan` (hoisted)"])
+    rows = [(str(case), *(cell(found, str(case), names) for names in columns)) for case in cases.COMPILE]
+    second = [
+        f"{number(value)} s for {case.removesuffix(', second process')}"
+        for (case, _), value in figures("compile", H100).items()
+        if case.endswith(", second process")
+    ]
+    cached = (
+        "Compiled kernels are cached on disk, in Triton's cache folder. Where they are found there, the first call of "
+        f"another process takes {listed(second)} on an H100."
+    )
+    headings = ("B, T, H", "jaxrnn, TF32 / bfloat16", "Flax", "`lax.scan` (hoisted)")
+    return together(table(headings, rows), prose(cached))
+
+
+def single_steps() -> str:
+    """The time of a step of a rollout, and of a launch."""
+    us = {name: number(value) for (_, name), value in figures("acting").items()}
+    (launch,) = (value for (_, name), value in figures("dispatch").items() if name == "our launch over a native call")
+    return prose(
+        f"An iteration of a jitted scan takes {us['jaxrnn']} us with it, {us['flax']} us with Flax's cell, "
+        f"{us['jaxrnn-triton']} us with our kernel, and {us['three trivial ops']} us with three trivial operations. "
+        f"In a jitted scan, our launch of a kernel takes {number(launch)} us more than XLA's own of the same kernel."
+    )
+
+
+# Other GPUs.
+
+
+def other_gpus() -> str:
+    """The times on an H100, and of the kernels of other GPUs on an H200."""
+    labels = "GRU 2048,256,128", "GRU 64,128,128", "GRU 8,1024,256", "GRU 512,32,1024", "LSTM 1024,128,256"
+    columns = {"an H100": (figures("headline", H100), OURS)}
+    columns |= {name: (figures("headline", folder), OUR_DEFAULT) for name, folder in AS_OTHERS.items()}
+    peers = {heading: PEERS[heading][0] for heading in ("Flax", "`lax.scan` (hoisted)", "cuDNN (packed)")}
+    rows = []
+    for case in labels:
+        others = [
+            between([found[case, name] for found, _ in columns.values() if (case, name) in found])
+            for name in peers.values()
+        ]
+        rows.append((case, *(cell(found, case, ours) for found, ours in columns.values()), *others))
+    sentences = [f"**{name[0].upper()}{name[1:]}:** {ahead(found, ours)}" for name, (found, ours) in columns.items()]
+    return together(table(("B, T, H", *columns, *peers), rows), *map(prose, sentences))
+
+
+def wide_on_other_gpus() -> str:
+    """The times of wide states as other GPUs, and how far the default is from the faster implementation."""
+    labels = "GRU 1024,128,256", "LSTM 256,128,512", "GRU 128,64,512", "GRU 1,1024,512", "GRU 8,256,1024"
+    columns = {name: figures("choice", folder) for name, folder in AS_OTHERS.items()}
+    rows = [
+        (
+            case, *(cell(found, case, ["default"]) for found in columns.values()),
+            between(found[case, "xla"] for found in columns.values()),
+        )
+        for case in labels
+    ]  # fmt: skip
+    ratios = [
+        found[case, "default"] / min(found[case, "triton"], found[case, "xla"])
+        for found in (figures("choice"), *columns.values())
+        for case in {case for case, _ in found}
+    ]
+    choice = (
+        f'Suite `choice` compares `implementation=None` with "triton" and "xla" in {len(ratios) // (1 + len(columns))} '
+        "problems, on an H200 and as each of these GPUs. The default takes at most "
+        f"{math.ceil(100 * max(ratios)) / 100:.2f} times the time of the faster one."
+    )
+    return together(table(("B, T, H", *columns, '`implementation="xla"`'), rows), prose(choice))
+
+
+# Norms.
+
+
+def norm_shares(shapes: Iterable[tuple[int, int]]) -> str:
+    """Returns a table of the shares of a copy's bandwidth, and where another implementation has a larger one."""
+    found, shapes = figures("norm"), sorted(shapes, key=lambda shape: (shape[1], shape[0]))
+    names = {"jaxrnn": "jaxrnn", "xla": "XLA", "torch-compile": "`torch.compile`"}
+    kinds = {(case.kind, case.direction, case.dtype): None for case in norms.cases()}
+    rows, gaps = [], {}
+    for kind, direction, dtype in sorted(kinds, key=lambda x: (x[0] == "layer", x[2] == "f32", x[1] == "bwd")):
+        cells = []
+        for shape in shapes:
+            case = str(norms.NormCase(kind, direction, dtype, *shape))
+            shares = [found[case, name] for name in names]
+            cells.append(" / ".join(f"{share:.2f}" for share in shares))
+            if max(shares) > shares[0]:
+                best = [*names.values()][shares.index(max(shares))]
+                gaps[case] = max(shares) - shares[0], f"{best} has {max(shares):.2f}, ours {shares[0]:.2f}"
+        heading = f"{norms.NAMES[kind]} {'forward' if direction == 'fwd' else 'backward'}"
+        rows.append((f"{heading}, {'bfloat16' if dtype == 'bf16' else 'float32'}", *cells))
+    case, (_, largest) = max(gaps.items(), key=lambda item: item[1][0])
+    where = (
+        f"XLA or `torch.compile` has a larger share in {len(gaps)} of these {len(rows) * len(shapes)} cells. The "
+        f"largest gap is that of {case}: {largest}."
+    )
+    headings = ("rows x columns", *(f"{height}x{width}" for height, width in shapes))
+    return together(table(headings, rows), prose(where))
+
+
+def large_norms() -> str:
+    """The shares of large arrays."""
+    return norm_shares(norms.WIDE)
+
+
+def small_norms() -> str:
+    """The shares of the smaller arrays of an agent."""
+    fewest = min(rows for rows, _ in norms.RECURRENT)
+    return norm_shares(shape for shape in norms.RECURRENT if shape[0] == fewest)
+
+
+# PyTorch.
+
+
+def torch_modules() -> str:
+    """The times of the modules for PyTorch, with resets, and of a call of one step."""
+    found = figures("torch")
+    columns = {
+        "eager": "torch_bridge",
+        "`torch.compile`": "torch_bridge-compiled",
+        "cuDNN (packed)": "torch-cudnn-packed",
+        "cuDNN (no resets)": "torch-cudnn",
+        "TorchRL Triton": "torchrl",
+    }
+    rows = [
+        (str(case), *(cell(found, str(case), [name]) for name in columns.values()))
+        for case in cases.TORCH
+        if case.reset_rate
+    ]
+    host = {name: number(value / 1e3) for (_, name), value in figures("torch-step").items()}
+    sentences = [
+        f"An eager call of one step without gradients takes the host {host['torch_bridge']} ms, compiled "
+        f"{host['torch_bridge-compiled']} ms and captured {host['torch_bridge-cudagraphs']} ms. `torch.nn.GRUCell` "
+        f"with a reset takes {host['torch-cell']} ms, and cuDNN's module {host['torch-cudnn']} ms.",
+        measured_on("torch"),
+    ]
+    return together(table(("B, T, H", *columns), rows), prose(*sentences))
+
+
+BLOCKS = {
+    "claim": claim,
+    "learning-curves": learning_curves,
+    "readme-recurrences": readme_recurrences,
+    "whole-agents": whole_agents,
+    "several-gpus": several_gpus,
+    "scripts": scripts,
+    "recurrences": all_recurrences,
+    "few-sequences": few_sequences,
+    "other-cells": other_cells,
+    "many-agents": many_agents,
+    "memory": memory,
+    "first-call": first_call,
+    "single-steps": single_steps,
+    "other-gpus": other_gpus,
+    "wide-on-other-gpus": wide_on_other_gpus,
+    "large-norms": large_norms,
+    "small-norms": small_norms,
+    "torch-modules": torch_modules,
+}
