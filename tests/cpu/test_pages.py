@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PAGES = [
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "benchmarks/NOTES.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/README.md", "benchmarks/README.md",
+    "benchmarks/NOTES.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 ]  # fmt: skip
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 FOR_USERS = [page for page in PAGES if page == "README.md" or page.startswith("docs/")]
@@ -302,6 +302,13 @@ def anchors(text):
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
+def test_files_of_tests_that_a_page_names_exist(page):
+    named = re.findall(r"\btests/[\w/]+\.py", TEXTS[page])
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "](" in TEXTS[page]])
