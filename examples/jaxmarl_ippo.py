@@ -7,7 +7,7 @@
 
 Three agents have to cover three landmarks without collisions (Lowe et al. 2017).
 The rewards are negative: distances from the landmarks, and collisions. An episode
-ends after 25 steps, so a rollout of 128 steps has five resets of every state.
+has 26 steps, so every state is reset about five times in a rollout of 128 steps.
 
 The actors of all environments are the batch of one network: actor `a` of
 environment `e` is row `e * 3 + a`. The agent is that of `recurrent_ppo.py`, with

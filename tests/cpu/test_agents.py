@@ -33,8 +33,8 @@ def trained(module, out, *options):
 
 
 def test_agents_of_jaxmarl_train_with_both_recurrences(jaxmarl_ippo, tmp_path):
-    runs = trained(jaxmarl_ippo, tmp_path, "--rollout-steps", "25", "--total-steps", "200")
-    assert [run["curve"]["steps"] for run in runs] == [[100, 200]] * 2
+    runs = trained(jaxmarl_ippo, tmp_path, "--rollout-steps", "26", "--total-steps", "208")
+    assert [run["curve"]["steps"] for run in runs] == [[104, 208]] * 2
     assert all(value < 0 for run in runs for seed in run["curve"]["return"] for value in seed)
 
 
@@ -48,14 +48,14 @@ def test_an_agent_of_jaxmarl_is_a_row_that_is_reset_with_its_environment(jaxmarl
         alone, _ = env.env.reset(keys[e])
         for a, agent in enumerate(env.agents):
             np.testing.assert_allclose(obs[3 * e + a], alone[agent], rtol=1e-6)
-    actions, draws = jnp.arange(6) % env.num_actions, env.draw(jax.random.key(1), 26, 6)
+    actions, draws = jnp.arange(6) % env.num_actions, env.draw(jax.random.key(1), 52, 6)
     step, dones = jax.jit(env.step), []
     for keys in draws:
         state, obs, reward, done = step(state, actions, keys)
         dones.append(np.asarray(done))
         assert reward.shape == done.shape == (6,)
-    assert np.flatnonzero(np.all(dones, axis=1)).tolist() == [24]
-    assert np.flatnonzero(np.any(dones, axis=1)).tolist() == [24]
+    assert np.flatnonzero(np.all(dones, axis=1)).tolist() == [25, 51]
+    assert np.flatnonzero(np.any(dones, axis=1)).tolist() == [25, 51]
 
 
 def test_craftax_trains_with_both_recurrences(craftax_ppo, tmp_path):
