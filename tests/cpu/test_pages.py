@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 PAGES = [
-    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "benchmarks/README.md", "benchmarks/NOTES.md",
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
+    "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "examples/README.md", "tests/README.md", "benchmarks/README.md",
+    "benchmarks/NOTES.md", *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")),
 ]  # fmt: skip
 TEXTS = {page: (ROOT / page).read_text() for page in PAGES}
 FOR_USERS = [page for page in PAGES if page == "README.md" or page.startswith("docs/")]
@@ -55,7 +55,7 @@ def test_what_is_outside_of_blocks_stays(monkeypatch):
     )
 
 
-def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpus(monkeypatch):
+def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpus(monkeypatch, tmp_path):
     speeds = {"flax": 1e6, "jaxrnn": 8e6, "no recurrence": 16e6}
     rows = [
         AgentRow(f"PPO, {seeds} agents", name, value=seeds * speed, envs=1024, seeds=seeds, share=speed / 16e6,
@@ -69,10 +69,11 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
         AgentRow("PPO, 4096 envs on 4 GPUs", "jaxrnn", "unavailable", "needs 4 GPUs", envs=4096, gpus=4),
     ]
     reports = {
-        ("ppo", pages.AGENTS): Report("ppo", {"gpu": "NVIDIA H100 80GB HBM3"}, {}, rows),
         ("ppo", pages.H100): Report("ppo", {"gpu": "NVIDIA H100 80GB HBM3"}, {}, rows),
         ("scripts", pages.DEVICE): results("scripts"),
     }
+    monkeypatch.setattr(pages, "AGENTS", pages.H100)
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)  # without results of examples
     monkeypatch.setattr(pages, "load", lambda suite, device=pages.DEVICE: reports[suite, device])
     lines = pages.whole_agents().splitlines()
     assert [line.split("|")[1:3] for line in lines[2:8]] == [
@@ -84,7 +85,7 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
     assert pages.learning_curves() == ""
     curve = {"steps": [1.0], "seconds": [1.0], "mean": [0.9], "low": [0.8], "high": [1.0]}
     rows[3] = dataclasses.replace(rows[3], curve=curve)
-    assert f"{pages.AGENTS}/learning-light.svg" in pages.learning_curves()
+    assert f"{pages.H100}/learning-light.svg" in pages.learning_curves()
     several = " ".join(pages.several_gpus().split())
     assert "1 and 2 H100s, an agent makes 9.00 M and 17.0 M" in several and "1.00 and 0.80" in several
 
@@ -105,11 +106,13 @@ def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
     path = examples.take(paths[:1], tmp_path)
     assert path == tmp_path / "nvidia-h200" / "examples.json"
     Report("ppo", {"gpu": "NVIDIA H200", "jax": "0.11"}, {}, []).save(path.parent)
+    monkeypatch.setattr(pages, "AGENTS", pages.DEVICE)
     monkeypatch.setattr(pages, "RESULTS", tmp_path)
     monkeypatch.setattr(pages, "load", pages.load.__wrapped__)
     shown = pages.whole_agents()
     assert "| Task, GRU 32, 2 seeds of 8 envs | jaxrnn | 3.00 M | 75 % | 1.50 (1.00 to 2.00) | 2 |\n" in shown
-    assert "| none | 4.00 M | 100 % | 1.00 (1.00 to 1.00) | 2 |\n" in shown and ": Task. Measured on NVIDIA H200, jax 0.11." in shown
+    assert "| none | 4.00 M | 100 % | 1.00 (1.00 to 1.00) | 2 |\n" in shown
+    assert ": Task. Measured on NVIDIA H200, jax 0.11." in shown
 
 
 def test_a_sentence_says_where_another_implementation_is_faster():
@@ -299,6 +302,13 @@ def anchors(text):
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     headings = re.findall(r"^#+ (.+)$", prose, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", ["CONTRIBUTING.md", "tests/README.md"])
+def test_files_of_tests_that_a_page_names_exist(page):
+    named = re.findall(r"\btests/[\w/]+\.py", TEXTS[page])
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "](" in TEXTS[page]])

@@ -1,9 +1,13 @@
 """Tests modules on DTensors, in two processes: each computes its shard, and the whole is what one process computes."""
 
+import contextlib
 import copy
 import itertools
+import multiprocessing
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from datetime import timedelta
 
 import pytest
 from child import environment
@@ -32,19 +36,39 @@ KINDS = {
 pytestmark = pytest.mark.torch
 
 
-def start(function, tmp_path, *args):
-    """Runs `function(mesh, *args)` in every process."""
-    torch.multiprocessing.spawn(run, (function, str(tmp_path / "store"), args), PROCESSES)
+@pytest.fixture(scope="module")
+def processes():
+    """Starts the processes once: importing PyTorch takes more time than what the tests compute."""
+    with contextlib.ExitStack() as stack:
+        context = multiprocessing.get_context("spawn")
+        yield [stack.enter_context(ProcessPoolExecutor(1, context)) for _ in range(PROCESSES)]
+
+
+@pytest.fixture
+def start(processes, tmp_path):
+    """Returns a function that runs `function(mesh, *args)` in every process."""
+
+    def start(function, *args):
+        store = f"file://{tmp_path / 'store'}"
+        for done in as_completed(
+            [process.submit(run, rank, function, store, args) for rank, process in enumerate(processes)]
+        ):
+            done.result()
+
+    return start
 
 
 def run(rank, function, store, args):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float64)
-    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES, init_method=f"file://{store}")
-    function(dist.init_device_mesh("cpu", (PROCESSES,)), *args)
-    dist.barrier()
-    dist.destroy_process_group()
+    # Where one process fails, the other waits for it until the timeout.
+    dist.init_process_group("gloo", rank=rank, world_size=PROCESSES, init_method=store, timeout=timedelta(minutes=3))
+    try:
+        function(dist.init_device_mesh("cpu", (PROCESSES,)), *args)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 def check(mesh, module, arguments, placements):
@@ -99,8 +123,8 @@ def check_recurrent_module(mesh, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_recurrent_module_runs_each_process_own_sequences(kind, tmp_path):
-    start(check_recurrent_module, tmp_path, kind)
+def test_a_recurrent_module_runs_each_process_own_sequences(kind, start):
+    start(check_recurrent_module, kind)
 
 
 def check_other_placements(mesh):
@@ -145,8 +169,8 @@ def check_two_dimensional_mesh(mesh):
 
 
 @pytest.mark.parametrize("function", [check_other_placements, check_norms, check_two_dimensional_mesh])
-def test_other_placements(function, tmp_path):
-    start(function, tmp_path)
+def test_other_placements(function, start):
+    start(function)
 
 
 def check_sequence_parallel(mesh):
@@ -192,8 +216,8 @@ def check_compiled(mesh):
 
 
 @pytest.mark.parametrize("function", [check_sequence_parallel, check_fully_sharded_data_parallel, check_compiled])
-def test_programs_of_pytorch_that_shard(function, tmp_path):
-    start(function, tmp_path)
+def test_programs_of_pytorch_that_shard(function, start):
+    start(function)
 
 
 def check_errors(mesh):
@@ -226,5 +250,5 @@ def test_plain_tensors_do_not_import_dtensors():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300, env=environment())
 
 
-def test_errors_name_the_remedy(tmp_path):
-    start(check_errors, tmp_path)
+def test_errors_name_the_remedy(start):
+    start(check_errors)
