@@ -128,12 +128,15 @@ def reshard_like(xs: Array, axes: int, time_axis: int, carry: Any, resets: Any, 
     sequence = PartitionSpec(*lead)
     state = PartitionSpec(*lead[:time_axis], *lead[time_axis + 1 :])
 
+    def of_carry(x: Array) -> PartitionSpec:
+        return state if x.ndim >= len(state) else PartitionSpec()  # such as a counter of a cell of the user
+
     def of_reset_carry(new: Array, old: Array) -> PartitionSpec:
-        return sequence if new.ndim > old.ndim else state if new.ndim == old.ndim else PartitionSpec()
+        return sequence if new.ndim > old.ndim else of_carry(old) if new.ndim == old.ndim else PartitionSpec()
 
     tree = carry, resets, reset_carry
     specs = (
-        [state for _ in carry],
+        [of_carry(x) for x in carry],
         sequence,
         [None if new is None else of_reset_carry(new, old) for new, old in zip(reset_carry, carry, strict=True)],
     )

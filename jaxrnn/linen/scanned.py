@@ -39,8 +39,8 @@ class ClassOrInstanceMethod(Generic[P, R]):
         return types.MethodType(self.function, owner if instance is None else instance)
 
 
-def _zero_carry(rnn: Any, batch_size: Any, hidden_size: Any, form: str = "an integer or a tuple") -> Carry:
-    """Returns the zero carry of a class or an instance, for a batch axis or a tuple of batch axes.
+def _new_carry(rnn: Any, batch_size: Any, hidden_size: Any, form: str = "an integer or a tuple") -> Carry:
+    """Returns the carry of a new episode for a class or an instance, for a batch axis or a tuple of batch axes.
 
     `form` is how the caller's argument gives the sizes, for the message of an error.
     """
@@ -172,7 +172,9 @@ class ScannedRNN(nn.Module):
 
     @nn.compact
     def __call__(self, carry: Carry, x: tuple[ArrayLike, ArrayLike]) -> tuple[Carry, Array]:
-        """Runs the cell over time and restarts it from zeros at every step where `resets` is nonzero.
+        """Runs the cell over time, and restarts it at every step where `resets` is nonzero.
+
+        An episode starts from zeros, or from what `initialize_carry` of a cell class of one's own returns.
 
         Args:
           carry: `[*batch, H]`, or `(c, h)` for an LSTM; `initialize_carry` returns one.
@@ -245,7 +247,7 @@ class ScannedRNN(nn.Module):
 
     @ClassOrInstanceMethod
     def initialize_carry(self: Any, batch_size: int | Sequence[int], hidden_size: int | None = None) -> Carry:
-        """Returns the zero carry of a new episode. It is a method of the class and of instances.
+        """Returns the carry of a new episode, zeros for a cell of Flax. It is a method of the class and of instances.
 
         Args:
           batch_size: an int, or a tuple with the sizes of all batch axes.
@@ -257,7 +259,7 @@ class ScannedRNN(nn.Module):
         Raises:
           ValueError: there is no `hidden_size`, or a size or `cell_type` is not valid.
         """
-        return _zero_carry(self, batch_size, hidden_size)
+        return _new_carry(self, batch_size, hidden_size)
 
 
 class HiddenFirstScannedRNN(ScannedRNN):
@@ -309,7 +311,7 @@ class HiddenFirstScannedRNN(ScannedRNN):
         Raises:
           ValueError: a size or `cell_type` is not valid.
         """
-        return _zero_carry(self, batch_size, hidden_size, form="separate integers")
+        return _new_carry(self, batch_size, hidden_size, form="separate integers")
 
 
 # Flax names parameters after the class, and the class that this one replaces is named ScannedRNN.

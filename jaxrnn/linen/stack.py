@@ -178,7 +178,7 @@ class FusedStack(nn.Module, Generic[ReturnsCarry]):
         else:
             key = jax.random.key(0) if init_key is None else init_key
             make = functools.partial(self.initialize_carry, key, shape)
-        from_zeros = self.carry_init is nn.initializers.zeros
+        from_zeros = modules.starts_from_zeros(self, [nn.initializers.zeros], [FusedStack])
         initial_carry, reset_carry = modules.default_carries(make, initial_carry, resets, reset_carry, from_zeros)
         structure = self.named_widths(), self.num_layers, self.bidirectional
         return modules.run_stack(

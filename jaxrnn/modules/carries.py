@@ -51,7 +51,7 @@ def starts_from_zeros(cell: Any, zeros: Sequence[Any], known: Iterable[type]) ->
     """Whether `cell.initialize_carry` is known to return zeros.
 
     Args:
-      cell: a cell of Flax, of this package, or of the user.
+      cell: a cell of Flax, of this package, or of the user, or a stack.
       zeros: the values of the attribute `carry_init` that stand for zeros.
       known: the classes whose `initialize_carry` returns what `carry_init` returns.
     """

@@ -83,8 +83,18 @@ def carry_at_end(seq_lengths: Array, time_axis: int, initial: Array, carries: Ar
 
 
 def zeros_if_empty(seq_lengths: Array, carry: Carry) -> Carry:
-    """Returns a carry with zeros for sequences of length 0."""
-    return jax.tree.map(lambda x: jnp.where(_is_empty(seq_lengths, x), 0, x), carry)
+    """Returns a carry with zeros for sequences of length 0.
+
+    What has no batch axes, or is not of floating point, stays as it is: it has no NaN, or the cell is to say what is
+    wrong.
+    """
+
+    def one(x: Array) -> Array:
+        is_float = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.inexact)
+        has_batch = jnp.shape(x)[: seq_lengths.ndim] == seq_lengths.shape
+        return jnp.where(_is_empty(seq_lengths, x), 0, x) if is_float and has_batch else x
+
+    return jax.tree.map(one, carry)
 
 
 def initial_if_empty(seq_lengths: Array, initial: Carry, last: Carry) -> Carry:

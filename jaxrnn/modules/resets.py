@@ -179,8 +179,8 @@ def like_before(after: Carry, before: Carry) -> Carry:
         return after  # the loop says what is wrong
 
     def like(new: Array, old: Array) -> Array:
-        are_floats = jnp.issubdtype(new.dtype, jnp.floating) and jnp.issubdtype(old.dtype, jnp.floating)
-        return new.astype(old.dtype) if are_floats else new
+        dtypes = [jnp.result_type(x) for x in (new, old)]  # a cell may return a number of Python
+        return jnp.asarray(new, dtypes[1]) if all(jnp.issubdtype(one, jnp.floating) for one in dtypes) else new
 
     return jax.tree.map(like, after, before)
 

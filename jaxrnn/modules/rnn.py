@@ -62,7 +62,8 @@ def run_over_time(
     if seq_lengths is not None:
         # NaN in padding would reach the gradients of the weights; finite padding gives what it gives in Flax's `RNN`
         valid = without_padding(inputs, seq_lengths, time_axis), zeros_if_empty(seq_lengths, carry)
-        inputs, start = jax.tree.map(lambda x, y: jnp.where(jnp.isfinite(x), x, y), (inputs, carry), valid)
+        select = lambda x, y: x if x is y else jnp.where(jnp.isfinite(x), x, y)  # noqa: E731
+        inputs, start = jax.tree.map(select, (inputs, carry), valid)
         if resets is not None:
             resets = is_reset(jnp.asarray(resets)) & is_valid_step(seq_lengths, batch_and_time, time_axis)
 

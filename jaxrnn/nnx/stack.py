@@ -246,7 +246,7 @@ class FusedStack(nnx.Module, Generic[ReturnsCarry]):
             reset_carry = self._learned()
         shape = inputs.shape[1:] if time_major else (*inputs.shape[:-2], inputs.shape[-1])
         make = functools.partial(self.initialize_carry, shape, rngs)
-        from_zeros = self.carry_init is jax.nn.initializers.zeros
+        from_zeros = modules.starts_from_zeros(self, [jax.nn.initializers.zeros], [FusedStack])
         initial_carry, reset_carry = modules.default_carries(make, initial_carry, resets, reset_carry, from_zeros)
         layers = self._by_layer("layers")
         for reason in (reason_to_scan(cell) for layer in layers for cell in layer):

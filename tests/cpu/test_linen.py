@@ -639,6 +639,55 @@ def test_episodes_start_from_what_the_class_of_the_cell_says():
     assert_close(run(scanned, variables, zeros, (xs, starts))[1][3:], tail)
 
 
+class CountingCell(nn.RNNCellBase):
+    """A cell whose carry has more than states: a count, a random key, and what becomes a number of Python."""
+
+    num_feature_axes = 1
+
+    @nn.compact
+    def __call__(self, carry, x):
+        h, count, key, _ = carry
+        h = nn.tanh(nn.Dense(H)(jnp.concatenate([h, x], -1)) + count)
+        return (h, count + 1, key, 0.0), h
+
+    @nn.nowrap
+    def initialize_carry(self, rng, input_shape):
+        return jnp.zeros((*input_shape[:-1], H)), jnp.float32(0), jax.random.key(0), jnp.float32(1)
+
+
+@pytest.mark.parametrize("lengths", [None, (2, T, 0, 3)], ids=str)
+def test_a_carry_may_have_more_than_states(lengths):
+    xs, lengths = rnn_inputs(False), lengths and jnp.array(lengths)
+    flax, ours = (module.RNN(CountingCell()) for module in (nn, linen))
+    variables = random_variables(flax, xs)
+    assert_close(run(ours, variables, xs, seq_lengths=lengths), run(flax, variables, xs, seq_lengths=lengths))
+
+
+@pytest.mark.parametrize("lengths", [None, (2, T, 0, 3)], ids=str)
+@pytest.mark.parametrize("module", [linen.RNN(linen.GRUCell(H)), linen.GRU(H)], ids=["RNN", "GRU"])
+def test_a_carry_of_another_batch_is_named(module, lengths):
+    xs, lengths = rnn_inputs(False), lengths and jnp.array(lengths)
+    variables = random_variables(module, xs)
+    for batch in (1, B - 1):
+        h = jnp.zeros((batch, H))
+        carry = (h,) if isinstance(module, linen.GRU) else h
+        with pytest.raises(ValueError, match=rf"initial_carry.* must be .*\[\*batch, H\].*\({batch}, {H}\)"):
+            module.apply(variables, xs, initial_carry=carry, seq_lengths=lengths)
+
+
+class OnesStack(linen.GRU):
+    def initialize_carry(self, rng, input_shape):
+        return jax.tree.map(jnp.ones_like, super().initialize_carry(rng, input_shape))
+
+
+def test_episodes_of_a_stack_start_from_what_its_class_says():
+    xs, starts = rnn_inputs(True), jnp.zeros((T, B)).at[3].set(1)
+    stack = OnesStack(H, time_major=True)
+    variables = random_variables(stack, xs)
+    carry = (jnp.zeros((B, H)),)
+    assert_close(run(stack, variables, xs, initial_carry=carry, resets=starts)[3:], run(stack, variables, xs[3:]))
+
+
 class Pair(typing.NamedTuple):
     """The states of an LSTM in the order of Haiku, which is not that of Flax."""
 

@@ -387,6 +387,17 @@ def test_episodes_start_from_what_the_class_of_the_cell_says():
     assert_close(rnn(xs, initial_carry=jnp.zeros((B, H)), resets=resets)[:, 3:], rnn(xs[:, 3:]))
 
 
+class OnesStack(fused.GRU):
+    def initialize_carry(self, input_shape, rngs=None):
+        return jax.tree.map(jnp.ones_like, super().initialize_carry(input_shape, rngs))
+
+
+def test_episodes_of_a_stack_start_from_what_its_class_says():
+    stack, xs = OnesStack(D, H, rngs=nnx.Rngs(0)), normal(1, (B, T, D))
+    resets, carry = jnp.zeros((B, T)).at[:, 3].set(1), (jnp.zeros((B, H)),)
+    assert_close(stack(xs, initial_carry=carry, resets=resets)[:, 3:], stack(xs[:, 3:]))
+
+
 def test_only_a_carry_that_is_used_is_drawn():
     draws = []
 

@@ -70,7 +70,7 @@ def _directions(
         weights: list[Tensor | None] = []
         for name, shape in zip(_PARAMETERS, ((rows, inputs), w_hh, (rows,), (rows,), (width, hidden)), strict=True):
             w = None
-            if rnn.proj_size if name == "weight_hr" else rnn.bias or name.startswith("weight"):
+            if bool(rnn.proj_size) if name == "weight_hr" else (rnn.bias or name.startswith("weight")):
                 w = getattr(rnn, name + suffix)
                 if w is not None or name.startswith("weight"):
                     check_weight(name + suffix, w, shape, "the input", input)

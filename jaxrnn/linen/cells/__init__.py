@@ -33,8 +33,10 @@ def reason_to_scan(cell: nn.RNNCellBase, arrays: Any = None) -> str | None:
     """Returns why `cell` has to run under `nn.scan` on carry and inputs `arrays`, or None if it can be fused."""
     if (entry := _ENTRY_OF.get(type(cell))) is None:
         return modules.reason_to_scan_unlisted(cell, REPLACEMENTS)
-    reason = None
-    for of_flax in (base for base in REPLACEMENTS if isinstance(cell, base)):
-        defaults = {field.name: field.default for field in dataclasses.fields(of_flax)}
-        reason = modules.reason_to_scan_unknown(cell, defaults) or modules.reason_for_complex(cell, arrays)
-    return reason or entry.reason_to_scan(cell)
+    reasons = (
+        modules.reason_to_scan_unknown(cell, {field.name: field.default for field in dataclasses.fields(of_flax)})
+        or modules.reason_for_complex(cell, arrays)
+        for of_flax in REPLACEMENTS
+        if isinstance(cell, of_flax)
+    )
+    return next(filter(None, reasons), None) or entry.reason_to_scan(cell)
