@@ -57,7 +57,7 @@ def _call(function: Callable[[], None], name: str) -> None:
 
 
 def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls a function once a module is imported: now if it is, else at the end of its import. Its errors are logged."""
+    """Calls a function once a module is imported: now if it is, else at the end of its import; logs its errors."""
     if sys.modules.get(name) is not None:
         _call(function, name)
     else:
