@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -261,7 +262,7 @@ def register(
       gradients: `backward` of a `torch.autograd.Function`, for all outputs and arguments.
       setup: `setup_context` of a `torch.autograd.Function`, which saves what `gradients` reads.
       vmap: the rule of `torch.vmap`.
-      decomposed: what `torch.onnx.export` writes in place of the operator, in PyTorch operations.
+      decomposed: computes the operator in PyTorch operations, for `torch.onnx.export` and others that decompose it.
     """
     if decomposed is not None:
         _register_decomposition(op, fake, decomposed)
@@ -274,7 +275,10 @@ def register(
 
 
 def _register_decomposition(op: Any, fake: Callable[..., Any], decomposed: Callable[..., Any]) -> None:
-    """Registers a decomposition for `torch.onnx.export`, the only user of PyTorch's table of all decompositions.
+    """Registers a decomposition in PyTorch's table of all, for `torch.onnx.export` and those who name the operator.
+
+    Other parts of PyTorch read that table, too, and may run the decomposition in place of the operator: it returns
+    all that the operator returns.
 
     `fake` is registered as the operator's shape function: without one, PyTorch would run `decomposed` to find the
     shapes of results where sizes are symbolic.
@@ -292,9 +296,10 @@ def _lowered_as_an_operator(op: Any, fake: Callable[..., Any]) -> Callable[..., 
 
     def traced(*args: Any) -> Any:
         inductor = sys.modules.get("torch._inductor.lowering")
-        if inductor is not None and op not in inductor.lowerings:
-            tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
-            inductor.make_fallback(op, layout_constraint=inductor.tag_to_layout_constraint(tag), warn=False)
+        with contextlib.suppress(AttributeError):  # these names are private: Inductor without them is on its own
+            if inductor is not None and op not in inductor.lowerings:
+                tag = torch._library.utils.get_layout_constraint_tag(op, with_default=True)
+                inductor.make_fallback(op, layout_constraint=inductor.tag_to_layout_constraint(tag), warn=False)
         return fake(*args)
 
     return traced

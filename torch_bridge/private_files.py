@@ -25,9 +25,12 @@ def check_folder(path: Path, *, make: bool = False, may_be_sticky: bool = False)
       may_be_sticky: whether the last folder may be a sticky one, too.
 
     Raises:
+      ValueError: the path is relative.
       NotPrivateError: another user owns a part of the path, or may write to it.
       OSError: a folder is missing, or cannot be made.
     """
+    if not path.is_absolute():
+        raise ValueError(f"the path must be absolute, got {path}: make it so")
     for part in (*reversed(path.parents), path):
         try:
             status = os.lstat(part)
@@ -46,9 +49,10 @@ def check_folder(path: Path, *, make: bool = False, may_be_sticky: bool = False)
 
 
 def open_file(path: Path) -> int:
-    """Opens a file that no other user can change, for reading, and returns its descriptor.
+    """Opens a file that no other user can change, by its absolute path, for reading, and returns its descriptor.
 
     Raises:
+      ValueError: the path is relative.
       NotPrivateError: another user owns the file or a part of its path, or may write to it.
       OSError: the file cannot be opened, or is a link.
     """

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+logger = logging.getLogger("torch_bridge")
 
 
 class _Finder:
@@ -35,7 +38,7 @@ class _Finder:
         def exec_module(module: ModuleType) -> None:
             execute(module)
             for function in self.waiting.pop(name, ()):
-                function()
+                _call(function, name)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # the loader is of this spec alone
         return spec
@@ -45,10 +48,18 @@ _finder = _Finder()
 sys.meta_path.insert(0, _finder)
 
 
-def call_after_import(name: str, function: Callable[[], None]) -> None:
-    """Calls a function once a module is imported: now if it is, else at the end of its import."""
-    if sys.modules.get(name) is not None:
+def _call(function: Callable[[], None], name: str) -> None:
+    """Calls a function that needs a module, whose import must succeed even if the function fails: that is logged."""
+    try:
         function()
+    except Exception:
+        logger.warning("torch_bridge cannot register its operators with this version of %s", name, exc_info=True)
+
+
+def call_after_import(name: str, function: Callable[[], None]) -> None:
+    """Calls a function once a module is imported: now if it is, else at the end of its import; logs its errors."""
+    if sys.modules.get(name) is not None:
+        _call(function, name)
     else:
         _finder.waiting.setdefault(name, []).append(function)
 

@@ -178,6 +178,39 @@ def test_a_pytorch_that_is_too_old_for_the_operators_is_left_alone(tmp_path, lin
     run_without((), f"sys.path.insert(0, {str(tmp_path)!r})\n{lines}\nassert 'torch_bridge.rnn_ops' not in sys.modules")
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("lines", ["import torch, torch_bridge", "import torch_bridge, torch", "import jaxrnn, torch"])
+@pytest.mark.parametrize("part", ["op_common", "norm_ops"])
+def test_operators_that_cannot_be_imported_leave_pytorch_usable(lines, part):
+    """As with a PyTorch that has moved a private name. Importing the modules raises the error."""
+    run_without(
+        (),
+        f"""
+import logging
+class Broken:
+    def find_spec(self, name, *_):
+        if name == "torch_bridge.{part}":
+            raise AttributeError("a private name has moved")
+records = []
+handler = logging.Handler()
+handler.emit = records.append
+logging.getLogger("torch_bridge").addHandler(handler)
+sys.meta_path.insert(0, Broken())
+{lines}
+(record,) = records
+assert record.levelname == "WARNING" and "has moved" in str(record.exc_info[1])
+assert torch.ones(2).sum() == 2 and not hasattr(torch.ops.torch_bridge, "rms_norm")
+for module in ("nn", "functional"):
+    try:
+        __import__(f"torch_bridge.{{module}}")
+    except AttributeError as error:
+        assert "has moved" in str(error)
+    else:
+        raise AssertionError("the error is lost")
+""",
+    )
+
+
 def test_functions_are_called_once_after_an_import(tmp_path):
     (tmp_path / "module.py").write_text("import os\nassert os.path.exists(os.environ['FOLDER'])\nvalue = 3")
     run_without(

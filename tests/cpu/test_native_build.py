@@ -1,5 +1,6 @@
 """Tests that the library of the native launch is this user's own and whole, and that what fails becomes a callback."""
 
+import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -155,11 +156,13 @@ def test_a_library_of_another_user_is_built_again(cache, evil):
 
 @two_users
 @pytest.mark.parametrize("mode", [0o755, 0o700])
-def test_a_prebuilt_library_of_another_user_is_not_used(mode, cache, evil, monkeypatch):
+def test_a_prebuilt_library_of_another_user_is_not_used(mode, cache, evil, monkeypatch, caplog):
     build.PREBUILT.mkdir(mode=0o755)
     path = build.prebuild(Path(jax.ffi.include_dir()))
     replace(path, evil).chmod(mode)
     assert jaxrnn.launch_method().name == "native" and not evil.with_name("ran").exists()
+    (record,) = (record for record in caplog.records if record.name == "jaxrnn")
+    assert record.levelname == "WARNING" and f"{build.PREBUILT}" in record.message and "is not used" in record.message
     monkeypatch.setenv("CC", "/nowhere/cc")
     for own in cache.iterdir():
         own.unlink()
@@ -236,7 +239,9 @@ def test_a_damaged_prebuilt_library_is_not_used(cache, monkeypatch):
     build.PREBUILT.mkdir(mode=0o755)
     path = build.prebuild(Path(jax.ffi.include_dir()))
     assert build.build() == path
-    path.write_bytes(path.read_bytes()[:5000])
+    damaged = path.read_bytes()[:5000]
+    path.unlink()  # this process has loaded the file, and would die at its end
+    path.write_bytes(damaged)
     assert build.build().parent == cache
     monkeypatch.setenv("CC", "/nowhere/cc")
     for own in cache.iterdir():
@@ -381,6 +386,47 @@ def test_compilers_that_fail_become_a_callback_and_leave_nothing(name, cache, li
     compiler(f'cp {library} "$out"')  # repaired
     restart(monkeypatch)
     assert jaxrnn.launch_method().name == "native"
+
+
+def test_a_cache_that_does_not_allow_programs_is_named(cache, library, compiler, monkeypatch):
+    def refuse(name):
+        raise OSError(f"{name}: failed to map segment from shared object")
+
+    compiler(f'cp {library} "$out"')
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    for begin in ("that was built in", "delete it, so that it is built for this machine"):
+        reason = jaxrnn.launch_method().reason
+        assert begin in reason and str(cache) in reason and ".tmp" not in reason
+        assert "failed to map segment" in reason and "set XDG_CACHE_HOME to a folder on another one" in reason
+        cache.joinpath(library.name).write_bytes(library.read_bytes())  # of an earlier process
+        cache.joinpath(library.name).chmod(0o700)
+        monkeypatch.setattr(build, "_find_compiler", lambda: None)
+        restart(monkeypatch)
+
+
+def test_a_library_without_the_handler_is_closed(cache, library, compiler):
+    """The dynamic loader would take the next one for it, whose descriptor has the same number."""
+    compiler('cc -shared -x c /dev/null -o "$out"')
+    before = os.listdir("/proc/self/fd")
+    for _ in range(3):
+        with pytest.raises(NativeLaunchError, match="undefined symbol"):
+            build.build()
+    assert os.listdir("/proc/self/fd") == before
+    compiler(f'cp {library} "$out"')
+    assert jaxrnn.launch_method().name == "native"
+
+
+def test_a_file_that_is_exchanged_after_the_check_is_not_loaded(cache, evil, monkeypatch):
+    def build_and_exchange():
+        path = built()
+        path.unlink()  # this process has loaded the file
+        path.write_bytes(evil.read_bytes())
+        path.chmod(0o700)
+        return path
+
+    built = build.build
+    monkeypatch.setattr(build, "build", build_and_exchange)
+    assert "is damaged" in jaxrnn.launch_method().reason and not evil.with_name("ran").exists()
 
 
 def test_a_compiler_that_prints_another_encoding_builds(cache, library, compiler):

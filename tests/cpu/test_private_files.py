@@ -121,6 +121,19 @@ def test_links_of_this_user_and_sticky_folders_above_are_followed(home):
     assert read(path) == b"data"
 
 
+def test_relative_paths_raise(home, monkeypatch):
+    """The folders above the working directory would not be checked."""
+    path_in(home, "a", "file")
+    monkeypatch.chdir(home)
+    for path in ("a/file", "file", "../home/a/file"):
+        with pytest.raises(ValueError, match="the path must be absolute"):
+            read(Path(path))
+    for path in (".", "a", "new"):
+        with pytest.raises(ValueError, match="the path must be absolute"):
+            private_files.check_folder(Path(path), make=True)
+    assert not (home / "new").exists()
+
+
 def test_a_link_in_place_of_the_file_and_links_that_lead_nowhere_raise(home):
     path = path_in(home, "a", "file")
     (home / "a" / "link").symlink_to(path)

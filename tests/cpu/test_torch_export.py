@@ -7,6 +7,7 @@ import functools
 import itertools
 import subprocess
 import sys
+import types
 
 import pytest
 from child import environment
@@ -377,3 +378,35 @@ def test_a_package_compiled_ahead_of_time_needs_no_import_but_that_of_the_packag
         for order in ORDERS:
             got = results_in_another_process(order, "torch._inductor.aoti_load_package('agent.pt2')", args, tmp_path)
             torch.testing.assert_close(got, agent(*args))
+
+
+@pytest.mark.parametrize("implementation", [None, pytest.param("triton", marks=pytest.mark.interpret)])
+@pytest.mark.parametrize("cell", ["GRU", "LSTM", "NormGRU", "LayerNormGRU"])
+def test_a_training_graph_with_the_forward_operator_decomposed_has_its_residuals(cell, implementation):
+    """The backward operator, which has no decomposition, reads them."""
+    torch.manual_seed(0)
+    module = CELLS[cell][0](3, N, implementation=implementation)
+    xs, resets = torch.randn(5, 2, 3), torch.rand(5, 2) < 0.3
+    params = dict(module.named_parameters())
+
+    def gradients(params, xs, resets):
+        params = {name: x.detach().requires_grad_() for name, x in params.items()}
+        ys = torch.func.functional_call(module, params, (xs,), {"resets": resets})[0]
+        return torch.autograd.grad(ys.square().sum(), list(params.values()))
+
+    want = gradients(params, xs, resets)
+    name = {"NormGRU": "rms_norm_gru", "LayerNormGRU": "layer_norm_gru"}.get(cell, cell.lower())
+    op, backward_op = (getattr(torch.ops.torch_bridge, f"{name}{end}").default for end in ("", "_backward"))
+    table = torch._decomp.get_decompositions([op])
+    graph = torch.fx.experimental.proxy_tensor.make_fx(gradients, table, tracing_mode="fake")(params, xs, resets)
+    targets = [node.target for node in graph.graph.nodes]
+    assert op not in targets and backward_op in targets
+    torch.testing.assert_close(graph(params, xs, resets), want, rtol=1e-4, atol=1e-5)
+
+
+def test_inductor_without_the_private_names_is_left_to_itself(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._inductor.lowering", types.SimpleNamespace(lowerings={}))
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(1, 2, 3))
+        y, *_ = torch.ops.torch_bridge.rms_norm(fake, None, None, None, 1e-6, torch.float32, False)
+    assert y.shape == (1, 2, 3)

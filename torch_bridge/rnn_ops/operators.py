@@ -142,10 +142,13 @@ def _define(cell: CellSpec) -> Operators:
         return as_outputs(found, returned, x.xp)
 
     def forward_decomposed(*arguments: Any) -> tuple[Tensor, ...]:
-        x = forward_arguments(cell, arguments)._replace(save=False)  # the backward operator has no decomposition
+        x = forward_arguments(cell, arguments)
+        if torch.onnx.is_in_onnx_export():
+            x = x._replace(save=False)  # the backward operator has no decomposition
         steps = x.xp.shape[1]
         is_single = isinstance(steps, int) and steps == 1  # a symbolic number of steps may become any
-        return run_loop(x, forward_outputs(cell, x, kernels=False), loops.unrolled if is_single else loops.scanned)
+        returned = forward_outputs(cell, x, should_launch_kernels(x.implementation, x.w_hh))
+        return run_loop(x, returned, loops.unrolled if is_single else loops.scanned)
 
     def forward_fake(*arguments: Any) -> tuple[Tensor, ...]:
         x = forward_arguments(cell, arguments)

@@ -8,10 +8,12 @@ is damaged, or that another user could have changed, is built again.
 
 from __future__ import annotations
 
+import _ctypes
 import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -26,6 +28,8 @@ import jax
 
 from torch_bridge import private_files
 
+logger = logging.getLogger("jaxrnn")
+
 # XLA's name of the handler, and its symbol in the library. The version changes if the meaning of its attributes does,
 # so that programs that were exported earlier either keep their meaning or fail.
 TARGET = "jaxrnn_launch_v1"
@@ -35,6 +39,7 @@ _ANY_COMPILER = " or ".join(COMPILERS)
 _COMPILER_SECONDS = 60  # it takes 0.2
 _FLAGS = ("-std=c11", "-O2", "-fPIC", "-shared", "-fvisibility=hidden")
 _LIBRARIES = ("-ldl", "-lpthread")
+_NOEXEC = "if its file system does not allow programs (noexec), set XDG_CACHE_HOME to a folder on another one"
 
 
 class NativeLaunchError(RuntimeError):
@@ -49,7 +54,14 @@ def load() -> ctypes.CDLL:
       NativeLaunchError: whatever keeps the library from being built or loaded.
     """
     try:
-        return _open(build())
+        path = build()
+        try:
+            return _open(path)
+        except (OSError, AttributeError) as error:
+            raise NativeLaunchError(
+                f"the library of the native launch, {path}, cannot be loaded ({error}): delete it, so that it is built "
+                f"for this machine; {_NOEXEC}"
+            ) from error
     except NativeLaunchError:
         raise
     except Exception as error:
@@ -59,19 +71,21 @@ def load() -> ctypes.CDLL:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Loads a library from the file that was checked, whatever its path leads to by then."""
-    try:
-        with contextlib.ExitStack() as stack:
-            descriptor = private_files.open_file(path)
-            stack.callback(os.close, descriptor)
-            library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-            stack.pop_all()  # the dynamic loader knows the library by this name, so no other file may get it
+    """Loads a library from the file whose digest is right, whatever its path leads to by then.
+
+    Raises:
+      OSError: the file cannot be loaded, is not what its name says, or another user could change it.
+      AttributeError: the handler is not in it.
+    """
+    with contextlib.ExitStack() as stack:
+        descriptor = private_files.open_file(path)
+        stack.callback(os.close, descriptor)
+        if not _is_whole(path, descriptor):
+            raise OSError(f"{path} is damaged")
+        library = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
+        stack.callback(_ctypes.dlclose, library._handle)
         getattr(library, TARGET)
-    except (OSError, AttributeError) as error:
-        raise NativeLaunchError(
-            f"the library of the native launch, {path}, cannot be loaded ({error}): delete it, so that it is built for "
-            "this machine; if its file system does not allow programs, set XDG_CACHE_HOME to a folder on another one"
-        ) from error
+        stack.pop_all()  # the dynamic loader knows the library by this name, so no other file may get it
     return library
 
 
@@ -88,6 +102,8 @@ def build() -> Path:
     refused: list[str] = []
     if prebuilt := _first_whole(PREBUILT.glob(f"launch-{made_from}-*.so"), refused):
         return prebuilt
+    for reason in refused:
+        logger.warning("the native launch is compiled, because its prebuilt library %s", reason)
     folder = _cache_folder()
     compiler = _find_compiler()
     # without a compiler, that of any: a cache folder in a home directory may be shared with machines that have one
@@ -122,15 +138,23 @@ def _first_whole(paths: Iterable[Path], refused: list[str]) -> Path | None:
     """Returns the first library whose name has the digest of what it consists of; adds why not to `refused`."""
     for path in sorted(paths):
         try:
-            with open(private_files.open_file(path), "rb") as file:
-                digest = hashlib.sha256(file.read()).hexdigest()
+            descriptor = private_files.open_file(path)
+            try:
+                if _is_whole(path, descriptor):
+                    return path
+            finally:
+                os.close(descriptor)
         except OSError as error:
             refused.append(f"{path} is not used ({error})")
-            continue
-        if path.stem.endswith(f"-{digest}"):
-            return path
-        refused.append(f"{path} is damaged")
+        else:
+            refused.append(f"{path} is damaged")
     return None
+
+
+def _is_whole(path: Path, descriptor: int) -> bool:
+    """Returns whether the name of a library has the digest of what the descriptor reads."""
+    with open(descriptor, "rb", closefd=False) as file:
+        return path.stem.endswith(f"-{hashlib.sha256(file.read()).hexdigest()}")
 
 
 def _hash_of_inputs(headers: Path) -> str:
@@ -218,11 +242,18 @@ def _compile(compiler: tuple[str, ...], folder: Path, name: str, headers: Path) 
                     f"{shlex.join(command)} returned {done.returncode}:\n{done.stderr[-2000:] or 'it wrote no library'}"
                 )
             library.chmod(0o700)
-            _open(library)
             with library.open("rb") as file:
-                path = folder / f"{name}-{hashlib.sha256(file.read()).hexdigest()}.so"
+                built = library.rename(Path(temporary, f"{name}-{hashlib.sha256(file.read()).hexdigest()}.so"))
                 os.fsync(file.fileno())
-            os.replace(library, path)
+            try:
+                _open(built)
+            except (OSError, AttributeError) as error:
+                raise NativeLaunchError(
+                    f"the library of the native launch that was built in {folder} cannot be loaded ({error}): "
+                    f"{_NOEXEC}; if the C compiler builds for another machine, set CC to another one"
+                ) from error
+            path = folder / built.name
+            os.replace(built, path)
             return path
     except OSError as error:
         raise NativeLaunchError(_not_writable(folder, error)) from error

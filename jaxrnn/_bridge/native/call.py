@@ -83,7 +83,11 @@ def _encode(kind: str, value: Any, names: Sequence[str]) -> tuple[int, int]:
 
 
 def _key(binary: Any) -> str:
-    """Returns the key under which the handler remembers a loaded kernel: a hash of all that loading it depends on."""
+    """Returns the key under which the handler remembers a loaded kernel: a hash of its name, shared memory and binary.
+
+    Loading also reads the number of threads, that of blocks per cluster, and whether the launch is cooperative, in
+    which launches of one binary do not differ.
+    """
     digest = hashlib.sha256(f"{binary.name}\0{binary.shared_memory}\0".encode())
     digest.update(binary.cubin)
     return digest.hexdigest()
