@@ -476,10 +476,8 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def smoothed(values: np.ndarray, width: int) -> np.ndarray:
-    """Returns the mean of the last `width` values at each point, without NaN."""
-    windows = [values[..., max(i - width + 1, 0) : i + 1] for i in range(values.shape[-1])]
-    counts = [np.maximum((~np.isnan(window)).sum(axis=-1), 1) for window in windows]
-    return np.stack([np.nansum(w, axis=-1) / n for w, n in zip(windows, counts, strict=True)], axis=-1)
+    """Returns the mean of the last `width` values at each point of `values [S, N]`, as `mean` does with NaN."""
+    return np.stack([mean(values[:, max(i - width, 0) : i].T) for i in range(1, values.shape[1] + 1)], axis=1)
 
 
 DARK = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], "#d0d7de")

@@ -253,6 +253,9 @@ def test_what_no_episode_has_ended_in_is_nan():
     np.testing.assert_array_equal(training.mean(values), [np.nan, 2.0])
     low, high = training.interval(values)
     assert np.isnan([low[0], high[0]]).all() and (low[1], high[1]) == (1.0, 3.0)
+    curve = np.array([[np.nan, 2.0, 4.0, np.nan, np.nan], [1.0, np.nan, np.nan, np.nan, 5.0]])
+    want = [[np.nan, 2.0, 3.0, 4.0, np.nan], [1.0, 1.0, np.nan, np.nan, 5.0]]
+    np.testing.assert_array_equal(training.smoothed(curve, 2), want)
 
 
 def test_main_shows_that_a_gru_remembers_and_the_control_cannot(tmp_path, capsys):
@@ -351,7 +354,8 @@ def test_a_callback_hears_of_every_call():
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_figure_is_drawn_for_light_and_for_dark_pages(dark, tmp_path):
     rng = np.random.default_rng(0)
-    result = result_of(np.ones((3, 9)), rng.random((3, 9)), list(range(1, 10)))
+    episodes = np.ones((3, 9)) * ([1, 1, 1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1])
+    result = result_of(episodes, rng.random((3, 9)), list(range(1, 10)))
     training.plot([result.to_json()], "a title", tmp_path / "figure.svg", dark)
     drawn = (tmp_path / "figure.svg").read_text()
     assert ("#d0d7de" in drawn) == dark and "#0072b2" in drawn
