@@ -436,6 +436,7 @@ def ppo_beside(
             for count in {cases.PPO_SEEDS, *(agents.seeds for agents in wanted)}
         }
     results: dict[str, Any] = {}
+    trained: dict[str, Any] = {}
     compiled: dict[str, dict[int, Any]] = {}
     errors: dict[str, Exception] = {}
     for name, config in configs.items():
@@ -443,14 +444,14 @@ def ppo_beside(
         try:
             compiled[name] = {count: program.result() for (of, count), program in programs.items() if of == name}
             state, task = inits[name].result()(seeds), example.make_ppo(config).env.name
-            calls = train_agents(training, compiled[name][cases.PPO_SEEDS], state)
+            trained[name], calls = train_agents(training, compiled[name][cases.PPO_SEEDS], state)
             results[name] = training.Result(config, task, calls)
         except Exception as error:
             errors[name] = error
     # Sliced before anything is timed, because a timed program is given the arrays of its state to overwrite.
     states = {
-        (name, agents): jax.tree.map(operator.itemgetter(slice(agents.seeds)), result.calls.state)
-        for name, result in results.items()
+        (name, agents): jax.tree.map(operator.itemgetter(slice(agents.seeds)), state)
+        for name, state in trained.items()
         for agents in wanted
     }
     for agents in wanted:
@@ -471,15 +472,15 @@ def ppo_beside(
         yield from with_shares(rows)
 
 
-def train_agents(training: Any, program: Any, state: Any) -> Any:
-    """Trains agents with a compiled program, and returns its calls."""
+def train_agents(training: Any, program: Any, state: Any) -> tuple[Any, Any]:
+    """Trains agents with a compiled program, and returns their state and the calls."""
     outputs, ended = [], []
     began = time.perf_counter()
     for _ in range(cases.PPO_UPDATES // cases.PPO_UPDATES_A_CALL):
         state, metrics = program(state)
         outputs.append(jax.device_get(metrics))
         ended.append(time.perf_counter() - began)
-    return training.Calls(state, outputs, ended, 0.0, True)
+    return state, training.Calls(state.params, outputs, ended, 0.0, True)
 
 
 def agents_clock(program: Any, state: Any) -> timing.Clock:

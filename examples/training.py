@@ -5,6 +5,7 @@
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -167,11 +168,16 @@ def make_mesh(num_devices: int) -> Mesh:
 # Calls of a jitted function, with progress.
 
 
+@jax.jit
+def copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
 @dataclasses.dataclass(frozen=True)
 class Calls:
     """What calls of a jitted function returned, each from the state that the one before it returned."""
 
-    state: Any
+    params: Any  # of the state that the last of these calls returned
     outputs: list[Any]  # of NumPy arrays
     ended: list[float]  # seconds from the start of the first call to the end of each
     compile_seconds: float
@@ -197,8 +203,8 @@ def call_repeatedly(
 
     Args:
       name: what the progress bar is of.
-      run: a jitted function from a state to a state and an output.
-      state: the first state.
+      run: a jitted function from a state to a state and an output. It may overwrite the state that it is given.
+      state: the first state, which has `params`.
       calls: the number of calls.
       report: is told the number of a call, its output and the seconds since the first call began, and returns what the
         progress bar shows.
@@ -212,30 +218,30 @@ def call_repeatedly(
     if shows:
         announce(name)
     began = time.perf_counter()
-    run = run.lower(state).compile()
+    run, copy = run.lower(state).compile(), copied.lower(state.params).compile()
     compile_seconds = time.perf_counter() - began
-    submitted: list[Any] = []
-    outputs: list[Any] = []
-    ended: list[float] = []
+    submitted: collections.deque[tuple[Any, Any]] = collections.deque()
+    done = Calls(state.params, [], [], compile_seconds, False)
     with tqdm(total=calls * amount, desc=name, unit=f" {unit}", unit_scale=amount > 1000, disable=not shows) as bar:
         began = time.perf_counter()
         try:
-            while len(outputs) < calls:
-                if len(submitted) < calls:
+            for call in range(calls + 1):
+                if call < calls:
                     state, output = run(state)
-                    submitted.append(output)
-                    if len(submitted) == 1 < calls:  # outputs are read one call late, so that the device has work
-                        continue
-                output = jax.device_get(submitted[len(outputs)])
-                seconds = time.perf_counter() - began
-                bar.set_postfix_str(report(len(outputs), output, seconds), refresh=False)
+                    submitted.append((copy(state.params), output))
+                if call == 0:  # outputs are read one call late, so that the device has work
+                    continue
+                params, output = submitted.popleft()
+                output, seconds = jax.device_get(output), time.perf_counter() - began
+                bar.set_postfix_str(report(call - 1, output, seconds), refresh=False)
                 bar.update(amount)
-                outputs.append(output)
-                ended.append(seconds)
+                outputs, ended = [*done.outputs, output], [*done.ended, seconds]
+                # One assignment, so that Ctrl-C leaves the parameters, outputs and times of the same calls.
+                done = Calls(params, outputs, ended, compile_seconds, call == calls)
         except KeyboardInterrupt:
-            if len(outputs) < min(calls, 2):
+            if len(done.outputs) < min(calls, 2):
                 raise
-    return Calls(state, outputs, ended, compile_seconds, len(outputs) == calls)
+    return done
 
 
 # Agents.
@@ -624,7 +630,7 @@ def run_agent(
     def run(config: Any, params: Any) -> Result:
         result = train(options.make_ppo, config, params=params)
         if options.save is not None:
-            save(options.save / config.implementation, result.calls.state.params)
+            save(options.save / config.implementation, result.calls.params)
         return result
 
     def write(results: list[Result]) -> None:

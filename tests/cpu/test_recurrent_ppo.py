@@ -8,6 +8,8 @@ import re
 import socket
 import subprocess
 import sys
+import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -326,7 +328,7 @@ def test_saved_agents_act_as_they_did_when_they_were_trained(tmp_path, capsys):
     trained = recurrent_ppo.main([*task, "--total-steps", str(32 * 52 * 40), "--save", str(tmp_path / "agents")])
     evaluated = recurrent_ppo.main([*task, "--total-steps", str(32 * 52 * 8), "--eval", str(tmp_path / "agents")])
     for before, after in zip(trained, evaluated, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, after.calls.state.params, before.calls.state.params)
+        jax.tree.map(np.testing.assert_array_equal, after.calls.params, before.calls.params)
         np.testing.assert_allclose(after.final_return, before.final_return, atol=0.1)
     assert {"recurrent_ppo_repeat.json", "recurrent_ppo_repeat_eval.json"} <= {path.name for path in tmp_path.iterdir()}
     capsys.readouterr()
@@ -349,6 +351,53 @@ def test_a_callback_hears_of_every_call():
         assert metrics["steps_per_second"] > 0
         assert np.isnan(value) if "return" not in metrics else metrics["return"] == pytest.approx(value)
     assert any("return" in metrics for _, metrics in heard)
+
+
+class Counter(NamedTuple):
+    params: jax.Array
+
+
+def test_ctrl_c_leaves_parameters_outputs_and_times_of_the_same_calls():
+    """Interrupts calls before each line of their loop, and where a call has overwritten the state that it was given."""
+    count = jax.jit(lambda state: (Counter(state.params + 1), state.params + 1), donate_argnums=0)
+    count = count.lower(Counter(jnp.zeros(()))).compile()
+    places = 0  # left until the interrupt
+
+    def pass_place():
+        nonlocal places
+        places -= 1
+        if places == 0:
+            raise KeyboardInterrupt
+
+    def run(state):
+        returned = count(state)
+        assert state.params.is_deleted()
+        pass_place()
+        return returned
+
+    def trace(frame, event, _):
+        if frame.f_code is not training.call_repeatedly.__code__:
+            return None
+        if event == "line":
+            pass_place()
+        return trace
+
+    program = types.SimpleNamespace(lower=lambda state: types.SimpleNamespace(compile=lambda: run))
+    lengths, before = [], sys.gettrace()
+    while places <= 0:
+        places, state = len(lengths) + 1, Counter(jnp.zeros(()))
+        sys.settrace(trace)
+        try:
+            calls = training.call_repeatedly("calls", program, state, 4, lambda *_: "", amount=1, unit="calls")
+        except KeyboardInterrupt:
+            lengths.append(0)
+            continue
+        finally:
+            sys.settrace(before)
+        lengths.append(len(calls.outputs))
+        assert calls.outputs == [1, 2, 3, 4][: lengths[-1]] and len(calls.ended) == lengths[-1]
+        assert calls.params == calls.outputs[-1] and calls.finished == (lengths[-1] == 4)
+    assert {*lengths} == {0, 2, 3, 4}
 
 
 @pytest.mark.parametrize("dark", [False, True])
