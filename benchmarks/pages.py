@@ -170,8 +170,9 @@ def agents() -> list[AgentRow]:
 
 
 def final_return(row: AgentRow) -> str:
-    """Returns the mean final return with its interval, as in `0.99 (0.98 to 1.00)`."""
-    assert row.returned is not None
+    """Returns the mean final return with its interval, as in `0.99 (0.98 to 1.00)`, or `-` if there is none."""
+    if row.returned is None:  # no episode ended
+        return "-"
     bounds = "" if row.returned_low is None else f" ({row.returned_low:.2f} to {row.returned_high:.2f})"
     return f"{row.returned:.2f}{bounds}"
 

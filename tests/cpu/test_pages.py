@@ -97,7 +97,8 @@ def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
             "total_steps": 64, "steps_per_second": speed, "final_return": returns, "config": {"hidden": 32},
         }  # fmt: skip
 
-    example = {"machine": "NVIDIA H200, jax 0.11", "runs": [run("auto", 3e6, [1, 2]), run("none", 4e6, [1, None])]}
+    runs = [run("auto", 3e6, [1, 2]), run("flax", 1e6, [None, None]), run("none", 4e6, [1, None])]
+    example = {"machine": "NVIDIA H200, jax 0.11", "runs": runs}
     paths = [tmp_path / name for name in ("one.json", "two.json")]
     for path, gpu in zip(paths, ("H200", "H100"), strict=True):
         path.write_text(json.dumps(example).replace("H200", gpu))
@@ -112,6 +113,7 @@ def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
     shown = pages.whole_agents()
     assert "| Task, GRU 32, 2 seeds of 8 envs | jaxrnn | 3.00 M | 75 % | 1.50 (1.00 to 2.00) | 2 |\n" in shown
     assert "| none | 4.00 M | 100 % | 1.00 (1.00 to 1.00) | 2 |\n" in shown
+    assert "| Flax | 1.00 M | 25 % | - | 2 |\n" in shown
     assert ": Task. Measured on NVIDIA H200, jax 0.11." in shown
 
 
