@@ -337,6 +337,7 @@ class Result:
 
 
 def mean_return(episodes: np.ndarray, total_return: np.ndarray) -> np.ndarray:
+    """Returns the mean return `[...]` of episodes, given their number and the sum of their returns; NaN without any."""
     return np.where(episodes > 0, total_return / np.maximum(episodes, 1), np.nan)
 
 
@@ -345,9 +346,11 @@ def without_nan(values: np.ndarray) -> list[Any]:
     return np.where(np.isnan(values), None, values).tolist()
 
 
-def interval(values: np.ndarray, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 95 % interval of the mean over an axis, by the bootstrap with 2000 samples, ignoring NaN."""
-    values = np.moveaxis(np.asarray(values, float), axis, 0)
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends `[...]` of the 95 % interval of the mean over the seeds of `values [S, ...]`, ignoring NaN.
+
+    They are NaN where there is nothing else. The interval is that of the bootstrap with 2000 samples.
+    """
     picks = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
     weights = np.stack([np.bincount(pick, minlength=len(values)) for pick in picks])
     known = ~np.isnan(values)
@@ -359,7 +362,7 @@ def interval(values: np.ndarray, axis: int = 0) -> tuple[np.ndarray, np.ndarray]
 
 
 def mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean over the first axis, ignoring NaN; NaN where there is nothing else."""
+    """Returns the mean `[...]` over the seeds of `values [S, ...]`, ignoring NaN; NaN where there is nothing else."""
     return mean_return((~np.isnan(values)).sum(axis=0), np.nansum(values, axis=0))
 
 
@@ -482,7 +485,7 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def smoothed(values: np.ndarray, width: int) -> np.ndarray:
-    """Returns the mean of the last `width` values at each point of `values [S, N]`, as `mean` does with NaN."""
+    """Returns the means `[S, N]` of the last `width` of `values [S, N]` at each point, as `mean` does with NaN."""
     return np.stack([mean(values[:, max(i - width, 0) : i].T) for i in range(1, values.shape[1] + 1)], axis=1)
 
 
