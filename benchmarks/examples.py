@@ -14,7 +14,7 @@ import numpy as np
 
 from benchmarks import machine
 from benchmarks.results import AgentRow, Report
-from benchmarks.suites import PPO_IMPLEMENTATIONS, load_example, with_shares
+from benchmarks.suites import PPO_IMPLEMENTATIONS, load_example, mean_and_interval, with_shares
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,13 +42,13 @@ def row_of(run: dict[str, Any]) -> AgentRow:
     """Returns the row of the training with one recurrence."""
     (provider,) = (name for name, other in PPO_IMPLEMENTATIONS.items() if other == run["implementation"])
     returns, seeds = np.array(run["final_return"], float), len(run["seeds"])
-    low, high = map(float, load_example()[1].interval(returns)) if seeds > 1 else (None, None)
+    returned, low, high = mean_and_interval(load_example()[1], returns)
     several = f"{seeds} seeds of " if seeds > 1 else ""
     return AgentRow(
         f"{run['env']}, GRU {run['config']['hidden']}, {several}{run['num_envs']} envs", provider, unit="steps/s",
         value=run["steps_per_second"], method="one training run", task=run["env"], envs=run["num_envs"], seeds=seeds,
-        gpus=run["num_devices"], trained=seeds, steps=run["total_steps"], returned=float(np.nanmean(returns)),
-        returned_low=low, returned_high=high,
+        gpus=run["num_devices"], trained=seeds, steps=run["total_steps"], returned=returned, returned_low=low,
+        returned_high=high,
     )  # fmt: skip
 
 

@@ -119,15 +119,15 @@ def between(values: Iterable[float], form: Callable[[float], str] = number) -> s
     return form(low) if form(low) == form(high) else f"{form(low)} to {form(high)}"
 
 
-def cell(found: Figures, case: str, providers: Iterable[str]) -> str:
-    """Returns the figures of several providers, as in `2.62 / 1.73`, or `-` if there is none."""
+def entry(found: Figures, case: str, providers: Iterable[str]) -> str:
+    """Returns what a table has of several providers, as in `2.62 / 1.73`, or `-` if there is none."""
     values = [found.get((case, provider)) for provider in providers]
     texts = ["-" if value is None else number(value) for value in values]
     return "-" if {*texts} == {"-"} else " / ".join(texts)
 
 
-def steps(value: float | None) -> str:
-    """Returns steps per second, as in `1.38 M`."""
+def speed(value: float | None) -> str:
+    """Returns a speed in steps per second, as in `1.38 M`."""
     assert value is not None
     return f"{number(value / 1e6)} M" if value >= 1e6 else f"{number(value / 1e3)} k"
 
@@ -170,8 +170,9 @@ def agents() -> list[AgentRow]:
 
 
 def final_return(row: AgentRow) -> str:
-    """Returns the mean final return with its interval, as in `0.99 (0.98 to 1.00)`."""
-    assert row.returned is not None
+    """Returns the mean final return with its interval, as in `0.99 (0.98 to 1.00)`, or `-` if there is none."""
+    if row.returned is None:  # no episode ended
+        return "-"
     bounds = "" if row.returned_low is None else f" ({row.returned_low:.2f} to {row.returned_high:.2f})"
     return f"{row.returned:.2f}{bounds}"
 
@@ -183,14 +184,17 @@ def claim() -> str:
     swapped = [ratio for case, ratio in ratios.items() if case.startswith("purejaxrl")]
     (craftax,) = (ratio for case, ratio in ratios.items() if case.startswith("Craftax"))
     several = [row for row in agents() if row.seeds > 1]
-    ours, flax = (next(row for row in several if row.provider == name) for name in ("jaxrnn", "flax"))
+    by_provider = {row.provider: row for row in several if row.case == several[0].case}
+    if missing := [name for name in ("jaxrnn", "flax") if name not in by_provider]:
+        raise ValueError(f"the results of suite ppo on {AGENTS} have no agents of several seeds with {listed(missing)}")
+    ours, flax = by_provider["jaxrnn"], by_provider["flax"]
     where = "" if gpu("ppo", AGENTS) == gpu("scripts") else f" on an {gpu('ppo', AGENTS)}"
     return prose(
         f"**purejaxrl's PPO on CartPole trains {times(min(swapped))} to {times(max(swapped))} times as fast** on an "
         f"{gpu('scripts')} with `ScannedRNN` imported from here; in Craftax, where the environment takes the time, "
-        f"{times(craftax)} times. In the PPO of our example, on CartPole without velocities, {ours.seeds} seeds under `vmap` "
-        f"make {steps(ours.value)} steps/s{where}, with Flax's GRU {steps(flax.value)}; mean returns, at most 1, with "
-        f"95 % intervals: {final_return(ours)} and {final_return(flax)}."
+        f"{times(craftax)} times. In the PPO of our example, on CartPole without velocities, {ours.seeds} seeds under "
+        f"`vmap` make {speed(ours.value)} steps/s{where}, with Flax's GRU {speed(flax.value)}; mean returns, at most "
+        f"1, with 95 % intervals: {final_return(ours)} and {final_return(flax)}."
     )
 
 
@@ -199,7 +203,7 @@ def whole_agents() -> str:
     headings = ("agent", "recurrence", "env steps/s", "of no recurrence", "final return (95 % interval)", "seeds")
     rows = [
         (
-            row.case, RECURRENCES[row.provider], steps(row.value), percent(row.share), final_return(row),
+            row.case, RECURRENCES[row.provider], speed(row.value), percent(row.share), final_return(row),
             str(row.trained),
         )
         for row in agents()
@@ -223,8 +227,8 @@ def several_gpus() -> str:
     """The speed of an agent on several GPUs, with 1024 environments on each."""
     rows = [row for row in agent_rows(H100) if row.share is None and row.envs == 1024 * row.gpus]
     return prose(
-        f"With 1024 environments on each of {listed(str(row.gpus) for row in rows)} H100s, an agent makes "
-        f"{listed(steps(row.value) for row in rows)} steps per second. The final returns, of one seed each, are "
+        f"With 1024 environments on each of {listed(str(row.gpus) for row in rows)} {gpu('ppo', H100)}s, an agent "
+        f"makes {listed(speed(row.value) for row in rows)} steps per second. The final returns, of one seed each, are "
         f"{listed(map(final_return, rows))}."
     )
 
@@ -234,7 +238,7 @@ def scripts() -> str:
     found, rows = figures("scripts"), []
     for case in dict.fromkeys(case for case, _ in found):
         ours, flax, none = (found[case, name] for name in ("jaxrnn", "flax", "no recurrence"))
-        rows.append((case, steps(ours), steps(flax), steps(none), times(ours / flax), percent(ours / none)))
+        rows.append((case, speed(ours), speed(flax), speed(none), times(ours / flax), percent(ours / none)))
     headings = ("script", "jaxrnn", "its own class", "no recurrence", "times as fast", "of no recurrence")
     return together(table(headings, rows), prose(measured_on("scripts")))
 
@@ -247,7 +251,7 @@ def recurrences(found: Figures, labels: Iterable[str], peers: Iterable[str], pre
     columns = {"jaxrnn": OURS} | {heading: PEERS[heading] for heading in peers}
     rows = []
     for case in labels:
-        cells = [cell(found, case, providers[:precisions]) for providers in columns.values()]
+        cells = [entry(found, case, providers[:precisions]) for providers in columns.values()]
         values = [found.get((case, providers[0]), math.inf) for providers in columns.values()]
         fastest = values.index(min(values))
         cells[fastest] = f"**{cells[fastest]}**"
@@ -306,8 +310,8 @@ def other_cells() -> str:
     for case in dict.fromkeys(case for case, _ in found):
         name, _, shape = case.partition(" ")
         ratios = [f"{found[case, ours] / found[f'GRU {shape}', ours]:.2f}" for ours in OURS]
-        peers = [cell(found, case, PEERS[heading]) for heading in ("Flax", "`lax.scan` (hoisted)")]
-        rows.append((f"{CELLS[name]} {shape}", cell(found, case, OURS), " / ".join(ratios), *peers))
+        peers = [entry(found, case, PEERS[heading]) for heading in ("Flax", "`lax.scan` (hoisted)")]
+        rows.append((f"{CELLS[name]} {shape}", entry(found, case, OURS), " / ".join(ratios), *peers))
     errors = [
         row.error for row in rows_of("cells")
         if row.case.startswith("SIMPLE_RELU") and row.error is not None and not row.provider.endswith("bf16")
@@ -325,7 +329,7 @@ def many_agents() -> str:
     """The times of many models under vmap."""
     found = figures("vmap")
     columns = OURS, PEERS["`lax.scan` (hoisted)"], PEERS["Flax"]
-    rows = [(str(case.models), *(cell(found, str(case), names) for names in columns)) for case in cases.VMAP]
+    rows = [(str(case.models), *(entry(found, str(case), names) for names in columns)) for case in cases.VMAP]
     return table(("agents", "jaxrnn, TF32 / bfloat16", "`lax.scan` (hoisted)", "Flax `ScannedRNN`"), rows)
 
 
@@ -338,14 +342,14 @@ def memory() -> str:
         "`remat=True` recomputes in chunks of time: the forward kernel runs a second time, and the pass takes "
         f"{longer} ms instead of {shorter} ms in TF32."
     )
-    row = case, *(cell(found, case, names) for names in columns.values())
+    row = case, *(entry(found, case, names) for names in columns.values())
     return together(table(("B, T, H", *columns), [row]), prose(remat))
 
 
 def first_call() -> str:
     """The seconds of a first call."""
     found, columns = figures("compile"), (OURS, PEERS["Flax"], PEERS["`lax.scan` (hoisted)"])
-    rows = [(str(case), *(cell(found, str(case), names) for names in columns)) for case in cases.COMPILE]
+    rows = [(str(case), *(entry(found, str(case), names) for names in columns)) for case in cases.COMPILE]
     second = [
         f"{number(value)} s for {case.removesuffix(', second process')}"
         for (case, _), value in figures("compile", H100).items()
@@ -353,7 +357,7 @@ def first_call() -> str:
     ]
     cached = (
         "Compiled kernels are cached on disk, in Triton's cache folder. Where they are found there, the first call of "
-        f"another process takes {listed(second)} on an H100."
+        f"another process takes {listed(second)} on an {gpu('compile', H100)}."
     )
     headings = ("B, T, H", "jaxrnn, TF32 / bfloat16", "Flax", "`lax.scan` (hoisted)")
     return together(table(headings, rows), prose(cached))
@@ -374,9 +378,9 @@ def single_steps() -> str:
 
 
 def other_gpus() -> str:
-    """The times on an H100, and of the kernels of other GPUs on an H200."""
+    """The times on another GPU, and of the kernels of other GPUs on `DEVICE`."""
     labels = "GRU 2048,256,128", "GRU 64,128,128", "GRU 8,1024,256", "GRU 512,32,1024", "LSTM 1024,128,256"
-    columns = {"an H100": (figures("headline", H100), OURS)}
+    columns = {f"an {gpu('headline', H100)}": (figures("headline", H100), OURS)}
     columns |= {name: (figures("headline", folder), OUR_DEFAULT) for name, folder in AS_OTHERS.items()}
     peers = {heading: PEERS[heading][0] for heading in ("Flax", "`lax.scan` (hoisted)", "cuDNN (packed)")}
     rows = []
@@ -385,7 +389,7 @@ def other_gpus() -> str:
             between([found[case, name] for found, _ in columns.values() if (case, name) in found])
             for name in peers.values()
         ]
-        rows.append((case, *(cell(found, case, ours) for found, ours in columns.values()), *others))
+        rows.append((case, *(entry(found, case, ours) for found, ours in columns.values()), *others))
     sentences = [f"**{name[0].upper()}{name[1:]}:** {ahead(found, ours)}" for name, (found, ours) in columns.items()]
     return together(table(("B, T, H", *columns, *peers), rows), *map(prose, sentences))
 
@@ -396,7 +400,7 @@ def wide_on_other_gpus() -> str:
     columns = {name: figures("choice", folder) for name, folder in AS_OTHERS.items()}
     rows = [
         (
-            case, *(cell(found, case, ["default"]) for found in columns.values()),
+            case, *(entry(found, case, ["default"]) for found in columns.values()),
             between(found[case, "xla"] for found in columns.values()),
         )
         for case in labels
@@ -408,7 +412,7 @@ def wide_on_other_gpus() -> str:
     ]
     choice = (
         f'Suite `choice` compares `implementation=None` with "triton" and "xla" in {len(ratios) // (1 + len(columns))} '
-        "problems, on an H200 and as each of these GPUs. The default takes at most "
+        f"problems, on an {gpu('choice')} and as each of these GPUs. The default takes at most "
         f"{math.ceil(100 * max(ratios)) / 100:.2f} times the time of the faster one."
     )
     return together(table(("B, T, H", *columns, '`implementation="xla"`'), rows), prose(choice))
@@ -434,11 +438,10 @@ def norm_shares(shapes: Iterable[tuple[int, int]]) -> str:
                 gaps[case] = max(shares) - shares[0], f"{best} has {max(shares):.2f}, ours {shares[0]:.2f}"
         heading = f"{norms.NAMES[kind]} {'forward' if direction == 'fwd' else 'backward'}"
         rows.append((f"{heading}, {'bfloat16' if dtype == 'bf16' else 'float32'}", *cells))
-    case, (_, largest) = max(gaps.items(), key=lambda item: item[1][0])
-    where = (
-        f"XLA or `torch.compile` has a larger share in {len(gaps)} of these {len(rows) * len(shapes)} cells. The "
-        f"largest gap is that of {case}: {largest}."
-    )
+    where = f"XLA or `torch.compile` has a larger share in {len(gaps)} of these {len(rows) * len(shapes)} cells."
+    if gaps:
+        case, (_, largest) = max(gaps.items(), key=lambda item: item[1][0])
+        where += f" The largest gap is that of {case}: {largest}."
     headings = ("rows x columns", *(f"{height}x{width}" for height, width in shapes))
     return together(table(headings, rows), prose(where))
 
@@ -468,7 +471,7 @@ def torch_modules() -> str:
         "TorchRL Triton": "torchrl",
     }
     rows = [
-        (str(case), *(cell(found, str(case), [name]) for name in columns.values()))
+        (str(case), *(entry(found, str(case), [name]) for name in columns.values()))
         for case in cases.TORCH
         if case.reset_rate
     ]

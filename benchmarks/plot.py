@@ -7,6 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import matplotlib as mpl
+import numpy as np
 from cycler import cycler
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
@@ -161,11 +162,12 @@ def learning(report: Report) -> Figure | None:
             continue
         value, curve = rows[name].value, rows[name].curve
         assert value is not None and curve is not None
+        curves = {of: np.array(points, float) for of, points in curve.items()}  # None is NaN, a gap
         # Curves over steps coincide until rounding separates them: dashes show the one below.
         style = {"color": color, "linestyle": "-" if name == "jaxrnn" else (0, (4, 1.5))}
-        for axes, x in (over_steps, curve["steps"]), (over_seconds, curve["seconds"]):
-            axes.plot(x, curve["mean"], label=f"{label}: {number(value / 1e6)} M steps/s", **style)
-            axes.fill_between(x, curve["low"], curve["high"], color=color, alpha=0.25, linewidth=0)
+        for axes, x in (over_steps, curves["steps"]), (over_seconds, curves["seconds"]):
+            axes.plot(x, curves["mean"], label=f"{label}: {number(value / 1e6)} M steps/s", **style)
+            axes.fill_between(x, curves["low"], curves["high"], color=color, alpha=0.25, linewidth=0)
     for axes in (over_steps, over_seconds):
         axes.set_xlim(left=0)
         axes.grid()

@@ -73,7 +73,8 @@ class AgentRow(Row):
       returned: the mean over these agents of their final return, which is that of the last tenth of training.
       returned_low, returned_high: the bootstrapped 95 % interval of that mean.
       curve: their mean return after each update, where all of them trained at once: lists of the `steps` of an agent,
-        of wall-clock `seconds`, and of the `mean` with the ends `low` and `high` of its 95 % interval.
+        of wall-clock `seconds`, and of the `mean` with the ends `low` and `high` of its 95 % interval. These three are
+        None where no episode ended.
     """
 
     task: str = ""
@@ -86,7 +87,7 @@ class AgentRow(Row):
     returned: float | None = None
     returned_low: float | None = None
     returned_high: float | None = None
-    curve: dict[str, list[float]] | None = None
+    curve: dict[str, list[float | None]] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -436,6 +436,7 @@ def ppo_beside(
             for count in {cases.PPO_SEEDS, *(agents.seeds for agents in wanted)}
         }
     results: dict[str, Any] = {}
+    trained: dict[str, Any] = {}
     compiled: dict[str, dict[int, Any]] = {}
     errors: dict[str, Exception] = {}
     for name, config in configs.items():
@@ -443,14 +444,14 @@ def ppo_beside(
         try:
             compiled[name] = {count: program.result() for (of, count), program in programs.items() if of == name}
             state, task = inits[name].result()(seeds), example.make_ppo(config).env.name
-            calls = train_agents(training, compiled[name][cases.PPO_SEEDS], state)
+            trained[name], calls = train_agents(training, compiled[name][cases.PPO_SEEDS], state)
             results[name] = training.Result(config, task, calls)
         except Exception as error:
             errors[name] = error
     # Sliced before anything is timed, because a timed program is given the arrays of its state to overwrite.
     states = {
-        (name, agents): jax.tree.map(operator.itemgetter(slice(agents.seeds)), result.calls.state)
-        for name, result in results.items()
+        (name, agents): jax.tree.map(operator.itemgetter(slice(agents.seeds)), state)
+        for name, state in trained.items()
         for agents in wanted
     }
     for agents in wanted:
@@ -471,15 +472,15 @@ def ppo_beside(
         yield from with_shares(rows)
 
 
-def train_agents(training: Any, program: Any, state: Any) -> Any:
-    """Trains agents with a compiled program, and returns its calls."""
+def train_agents(training: Any, program: Any, state: Any) -> tuple[Any, Any]:
+    """Trains agents with a compiled program, and returns their state and the calls."""
     outputs, ended = [], []
     began = time.perf_counter()
     for _ in range(cases.PPO_UPDATES // cases.PPO_UPDATES_A_CALL):
         state, metrics = program(state)
         outputs.append(jax.device_get(metrics))
         ended.append(time.perf_counter() - began)
-    return training.Calls(state, outputs, ended, 0.0, True)
+    return state, training.Calls(state.params, outputs, ended, 0.0, True)
 
 
 def agents_clock(program: Any, state: Any) -> timing.Clock:
@@ -496,21 +497,29 @@ def agents_clock(program: Any, state: Any) -> timing.Clock:
 def agent_row(row: AgentRow, spread: timing.Spread, steps: int, method: str, training: Any, result: Any) -> AgentRow:
     """Returns `row` with the speed of calls of so many steps, and with what the agents of `result` have learned."""
     returns = result.final_return
-    low, high = map(float, training.interval(returns)) if len(returns) > 1 else (None, None)
+    returned, low, high = mean_and_interval(training, returns)
     return dataclasses.replace(
         row, value=steps / spread.median, low=steps / spread.high, high=steps / spread.low, calls=spread.calls,
         method=method, task=result.task, trained=len(returns), steps=int(result.steps[-1]),
-        returned=float(returns.mean()), returned_low=low, returned_high=high,
+        returned=returned, returned_low=low, returned_high=high,
         curve=curve_of(training, result) if row.seeds == len(returns) > 1 else None,
     )  # fmt: skip
 
 
-def curve_of(training: Any, result: Any) -> dict[str, list[float]]:
+def mean_and_interval(training: Any, returns: np.ndarray) -> list[float | None]:
+    """Returns the mean of the agents' returns `[S]` and, if there are several, its 95 % interval; None without any."""
+    bounds = training.interval(returns) if len(returns) > 1 else (np.nan, np.nan)
+    numbers: list[float | None] = training.without_nan(np.stack([training.mean(returns), *bounds]))
+    return numbers
+
+
+def curve_of(training: Any, result: Any) -> dict[str, list[float | None]]:
     """Returns the learning curve of several agents, as a row has it."""
     low, high = training.interval(result.curve)
-    mean = np.nanmean(result.curve, axis=0)
+    mean = training.mean(result.curve)
     arrays = {"steps": result.steps, "seconds": result.seconds, "mean": mean, "low": low, "high": high}
-    return {name: [float(f"{x:.6g}") for x in array] for name, array in arrays.items()}
+    rounded = {name: np.array([float(f"{x:.6g}") for x in array]) for name, array in arrays.items()}
+    return {name: training.without_nan(array) for name, array in rounded.items()}
 
 
 def with_shares(rows: Sequence[AgentRow]) -> list[AgentRow]:

@@ -9,12 +9,10 @@
     # the environments sharded over four GPUs
     python examples/recurrent_ppo.py --num-devices 4
 
-Environment, network, rollout, advantages and update are here, to read and to
-copy. What surrounds them is in `training.py`: options, progress, tables, figures,
-checkpoints, several devices, and the recurrences that `--implementation`
-exchanges: jaxrnn's ("auto", "triton", "xla"), Flax's, and none.
-
-The example needs `pip install '.[examples]'` in a checkout.
+Environments, network, rollout, advantages and update are here. `training.py` has
+options, progress, tables, figures, checkpoints, several devices, and the
+recurrences of `--implementation`: jaxrnn's ("auto", "triton", "xla"), Flax's and
+none. The example needs `pip install '.[examples]'` in a checkout.
 """
 
 import dataclasses
@@ -43,7 +41,7 @@ class StatelessCartPole:
     max_x, max_theta = 2.4, math.radians(12)
 
     def draw(self, key: Array, *shape: int) -> tuple[Array, ...]:
-        """Draws the state in which the next episode begins, if a step ends one."""
+        """Draws five arrays `[*shape]`, the state in which the next episode begins, if a step ends one."""
         return *jax.random.uniform(key, (4, *shape), minval=-0.05, maxval=0.05), jnp.zeros(shape, jnp.int32)
 
     def reset(self, key: Array, batch: int) -> tuple[tuple[Array, ...], Array]:
@@ -51,6 +49,7 @@ class StatelessCartPole:
         return state, self.observe(state)
 
     def step(self, state: tuple[Array, ...], action: Array, fresh: Any) -> tuple[Any, Array, Array, Array]:
+        """Maps state and `fresh`, five arrays `[B]`, and `action [B]` to state, obs `[B, 2]`, reward and done `[B]`."""
         x, x_dot, theta, theta_dot, t = state
         force, gravity, pole_mass, mass, length, dt = 20.0 * action - 10.0, 9.8, 0.1, 1.1, 0.5, 0.02
         sin, cos = jnp.sin(theta), jnp.cos(theta)
@@ -63,6 +62,7 @@ class StatelessCartPole:
         return state, self.observe(state), jnp.full(done.shape, 1 / self.max_steps), done
 
     def observe(self, state: tuple[Array, ...]) -> Array:
+        """Returns the position and the angle, scaled, `[B, 2]`."""
         return jnp.stack([state[0] / self.max_x, state[2] / self.max_theta], axis=-1)
 
 
@@ -76,6 +76,7 @@ class RepeatPrevious:
     max_steps = property(lambda self: 52 * (1 + self.k // 32))  # one to three decks of cards for POPGym's 4, 32 and 64
 
     def draw(self, key: Array, *shape: int) -> Array:
+        """Draws the symbols `[*shape]` that steps show."""
         return jax.random.randint(key, shape, 0, self.num_actions)
 
     def reset(self, key: Array, batch: int) -> tuple[tuple[Array, Array], Array]:
@@ -83,12 +84,12 @@ class RepeatPrevious:
         return (symbols, jnp.zeros(batch, jnp.int32)), jax.nn.one_hot(symbols[:, -1], self.num_actions)
 
     def step(self, state: tuple[Array, Array], action: Array, symbol: Array) -> tuple[Any, Array, Array, Array]:
+        """Maps symbols `[B, k + 1]`, `t`, `action` and `symbol [B]` to state, obs `[B, 4]`, reward and done `[B]`."""
         symbols, t = state
-        right = jnp.where(action == symbols[:, 0], 1.0, -1.0)
-        reward = jnp.where(t >= self.k, right / (self.max_steps - self.k), 0.0)
+        reward = jnp.where(action == symbols[:, 0], 1.0, -1.0) / (self.max_steps - self.k)
         done = t + 1 >= self.max_steps
         state = jnp.concatenate([symbols[:, 1:], symbol[:, None]], axis=1), jnp.where(done, 0, t + 1)
-        return state, jax.nn.one_hot(symbol, self.num_actions), reward, done
+        return state, jax.nn.one_hot(symbol, self.num_actions), jnp.where(t >= self.k, reward, 0.0), done
 
 
 class ActorCritic(nn.Module):
@@ -177,9 +178,8 @@ def log_prob_of(logits: Array, action: Array) -> Array:
 class PPO:
     """The pure functions that train one agent by PPO (Schulman et al. 2017); `vmap` over seeds trains several.
 
-    `axis` is the name of an axis of `shard_map` or `vmap` over which the environments are sharded. The functions then
-    train on one shard: they average over the shards what an update averages over environments, and each shard draws
-    random numbers of its own.
+    `axis` names an axis of `shard_map` or `vmap` over which the environments are sharded. The functions then train on
+    one shard: they average over all shards what an update averages, and draw random numbers for theirs alone.
     """
 
     def __init__(self, config: Config, env: Any, network: nn.Module, axis: str | None = None):

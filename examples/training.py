@@ -5,6 +5,7 @@
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import importlib.metadata
@@ -167,11 +168,16 @@ def make_mesh(num_devices: int) -> Mesh:
 # Calls of a jitted function, with progress.
 
 
+@jax.jit
+def copied(tree: Any) -> Any:
+    return jax.tree.map(jnp.copy, tree)
+
+
 @dataclasses.dataclass(frozen=True)
 class Calls:
     """What calls of a jitted function returned, each from the state that the one before it returned."""
 
-    state: Any
+    params: Any  # of the state that the last of these calls returned
     outputs: list[Any]  # of NumPy arrays
     ended: list[float]  # seconds from the start of the first call to the end of each
     compile_seconds: float
@@ -197,8 +203,8 @@ def call_repeatedly(
 
     Args:
       name: what the progress bar is of.
-      run: a jitted function from a state to a state and an output.
-      state: the first state.
+      run: a jitted function from a state to a state and an output. It may overwrite the state that it is given.
+      state: the first state, which has `params`.
       calls: the number of calls.
       report: is told the number of a call, its output and the seconds since the first call began, and returns what the
         progress bar shows.
@@ -212,30 +218,30 @@ def call_repeatedly(
     if shows:
         announce(name)
     began = time.perf_counter()
-    run = run.lower(state).compile()
+    run, copy = run.lower(state).compile(), copied.lower(state.params).compile()
     compile_seconds = time.perf_counter() - began
-    submitted: list[Any] = []
-    outputs: list[Any] = []
-    ended: list[float] = []
+    submitted: collections.deque[tuple[Any, Any]] = collections.deque()
+    done = Calls(state.params, [], [], compile_seconds, False)
     with tqdm(total=calls * amount, desc=name, unit=f" {unit}", unit_scale=amount > 1000, disable=not shows) as bar:
         began = time.perf_counter()
         try:
-            while len(outputs) < calls:
-                if len(submitted) < calls:
+            for call in range(calls + 1):
+                if call < calls:
                     state, output = run(state)
-                    submitted.append(output)
-                    if len(submitted) == 1 < calls:  # outputs are read one call late, so that the device has work
-                        continue
-                output = jax.device_get(submitted[len(outputs)])
-                seconds = time.perf_counter() - began
-                bar.set_postfix_str(report(len(outputs), output, seconds), refresh=False)
+                    submitted.append((copy(state.params), output))
+                if call == 0:  # outputs are read one call late, so that the device has work
+                    continue
+                params, output = submitted.popleft()
+                output, seconds = jax.device_get(output), time.perf_counter() - began
+                bar.set_postfix_str(report(call - 1, output, seconds), refresh=False)
                 bar.update(amount)
-                outputs.append(output)
-                ended.append(seconds)
+                outputs, ended = [*done.outputs, output], [*done.ended, seconds]
+                # One assignment, so that Ctrl-C leaves the parameters, outputs and times of the same calls.
+                done = Calls(params, outputs, ended, compile_seconds, call == calls)
         except KeyboardInterrupt:
-            if len(outputs) < min(calls, 2):
+            if len(done.outputs) < min(calls, 2):
                 raise
-    return Calls(state, outputs, ended, compile_seconds, len(outputs) == calls)
+    return done
 
 
 # Agents.
@@ -331,6 +337,7 @@ class Result:
 
 
 def mean_return(episodes: np.ndarray, total_return: np.ndarray) -> np.ndarray:
+    """Returns the mean return `[...]` of episodes, given their number and the sum of their returns; NaN without any."""
     return np.where(episodes > 0, total_return / np.maximum(episodes, 1), np.nan)
 
 
@@ -339,9 +346,11 @@ def without_nan(values: np.ndarray) -> list[Any]:
     return np.where(np.isnan(values), None, values).tolist()
 
 
-def interval(values: np.ndarray, axis: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the 95 % interval of the mean over an axis, by the bootstrap with 2000 samples, ignoring NaN."""
-    values = np.moveaxis(np.asarray(values, float), axis, 0)
+def interval(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the ends `[...]` of the 95 % interval of the mean over the seeds of `values [S, ...]`, ignoring NaN.
+
+    They are NaN where there is nothing else. The interval is that of the bootstrap with 2000 samples.
+    """
     picks = np.random.default_rng(0).integers(len(values), size=(2000, len(values)))
     weights = np.stack([np.bincount(pick, minlength=len(values)) for pick in picks])
     known = ~np.isnan(values)
@@ -353,7 +362,7 @@ def interval(values: np.ndarray, axis: int = 0) -> tuple[np.ndarray, np.ndarray]
 
 
 def mean(values: np.ndarray) -> np.ndarray:
-    """Returns the mean over the first axis, ignoring NaN; NaN where there is nothing else."""
+    """Returns the mean `[...]` over the seeds of `values [S, ...]`, ignoring NaN; NaN where there is nothing else."""
     return mean_return((~np.isnan(values)).sum(axis=0), np.nansum(values, axis=0))
 
 
@@ -476,10 +485,8 @@ def table_of(results: Sequence[Result]) -> Table:
 
 
 def smoothed(values: np.ndarray, width: int) -> np.ndarray:
-    """Returns the mean of the last `width` values at each point, without NaN."""
-    windows = [values[..., max(i - width + 1, 0) : i + 1] for i in range(values.shape[-1])]
-    counts = [np.maximum((~np.isnan(window)).sum(axis=-1), 1) for window in windows]
-    return np.stack([np.nansum(w, axis=-1) / n for w, n in zip(windows, counts, strict=True)], axis=-1)
+    """Returns the means `[S, N]` of the last `width` of `values [S, N]` at each point, as `mean` does with NaN."""
+    return np.stack([mean(values[:, max(i - width, 0) : i].T) for i in range(1, values.shape[1] + 1)], axis=1)
 
 
 DARK = dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"], "#d0d7de")
@@ -626,7 +633,7 @@ def run_agent(
     def run(config: Any, params: Any) -> Result:
         result = train(options.make_ppo, config, params=params)
         if options.save is not None:
-            save(options.save / config.implementation, result.calls.state.params)
+            save(options.save / config.implementation, result.calls.params)
         return result
 
     def write(results: list[Result]) -> None:

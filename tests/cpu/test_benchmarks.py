@@ -626,6 +626,26 @@ def test_a_row_has_the_curve_of_agents_that_train_at_once():
     }  # fmt: skip
 
 
+def test_a_row_has_the_returns_of_the_agents_that_ended_an_episode_or_none(tmp_path):
+    from benchmarks import suites
+
+    _, training = suites.load_example()
+    for ended, returned, means in ((1, 0.5, [None, 0.5]), (0, None, [None, None])):
+        outputs = [
+            types.SimpleNamespace(episodes=np.array([[0], [episodes]]), total_return=np.array([[0], [1]]))
+            for episodes in (0, 2 * ended)
+        ]
+        config = types.SimpleNamespace(num_envs=8, rollout_steps=2)
+        result = training.Result(config, "task", training.Calls(None, outputs, [1.0, 2.0], 0.0, True))
+        row = suites.agent_row(AgentRow("PPO", "jaxrnn", seeds=2), timing.Spread.of([0.5], 3), 32, "", training, result)
+        assert (row.returned, row.returned_low, row.returned_high) == (returned,) * 3
+        assert row.curve["mean"] == row.curve["low"] == row.curve["high"] == means
+        assert "NaN" not in Report("ppo", MACHINE, {}, [row]).save(tmp_path).read_text()
+        shown = [line.get_ydata() for line in plot.learning(Report.load(tmp_path / "ppo.json")).axes[0].lines]
+        np.testing.assert_array_equal(shown, [np.array(means, float)])
+        plot.draw(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("missing", "reason"), [("is out of order", "is out of order"), (None, "is not what implementation=None chooses")]
 )

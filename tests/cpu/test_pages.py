@@ -17,7 +17,7 @@ import pytest
 from example_modules import load
 
 from benchmarks import __main__ as command
-from benchmarks import choice, examples, pages
+from benchmarks import choice, examples, norms, pages
 from benchmarks.results import AgentRow, Report
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,6 +88,32 @@ def test_agents_are_shown_with_their_returns_and_apart_from_those_on_several_gpu
     assert f"{pages.H100}/learning-light.svg" in pages.learning_curves()
     several = " ".join(pages.several_gpus().split())
     assert "1 and 2 H100s, an agent makes 9.00 M and 17.0 M" in several and "1.00 and 0.80" in several
+    rows[:] = [row for row in rows if (row.provider, row.seeds) != ("flax", 16)]
+    with pytest.raises(ValueError, match="no agents of several seeds with flax"):
+        pages.claim()
+
+
+@pytest.mark.parametrize("block", ["several-gpus", "first-call", "other-gpus", "wide-on-other-gpus"])
+def test_gpus_have_the_names_that_the_results_have(block, monkeypatch):
+    load = pages.load.__wrapped__
+
+    def renamed(suite, device=pages.DEVICE):
+        report = load(suite, device)
+        return dataclasses.replace(report, machine=report.machine | {"gpu": "NVIDIA B200"})
+
+    monkeypatch.setattr(pages, "load", renamed)
+    text = pages.BLOCKS[block]()
+    assert "B200" in text and "H100" not in text and "H200" not in text
+
+
+def test_norms_without_a_larger_share_elsewhere_have_no_gap(monkeypatch):
+    found = {(str(case), name): 0.9 for case in norms.cases() for name in ("jaxrnn", "xla", "torch-compile")}
+    monkeypatch.setattr(pages, "figures", lambda suite: found)
+    text = " ".join(pages.large_norms().split())
+    assert "0.90 / 0.90 / 0.90" in text and "larger share in 0 of" in text and "gap" not in text
+    found[str(norms.cases()[0]), "xla"] = 0.95
+    text = " ".join(pages.large_norms().split())
+    assert "larger share in 1 of" in text and f"{norms.cases()[0]}: XLA has 0.95, ours 0.90." in text
 
 
 def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
@@ -97,7 +123,8 @@ def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
             "total_steps": 64, "steps_per_second": speed, "final_return": returns, "config": {"hidden": 32},
         }  # fmt: skip
 
-    example = {"machine": "NVIDIA H200, jax 0.11", "runs": [run("auto", 3e6, [1, 2]), run("none", 4e6, [1, None])]}
+    runs = [run("auto", 3e6, [1, 2]), run("flax", 1e6, [None, None]), run("none", 4e6, [1, None])]
+    example = {"machine": "NVIDIA H200, jax 0.11", "runs": runs}
     paths = [tmp_path / name for name in ("one.json", "two.json")]
     for path, gpu in zip(paths, ("H200", "H100"), strict=True):
         path.write_text(json.dumps(example).replace("H200", gpu))
@@ -112,6 +139,7 @@ def test_results_of_examples_are_taken_and_shown(monkeypatch, tmp_path):
     shown = pages.whole_agents()
     assert "| Task, GRU 32, 2 seeds of 8 envs | jaxrnn | 3.00 M | 75 % | 1.50 (1.00 to 2.00) | 2 |\n" in shown
     assert "| none | 4.00 M | 100 % | 1.00 (1.00 to 1.00) | 2 |\n" in shown
+    assert "| Flax | 1.00 M | 25 % | - | 2 |\n" in shown
     assert ": Task. Measured on NVIDIA H200, jax 0.11." in shown
 
 

@@ -8,6 +8,8 @@ import re
 import socket
 import subprocess
 import sys
+import types
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -253,6 +255,9 @@ def test_what_no_episode_has_ended_in_is_nan():
     np.testing.assert_array_equal(training.mean(values), [np.nan, 2.0])
     low, high = training.interval(values)
     assert np.isnan([low[0], high[0]]).all() and (low[1], high[1]) == (1.0, 3.0)
+    curve = np.array([[np.nan, 2.0, 4.0, np.nan, np.nan], [1.0, np.nan, np.nan, np.nan, 5.0]])
+    want = [[np.nan, 2.0, 3.0, 4.0, np.nan], [1.0, 1.0, np.nan, np.nan, 5.0]]
+    np.testing.assert_array_equal(training.smoothed(curve, 2), want)
 
 
 def test_main_shows_that_a_gru_remembers_and_the_control_cannot(tmp_path, capsys):
@@ -323,7 +328,7 @@ def test_saved_agents_act_as_they_did_when_they_were_trained(tmp_path, capsys):
     trained = recurrent_ppo.main([*task, "--total-steps", str(32 * 52 * 40), "--save", str(tmp_path / "agents")])
     evaluated = recurrent_ppo.main([*task, "--total-steps", str(32 * 52 * 8), "--eval", str(tmp_path / "agents")])
     for before, after in zip(trained, evaluated, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, after.calls.state.params, before.calls.state.params)
+        jax.tree.map(np.testing.assert_array_equal, after.calls.params, before.calls.params)
         np.testing.assert_allclose(after.final_return, before.final_return, atol=0.1)
     assert {"recurrent_ppo_repeat.json", "recurrent_ppo_repeat_eval.json"} <= {path.name for path in tmp_path.iterdir()}
     capsys.readouterr()
@@ -348,10 +353,58 @@ def test_a_callback_hears_of_every_call():
     assert any("return" in metrics for _, metrics in heard)
 
 
+class Counter(NamedTuple):
+    params: jax.Array
+
+
+def test_ctrl_c_leaves_parameters_outputs_and_times_of_the_same_calls():
+    """Interrupts calls before each line of their loop, and where a call has overwritten the state that it was given."""
+    count = jax.jit(lambda state: (Counter(state.params + 1), state.params + 1), donate_argnums=0)
+    count = count.lower(Counter(jnp.zeros(()))).compile()
+    places = 0  # left until the interrupt
+
+    def pass_place():
+        nonlocal places
+        places -= 1
+        if places == 0:
+            raise KeyboardInterrupt
+
+    def run(state):
+        returned = count(state)
+        assert state.params.is_deleted()
+        pass_place()
+        return returned
+
+    def trace(frame, event, _):
+        if frame.f_code is not training.call_repeatedly.__code__:
+            return None
+        if event == "line":
+            pass_place()
+        return trace
+
+    program = types.SimpleNamespace(lower=lambda state: types.SimpleNamespace(compile=lambda: run))
+    lengths, before = [], sys.gettrace()
+    while places <= 0:
+        places, state = len(lengths) + 1, Counter(jnp.zeros(()))
+        sys.settrace(trace)
+        try:
+            calls = training.call_repeatedly("calls", program, state, 4, lambda *_: "", amount=1, unit="calls")
+        except KeyboardInterrupt:
+            lengths.append(0)
+            continue
+        finally:
+            sys.settrace(before)
+        lengths.append(len(calls.outputs))
+        assert calls.outputs == [1, 2, 3, 4][: lengths[-1]] and len(calls.ended) == lengths[-1]
+        assert calls.params == calls.outputs[-1] and calls.finished == (lengths[-1] == 4)
+    assert {*lengths} == {0, 2, 3, 4}
+
+
 @pytest.mark.parametrize("dark", [False, True])
 def test_a_figure_is_drawn_for_light_and_for_dark_pages(dark, tmp_path):
     rng = np.random.default_rng(0)
-    result = result_of(np.ones((3, 9)), rng.random((3, 9)), list(range(1, 10)))
+    episodes = np.ones((3, 9)) * ([1, 1, 1, 0, 1, 1, 0, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1, 1])
+    result = result_of(episodes, rng.random((3, 9)), list(range(1, 10)))
     training.plot([result.to_json()], "a title", tmp_path / "figure.svg", dark)
     drawn = (tmp_path / "figure.svg").read_text()
     assert ("#d0d7de" in drawn) == dark and "#0072b2" in drawn
